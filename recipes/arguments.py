@@ -61,6 +61,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         threads=section.threads,
         seed=setup.recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
+        optimizer_offload=section.optimizer_offload,
         **loop.trainer_fields(setup.recipe),
     )
 

@@ -70,7 +70,9 @@ class TrainerConfig:
     holds in one forward and backward, if they are as long as the batch's longest; of shorter ones
     of nearly one length as many more as take no more tokens. threads: of torch on the CPU; None
     leaves torch's own choice. seed: of torch's generator, set once when the trainer is built, and
-    of random weights.
+    of random weights. optimizer_offload: masters and moments, fp32, lie in host memory and pass
+    through the device in every update (`StreamedAdamW`); the shards are held in `param_dtype`. The
+    critic's stay.
     """
 
     model_path: str
@@ -94,6 +96,7 @@ class TrainerConfig:
     device: str = "cpu"
     seed: int = 0
     lora: LoraConfig | None = None
+    optimizer_offload: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -122,16 +125,25 @@ class TrainerConfig:
             ("micro_batch_size", self.micro_batch_size >= 1, "must be at least 1"),
             ("threads", self.threads is None or self.threads >= 1, "must be at least 1, or None"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
+            ("optimizer_offload", self._may_offload(), "needs dtype='float32', and lora=None"),
         ):
             _check(self, name, bool(ok), rule)
 
+    def _may_offload(self) -> bool:
+        return not self.optimizer_offload or (self.dtype == "float32" and self.lora is None)
+
     def of_critic(self) -> Self:
         """Returns this configuration with the critic's learning rate and decay, all parameters
-        trained: what its model and optimizer are made with.
+        trained, on the device: what its model and optimizer are made with.
         """
         assert self.critic is not None
-        rate, steps = self.critic.learning_rate, self.critic.decay_steps
-        return dataclasses.replace(self, learning_rate=rate, decay_steps=steps, lora=None)
+        return dataclasses.replace(
+            self,
+            learning_rate=self.critic.learning_rate,
+            decay_steps=self.critic.decay_steps,
+            lora=None,
+            optimizer_offload=False,
+        )
 
     def learning_rate_after(self, updates: int) -> float:
         """Returns the learning rate of the update that follows so many."""
@@ -151,7 +163,8 @@ class TrainerConfig:
     @property
     def torch_model_dtype(self) -> torch.dtype:
         """Returns the dtype of the shards of the model's own parameters."""
-        return self.torch_dtype if self.lora is None else self.torch_param_dtype
+        masters_here = self.lora is None and not self.optimizer_offload
+        return self.torch_dtype if masters_here else self.torch_param_dtype
 
 
 def _torch_dtype(name: str) -> torch.dtype:

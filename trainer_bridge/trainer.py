@@ -37,12 +37,13 @@ from trainer_bridge.training.batch import (
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
-from trainer_bridge.training.model import build_model, reshard, trained_params
+from trainer_bridge.training.model import build_model, fill_weights, reshard, trained_params
 from trainer_bridge.training.offload import Parking
-from trainer_bridge.training.optimizer import build_optimizer, optimizer_step, set_steps
+from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
 from trainer_bridge.training.shards import local_shard
+from trainer_bridge.training.streamed import StreamedAdamW
 
 
 class Trainer:
@@ -53,6 +54,10 @@ class Trainer:
     is, and `park` keeps the memory. With `config.critic` a critic lies on `critic` and
     `critic_optim`; with `config.reference` the first weights lie on `reference`, which is parked
     until somebody restores it.
+
+    With `config.optimizer_offload` nothing is on `optim`: moments, and masters of more precision
+    than the parameters, lie on the host for good (`StreamedAdamW`). An update that is interrupted
+    leaves a mixture there, which every call but `load_checkpoint` then refuses.
 
     With `config.lora` adapters are trained alone. They lie on tag `adapters`, parked and restored
     with `params`. That is frozen then: it is copied to the host once, and later pauses compare a
@@ -101,12 +106,15 @@ class Trainer:
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
             self.optimizer = build_optimizer(
-                list(trained_params(self.model).values()), config, self.device, saver
+                list(trained_params(self.model).values()), config, runtime, saver
             )
+            if isinstance(self.optimizer, StreamedAdamW):
+                fill_weights(self.model, config, runtime, dtype, self.optimizer.masters())
+                self.optimizer.publish()
             self.step = 0
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
-            self._parking.add(OPTIM)
+            self._parking.add(OPTIM, empty=config.optimizer_offload)
             self.critic = self._value_model()
             self._params, self._layout = base_params(self.model), layout
             self._factors: Mapping[str, LowRank] = {}
@@ -127,7 +135,7 @@ class Trainer:
         if base and self._adapters is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
             raise ValueError(f"compute_log_prob(base=True) {rule}")
-        self._parking.require("compute_log_prob", PARAMS)
+        self._require("compute_log_prob", PARAMS)
         with without_adapters(self.model) if base else contextlib.nullcontext():
             return self._logprobs(self.model, batch, temperature)
 
@@ -143,7 +151,7 @@ class Trainer:
             raise StateError(
                 "compute_ref_log_prob() has no reference; make the trainer with reference=True"
             )
-        self._parking.require("compute_ref_log_prob", REFERENCE)
+        self._require("compute_ref_log_prob", REFERENCE)
         return self._logprobs(self.reference, batch, temperature)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
@@ -162,7 +170,7 @@ class Trainer:
         Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A
         gradient that is not finite raises a FloatingPointError and changes nothing.
         """
-        self._parking.require("update_actor", PARAMS, OPTIM)
+        self._require("update_actor", PARAMS, OPTIM)
         self._require_unlent("update_actor")
         check_tokens(batch, self.model.config)
         if batch.old_logprobs is None or batch.advantages is None:
@@ -278,7 +286,7 @@ class Trainer:
         With adapters: merged, each weight rounded once; and only the adapted ones where all engines
         still serve what the sync before wrote.
         """
-        self._parking.require("sync_weights", PARAMS)
+        self._require("sync_weights", PARAMS)
         if self._sync is None:
             rule = "sync_weights() has no rollout to write to"
             raise StateError(f"{rule}; call connect([engine]) first, on every rank")
@@ -300,7 +308,7 @@ class Trainer:
         Until the engines' weights sleep, what would change or park the parameters raises. See
         `PageShare.share`.
         """
-        self._parking.require("share_weights", PARAMS)
+        self._require("share_weights", PARAMS)
         if self._share is None:
             rule = "share_weights() needs parameters that lie as the rollout's weights do"
             remedy = "make the trainer with layout=engine.manifest, and call connect([engine])"
@@ -321,7 +329,7 @@ class Trainer:
         """Saves what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
         or not at all; replaces what was there.
         """
-        self._parking.require("save_checkpoint", *TRAINED)
+        self._require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
         if self.critic is not None:
             values["critic_step"] = self.critic.step
@@ -338,17 +346,17 @@ class Trainer:
         self.zero_grad()
         values = checkpoint.load(directory, self._state(), self._identity())
         self.step = values["step"]
-        set_steps(self.optimizer, self.step)
+        after_load(self.optimizer, self.step)
         if self.critic is not None:
             self.critic.step = values["critic_step"]
-            set_steps(self.critic.optimizer, self.critic.step)
+            after_load(self.critic.optimizer, self.critic.step)
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
         """Saves the adapters as `PeftModel.from_pretrained` reads them, whole or not at all;
         replaces what was there.
         """
-        self._parking.require("save_adapters", PARAMS)
+        self._require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
         self._adapters.save(directory, self.config.model_path)
@@ -429,7 +437,8 @@ class Trainer:
         config = self.config
         if not config.reference or config.lora is not None:
             return None
-        stored = dataclasses.replace(config, dtype=config.param_dtype or config.dtype)
+        dtype = config.param_dtype or config.dtype
+        stored = dataclasses.replace(config, dtype=dtype, optimizer_offload=False)
         reference = build_model(
             stored, self._runtime, self.saver, tag=REFERENCE, drawn_as=config.torch_dtype
         )
@@ -451,7 +460,7 @@ class Trainer:
             raise StateError(
                 f"{method}() has no critic; make the trainer with critic=CriticConfig()"
             )
-        self._parking.require(method, *tags)
+        self._require(method, *tags)
         return self.critic
 
     def _state(self) -> dict[str, Tensor]:
@@ -463,6 +472,13 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any] | None:
         return None if self._adapters is None else self._adapters.identity()
+
+    def _require(self, method: str, *tags: str) -> None:
+        """Raises a StateError where a tag is parked, or where an update was cut off half done."""
+        self._parking.require(method, *tags)
+        if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
+            text = "an update was interrupted, and parameters, masters and moments are of two steps"
+            raise StateError(f"{method}(): {text}; call load_checkpoint(), or start anew")
 
     def _require_unlent(self, method: str) -> None:
         if self.saver is not None and self.saver.leases(PARAMS):

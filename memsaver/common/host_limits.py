@@ -12,7 +12,7 @@ CGROUP_OF_SELF = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number above this
-_RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is free
+RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is free
 
 
 def available_memory() -> int:
@@ -20,7 +20,7 @@ def available_memory() -> int:
     total, free = meminfo("MemTotal"), meminfo("MemAvailable")
     if (group := container_memory()) is not None and group.limit < total:
         total, free = group.limit, min(free, group.limit - group.used)
-    return max(0, free - int(_RAY_KEEPS * total))
+    return max(0, free - int(RAY_KEEPS * total))
 
 
 class Group(NamedTuple):

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
+from recipes.planner.allocator import CachingAllocator
 from recipes.planner.attention import NAME as ATTENTION
 from recipes.planner.attention import register_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout, planned_usage
@@ -76,8 +77,13 @@ class PlannedRuntime(Runtime):
                     empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
                     setattr(module, name, empty)
 
-    def draw_weights(self, model: nn.Module, seed: int, drawn_as: torch.dtype | None) -> None:
+    def draw_weights(self, model: nn.Module, seed: int, *how: Any) -> None:
         """Drawing takes long, and the weights have no content."""
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        self.planned.host_bytes += nbytes
+        with self.planned.placing(CachingAllocator()):  # none of the device's
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def empty_cache(self) -> None:
         self.planned.empty_cache()
@@ -137,10 +143,13 @@ class Readings(Peaks):
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """stages: of a step after the first. tags: bytes of the trainer's while they have memory."""
+    """stages: of a step after the first. tags: bytes of the trainer's while they have memory. host:
+    what it has on the host for good.
+    """
 
     stages: Stages
     tags: dict[str, int]
+    host: int
 
 
 def dry_run(
@@ -161,13 +170,15 @@ def dry_run(
     rollout = PlannedRollout(engine, staged)
     saver = PlannedSaver(PlannedDevice(workspace_bytes))
     readings, before = _trace(recipe, few, rollout, prompt_tokens, saver)
-    sizes = saver.sizes()
+    sizes, host = saver.sizes(), saver.planned.host_bytes
     if copies:
-        larger = _built(recipe, _with_layers(fields, traced + period), prompt_tokens)
+        more = _built(recipe, _with_layers(fields, traced + period), prompt_tokens)
+        larger, host_larger = more.sizes(), more.planned.host_bytes
         sizes = {tag: nbytes + copies * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
+        host += copies * (host_larger - host)
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
     torch_use = replay(with_layers(saver.planned.log.entries, first, period, copies))
-    return DryRun(readings.peaks(sizes, torch_use, before), sizes)
+    return DryRun(readings.peaks(sizes, torch_use, before), sizes, host)
 
 
 def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -205,11 +216,11 @@ def _trace(
     return readings, first
 
 
-def _built(recipe: Recipe, fields: dict[str, Any], prompt_tokens: int) -> dict[str, int]:
-    """Bytes of the tags alone."""
+def _built(recipe: Recipe, fields: dict[str, Any], prompt_tokens: int) -> PlannedSaver:
+    """Only made: it has the bytes of the tags, and of the host."""
     saver = PlannedSaver(PlannedDevice(workspace_bytes=0))
     with _trainer(recipe, fields, prompt_tokens, saver):
-        return saver.sizes()
+        return saver
 
 
 @contextlib.contextmanager

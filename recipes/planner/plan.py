@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memsaver.common.host_limits import RAY_KEEPS
+from memsaver.vmm import pinned_pages
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
 from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
 from recipes.recipe import FieldError, Recipe
+from trainer_bridge.tags import PARAMS
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
@@ -59,8 +62,9 @@ class Switch:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
-    processes. kv_tokens: of one engine rank's pool; most_kv_tokens: so many would still fit at
-    every stage. notes: what was assumed.
+    processes; host_room: the most that they may take there, None: not known. kv_tokens: of one
+    engine rank's pool; most_kv_tokens: so many would still fit at every stage. notes: what was
+    assumed.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Plan:
     needs: tuple[str, ...]
     notes: tuple[str, ...]
     switch: Switch | None = None
+    host_room: float | None = None
 
     @property
     def peak(self) -> StagePlan:
@@ -124,17 +129,18 @@ def make_plan(
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
     given: dict[str, Any] = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
     run = dry_run(recipe, model, sizes, **given, staged=staged)
-    saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in recipe.cycle.keep}
+    stay = {*recipe.cycle.keep, *([PARAMS] if recipe.cycle.alias == "always" else [])}
+    saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
     stages = []
     for stage, entry in run.stages.items():
         held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
         away = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
-        host = per_machine * away
+        host = per_machine * (away + run.host)
         stages.append(StagePlan(stage=stage, contexts=card.contexts, host=host, **held))
     tier = int(recipe.engine.host_to_device_ratio * sizes.kv_cache)
     asleep = sizes.weights if recipe.engine.sleep_level == 1 else 0
-    host = per_machine * (sum(saved.values()) + asleep + tier + 2 * PROCESS_HOST)
+    host = per_machine * (sum(saved.values()) + run.host + asleep + tier + 2 * PROCESS_HOST)
     most = _most_tokens(stages, card, kv_tokens, per_token, recipe.engine.page_size)
     plan = Plan(
         name=name,
@@ -146,8 +152,19 @@ def make_plan(
         most_kv_tokens=most,
         needs=(),
         notes=tuple(notes),
+        host_room=_host_room(recipe, per_machine),
     )
     return dataclasses.replace(plan, needs=tuple(_needs(plan, recipe)))
+
+
+def _host_room(recipe: Recipe, per_machine: int) -> float | None:
+    """Bytes that processes may take of a machine: their own, and of what these and Ray leave the
+    share that may be pinned.
+    """
+    if recipe.cluster.host_gib is None:
+        return None
+    own, usable = 2 * PROCESS_HOST * per_machine, (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
+    return own + pinned_pages.SHARE * (usable - own)
 
 
 def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
@@ -201,12 +218,27 @@ def _needs(plan: Plan, recipe: Recipe) -> list[str]:
             found.append(
                 f"{worst.stage} is short of {missing:.1f} GiB on each {plan.gpu.name}; {remedy}"
             )
+    if plan.host_room is not None and plan.host_bytes > plan.host_room:
+        missing = (plan.host_bytes - plan.host_room) / GIB
+        machine = f"a machine of {recipe.cluster.host_gib:g} GiB"
+        found.append(f"the host is short of {missing:.1f} GiB on {machine}; {_less_host(recipe)}")
     page = recipe.engine.page_size
     longest = recipe.sampling.max_tokens + page
     if not found and plan.kv_tokens < longest:
         text = f"holds no answer of {recipe.sampling.max_tokens}; {_less_kv(plan, recipe)}"
         found.append(f"the KV pool of {plan.kv_tokens} tokens {text}")
     return found
+
+
+def _less_host(recipe: Recipe) -> str:
+    ways = []
+    if recipe.cycle.keep != "auto" and "params" not in recipe.cycle.keep:
+        ways.append("set cycle.keep=[params]")
+    if recipe.trainer.optimizer_offload:
+        ways.append("set trainer.optimizer_offload=false")
+    if recipe.engine.host_to_device_ratio:
+        ways.append("set engine.host_to_device_ratio=0")
+    return ", or ".join([*ways, "take machines with more memory (cluster.host_gib)"])
 
 
 def _less_kv(plan: Plan, recipe: Recipe) -> str:
@@ -229,5 +261,7 @@ def _less_training(recipe: Recipe) -> str:
     if not recipe.trainer.activation_checkpointing:
         ways.append("set trainer.activation_checkpointing=true")
     if not recipe.lora.rank:
+        if not recipe.trainer.optimizer_offload:
+            ways.append("set trainer.optimizer_offload=true")
         ways.append("set lora.rank=32")
     return ", or ".join([*ways, "take more or larger GPUs (--gpu)"])

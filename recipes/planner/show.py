@@ -24,7 +24,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_table(plan))
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
-    console.print(f"host: {format_bytes(plan.host_bytes)} on each machine", highlight=False)
+    room = "" if plan.host_room is None else f", of {format_bytes(int(plan.host_room))} it may be"
+    console.print(f"host: {format_bytes(plan.host_bytes)} on each machine{room}", highlight=False)
     most = f"at most {plan.most_kv_tokens:,} fit at every stage"
     console.print(f"KV cache: {plan.kv_tokens:,} tokens an engine; {most}", highlight=False)
     for line in plan.switch.lines if plan.switch else ():

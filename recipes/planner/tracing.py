@@ -32,6 +32,7 @@ class PlannedDevice(TorchDispatchMode):
         """workspace_bytes: of cuBLAS, one for each thread that multiplies."""
         super().__init__()
         self.log = Log()
+        self.host_bytes = 0  # of the host, for good
         # That what is made now belongs to; None: torch's own.
         self._tag: CachingAllocator | None = None
         self._workspace = workspace_bytes

@@ -141,9 +141,9 @@ class CheckpointSection(Section):
 
 
 OF_PPO = ("critic", "critic_optim")
-REFERENCE = "reference"
+OPTIM, REFERENCE = "optim", "reference"
 # The trainer's, whose content is kept on the host, then the rollout's.
-TRAINED = ("params", "optim", *OF_PPO)
+TRAINED = ("params", OPTIM, *OF_PPO)
 SAVED = (*TRAINED, REFERENCE)
 TAGS = (*SAVED, "weights", "kv_cache", "cuda_graph")
 
@@ -190,6 +190,7 @@ class ClusterSection(Section):
     nnodes: int = 1
     n_gpus_per_node: int = 1
     gpu: str = "h100-80gb"  # what `memsaver plan` reckons with where it is not told
+    host_gib: float | None = None  # memory of a machine, for the plan; null: it is not looked at
     # Seconds for one call of all actors: a stage of a large model may take longer.
     call_timeout: float = 600.0
 
@@ -201,3 +202,5 @@ class ClusterSection(Section):
         yield Rule("nnodes n_gpus_per_node", *at_least(1))
         yield Rule("call_timeout", *rules.POSITIVE)
         yield Rule("gpu", *one_of(*GPUS))
+        if self.host_gib is not None:
+            yield Rule("host_gib", *rules.POSITIVE)

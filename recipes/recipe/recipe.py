@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from recipes.recipe.loops import (
     OF_PPO,
+    OPTIM,
     REFERENCE,
     TAGS,
     CheckpointSection,
@@ -72,6 +73,10 @@ class Recipe(Section):
         yield from self._rules_of_digits(sums)
         yield from self._rules_of_devices()
         yield from self._rules_of_tags()
+        words = f"adapters are small, and lora.rank={self.lora.rank}"
+        good = not (self.trainer.optimizer_offload and self.lora.rank)
+        key = "trainer.optimizer_offload"
+        yield Rule(key, good, words, f"set {key}=false")
         warmup, remedy = self.ppo.critic_warmup_steps, "set ppo.critic_warmup_steps=0, or steps="
         words = f"leaves none of steps={self.steps} to the policy"
         good = self.algorithm != "ppo" or warmup < self.steps
@@ -114,6 +119,8 @@ class Recipe(Section):
             absent[REFERENCE] = f"{self.algorithm}.kl_coef above 0"
         elif self.lora.rank:
             absent[REFERENCE] = "lora.rank=0"
+        if self.trainer.optimizer_offload:
+            absent[OPTIM] = "trainer.optimizer_offload=false"
         return absent
 
     def keepable_tags(self) -> list[str]:

@@ -122,9 +122,14 @@ class TrainerSection(Section):
     # Layers are computed again in the backward pass, not kept.
     activation_checkpointing: bool = True
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
+    # Masters and moments lie in host memory and pass through the device in every update.
+    optimizer_offload: bool = False
 
     def rules(self) -> Iterator[Rule]:
         yield Rule("dtype", *rules.DTYPE)
+        words = f"keeps float32 masters, and trainer.dtype={self.dtype}"
+        good = not self.optimizer_offload or self.dtype == "float32"
+        yield Rule("optimizer_offload", good, words, "set trainer.dtype=float32")
         yield Rule("learning_rate", *rules.BETWEEN_0_AND_1)
         yield Rule("weight_decay beta1 beta2", *rules.FROM_0_BELOW_1)
         yield Rule("max_grad_norm", *rules.POSITIVE)

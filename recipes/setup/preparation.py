@@ -96,11 +96,12 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.lora.rank:
         return "adapters are merged into what an engine serves"
-    if recipe.trainer.dtype != recipe.model.dtype:
-        return f"the trainer's pages are {recipe.trainer.dtype}, model.dtype={recipe.model.dtype}"
+    own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
+    if own != recipe.model.dtype:
+        return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
     if "weights" in recipe.cycle.named:
         return "cycle.keep names weights, pages that the trainer gets back"
-    config = TrainerConfig(model_path=str(model_dir), dtype=recipe.trainer.dtype)
+    config = TrainerConfig(model_path=str(model_dir), dtype=own)
     try:
         manifest = whole_manifest(load_model_config(model_dir), config.torch_dtype)
         check_layout(config, manifest)

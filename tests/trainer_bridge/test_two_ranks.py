@@ -33,7 +33,7 @@ from tests.helpers.trainer_bridge.tolerance import (
 )
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
 from trainer_bridge.training import initial
-from trainer_bridge.training.shards import shard_box
+from trainer_bridge.training.shards import local_shard, shard_box
 
 UNEVEN = {
     "vocab_size": 97,
@@ -131,6 +131,22 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     return result | {"next": other.update_actor(make_batch(3, seed=9))}
 
 
+def streamed(path: str) -> list[bool]:
+    """Whether a trainer with its optimizer on the host does the same, bit for bit. In bf16 the sums
+    of two ranks' gradients would be rounded, which one rank cannot show.
+    """
+    settings = config(path, **CHANGES, param_dtype="bfloat16")
+    plain, other = Trainer(settings), Trainer(dataclasses.replace(settings, optimizer_offload=True))
+    same = [one == two for one, two in zip(learn(plain), learn(other), strict=True)]
+    for here, there in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+        held = {"master": here, **plain.optimizer.state[here]}
+        for name, value in other.optimizer.state[there].items():
+            pair = (value, held[name])
+            same.append(torch.equal(*(pair if name == "step" else map(local_shard, pair))))
+        same.append(torch.equal(local_shard(there), local_shard(here).bfloat16()))
+    return same
+
+
 def drawn(path: str) -> dict[str, Any]:
     """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is
     sharded by columns. boxes: of the shards.
@@ -194,6 +210,7 @@ def worker(rank: int, path: str, out: str) -> None:
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
+    result["streamed"] = streamed(path)
     result["models"] = with_models(path, memsaver.MemorySaver())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(initial, "BLOCK_ELEMENTS", BLOCK)
@@ -339,3 +356,8 @@ def test_padded_adapters_lie_on_their_own_tag(two_ranks: Ranks) -> None:
         live = {tag: report.live_bytes for tag, report in result["tags"].items()}
         assert result["moved"] == [sum(live.values()), live["adapters"] + live["optim"]]
         assert min(live.values()) > 0
+
+
+def test_an_optimizer_on_the_host_does_the_same(two_ranks: Ranks) -> None:
+    _, _, ranks = two_ranks
+    assert all(all(result["streamed"]) for result in ranks)

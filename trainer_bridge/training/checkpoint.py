@@ -33,15 +33,15 @@ _FILE_BYTES = 2 << 30
 def state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Returns what a checkpoint holds of one model: all that is trained, by name; the tensors are
-    the model's and the optimizer's own.
+    """Returns what a checkpoint holds of one model: all that is trained, by name, masters under
+    their parameters' names; the tensors are the model's and the optimizer's own.
     """
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         moments = optimizer.state[param]
-        found[f"{prefix}params.{name}"] = param.detach()
+        found[f"{prefix}params.{name}"] = moments.get("master", param.detach())
         found[f"{prefix}optim.exp_avg.{name}"] = moments["exp_avg"]
         found[f"{prefix}optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
     return found

@@ -30,7 +30,7 @@ class Critic:
         self._limit = config.critic.value_clip
         self.model = build_model(self.config, runtime, saver, tag=CRITIC, value_head=True)
         params = list(self.model.parameters())
-        self.optimizer = build_optimizer(params, self.config, runtime.device, saver, CRITIC_OPTIM)
+        self.optimizer = build_optimizer(params, self.config, runtime, saver, CRITIC_OPTIM)
         self.step = 0
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:

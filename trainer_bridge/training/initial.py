@@ -1,6 +1,8 @@
 """Makes what a model begins with where no checkpoint says it: random weights, rebuilt buffers."""
 
 import math
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,47 +32,56 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, fresh[name].to(device))
 
 
-def randomise_weights(model: nn.Module, seed: int, drawn_as: torch.dtype | None = None) -> None:
+def randomise_weights(
+    model: nn.Module,
+    seed: int,
+    drawn_as: torch.dtype | None = None,
+    into: Mapping[nn.Parameter, Tensor] | None = None,
+) -> None:
     """Fills in what transformers initialises decoders with, on the device, and in place but for a
     block at a time that several ranks share or that is drawn in another dtype.
 
     Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits
     are a function of the seed, the parameter's name and the dtype drawn in, on one kind of device:
-    a model that is to be a narrower copy of another is drawn as that one.
+    a model that is to be a narrower copy of another is drawn as that one. into: tensors, on any
+    device, that get the values in place of the parameters' shards.
     """
+    into = into or {}
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     for name, param in base_params(model).items():
+        shard = into.get(param, local_shard(param))
         if param.ndim > 1:
-            _draw(param, deviation, f"{seed}/{name}", drawn_as)
+            _draw(param, shard, deviation, f"{seed}/{name}", drawn_as)
         else:
-            local_shard(param).fill_(0.0 if name.endswith(".bias") else 1.0)
+            shard.fill_(0.0 if name.endswith(".bias") else 1.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            shard = local_shard(module.weight)
+            weight = cast(nn.Parameter, module.weight)
+            shard = into.get(weight, local_shard(weight))
             row = module.padding_idx - shard_box(module.weight)[0][0]
             if 0 <= row < shard.shape[0]:
                 shard[row] = 0.0
 
 
-def _draw(param: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None) -> None:
-    """Draws block by block of rows, each from a generator of its own, so that it does not matter
-    how many ranks draw.
+def _draw(
+    param: Tensor, shard: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None
+) -> None:
+    """Draws block by block of rows, each from a generator of its own on the parameter's device, so
+    that it does not matter how many ranks draw.
     """
-    shard, box, rest = local_shard(param), shard_box(param), tuple(param.shape[1:])
+    box, rest, device = shard_box(param), tuple(param.shape[1:]), local_shard(param).device
     rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
     for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
         block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
         mine = box.intersect(block)
         if mine is None:
             continue
-        generator = torch.Generator(shard.device).manual_seed(
-            hash_text(f"{seed}/{first // rows}") >> 1
-        )
+        generator = torch.Generator(device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
         target = shard[_within(mine, box)]
-        if mine == block and drawn_as in (None, shard.dtype):
+        if mine == block and drawn_as in (None, shard.dtype) and shard.device == device:
             target.normal_(0.0, deviation, generator=generator)
         else:
-            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=shard.device)
+            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=device)
             target.copy_(drawn.normal_(0.0, deviation, generator=generator)[_within(mine, block)])
 
 

@@ -51,7 +51,8 @@ def build_model(
     value_head: bool = False,
     drawn_as: torch.dtype | None = None,
 ) -> nn.Module:
-    """Returns the sharded model with the weights of `config.model_path`, or random ones. The shards
+    """Returns the sharded model with the weights of `config.model_path`, or random ones; with
+    `config.optimizer_offload` without: they go through the masters (`fill_weights`). The shards
     keep their addresses.
 
     shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`).
@@ -62,7 +63,6 @@ def build_model(
     or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
-    files = None if config.random_init else CheckpointFiles(config.model_path)
     model = _meta_model(config, runtime.attention)
     if value_head:
         _put_value_head(model, config)
@@ -75,15 +75,32 @@ def build_model(
         _pad_adapters(model, saver)
     _finish_fsdp(model, saver, tag)
     runtime.make_buffers(model)
+    if config.optimizer_offload:
+        _keep_fp32_gradients(model)
+        return model
     head = _output_name(model) if value_head else None
-    if files is None:
-        runtime.draw_weights(model, config.seed, drawn_as)
-    else:
-        _load_weights(model, files, made_here={head} if head else set())
+    fill_weights(model, config, runtime, drawn_as, made_here={head} if head else set())
     if head:
         local_shard(dict(model.named_parameters())[head]).zero_()
     _start_adapters(model, config.seed)
     return model
+
+
+def fill_weights(
+    model: nn.Module,
+    config: TrainerConfig,
+    runtime: Runtime,
+    drawn_as: torch.dtype | None,
+    into: Mapping[nn.Parameter, Tensor] | None = None,
+    made_here: Collection[str] = (),
+) -> None:
+    """Gives the shards, or the tensors `into` in their place, the weights of `config.model_path`,
+    or random ones, cast to their dtype. made_here: not from files.
+    """
+    if config.random_init:
+        runtime.draw_weights(model, config.seed, drawn_as, into or {})
+    else:
+        _load_weights(model, CheckpointFiles(config.model_path), into or {}, made_here)
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -238,27 +255,41 @@ def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
     """Does what the lazy initialisation would do with padded adapters, on their own tag: it finds
     it done.
     """
-    groups = [
-        module._get_fsdp_state()._fsdp_param_group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    ]
     with _region(saver, ADAPTERS):
-        held = (group.fsdp_params for group in groups if group is not None)
+        held = (group.fsdp_params for group in _groups(model))
         for param in chain.from_iterable(held):
             if param._module_info.param_name in NAMES:
                 param.reset_sharded_param()
+
+
+def _keep_fp32_gradients(model: nn.Module) -> None:
+    """Has FSDP leave reduced gradients in fp32, in which the micro batches are added, too: it would
+    round each to the shards' dtype.
+    """
+    for group in _groups(model):
+        group._orig_dtype = torch.float32
+    for param in model.parameters():
+        param.grad_dtype = torch.float32
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """Returns FSDP's groups of parameters, which are gathered and reduced together."""
+    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
+    found = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
+    return [group for group in found if group is not None]
 
 
 def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
 
 
-def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collection[str]) -> None:
-    """Copy each rank's boxes from the files into its shards, cast to the shards' dtype.
-
-    made_here: not from files.
-    """
+def _load_weights(
+    model: nn.Module,
+    files: CheckpointFiles,
+    into: Mapping[nn.Parameter, Tensor],
+    made_here: Collection[str],
+) -> None:
+    """Copy each rank's boxes from the files into its shards, or what stands for them in `into`."""
     params = {name: param for name, param in base_params(model).items() if name not in made_here}
     names = {
         name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
@@ -266,7 +297,7 @@ def _load_weights(model: nn.Module, files: CheckpointFiles, made_here: Collectio
     other = names - params.keys()  # tied ones, too
     files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
     for name, param in params.items():
-        shard = local_shard(param)
+        shard = into.get(param, local_shard(param))
         if shard.numel():
             shard.copy_(files.box(name, *shard_box(param)))
 

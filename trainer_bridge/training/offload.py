@@ -36,17 +36,24 @@ class Parking:
     def __init__(self, saver: MemorySaver | None) -> None:
         self._saver = saver
         self._tags: dict[str, Version | None] = {}
-        self._beside: dict[str, tuple[str, ...]] = {}
+        self._memory_of: dict[str, tuple[str, ...]] = {}
         self._parked: set[str] = set()
         self._begun: _Begun | None = None
         self._thread = ThreadPoolExecutor(1, "trainer-parking")
 
-    def add(self, tag: str, version: Version | None = None, beside: tuple[str, ...] = ()) -> None:
+    def add(
+        self,
+        tag: str,
+        version: Version | None = None,
+        beside: tuple[str, ...] = (),
+        empty: bool = False,
+    ) -> None:
         """Adds a tag that has memory now. version: says what its content is called; None: it always
-        changes. beside: tags that always change and go with it.
+        changes. beside: tags that always change and go with it. empty: the tag has no memory, and
+        is parked and restored in name only.
         """
         self._tags[tag] = version
-        self._beside[tag] = beside
+        self._memory_of[tag] = beside if empty else (tag, *beside)
 
     def park(self, *tags: str, wait: bool = True) -> None:
         """Move the tags (none: all) to the host and free their memory.
@@ -61,7 +68,8 @@ class Parking:
             for tag in chosen:
                 if (version := self._tags[tag]) is not None and tag not in self._parked:
                     self._saver.mark_clean(tag, version())
-            self._saver.pause(*self._memory(chosen), content="host")
+            if memory := self._memory(chosen):  # of none the saver would pause all
+                self._saver.pause(*memory, content="host")
         elif (saver := self._saver) is not None:
             memory = self._memory([tag for tag in chosen if tag not in before])
             _finish(saver)  # what still writes the tags
@@ -76,9 +84,8 @@ class Parking:
         """
         self.finish()
         chosen = self._chosen(tags)
-        if (saver := self._saver) is not None:
-            memory = self._memory(chosen)
-            if wait:
+        if (saver := self._saver) is not None and (memory := self._memory(chosen)):
+            if wait:  # of none the saver would resume all
                 saver.resume(*memory)
             else:
                 self._begin(chosen, frozenset(self._parked), lambda: saver.resume(*memory))
@@ -119,7 +126,7 @@ class Parking:
         self._begun = _Begun(tags, before, self._thread.submit(work))
 
     def _memory(self, tags: Sequence[str]) -> tuple[str, ...]:
-        return (*tags, *chain.from_iterable(self._beside[tag] for tag in tags))
+        return tuple(chain.from_iterable(self._memory_of[tag] for tag in tags))
 
     def _chosen(self, tags: tuple[str, ...]) -> tuple[str, ...]:
         for tag in tags:

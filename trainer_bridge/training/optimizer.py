@@ -13,7 +13,9 @@ from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import OPTIM
 from trainer_bridge.training.memory import side_by_side
+from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.shards import like_shard, local_shard
+from trainer_bridge.training.streamed import StreamedAdamW
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done: int) -> float:
@@ -40,24 +42,29 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done
     return grad_norm
 
 
-def set_steps(optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Sets the moments' step counters of a loaded state, which has none."""
+def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
+    """Makes what a loaded state has not: the moments' step counters, and parameters of masters."""
     for state in optimizer.state.values():
         state["step"].fill_(done)
+    if isinstance(optimizer, StreamedAdamW):
+        optimizer.publish()
 
 
 def build_optimizer(
     params: Sequence[nn.Parameter],
     config: TrainerConfig,
-    device: torch.device,
+    runtime: Runtime,
     saver: MemorySaver | None,
     tag: str = OPTIM,
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
     """Makes AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's
-    own memory.
+    own memory. With `config.optimizer_offload` nothing is on the tag (`StreamedAdamW`).
 
     Fused: the unfused step on a GPU needs temporaries as large as the parameters.
     """
+    if config.optimizer_offload:
+        return StreamedAdamW(params, config, runtime)
+    device = runtime.device
     optimizer = torch.optim.AdamW(
         params,
         lr=config.learning_rate,

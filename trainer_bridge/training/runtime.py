@@ -1,5 +1,6 @@
 """Defines what a trainer runs on, and what it does there besides computing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from memsaver.vmm import empty_torch_cache
+from memsaver.vmm import empty_torch_cache, host_memory
 from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
 
 
@@ -52,9 +53,22 @@ class Runtime:
         """Give the buffers of a meta model their content; see `rebuild_buffers`."""
         rebuild_buffers(model, self.device)
 
-    def draw_weights(self, model: nn.Module, seed: int, drawn_as: torch.dtype | None) -> None:
+    def draw_weights(
+        self,
+        model: nn.Module,
+        seed: int,
+        drawn_as: torch.dtype | None,
+        into: Mapping[nn.Parameter, Tensor],
+    ) -> None:
         """Fill a model without a checkpoint; see `randomise_weights`."""
-        randomise_weights(model, seed, drawn_as)
+        randomise_weights(model, seed, drawn_as, into)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Returns uint8 [nbytes], all 0, on the host, pinned for a GPU. A HostMemoryError says how
+        much more it is than the process may take.
+        """
+        remedy = "take more devices, or optimizer_offload=False,"
+        return host_memory(nbytes, self.device, "the optimizer's state", remedy)
 
     def empty_cache(self) -> None:
         """Give torch's cached blocks back to the device."""

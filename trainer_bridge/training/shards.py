@@ -1,5 +1,7 @@
 """This rank's part of a sharded tensor: to write to, to make, and where it lies in the whole."""
 
+import copy
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +26,17 @@ def like_shard(local: Tensor, param: Tensor) -> DTensor:
     return DTensor.from_local(
         local, mesh, places, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def host_shard(local: Tensor, param: Tensor) -> DTensor:
+    """Returns `local`, on the host and of any dtype, as this rank's shard of a tensor sharded like
+    `param`. `from_local` would move it to the mesh's device.
+    """
+    assert isinstance(param, DTensor)
+    spec = copy.copy(param._spec)
+    assert spec.tensor_meta is not None
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def shard_box(param: Tensor) -> Box:

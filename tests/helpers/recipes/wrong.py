@@ -64,7 +64,8 @@ RANGES = [
     ),
     Range("sampling.top_p ppo.gamma ppo.gae_lambda", "must lie in (0, 1]", ("0.0", "1.1"), "1.0"),
     Range(
-        "trainer.max_grad_norm lora.alpha sampling.temperature ppo.value_clip cluster.call_timeout",
+        "trainer.max_grad_norm lora.alpha sampling.temperature ppo.value_clip cluster.call_timeout "
+        "cluster.host_gib",
         "must be positive",
         ("0.0", "inf", "nan"),
         "0.001",
@@ -130,6 +131,7 @@ WITHOUT_RANGE = [
         "engine.cuda_graphs",
         "trainer.lr_decay",
         "trainer.activation_checkpointing",
+        "trainer.optimizer_offload",
         "task.system_prompt",
     ),
     *("grpo.normalize_std", "ppo.normalize_advantages"),
@@ -199,6 +201,21 @@ CONTRADICTIONS = [
         "lora.target_modules=[q_proj,k_proj,v_proj,",
         ": the model has no layers q_proj, k_proj, v_proj; ",
         "set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]",
+    ),
+    wrong(
+        "trainer.optimizer_offload=true trainer.dtype=bfloat16",
+        "optimizer_offload=true: keeps float32 masters, and trainer.dtype=bfloat16",
+        "set trainer.dtype=float32",
+    ),
+    wrong(
+        "trainer.optimizer_offload=true lora.rank=2",
+        "trainer.optimizer_offload=true: adapters are small",
+        "set trainer.optimizer_offload=false",
+    ),
+    wrong(
+        "trainer.optimizer_offload=true cycle.keep=[params,optim]",
+        "optim is there with trainer.optimizer_offload=false only",
+        "keep=[params]",
     ),
     wrong("lora.alpha=8", "lora.alpha=8: has no effect with lora.rank=0"),
     wrong("lora.target_modules=[q_proj]", "has no effect with lora.rank=0"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import memsaver
 from rollout import Engine
@@ -28,6 +31,16 @@ def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
         name: (each.detach().full_tensor() if whole else local_shard(each)).clone()
         for name, each in state.items()
     }
+
+
+def one_rank(values: Sequence[Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Parameters of the values in `dtype`, on a mesh of one rank, whose gradients are fp32."""
+    params = [
+        nn.Parameter(DTensor.from_local(value.to(dtype), mesh, [Shard(0)])) for value in values
+    ]
+    for param in params:
+        param.grad_dtype = torch.float32
+    return params
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -83,6 +83,21 @@ def test_adapters_go_with_the_parameters() -> None:
     assert "leaves: " in tight.lines[1] and "adapters" not in tight.lines[1]
 
 
+def test_an_optimizer_on_the_host_is_planned_there() -> None:
+    """12 bytes a parameter for good, and 2 of the parameters while they are parked."""
+    words = ["cycle.keep=[]", "cycle.alias=never", "model.dtype=bfloat16", "cluster.host_gib=8"]
+    recipe = recipes.load(FEW[0], [*FEW[1:], *words, "trainer.optimizer_offload=true"])
+    plan = plan_of(recipe, "host", gpu="h100-80gb")
+    params = max(stage.tags["params"] for stage in plan.stages)
+    assert all("optim" not in stage.tags for stage in plan.stages)
+    for stage in plan.stages:
+        away = 0 if stage.tags["params"] else params
+        assert stage.host == pytest.approx(6 * params + away, rel=0.01)  # whole pages, alignment
+    assert plan.host_bytes == pytest.approx(7 * params + 4 * GIB, rel=0.01)
+    assert len(plan.needs) == 1 and "the host is short of" in plan.needs[0]
+    assert "set cycle.keep=[params]" in plan.needs[0]
+
+
 def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
     recipe = recipes.load(FEW[0], [*FEW[1:], "cycle.alias=never"])
     roomy = plan_of(recipe, "roomy", gpu="h100-80gb").switch

@@ -1,0 +1,246 @@
+"""An optimizer whose state lies on the host and passes through the device: bit for bit what the
+trainer does that has all of it on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memsaver
+from memsaver import HostMemoryError, StateError
+from memsaver.vmm import pinned_pages
+from tests.helpers.trainer_bridge.models import (
+    config,
+    describe,
+    make_batch,
+    value_batch,
+    write_model,
+)
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits, one_rank
+from trainer_bridge import CriticConfig, Cycle, Trainer, TrainerConfig, open_inprocess
+from trainer_bridge.training import Runtime, streamed
+from trainer_bridge.training.shards import like_shard, local_shard
+from trainer_bridge.training.streamed import StreamedAdamW
+
+Make = Callable[..., Trainer]
+ADAM: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1, "learning_rate": 1e-2}
+OFFLOAD: dict[str, Any] = {"optimizer_offload": True}
+ODD = {"vocab_size": 97, "intermediate_size": 45, "hidden_size": 33, "head_dim": 10}
+ODD |= {"num_attention_heads": 3, "num_key_value_heads": 1}
+CHUNKS = (64 * 7, 1 << 20)  # elements: some parameters in several, all in one
+
+
+def masters(trainer: Trainer) -> dict[str, Tensor]:
+    """What `bits` is of a trainer that has its masters for parameters."""
+    found = bits(trainer)
+    for name, param in trainer.model.named_parameters():
+        found[name] = local_shard(trainer.optimizer.state[param]["master"]).clone()
+    return {name: each.cpu() for name, each in found.items()}
+
+
+def on_device(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: each.cpu() for name, each in bits(trainer).items()}
+
+
+def assert_alike(streams: Trainer, plain: Trainer) -> None:
+    """Masters and moments are those of the other, parameters the masters rounded."""
+    held = masters(streams)
+    assert_same_bits(held, on_device(plain))
+    for name, shard in streams.shards().items():
+        assert shard.dtype == plain.config.torch_param_dtype
+        assert torch.equal(shard.cpu(), held[name].to(shard.dtype)), name
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_updates_and_checkpoints_are_those_of_masters_on_the_device(
+    chunk: int,
+    param_dtype: str,
+    device: str,
+    tmp_path: Path,
+    make_trainer: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clipped, decaying to 0, in micro batches; each goes on from the other's checkpoint."""
+    monkeypatch.setattr(streamed, "CHUNK", chunk)
+    path = write_model(tmp_path / "model", **ODD)
+    settings = ADAM | {"param_dtype": param_dtype, "decay_steps": 4, "max_grad_norm": 0.3}
+    plain = make_trainer(path, device=device, **settings)
+    streams = make_trainer(path, device=device, **settings, **OFFLOAD)
+    assert_alike(streams, plain)
+    for step in range(2):
+        batch = make_batch(7, seed=step)
+        assert streams.compute_log_prob(batch) == plain.compute_log_prob(batch)
+        assert streams.update_actor(batch) == plain.update_actor(batch)
+    assert_alike(streams, plain)
+    places = [(plain, str(tmp_path / "plain")), (streams, str(tmp_path / "streams"))]
+    for side, place in places:
+        side.save_checkpoint(place)
+    plain.update_actor(make_batch(3, seed=9))
+    streams.update_actor(make_batch(3, seed=8))
+    for (side, _), (_, place) in zip(places, reversed(places), strict=True):
+        side.load_checkpoint(place)
+    assert_alike(streams, plain)
+    for step in range(2, 5):
+        assert streams.update_actor(make_batch(7, seed=step)) == plain.update_actor(
+            make_batch(7, seed=step)
+        )
+    assert_alike(streams, plain)
+
+
+def test_random_weights_are_drawn_in_fp32_and_rounded(
+    device: str, tmp_path: Path, make_trainer: Make
+) -> None:
+    path = describe(tmp_path)
+    settings = {"random_init": True, "param_dtype": "bfloat16", "device": device}
+    assert_alike(make_trainer(path, **settings, **OFFLOAD), make_trainer(path, **settings))
+
+
+@pytest.mark.parametrize("chunk", [64, 64 * 9, 1 << 16])
+def test_a_step_is_torchs_fused_adamw_however_it_is_cut(chunk: int, device: str) -> None:
+    """At sizes that no vector divides: in the device's memory, in more chunks than fit there."""
+    runtime = Runtime.open(device)
+    try:
+        draw = torch.Generator().manual_seed(3)
+        shapes = [(1,), (7, 13), (64,), (129, 3), (1, 1), (2, 333)]
+        values = [torch.randn(shape, generator=draw).to(runtime.device) for shape in shapes]
+        settings = TrainerConfig(model_path="any", **ADAM, **OFFLOAD)
+        params = one_rank(values, runtime.mesh, torch.bfloat16)
+        optimizer = StreamedAdamW(params, settings, runtime, chunk)
+        held = optimizer.masters()
+        for param, value in zip(params, values, strict=True):
+            held[param].copy_(value)
+        optimizer.publish()
+        same = [nn.Parameter(value.clone()) for value in values]
+        rates = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.adam_eps}
+        whole = torch.optim.AdamW(same, weight_decay=0.1, fused=True, **rates)
+        for _ in range(3):
+            for number, (param, other) in enumerate(zip(params, same, strict=True)):
+                if number == 2:
+                    continue  # has no gradient: stays
+                grad = torch.randn(other.shape, generator=draw).to(runtime.device)
+                param.grad, other.grad = like_shard(grad.clone(), param), grad
+            optimizer.step()
+            whole.step()
+        for param, other in zip(params, same, strict=True):
+            expected = {"master": other.detach(), **whole.state[other]}
+            for row in ("master", "exp_avg", "exp_avg_sq"):
+                found = local_shard(optimizer.state[param][row])
+                assert found.device.type == "cpu"
+                wanted = expected.get(row, torch.zeros_like(other))
+                assert torch.equal(found, wanted.cpu()), row
+            assert torch.equal(local_shard(param), other.detach().bfloat16())
+    finally:
+        runtime.close()
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_trainer: Make) -> None:
+    trainer = make_trainer(model_path, **OFFLOAD, param_dtype="bfloat16")
+    trainer.update_actor(make_batch(3))
+    before, shards = masters(trainer), {n: s.clone() for n, s in trainer.shards().items()}
+    poisoned = dataclasses.replace(make_batch(3), advantages=[1.0, math.nan, 1.0])
+    with pytest.raises(FloatingPointError, match="norm is nan in step 2"):
+        trainer.update_actor(poisoned)
+    assert_same_bits(masters(trainer), before)
+    assert_same_bits(trainer.shards(), shards)
+    trainer.update_actor(make_batch(3))
+
+
+def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
+    model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streamed, "CHUNK", 1024)
+    trainer, batch = make_trainer(model_path, **OFFLOAD), make_batch(3)
+    trainer.update_actor(batch)
+    trainer.save_checkpoint(str(tmp_path / "step"))
+    before, scores = masters(trainer), trainer.compute_log_prob(batch)
+    update, calls = torch._fused_adamw_, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        update(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "_fused_adamw_", interrupted)
+        trainer.update_actor(batch)
+    for call in (
+        lambda: trainer.update_actor(batch),
+        lambda: trainer.compute_log_prob(batch),
+        lambda: trainer.sync_weights(1),
+        lambda: trainer.save_checkpoint(str(tmp_path / "mixed")),
+    ):
+        with pytest.raises(StateError, match=r"interrupted, and .* of two steps; call load_check"):
+            call()
+    trainer.load_checkpoint(str(tmp_path / "step"))
+    assert_same_bits(masters(trainer), before)
+    assert trainer.compute_log_prob(batch) == scores
+    trainer.update_actor(batch)
+
+
+def test_nothing_of_it_is_on_the_device_or_parked_and_the_critic_is(
+    model_path: str, make_trainer: Make
+) -> None:
+    critic = CriticConfig(learning_rate=5e-3)
+    settings: dict[str, Any] = {"critic": critic, "reference": True, "param_dtype": "bfloat16"}
+    trainer = make_trainer(model_path, **settings, **OFFLOAD)
+    twin = make_trainer(model_path, **settings)
+    assert trainer.saver is not None and trainer.critic is not None
+    elements = sum(param.numel() for param in trainer.model.parameters())
+    tags = trainer.saver.report().tags
+    assert "optim" not in tags and 2 * elements <= tags["params"].live_bytes < 2.1 * elements
+    assert tags["critic"].live_bytes >= 4 * (elements - 96 * 32)
+    trainer.park()
+    tags = trainer.saver.report().tags
+    assert {tag.state for tag in tags.values()} == {"paused"}
+    with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'params'"):
+        trainer.update_actor(make_batch(2))
+    trainer.restore("params", "critic", "critic_optim")
+    with pytest.raises(StateError, match="needs tag 'optim', which is parked"):
+        trainer.update_actor(make_batch(2))
+    trainer.restore("optim")
+    batch = value_batch(4)
+    assert trainer.update_critic(batch) == twin.update_critic(batch)
+    assert trainer.update_actor(batch) == twin.update_actor(batch)
+    assert_alike(trainer, twin)
+
+
+def test_an_engine_serves_the_rounded_weights_in_the_trainers_own_pages(
+    device: str, model_path: str
+) -> None:
+    settings = config(model_path, device=device, param_dtype="bfloat16", **OFFLOAD)
+    engine_settings = {"kv_tokens": 256, "dtype": "bfloat16"}
+    with open_inprocess(settings, engine_settings, alias=True) as (trainer, engine):
+        cycle = Cycle(trainer, engine, alias=True)
+        for version in (1, 2):
+            receipt = cycle.to_rollout(version)
+            assert receipt.nbytes == 0
+            assert engine.report().tags["weights"].borrowed_bytes
+            served = {each.name: engine.store.tensor(each.name) for each in engine.manifest.slices}
+            assert_same_bits(
+                {name: each.clone() for name, each in served.items()}, trainer.shards()
+            )
+            del served  # views keep the pages
+            cycle.to_train()
+            trainer.update_actor(make_batch(4, seed=version))
+
+
+def test_a_host_that_is_too_small_is_told(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_pages, "available_memory", lambda: 0)
+    with pytest.raises(HostMemoryError, match="optimizer's state of .* optimizer_offload=False"):
+        Trainer(config(model_path, **OFFLOAD), memsaver.MemorySaver())
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"lora": "any"}])
+def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="optimizer_offload=True: needs dtype='float32', and lora"):
+        TrainerConfig(model_path="any", **OFFLOAD, **changes)
