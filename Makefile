@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score bench-optimizer
 
 .PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -107,6 +107,9 @@ bench-score:
 
 bench-gap:
 	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
+
+bench-optimizer:
+	$(GPU) -m tests.benchmarks.bench_optimizer --out $(OUT)
 
 clean:
 	rm -rf .venv build dist site *.egg-info memsaver/native/_shim*.so

@@ -29,6 +29,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_switch": ([], {"runs"}),
     "bench_gap": ([], {"rows"}),
     "bench_score": ([], {"passes", "apart"}),
+    "bench_optimizer": ([], {"update"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
 ON_GPU = {
