@@ -82,6 +82,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     def publish(self) -> None:
         """Makes the parameters what the masters are, rounded."""
         self._pass(self._round, inward=1, outward=0)
+        self.whole = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -92,7 +93,6 @@ class StreamedAdamW(torch.optim.Optimizer):
             for number, param in enumerate(self._params)
             if param.grad is not None
         }
-
         after = self._step + 1
 
         def work(slot: Tensor, pieces: Sequence[_Piece]) -> None:
@@ -102,6 +102,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
         self._pass(work, inward=len(_ROWS), outward=len(_ROWS))
         self._step.copy_(after)
+        self.whole = True
 
     def _update(
         self,
@@ -141,7 +142,8 @@ class StreamedAdamW(torch.optim.Optimizer):
     ) -> None:
         """Has `work` called with every chunk, fp32 [3, chunk] on the device, and its pieces.
 
-        inward, outward: so many rows are copied to the device before it, and back after it.
+        inward, outward: so many rows are copied to the device before it, and back after it. All is
+        over when it returns; `whole` is False from its first write on.
         """
         side: Any = getattr(torch, self._device.type)  # torch.cpu has streams that do nothing
         here, coming, going = side.current_stream(), side.Stream(), side.Stream()
@@ -166,7 +168,6 @@ class StreamedAdamW(torch.optim.Optimizer):
                 gone[place] = going.record_event()
         finally:
             side.synchronize()  # before the slots are freed, and the host reads
-        self.whole = True
 
 
 def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Piece]]:
