@@ -26,11 +26,15 @@ class CleanCopy:
     copying: Waitable | None = None
     _expected: int | None = None
 
-    def settle(self) -> None:
-        """Wait for the copy and its digest."""
+    def finish(self) -> None:
+        """Wait for the copy, which reads the tag's memory."""
         if self.copying is not None:
             self.copying.synchronize()
             self.copying = None
+
+    def settle(self) -> None:
+        """Wait for the copy and its digest."""
+        self.finish()
         if self._expected is None:
             self._expected = self.digest.result()
 

@@ -34,7 +34,7 @@ class HostBackup:
 
     def start_save(self, backend: Backend, base: int) -> Waitable | None:
         """Saves after what is queued on the current stream, without waiting; None: it is done."""
-        return backend.start_copy(self._out(base))
+        return backend.copy_beside(self._out(base), keeper=self)
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:
         """Start to bring back what lies in these bytes of the tag, which have just been mapped."""

@@ -261,20 +261,6 @@ int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes) {
 
 /* ------------------------------------------------------------------ content */
 
-/* Bytes: small copies of other streams and processes, such as an engine's tokens, go between pieces of
- * 1.3 ms each. */
-#define COPY_PIECE ((size_t)64 << 20)
-
-static int copy_in_pieces(ms_phys *phys, const ms_transfer *t, void *stream) {
-    int error = 0;
-    for (size_t at = 0; at < t->nbytes && !error; at += COPY_PIECE) {
-        size_t rest = t->nbytes - at;
-        size_t piece = rest < COPY_PIECE ? rest : COPY_PIECE;
-        error = phys->driver.copy(t->to + at, t->from + at, piece, stream);
-    }
-    return error;
-}
-
 int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *stream) {
     uint64_t started = ms_clock_ns();
     size_t total = 0;
@@ -283,7 +269,7 @@ int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *str
         const ms_transfer *t = &transfers[i];
         total += t->nbytes;
         if (phys->kind == MS_CUDA)
-            error = copy_in_pieces(phys, t, stream);
+            error = phys->driver.copy(t->to, t->from, t->nbytes, stream);
         else
             memcpy((void *)t->to, (const void *)t->from, t->nbytes);
     }

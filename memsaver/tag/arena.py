@@ -26,7 +26,7 @@ from memsaver.backup import Backup
 from memsaver.backup.checksums import Checksums, fingerprint
 from memsaver.backup.clean_copy import CleanCopy
 from memsaver.common.finalizers import Finalizer
-from memsaver.errors import LeaseError, StateError
+from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.native import shim
 from memsaver.tag import reaper
 from memsaver.vmm.backend import Backend, Reservation
@@ -256,8 +256,16 @@ class Arena:
         self.clean_copy.digest.start()
         return self.clean_copy
 
+    def finish_copy(self) -> None:
+        """Waits for a copy that was begun while the tag is used."""
+        if self.clean_copy is not None:
+            self.clean_copy.finish()
+
     def forget_clean_copy(self) -> None:
-        self.clean_copy = None
+        copy, self.clean_copy = self.clean_copy, None
+        if copy is not None:
+            with contextlib.suppress(BackendError):  # of no interest any more
+                copy.finish()
 
     def trade_content(self, other: Arena) -> None:
         """Two tags have exchanged their extents: what is known of the content goes along.

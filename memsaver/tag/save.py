@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from memsaver.backup import Backup, DiskBackup, HostBackup
-from memsaver.errors import HostMemoryError, StateError
+from memsaver.errors import BackendError, HostMemoryError, StateError
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import Backend, Waitable
@@ -45,8 +45,11 @@ class Saving:
         """Tells where the content goes, and whether it must be copied there: not if a clean copy
         still holds it.
         """
-        copy = arena.clean_copy
-        if copy is not None and not copy.begin_check(arena.version, content, arena.stats.committed):
+        copy, claim = arena.clean_copy, (arena.version, content, arena.stats.committed)
+        try:
+            if copy is not None and not copy.begin_check(*claim):
+                copy = None
+        except BackendError:  # it was not made
             copy = None
         ranges = _saved_ranges(arena)  # while the check runs
         if self._checksums:

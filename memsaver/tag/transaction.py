@@ -104,6 +104,9 @@ class Transactions:
                 arena.freeze()
                 undo.callback(arena.thaw)
             self._drain(streams)
+            if streams is not None:
+                for arena in arenas:
+                    arena.finish_copy()
             backups = {arena.tag: self.saving.save(arena, where) for arena, where in saved}
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}

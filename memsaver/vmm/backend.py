@@ -165,6 +165,14 @@ class Backend(ABC):
         self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
     ) -> Waitable | None: ...
     @abstractmethod
+    def copy_beside(
+        self, transfers: Sequence[tuple[int, int, int]], keeper: object
+    ) -> Waitable | None:
+        """Begins to copy (to, from, nbytes) each, after what is queued on the current stream, so
+        that others' copies go between; `synchronize` waits for it, too. keeper: lives until then.
+        """
+
+    @abstractmethod
     def reclaim(self) -> None: ...
     @abstractmethod
     def other_holders(self) -> dict[str, int]: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,13 @@ from memsaver.errors import BackendError
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm import dlpack, nvml
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.workers import workers
+
+# Bytes that are copied at a time beside other work, 1.3 ms over the link: a copy engine goes on
+# with what one stream has queued, and few bytes of others, an engine's tokens, wait for it all.
+_PIECE = 64 << 20
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -81,6 +87,16 @@ class _Span:
         }
 
 
+class _Begun:
+    """A copy that a thread makes."""
+
+    def __init__(self, copying: Future[None]) -> None:
+        self._copying = copying
+
+    def synchronize(self) -> None:
+        self._copying.result()
+
+
 class CudaBackend(Backend):
     """One GPU, known by its UUID."""
 
@@ -100,6 +116,7 @@ class CudaBackend(Backend):
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
         self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._beside: list[Future[None]] = []
         self.device_key = device_key(self.device)
         self.total_bytes = properties.total_memory // granularity * granularity
 
@@ -128,6 +145,7 @@ class CudaBackend(Backend):
         torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
+        wait(self._beside)  # what became of them, their owners are told
         with self._call(Operation.SYNCHRONIZE):
             torch.cuda.synchronize(self.device)
 
@@ -181,6 +199,22 @@ class CudaBackend(Backend):
             stream.synchronize()
         self._check("copy", code)
         return stream.record_event()
+
+    def copy_beside(self, transfers: Sequence[tuple[int, int, int]], keeper: object) -> Waitable:
+        queued = torch.cuda.current_stream(self.device).record_event()
+        self._beside = [each for each in self._beside if not each.done()]
+        self._beside.append(
+            workers("beside", 1).submit(self._one_by_one, queued, transfers, keeper)
+        )
+        return _Begun(self._beside[-1])
+
+    def _one_by_one(
+        self, queued: torch.cuda.Event, transfers: Sequence[tuple[int, int, int]], keeper: object
+    ) -> None:
+        queued.synchronize()
+        for to, source, nbytes in transfers:
+            for at in range(0, nbytes, _PIECE):
+                self.copy([(to + at, source + at, min(_PIECE, nbytes - at))])
 
     def _queue_copy(
         self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream

@@ -10,9 +10,9 @@ _THREADS = 16
 
 
 @cache
-def workers(purpose: str) -> ThreadPoolExecutor:
+def workers(purpose: str, most: int = _THREADS) -> ThreadPoolExecutor:
     """The process's threads for one purpose; work that waits for other work needs another."""
-    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), f"memsaver-{purpose}")
+    return ThreadPoolExecutor(min(most, os.cpu_count() or 1), f"memsaver-{purpose}")
 
 
 os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +45,21 @@ from rollout.tags import KV_CACHE
 _SPARE = 2**30  # bytes
 
 
-@dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """A pool that may have memory behind its first tokens alone; `EngineConfig.elastic`.
+    """A pool that may have memory behind its first tokens alone; `EngineConfig.elastic`."""
 
-    least, most: tokens.
-    """
-
-    pool: TokenPool
-    allocator: PagedTokenToKVPoolAllocator
-    saver: MemorySaver
-    least: int
-    most: int
+    def __init__(
+        self,
+        pool: TokenPool,
+        allocator: PagedTokenToKVPoolAllocator,
+        saver: MemorySaver,
+        least: int,
+        most: int,
+    ) -> None:
+        """least, most: tokens."""
+        self.pool, self.allocator, self.saver = pool, allocator, saver
+        self.least, self.most = least, most
+        self._ask_at = 0.0
 
     @property
     def withheld_pages(self) -> int:
@@ -72,13 +76,19 @@ class Elastic:
         self._resize(self.most)
 
     def grow(self) -> None:
-        """Takes what is free now, in steps worth a call of the driver."""
-        missing = self.most - self.pool.size
+        """Takes what is free now, in steps worth a call of the driver, which is asked now and then:
+        while another process pins or maps memory, it takes its time to answer.
+        """
+        missing, began = self.most - self.pool.size, time.monotonic()
+        if not missing or began < self._ask_at:
+            return
         spare = _SPARE if self.saver.device.type == "cuda" else 0
         more = min((self.saver.free_bytes - spare) // self.pool.bytes_per_token, missing)
-        if missing and more >= min(missing, self.most // 16):
+        if more >= min(missing, self.most // 16):
             with contextlib.suppress(OutOfMemory):  # somebody else was faster
                 self._resize(self.pool.size + more)
+        now = time.monotonic()
+        self._ask_at = now + max(0.02, 10 * (now - began))
 
     def _resize(self, tokens: int) -> None:
         self.pool.resize(tokens)
@@ -159,9 +169,7 @@ class Cache:
         if grows and isinstance(pool, TokenPool) and config.double_sparsity is None:
             assert isinstance(allocator, PagedTokenToKVPoolAllocator)
             least = round_up(min(max_context_len, config.kv_tokens), config.page_size)
-            elastic = Elastic(
-                pool=pool, allocator=allocator, saver=saver, least=least, most=config.kv_tokens
-            )
+            elastic = Elastic(pool, allocator, saver, least, config.kv_tokens)
         return cls(
             layout=kept,
             pool=pool,

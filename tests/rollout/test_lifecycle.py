@@ -134,8 +134,11 @@ def test_sleep_can_abort_unfinished_requests(engine: Engine) -> None:
 def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_the_same(
     path: Path, device: str
 ) -> None:
-    """The limit falls away while it generates, as another's memory would be freed."""
-    sizes = {"kv_tokens": 1 << 16, "max_context_len": 96}
+    """The limit falls away while it generates, as another's memory would be freed. On a GPU a tag
+    gives back pieces of 1 GiB: one is more than enough for all here.
+    """
+    whole_size = 1 << 16 if device == "cpu" else 1 << 22
+    sizes = {"kv_tokens": whole_size, "max_context_len": 96}
     engine = Engine.from_pretrained(path, device=device, elastic=True, **sizes)
     fixed = Engine.from_pretrained(path, device=device, **sizes)
     pool, saver = engine.kv_pool, engine.saver
@@ -158,13 +161,14 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
         with pytest.raises(ValueError, match="prompt 0: no beam search while the pool grows"):
             engine.generate(prompts, replace(params, beam_width=2))
         engine.check_integrity()
-        assert 96 <= pool.size < 1 << 15
+        assert 96 <= pool.size < whole_size
         saver.limit_bytes = saver.report().committed_bytes
         seen.clear()
         at_once.clear()
         assert ids(engine.generate(prompts, params, watch)) == expected
-        assert max(at_once) < len(prompts)  # the pool was too small in truth
-        assert seen[0] < 1 << 15 and seen == sorted(seen) and pool.size == 1 << 16
+        if device == "cpu":
+            assert max(at_once) < len(prompts)  # the pool was too small in truth
+        assert seen[0] < whole_size and seen == sorted(seen) and pool.size == whole_size
         assert saver.report().tags["kv_cache"].committed_bytes == whole
         engine.check_integrity()
     assert addresses(engine) == pointers

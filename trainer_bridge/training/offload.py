@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain
@@ -38,6 +38,7 @@ class Parking:
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
         self._parked: set[str] = set()
+        self._pinned: set[str] = set()  # tags that there is host memory for
         self._begun: _Begun | None = None
         self._thread = ThreadPoolExecutor(1, "trainer-parking")
 
@@ -73,7 +74,8 @@ class Parking:
         elif (saver := self._saver) is not None:
             memory = self._memory([tag for tag in chosen if tag not in before])
             _finish(saver)  # what still writes the tags
-            self._begin(chosen, before, lambda: _move_out(saver, memory))
+            fresh, self._pinned = set(memory) - self._pinned, self._pinned | set(memory)
+            self._begin(chosen, before, lambda: _move_out(saver, memory, fresh))
         self._parked |= set(chosen)
 
     def restore(self, *tags: str, wait: bool = True) -> None:
@@ -142,12 +144,12 @@ def _finish(saver: MemorySaver) -> None:
         torch.cuda.synchronize(saver.device)
 
 
-def _move_out(saver: MemorySaver, tags: Sequence[str]) -> None:
+def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -> None:
     """Pauses each tag as soon as its copy is there; between the calls others find the saver free.
 
     Nothing is queued that concerns the tags, and nobody writes them meanwhile.
     """
-    _pin(saver, tags)
+    _pin(saver, fresh)
     copies = [saver.save(tag, ("begun", time.monotonic_ns())) for tag in tags]
     for tag, copy in zip(tags, copies, strict=True):
         if copy is not None:
@@ -155,9 +157,9 @@ def _move_out(saver: MemorySaver, tags: Sequence[str]) -> None:
         saver.pause(tag, content="host", streams=())
 
 
-def _pin(saver: MemorySaver, tags: Sequence[str]) -> None:
-    """Pins what the copies take beforehand: at first it takes seconds, in which a save would hold
-    the saver.
+def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
+    """Pins beforehand what copies of these tags take: that lasts seconds, in which a save would
+    hold the saver. The arena keeps it.
     """
     held = saver.report().tags
     arena = saver.host_arena

@@ -132,7 +132,7 @@ def test_a_copy_that_failed_is_no_copy(device: str, monkeypatch: pytest.MonkeyPa
     saver, tensor = fresh(device)
     expected = tensor.clone()
     with monkeypatch.context() as patch:
-        patch.setattr(saver.backend, "start_copy", lambda *_, **__: 1 / 0)
+        patch.setattr(saver.backend, "copy_beside", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             saver.save("params", version=1)
     assert cycle(saver, 1)[0] == tensor.nbytes
