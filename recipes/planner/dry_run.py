@@ -93,12 +93,22 @@ class PlannedRuntime(Runtime):
 
 
 class PlannedTrainer(Trainer):
-    """A sync reads shards and writes elsewhere: nothing to reckon. What runs beside other work is
-    over when that begins: then the KV pool has grown.
+    """A sync reads shards and writes elsewhere: nothing to reckon. What leaves beside the answers
+    has left when they are there, and what comes beside scores is there at once.
     """
 
+    leaving: tuple[str, ...] = ()
+
     def park(self, *tags: str, wait: bool = True) -> None:
-        super().park(*tags)
+        if wait:
+            super().park(*tags)
+        else:
+            self.leaving = tags
+
+    def leave(self) -> None:
+        if self.leaving:
+            super().park(*self.leaving)
+        self.leaving = ()
 
     def restore(self, *tags: str, wait: bool = True) -> None:
         super().restore(*tags)
@@ -127,11 +137,13 @@ class Readings(Peaks):
         self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int
     ) -> Stages:
         """Returns peaks of a step after another. first: readings before and in the first step."""
-        both = zip(self.noted, torch_use, strict=True)
-        now = [planned_usage(sizes, paused, *use) for (_, paused, _), use in both]
-        peaks, trainer, rollout = Peaks(), iter(now), iter(usage for _, _, usage in self.noted)
-        peaks.watch("trainer", lambda: next(trainer))
-        peaks.watch("rollout", lambda: next(rollout))
+        both = [
+            _on_one_device(planned_usage(sizes, paused, *use), served)
+            for (_, paused, served), use in zip(self.noted, torch_use, strict=True)
+        ]
+        peaks, trainer, rollout = Peaks(), iter(both), iter(both)
+        peaks.watch("trainer", lambda: next(trainer)[0])
+        peaks.watch("rollout", lambda: next(rollout)[1])
         steps: list[Stages] = []
         for part in (self.noted[:1], self.noted[1:first], self.noted[first:]):
             for stage, _, _ in part:
@@ -139,6 +151,12 @@ class Readings(Peaks):
             steps.append(peaks.take())
         again = steps[2].keys()
         return steps[2] | {stage: steps[1][stage] for stage in steps[1] if stage not in again}
+
+
+def _on_one_device(one: Usage, other: Usage) -> tuple[Usage, Usage]:
+    used = sum(sum(usage.tags.values()) + usage.torch_bytes for usage in (one, other))
+    first, second = (dataclasses.replace(each, device_used_bytes=used) for each in (one, other))
+    return first, second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +219,7 @@ def _trace(
     """A step, and the way to the next one's rollout; how many readings there were before that."""
     readings = Readings(saver, rollout)
     with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
+        rollout.answered = trainer.leave
         monitor = Monitor(RunFolder(setup.model_dir), View())
         monitor.peaks = readings
         served = cast(Rollout, rollout)  # but for the methods of a sync

@@ -4,7 +4,7 @@ has nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from memsaver import Usage
 from recipes.planner.tracing import Unreported
 from rollout import Completion, SamplingParams
 from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
+
+LEAST = 1 << 30  # bytes: of a pool that wakes partly; a tag takes and gives pieces of so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +45,16 @@ class PlannedRollout(Unreported):
         """staged: False wakes all tags up with the first."""
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
+        self._least = sizes.kv_cache  # bytes that the pool has while it is awake
         self._kept = 0
+        self.answered: Callable[[], None] = lambda: None  # what is over then
         self._torch = self._peak = sizes.idle
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
-        self._asleep.discard(KV_CACHE)
+        self._least = self._sizes.kv_cache
+        self.answered()
         # Which torch keeps, until the KV cache sleeps.
         self._torch = self._peak = self._sizes.generating
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -65,12 +70,14 @@ class PlannedRollout(Unreported):
             self._torch = self._sizes.idle
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
-        woken = set(self._sizes.tags if tags is None or not self._staged else tags)
-        self._asleep -= woken - {KV_CACHE} if partly else woken
+        self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
+        self._least = LEAST if partly else self._sizes.kv_cache
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch
-        return planned_usage(self._sizes.tags, self._asleep, self._torch, peak, self._kept)
+        tags = self._sizes.tags
+        tags[KV_CACHE] = min(tags[KV_CACHE], self._least)
+        return planned_usage(tags, self._asleep, self._torch, peak, self._kept)
 
     def abort_update(self, reason: str) -> None:
         raise AssertionError(reason)

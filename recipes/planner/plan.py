@@ -26,11 +26,13 @@ _SPARE = 256 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The most in one stage, in bytes. processes: tags and torch's own, by owner; tags, torch: the
-    parts of it. contexts: of both processes. host: saved content on one machine.
+    """The most in one stage, in bytes. used: of the device, without contexts. processes: tags and
+    torch's own, by owner, each at its most; tags, torch: the parts of it. contexts: of both
+    processes. host: saved content on one machine.
     """
 
     stage: str
+    used: int
     processes: dict[str, int]
     torch: dict[str, int]
     tags: dict[str, int]
@@ -39,7 +41,7 @@ class StagePlan:
 
     @property
     def device_bytes(self) -> int:
-        return sum(self.processes.values()) + self.contexts
+        return self.used + self.contexts
 
     def as_json(self) -> dict[str, Any]:
         held = {"device_bytes": self.processes, "used_bytes": self.device_bytes, "tags": self.tags}
@@ -134,7 +136,9 @@ def make_plan(
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
     stages = []
     for stage, entry in run.stages.items():
-        held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
+        held: dict[str, Any] = {
+            name: dict(entry[name]) for name in ("processes", "torch", "tags")
+        } | {"used": entry["device_bytes"]}
         away = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
         host = per_machine * (away + run.host)
         stages.append(StagePlan(stage=stage, contexts=card.contexts, host=host, **held))

@@ -1,8 +1,8 @@
 """The most memory of every process and device in each stage of a step.
 
-One side works at a time, and in a stage each side's tags only come or only go. So a process's most
-is what its tags held before or after, and torch's own peak; what is on the device besides
-(contexts, libraries) stays as it is.
+In a stage each side's tags only come or only go. So a process's most is what its tags held before
+or after, and torch's own peak; what is on the device besides (contexts, libraries) stays as it is.
+Where one side's tags come while the other's go, they come into what has gone.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ class Peaks:
             if (usage := take()) is not None:
                 found[owner] = usage
         tags: dict[str, int] = {}
-        processes, torch, waits = {}, {}, {}
+        processes, torch = {}, {}
+        gone, waits = Counter[str](), Counter[str]()
         for owner, usage in found.items():
-            most = _larger(self._before.get(owner, {}), usage.tags)
+            before = self._before.get(owner, usage.tags)
+            most = _larger(before, usage.tags)
             self._before[owner] = usage.tags
+            gone[_place(owner)] += sum(before.values()) - sum(usage.tags.values())
+            waits[_place(owner)] += usage.torch_peak_bytes - usage.torch_bytes
             tags |= {f"{tag}{_place(owner)}": nbytes for tag, nbytes in most.items()}
             torch[owner] = usage.torch_peak_bytes
             processes[owner] = sum(most.values()) + usage.torch_peak_bytes
-            waits[owner] = processes[owner] - sum(usage.tags.values()) - usage.torch_bytes
         entry = {
             "processes": processes,
             "torch": torch,
-            "device_bytes": _device(found, waits),
+            "device_bytes": _device(found, +gone + waits),
             "tags": tags,
         }
         self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
@@ -68,16 +71,13 @@ def _place(owner: str) -> str:
     return owner[owner.index("[") :] if "[" in owner else ""
 
 
-def _device(found: Mapping[str, Usage], waits: Mapping[str, int]) -> int | None:
-    """Returns the fullest device's bytes: used now, plus what processes held more in the stage."""
+def _device(found: Mapping[str, Usage], more: Mapping[str, int]) -> int | None:
+    """Returns the fullest device's bytes: used now, plus what there was more of in the stage."""
     places: dict[str, int] = {}
     for owner, usage in found.items():
         if usage.device_used_bytes is not None:
             places[_place(owner)] = max(places.get(_place(owner), 0), usage.device_used_bytes)
-    more = Counter[str]()
-    for owner, nbytes in waits.items():
-        more[_place(owner)] += nbytes
-    return max((used + more[place] for place, used in places.items()), default=None)
+    return max((used + more.get(place, 0) for place, used in places.items()), default=None)
 
 
 def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

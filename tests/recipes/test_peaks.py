@@ -48,6 +48,17 @@ def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
     assert found["park"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
 
 
+def test_what_comes_while_another_goes_comes_into_its_place() -> None:
+    """Moments leave behind the answers, and a pool grows; 2 more in torch meanwhile."""
+    found = collect(
+        ["wake", "generate"],
+        trainer=[usage({"optim": 30}, used=55), usage({"optim": 0}, used=50)],
+        rollout=[usage({"kv_cache": 5}, used=55), usage({"kv_cache": 28}, 2, 4, used=50)],
+    )["generate"]
+    assert found["processes"] == {"trainer": 30, "rollout": 32}
+    assert found["device_bytes"] == 50 + (35 - 28) + 2
+
+
 def test_the_fullest_of_several_devices_counts() -> None:
     found = collect(
         ["sync"],

@@ -38,7 +38,14 @@ def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
         held = {tag: sizes[tag] * GIB if tag in tags else 0 for tag in sizes}
         torch = {"trainer": cache * GIB if stage == "train" else 0}
         both = {"trainer": sum(held.values()) + torch["trainer"]}
-        rest: Any = {"processes": both, "torch": torch, "tags": held, "contexts": 0, "host": 0}
+        rest: Any = {
+            "processes": both,
+            "used": both["trainer"],
+            "torch": torch,
+            "tags": held,
+            "contexts": 0,
+            "host": 0,
+        }
         stages.append(StagePlan(stage=stage, **rest))
     gpu = Gpu("any", total * GIB, 0, 0, GIB, measured=False)
     facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "needs": (), "notes": ()}
