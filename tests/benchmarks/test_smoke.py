@@ -39,7 +39,8 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-MARKS["bench_kvcache"] = [pytest.mark.extended]  # the longest; every pool and kernel has tests
+for _long in ("bench_kvcache", "bench_sync", "bench_switch"):  # what they run has tests of its own
+    MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_kept_tags_stay_and_change_no_number(
     beside = rows(kept, "train")[-1]["stages"]
     assert "begin_park" in beside and "begin_restore" in beside and "restore_params" in beside
     assert "park_params" not in beside and "park_optim" not in beside
-    words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto", "cycle.overlap=auto"]
+    words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto", "cycle.overlap=[]"]
     continue_run(kept, None, words)
     row = rows(kept, "train")[-1]
     last = row["memory"]

@@ -20,6 +20,8 @@ from recipes.planner.plan import Plan, StagePlan, Switch
 from recipes.planner.switch import decide
 from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
+from recipes.setup.models import meta_model
+from recipes.setup.pool import pool_grows
 from recipes.setup.preparation import prepare
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
@@ -160,6 +162,7 @@ def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
 def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_weights() -> None:
     """8 GiB of keys and values leave, and none of the moments needs to wait for the bus."""
     words = [*FEW[1:], "cycle.alias=never", "engine.kv_tokens=16000000", "cycle.keep=[params]"]
+    words += ["cycle.overlap=auto"]
 
     def planned(*more: str) -> tuple[Plan, Switch]:
         plan = plan_of(recipes.load("tiny", [*words, *more]), "any", gpu=str(14 * GIB))
@@ -173,4 +176,16 @@ def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_w
     )
     moments = max(stage.tags["optim"] for stage in plan.stages)
     assert serial.seconds - beside.seconds == pytest.approx(2 * moments / plan.gpu.link)
-    assert planned("engine.host_to_device_ratio=0.5")[1].overlap == ()  # such a pool has one size
+
+
+@pytest.mark.parametrize(
+    ("more", "grows"),
+    [
+        ("", True),
+        ("engine.host_to_device_ratio=0.5", False),
+        ("driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2", False),
+    ],
+)
+def test_a_pool_of_one_size_gets_its_memory_before_it_wakes(more: str, grows: bool) -> None:
+    recipe = recipes.load("tiny", more.split())
+    assert pool_grows(recipe, meta_model(recipe.model.random_fields()).config) == grows
