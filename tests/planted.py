@@ -176,12 +176,9 @@ BUGS = [
     Bug(
         "a restore that fails counts as done (missing undo)",
         "trainer_bridge/training/offload.py",
-        "        if self._saver is not None and (memory := self._memory(chosen)):\n"
-        "            self._saver.resume(*memory)\n"
-        "        self._parked -= set(chosen)",
-        "        self._parked -= set(chosen)\n"
-        "        if self._saver is not None and (memory := self._memory(chosen)):\n"
-        "            self._saver.resume(*memory)",
+        "                saver.resume(*memory)\n            else:",
+        "                self._parked -= set(chosen)\n"
+        "                saver.resume(*memory)\n            else:",
     ),
     Bug(
         "the learning rate is that of the update before (off by one)",
