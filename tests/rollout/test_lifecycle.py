@@ -207,7 +207,7 @@ def test_rounds_with_pools_that_grow_and_shrink_leave_nothing_behind(path: Path)
     saver = engine.saver
     whole = saver.report().committed_bytes
     held = []
-    for turn in range(rounds(4, 1000)):
+    for turn in range(rounds(2, 1000)):
         prompts = random_prompts([rng.randint(1, 70) for _ in range(rng.randint(1, 80))], seed=turn)
         params = replace(GREEDY, max_tokens=rng.randint(2, 25))
         engine.sleep(level=1)
