@@ -106,6 +106,7 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_2"
 
 
+@pytest.mark.extended  # the restart itself: test_restarts.py
 def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it_is_stopped(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path
 ) -> None:
