@@ -125,7 +125,9 @@ class Cycle:
         # Params, which must stay until all engines have committed what they hold.
         self._park_all_but(self._behind)
         with self._stage("wake_kv_cache"):
-            self._rollout.wake_up([KV_CACHE, CUDA_GRAPH], partly=bool(self._leaving()))
+            # a rollout of the caller's own need not know of parts
+            partly = {"partly": True} if self._leaving() else {}
+            self._rollout.wake_up([KV_CACHE, CUDA_GRAPH], **partly)
         self._begin_park()
         self.state = after
         return committed
