@@ -138,8 +138,12 @@ class KVLayout:
         """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed
         there only. slot_major: see `TokenConfig`.
         """
-        fields: dict[str, Any] = {"size": size, "page_size": page_size, "device": device}
-        fields["slot_major"] = slot_major
+        fields: dict[str, Any] = {
+            "size": size,
+            "page_size": page_size,
+            "device": device,
+            "slot_major": slot_major,
+        }
         fp4 = self.dtype == FP4_DTYPE
         mha = MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool
         tokens = self.layers("full", "sliding", "mla")

@@ -169,7 +169,7 @@ class Engine:
         each = for_each(prompts, params)
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
-            if param.beam_width > 1 and self.cache.partial:
+            if param.beam_width > 1 and self.cache.withheld_pages:
                 raise ValueError(f"prompt {i}: no beam search while the pool grows; use wake_up()")
         with held():
             requests = [self._submit(*pair) for pair in zip(prompts, each, strict=True)]
@@ -463,10 +463,8 @@ class Engine:
         """
         self.prefixes.check_integrity()
         if not self.scheduler.running:
-            elastic = self.cache.elastic
-            withheld = 0 if elastic is None else elastic.withheld_pages
             for ledger in self.prefixes.ledgers:
-                assert ledger.available == ledger.total - withheld, (
+                assert ledger.available == ledger.total - self.cache.withheld_pages, (
                     f"{ledger.name} pages are held by no request"
                 )
             assert self.cache.table.available_size() == self.cache.table.size, (

@@ -136,12 +136,11 @@ def make_plan(
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
     stages = []
     for stage, entry in run.stages.items():
-        held: dict[str, Any] = {
-            name: dict(entry[name]) for name in ("processes", "torch", "tags")
-        } | {"used": entry["device_bytes"]}
+        held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
         away = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
         host = per_machine * (away + run.host)
-        stages.append(StagePlan(stage=stage, contexts=card.contexts, host=host, **held))
+        used, contexts = entry["device_bytes"], card.contexts
+        stages.append(StagePlan(stage=stage, used=used, contexts=contexts, host=host, **held))
     tier = int(recipe.engine.host_to_device_ratio * sizes.kv_cache)
     asleep = sizes.weights if recipe.engine.sleep_level == 1 else 0
     host = per_machine * (sum(saved.values()) + run.host + asleep + tier + 2 * PROCESS_HOST)

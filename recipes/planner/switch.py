@@ -33,15 +33,16 @@ def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
     parked = make_plan(switching(recipe, ()), name, **how)
     wish, beside = recipe.cycle.keep, recipe.cycle.overlap
     switch = decide(parked, recipe) if wish == "auto" else describe(parked, recipe, wish)
-    plan = make_plan(switching(recipe, switch.keep), name, **how) if switch.keep else parked
-    fields = how.get("fields") or recipe.model.random_fields()
     if beside == "auto":
+        fields = how.get("fields") or recipe.model.random_fields()
         grows = pool_grows(recipe, meta_model(fields).config)
         beside = [tag for tag in _leaving(parked, switch.keep) if tag in TRAINED] if grows else []
     if beside:
         at_once = make_plan(switching(recipe, switch.keep, beside), name, **how)
         if recipe.cycle.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
-            plan, switch = at_once, describe(parked, recipe, switch.keep, beside)
+            switch = describe(parked, recipe, switch.keep, beside)
+            return dataclasses.replace(at_once, switch=switch)
+    plan = make_plan(switching(recipe, switch.keep), name, **how) if switch.keep else parked
     return dataclasses.replace(plan, switch=switch)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from omegaconf import MISSING
@@ -163,17 +162,16 @@ class CycleSection(Section):
         for key, named, known in (("keep", self.keep, TAGS), ("overlap", self.overlap, TRAINED)):
             good, none = named == "auto" or isinstance(named, list), f"set cycle.{key}=[] (none)"
             yield Rule(key, good, "must be auto, or a list of words, as [params, optim]", none)
-            unknown = [str(tag) for tag in (named if isinstance(named, list) else ())]
-            unknown = [tag for tag in unknown if tag not in known]
+            listed = named if isinstance(named, list) else []
+            unknown = [str(tag) for tag in listed if tag not in known]
             words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(known)}"
             yield Rule(key, not unknown, words, none)
         yield Rule("alias", *one_of("auto", "always", "never"))
 
     @property
     def named(self) -> list[str]:
-        """Tags that `keep` and `overlap` name; none of auto."""
-        lists = (named for named in (self.keep, self.overlap) if named != "auto")
-        return list(chain.from_iterable(lists))
+        """Tags that `keep` names; none of auto."""
+        return [] if self.keep == "auto" else self.keep
 
 
 GPUS = ("h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb")

@@ -61,11 +61,6 @@ class Elastic:
         self.least, self.most = least, most
         self._ask_at = 0.0
 
-    @property
-    def withheld_pages(self) -> int:
-        """Counts pages that have no memory now."""
-        return (self.most - self.pool.size) // self.pool.page_size
-
     def shrink(self) -> None:
         """Keeps memory for one sequence; no page may have an owner."""
         self.allocator.limit(0)
@@ -138,6 +133,7 @@ class Cache:
         grows = (
             config.elastic
             and kept.pages_tell_all
+            and config.double_sparsity is None
             and config.tiers is None
             and config.tensor_parallel_size == 1  # ranks must decide alike
         )
@@ -166,7 +162,8 @@ class Cache:
             )
         blocks = BlockManager(table, allocator, pool, kept.sliding_window)
         elastic = None
-        if grows and isinstance(pool, TokenPool) and config.double_sparsity is None:
+        if grows:
+            assert isinstance(pool, TokenPool)
             assert isinstance(allocator, PagedTokenToKVPoolAllocator)
             least = round_up(min(max_context_len, config.kv_tokens), config.page_size)
             elastic = Elastic(pool, allocator, saver, least, config.kv_tokens)
@@ -200,9 +197,11 @@ class Cache:
         )
 
     @property
-    def partial(self) -> bool:
-        """Tells whether an elastic pool has memory behind its first tokens alone now."""
-        return self.elastic is not None and self.elastic.withheld_pages > 0
+    def withheld_pages(self) -> int:
+        """Counts pages of an elastic pool that have no memory now."""
+        if self.elastic is None:
+            return 0
+        return (self.elastic.most - self.elastic.pool.size) // self.elastic.pool.page_size
 
     @property
     def capturable(self) -> bool:

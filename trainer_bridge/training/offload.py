@@ -8,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
-
 from memsaver import MemorySaver
 from memsaver.errors import HostMemoryError, OutOfMemory, StateError
 
@@ -73,7 +71,7 @@ class Parking:
                 self._saver.pause(*memory, content="host")
         elif (saver := self._saver) is not None:
             memory = self._memory([tag for tag in chosen if tag not in before])
-            _finish(saver)  # what still writes the tags
+            saver.backend.synchronize()  # what still writes the tags
             fresh, self._pinned = set(memory) - self._pinned, self._pinned | set(memory)
             self._begin(chosen, before, lambda: _move_out(saver, memory, fresh))
         self._parked |= set(chosen)
@@ -137,11 +135,6 @@ class Parking:
                     f"unknown tag {tag!r}; the trainer has {', '.join(map(repr, self._tags))}"
                 )
         return tags or tuple(self._tags)
-
-
-def _finish(saver: MemorySaver) -> None:
-    if saver.device.type == "cuda":
-        torch.cuda.synchronize(saver.device)
 
 
 def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -> None:
