@@ -1,15 +1,19 @@
-"""Sequences to score or to learn from, and how they become right-padded micro batches.
+"""Sequences to score or to learn from, and how they become micro batches.
 
 No model in here.
 """
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
 _NEAR = 0.75
@@ -18,22 +22,30 @@ PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some sequences of a batch, padded on the right to one length L. B sequences, N response
-    tokens in all.
+    """Some sequences of a batch, in B rows of L positions: end to end in one, or one a row, padded
+    on the right. N response tokens in all.
 
-    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first,
-    last: the positions whose logits are needed. row, column, target: int64 [N], the token
-    targets[n] is predicted by the logits at (row[n], first + column[n]), sequence by sequence.
+    rows: numbers of the sequences in the batch, -1 for a filler. counts: response tokens of each.
+    input_ids: int64 [B, L]. packing: where the sequences lie end to end; None: padded. kept: int64
+    [K], the positions whose logits are needed. row, column, target: int64 [N], the token targets[n]
+    is predicted by the logits at (row[n], kept[column[n]]), sequence by sequence.
     """
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
     input_ids: Tensor
-    first: int
-    last: int
+    packing: Packing | None
+    kept: Tensor
     row: Tensor
     column: Tensor
     target: Tensor
+
+    def inputs(self) -> dict[str, Any]:
+        """Returns what a model of transformers is called with."""
+        found: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        if self.packing is not None:
+            found |= {"packing": self.packing, "position_ids": self.packing.position_ids}
+        return found
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
         """Splits N numbers into one list a sequence: {number of the sequence in the batch: its
@@ -150,10 +162,12 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
-    """Deals this rank sequences in chunks of `size`, like lengths together, longest first: of
-    shorter ones, if they are of nearly one length, as many more as take no more tokens, padded,
-    than `size` of the batch's longest.
+def deal(
+    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
+) -> list[list[int]]:
+    """Deals this rank sequences in chunks of `size`, longest first: of shorter ones, as many more
+    as take no more tokens than `size` of the batch's longest. If not `packed`, tokens are counted
+    with padding, and more go together only if they are of nearly one length.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
@@ -165,42 +179,57 @@ def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[in
     longest = [lengths[row] for row in order[::world]]  # of the ranks' rows; the first is no filler
     chunks, first = list[list[int]](), 0
     while first < len(mine):
-        near = sum(length >= _NEAR * longest[first] for length in longest[first:])
-        count = min(max(size, near), size * longest[0] // longest[first])
+        room, rest = size * longest[0], longest[first:]
+        if packed:
+            count = bisect_right(list(accumulate(rest)), room)
+        else:
+            near = sum(length >= _NEAR * rest[0] for length in rest)
+            count = min(max(size, near), room // rest[0])
         chunks.append(mine[first : first + count])
         first += count
     return chunks
 
 
-def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
-    """Returns the micro batch of `rows`.
+def lay_out(
+    batch: SequenceBatch, rows: Sequence[int], device: torch.device, *, packed: bool
+) -> MicroBatch:
+    """Returns the micro batch of `rows`: end to end, or padded.
 
     The causal mask hides what lies to the right, so padding needs no mask of its own.
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids[i, : lengths[i]] = torch.tensor(prompt + response)
-    scored = [i for i, response in enumerate(responses) if response]
-    first = min((len(prompts[i]) - 1 for i in scored), default=0)
-    last = max((lengths[i] - 2 for i in scored), default=0)
-    row, column, target = list[int](), list[int](), list[int]()
-    for i in scored:
-        start, count = len(prompts[i]) - 1 - first, len(responses[i])
-        row += [i] * count
-        column += range(start, start + count)
-        target += responses[i]
+    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
+    lengths = tuple(map(len, sequences))
+    row, at = list[int](), list[int]()
+    for i, end in enumerate(accumulate(lengths)):
+        count = len(responses[i])
+        last = (end if packed else lengths[i]) - 1  # predicts what nobody asks for
+        row += [0 if packed else i] * count
+        at += range(last - count, last)
+    kept = sorted(set(at)) or [0]
+    column = {position: index for index, position in enumerate(kept)}
+
+    def integers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    packing, ids = None, [each + [0] * (max(lengths) - len(each)) for each in sequences]
+    if packed:
+        ids = [[*chain.from_iterable(sequences)]]
+        packing = Packing(
+            lengths=lengths,
+            bounds=integers([0, *accumulate(lengths)], torch.int32),
+            position_ids=integers([[*chain.from_iterable(map(range, lengths))]]),
+        )
     return MicroBatch(
         rows=tuple(rows),
         counts=tuple(map(len, responses)),
-        input_ids=ids.to(device),
-        first=first,
-        last=last,
-        row=torch.tensor(row, dtype=torch.int64, device=device),
-        column=torch.tensor(column, dtype=torch.int64, device=device),
-        target=torch.tensor(target, dtype=torch.int64, device=device),
+        input_ids=integers(ids),
+        packing=packing,
+        kept=integers(kept),
+        row=integers(row),
+        column=integers([column[position] for position in at]),
+        target=integers([*chain.from_iterable(responses)]),
     )
 
 
