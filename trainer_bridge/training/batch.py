@@ -4,7 +4,6 @@ No model in here.
 """
 
 import dataclasses
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -17,6 +16,7 @@ from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
 _NEAR = 0.75
+_PARTS = 16  # of a chunk: one more or less, at most, goes to a filler
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 
@@ -165,9 +165,9 @@ def check_temperature(temperature: float) -> None:
 def deal(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
-    """Deals this rank sequences in chunks of `size`, longest first: of shorter ones, as many more
-    as take no more tokens than `size` of the batch's longest. If not `packed`, tokens are counted
-    with padding, and more go together only if they are of nearly one length.
+    """Deals this rank sequences in chunks of no more tokens than `size` of the batch's longest: of
+    short ones many. If not `packed`, tokens are counted with padding, and more than `size` go
+    together only if they are of nearly one length.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
@@ -177,28 +177,48 @@ def deal(
     order += [-1] * (-len(order) % world)
     mine = order[rank::world]
     longest = [lengths[row] for row in order[::world]]  # of the ranks' rows; the first is no filler
+    if packed:
+        return _fill(mine, longest, size * batch.max_length)
     chunks, first = list[list[int]](), 0
     while first < len(mine):
-        room, rest = size * longest[0], longest[first:]
-        if packed:
-            count = bisect_right(list(accumulate(rest)), room)
-        else:
-            near = sum(length >= _NEAR * rest[0] for length in rest)
-            count = min(max(size, near), room // rest[0])
+        near = sum(length >= _NEAR * longest[first] for length in longest[first:])
+        count = min(max(size, near), size * longest[0] // longest[first])
         chunks.append(mine[first : first + count])
         first += count
     return chunks
 
 
-def lay_out(
-    batch: SequenceBatch, rows: Sequence[int], device: torch.device, *, packed: bool
-) -> MicroBatch:
-    """Returns the micro batch of `rows`: end to end, or padded.
+def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Puts rows, longest first, each into the first chunk that has room of `tokens` left; the
+    fullest chunk first, for what the allocator took for it serves the others.
+    """
+    chunks, left = list[list[int]](), list[int]()
+    for row, length in zip(rows, lengths, strict=True):
+        fit = next((i for i, room in enumerate(left) if room >= length), len(chunks))
+        if fit == len(chunks):
+            chunks.append([])
+            left.append(tokens)
+        chunks[fit].append(row)
+        left[fit] -= length
+    return [chunks[i] for i in sorted(range(len(chunks)), key=left.__getitem__)]
 
-    The causal mask hides what lies to the right, so padding needs no mask of its own.
+
+def lay_out(
+    batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
+) -> MicroBatch:
+    """Returns the micro batch of `rows`, which `deal` dealt in chunks of `size`: end to end, or
+    padded.
+
+    The causal mask hides what lies to the right, so padding needs no mask of its own. End to end, a
+    filler rounds the tokens up to sixteenths of the largest chunk: an allocator that cuts up what
+    it has cached wastes much of it on chunks of nearly one size.
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
+    if packed:
+        unit = -(-min(size, _PARTS) * batch.max_length // _PARTS)
+        if spare := -sum(map(len, chain(prompts, responses))) % unit:
+            rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
     sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
     lengths = tuple(map(len, sequences))
     row, at = list[int](), list[int]()

@@ -85,4 +85,4 @@ def _micro_batches(
 ) -> Iterator[MicroBatch]:
     packed = packs(model)
     for rows in deal(batch, runtime.rank, runtime.world, size, packed=packed):
-        yield lay_out(batch, rows, runtime.device, packed=packed)
+        yield lay_out(batch, rows, runtime.device, size, packed=packed)
