@@ -68,9 +68,10 @@ class TrainerConfig:
     reference: keep the first weights, frozen, to score with; with adapters these are the base, and
     need no model of their own. max_grad_norm: None: no clipping. micro_batch_size: sequences a rank
     holds in one forward and backward, if they are as long as the batch's longest; of shorter ones
-    of nearly one length as many more as take no more tokens. threads: of torch on the CPU; None
-    leaves torch's own choice. seed: of torch's generator, set once when the trainer is built, and
-    of random weights. optimizer_offload: masters and moments, fp32, lie in host memory and pass
+    as many more as take no more tokens, end to end without padding (of models in which they would
+    see each other so: padded, and only those of nearly one length). threads: of torch on the CPU;
+    None leaves torch's own choice. seed: of torch's generator, set once when the trainer is built,
+    and of random weights. optimizer_offload: masters and moments, fp32, lie in host memory and pass
     through the device in every update (`StreamedAdamW`); the shards are held in `param_dtype`. The
     critic's stay.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer_bridge.training.packing import Packing, flash, flash_takes, one_by_one
+from trainer_bridge.training import Packing, attend
 
 NAME = "planned"
 PACKED_NAME = "planned_packed"
@@ -63,11 +63,9 @@ def packed_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What the trainer's `packed_attention` does on a GPU."""
-    if flash_takes(query):
-        return flash(query, key, value, packing, scaling), None
+    """Does what the trainer's `packed_attention` does on a GPU."""
     with sdpa_kernel(SDPBackend.MATH):
-        return one_by_one(query, key, value, packing, scaling), None
+        return attend(query, key, value, packing, scaling, flash=True), None
 
 
 def register_attention() -> None:

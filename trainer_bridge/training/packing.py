@@ -3,6 +3,7 @@ models may be given such rows.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -43,49 +44,63 @@ def packed_attention(
     """Returns causal attention inside each sequence, [1, T, heads, value width], as transformers
     asks an attention for it.
 
-    query: [1, heads, T, width]; key, value: [1, key heads, T, their width]. One kernel for all
-    sequences where FlashAttention takes them, else one after the other.
+    query: [1, heads, T, width]; key, value: [1, key heads, T, their width].
     """
     on_gpu = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    compute = flash if on_gpu and flash_takes(query) else one_by_one
-    return compute(query, key, value, packing, scaling), None
+    return attend(query, key, value, packing, scaling, flash=on_gpu), None
 
 
-def flash_takes(query: Tensor) -> bool:
-    """Tells whether FlashAttention knows the dtype and the width of heads."""
-    width = query.shape[-1]
-    return query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    *,
+    flash: bool,
+) -> Tensor:
+    """Computes `packed_attention`, by one kernel for all sequences if there is FlashAttention,
+    which `flash` says, and if it takes the dtype and the width of heads; else by one for each
+    length.
+    """
+    width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    by = _flash if flash and half and width <= 256 and width % 8 == 0 else _length_by_length
+    return by(query, key, value, packing, scaling)
 
 
-def flash(
+def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """Computes `packed_attention` by torch's FlashAttention, which takes fewer key heads as they
-    are, and padded values where they are narrower than keys (latent attention).
+    """Fewer key heads are taken as they are, and values that are narrower than keys (latent
+    attention) padded.
     """
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))
     tokens = (each[0].transpose(0, 1) for each in (query, key, value))
     bounds, longest = packing.bounds, max(packing.lengths)
-    # Not `varlen_attn`: that of torch 2.11 has all key heads repeated.
+    # Not `varlen_attn`: that of torch 2.11 takes no fewer key heads.
     out = torch.ops.aten._flash_attention_forward.default(
         *tokens, bounds, bounds, longest, longest, 0.0, True, False, scale=scaling
     )[0]
     return out[None, ..., :width]
 
 
-def one_by_one(
+def _length_by_length(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """Computes `packed_attention` of any dtype and width, on any device."""
-    parts = zip(*(each.split(packing.lengths, dim=2) for each in (query, key, value)), strict=True)
-    shared = query.shape[1] != key.shape[1]
-    out = [
-        F.scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=shared)
-        for part in parts
-    ]
-    return torch.cat(out, dim=2).transpose(1, 2)
+    """Sequences of one length that lie side by side, as those of a chunk do, are one batch."""
+    runs = [(len([*run]), length) for length, run in groupby(packing.lengths)]
+    sizes = [count * length for count, length in runs]
+    shared, out = query.shape[1] != key.shape[1], list[Tensor]()
+    parts = zip(*(each[0].split(sizes, dim=1) for each in (query, key, value)), strict=True)
+    for run, part in zip(runs, parts, strict=True):
+        q, k, v = (each.unflatten(1, run).transpose(0, 1) for each in part)
+        done = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=shared
+        )
+        out.append(done.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)[None]
 
 
 def pack_if_possible(model: Any, attention: str | None) -> None:
