@@ -113,6 +113,23 @@ def test_more_of_short_sequences_go_together(packed: bool, dealt: list[list[int]
     assert [[lengths[row] for row in chunk] for chunk in chunks] == dealt
 
 
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 20))
+def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(
+    lengths: list[int], size: int
+) -> None:
+    batch = SequenceBatch(
+        prompt_ids=[[0]] * len(lengths), response_ids=[[0] * (n - 1) for n in lengths]
+    )
+    dealt = deal(batch, 0, 1, size, packed=True)
+    micros = [lay_out(batch, rows, CPU, size, packed=True) for rows in dealt]
+    tokens, unit = [micro.input_ids.shape[1] for micro in micros], max(lengths) * min(size, 16) / 16
+    assert tokens == sorted(tokens, reverse=True)
+    assert all(count % math.ceil(unit) == 0 for count in tokens)
+    assert sum(tokens) < sum(lengths) + len(tokens) * math.ceil(unit)
+    assert [row for micro in micros for row in micro.rows if row >= 0] == [*chain(*dealt)]
+
+
 def asked(micro: MicroBatch) -> list[tuple[int, int, int]]:
     """Row, position and target of each response token."""
     places = micro.kept[micro.column].tolist()
