@@ -79,6 +79,7 @@ class Loop(abc.ABC):
         started, monitor = time.time(), self.monitor
         row = {"kind": "train", "step": step, **self.train_step(step)}
         row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        row |= {"hidden_seconds": monitor.hidden_seconds}
         row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row(row)
 
