@@ -99,6 +99,8 @@ class Loop(abc.ABC):
     def sample(self, step: int) -> Samples:
         """Answers to this step's prompts, by a rollout that has the step's weights."""
         self.to_rollout(step)
+        with self.monitor.phase("begin_return"):
+            self.cycle.begin_return()
         with self.stage("generate_sequences"):
             return generate_sequences(self.rollout, self.setup, step)
 

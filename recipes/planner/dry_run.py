@@ -96,7 +96,8 @@ class PlannedRuntime(Runtime):
 
 class PlannedTrainer(Trainer):
     """A sync reads shards and writes elsewhere: nothing to reckon. What leaves beside the answers
-    has left when they are there, and what comes beside scores is there at once.
+    has left when they are there, and what comes beside scores is there at once. What comes back
+    before the answers are there only takes what is free.
     """
 
     leaving: tuple[str, ...] = ()
@@ -113,7 +114,8 @@ class PlannedTrainer(Trainer):
         self.leaving = ()
 
     def restore(self, *tags: str, wait: bool = True) -> None:
-        super().restore(*tags)
+        if wait or not self.leaving:
+            super().restore(*tags)
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
