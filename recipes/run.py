@@ -125,6 +125,10 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     try:
         with ExitStack() as stack:
             plan = stack.enter_context(_switch(setup, folder.path))
+            early = recipe.cycle.overlap == "auto"  # a pool that grows is laid out otherwise
+            if early:
+                recipe = _decided(recipe, plan, monitor)
+                setup = dataclasses.replace(setup, recipe=recipe)
             with monitor.stage("build"):
                 trainer, rollout = stack.enter_context(open_pair(setup))
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
@@ -134,11 +138,8 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                 with monitor.stage("load_checkpoint"):
                     trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
                 first = folder.last_checkpoint_step() + 1
-            with monitor.stage("plan"):
-                keep, overlap, lines = plan()
-            for line in lines:
-                view.note(line)
-            recipe = switching(recipe, keep, overlap)
+            if not early:
+                recipe = _decided(recipe, plan, monitor)
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
             loop = LOOPS[recipe.algorithm](
                 setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
@@ -153,6 +154,15 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
         for problem in problems:
             view.note(problem)
     view.note(f"done: {folder.path}")
+
+
+def _decided(recipe: Recipe, plan: Callable[[], Decided], monitor: Monitor) -> Recipe:
+    """Returns the recipe with its switch decided, of which the view is told."""
+    with monitor.stage("plan"):
+        keep, overlap, lines = plan()
+    for line in lines:
+        monitor.view.note(line)
+    return switching(recipe, keep, overlap)
 
 
 @contextmanager

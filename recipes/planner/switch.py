@@ -37,11 +37,12 @@ def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
         fields = how.get("fields") or recipe.model.random_fields()
         grows = pool_grows(recipe, meta_model(fields).config)
         beside = [tag for tag in _leaving(parked, switch.keep) if tag in TRAINED] if grows else []
-    if beside:
+    if beside and parked.fits:  # an engine makes its pool whole, whatever it grows to later
         at_once = make_plan(switching(recipe, switch.keep, beside), name, **how)
         if recipe.cycle.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
             switch = describe(parked, recipe, switch.keep, beside)
-            return dataclasses.replace(at_once, switch=switch)
+            most = parked.most_kv_tokens
+            return dataclasses.replace(at_once, switch=switch, most_kv_tokens=most)
     plan = make_plan(switching(recipe, switch.keep), name, **how) if switch.keep else parked
     return dataclasses.replace(plan, switch=switch)
 

@@ -154,7 +154,7 @@ class CycleSection(Section):
     keep: Any = "auto"  # or a list of tags
     # Of what leaves, the trainer's tags that leave while the rollout generates and come back while
     # the policy scores: auto (where the plan has room), or a list.
-    overlap: Any = field(default_factory=list)
+    overlap: Any = "auto"
     # The rollout serves the trainer's own pages: auto (where it can), always or never.
     alias: str = "auto"
 
