@@ -115,7 +115,7 @@ class Recipe(Section):
                     yield Rule(key, tag not in named, words, f"set {key}={there}")
 
     def _rules_of_vllm(self) -> Iterator[Rule]:
-        """What vLLM as it comes cannot do, or would do to log-probabilities."""
+        """Refuses what vLLM as it comes cannot do, or would do to log-probabilities."""
         beside = "with engine.kind=vllm"
         yield Rule("device", self.device != "cpu", f"is not for vLLM's kernels, {beside}")
         words = f"takes several engines, and one was tried, {beside}"
