@@ -48,7 +48,7 @@ class VllmEngine:
 
     @property
     def model(self) -> nn.Module:
-        model: nn.Module = self.worker.model_runner.model
+        model: nn.Module = self.worker.get_model()
         return model
 
     @property
@@ -77,7 +77,7 @@ class VllmEngine:
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """The model's own loader."""
-        self.worker.model_runner.model.load_weights(tensors)
+        self.worker.get_model().load_weights(tensors)
 
     def reset_prefix_cache(self) -> None:
         """Forget all keys and values; StateError while a request holds some."""
