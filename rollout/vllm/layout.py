@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import asdict, replace
+from itertools import chain, pairwise
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from memsaver.common.strided import row_major
@@ -52,6 +53,7 @@ def manifest_of(
             )
             for box in boxes(landed, shapes[name])
         )
+    slices = list(_joined(slices))
     _check_taken(slices, shapes)
     _check_filled(recording, model)
     zeros = tuple((offset_of(address), nbytes) for address, nbytes in recording.zeros)
@@ -66,6 +68,26 @@ def manifest_of(
         layout_hash=layout,
         zeros=zeros,
     )
+
+
+def _joined(slices: Sequence[ParamSlice]) -> Iterator[ParamSlice]:
+    """Experts that were loaded one by one, and lie at even distances, are one slice."""
+    groups: dict[object, list[ParamSlice]] = defaultdict(list)
+    for piece in slices:
+        groups[piece.name, piece.shape, piece.start[1:], piece.strides].append(piece)
+    for alike in groups.values():
+        alike.sort(key=lambda piece: piece.start)
+        first, count = alike[0], len(alike)
+        steps = {b.offset - a.offset for a, b in pairwise(alike)}
+        apart = {b.start[0] - a.start[0] for a, b in pairwise(alike)}
+        if count == 1 or first.shape[0] != 1 or apart != {1} or len(steps) != 1 or min(steps) <= 0:
+            yield from alike
+            continue
+        shape = (count, *first.shape[1:])
+        size: int = getattr(torch, first.dtype).itemsize
+        inner = (first.strides or row_major(first.shape))[1:]
+        strides = (steps.pop() // size, *inner)
+        yield replace(first, shape=shape, strides=None if strides == row_major(shape) else strides)
 
 
 def _first_numbers(shapes: Mapping[str, Ints]) -> Iterator[int]:
