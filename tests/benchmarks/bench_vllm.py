@@ -34,7 +34,7 @@ def measured(scale: Scale, kind: str, size: str, cycles: int, eager: bool) -> Fi
         raise Skipped("it takes a GPU" if not scale.on_gpu else "vllm is absent")
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder), size)
-        command = [sys.executable, "-m", "tests.benchmarks.rival_vllm", kind, str(path)]
+        command = [sys.executable, "-m", "tests.benchmarks.vllm_side", kind, str(path)]
         command += ["262144", str(cycles), *(["eager"] if eager else [])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"what"')]
