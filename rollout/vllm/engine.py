@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import memsaver.compat
 from memsaver import MemorySaver, StateError
 
 _ALLOCATOR = "vllm.device_allocator.cumem"
+_OLDEST = (0, 24)
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 # they leave the weights where `load_weights` puts them
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -119,6 +122,9 @@ class VllmEngine:
 
 
 def require_vllm() -> None:
-    """ValueError where the package is not there."""
+    """ValueError where the package is not there, or older than what was read."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("engine.kind=vllm needs the package vllm; run: pip install vllm")
+    version = importlib.metadata.version("vllm")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
+        raise ValueError(f"vllm {version} is older than 0.24; run: pip install 'vllm>=0.24'")
