@@ -4,6 +4,7 @@ public calls, and the import name of its allocator.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import importlib.metadata
@@ -117,6 +118,8 @@ class VllmEngine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.worker
         gc.collect()
+        self.allocator.release_pools()
+        atexit.unregister(self.allocator.release_pools)
         self.saver.close()
         type(self.allocator).instance = None
 

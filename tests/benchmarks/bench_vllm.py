@@ -1,11 +1,13 @@
 """vLLM on our tags beside vLLM as it comes: sleeps, wake-ups, new weights, throughput. `make
 bench-vllm`, with vllm installed.
 
-Each in a process of its own, of the same run; both with random weights of a Qwen2.5 shape.
+Each in a process of its own, of the same run, with the same random weights of a Qwen2.5 shape. The
+engines are built at the same time, then one is measured after the other.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -15,10 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.common import (
-    Case,
     Figure,
     Figures,
-    Scale,
     Skipped,
     make_scale,
     parser,
@@ -26,37 +26,80 @@ from tests.benchmarks.common import (
     write_config,
 )
 
-SIZES = ("0.5b", "7b")
+KINDS = {"memsaver": "ours", "vLLM's own": "rival"}
+KV_TOKENS = 196608  # so that both engines fit
 
 
-def measured(scale: Scale, kind: str, size: str, cycles: int, eager: bool) -> Figures:
-    if scale.tiny or not scale.on_gpu or importlib.util.find_spec("vllm") is None:
-        raise Skipped("it takes a GPU" if not scale.on_gpu else "vllm is absent")
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_config(Path(folder), size)
-        command = [sys.executable, "-m", "tests.benchmarks.vllm_side", kind, str(path)]
-        command += ["262144", str(cycles), *(["eager"] if eager else [])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"what"')]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-    return [Figure(**json.loads(line)) for line in lines]
+class Sides:
+    """The processes, in the order in which they are measured."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._log = args.out or folder
+        self._log.mkdir(parents=True, exist_ok=True)
+        self._answers: object = None
+        words = [str(write_config(folder, args.size)), str(KV_TOKENS), str(args.cycles)]
+        words += ["quick"] if args.quick else []
+        self._started = {kind: self._start(kind, words) for kind in map(KINDS.get, args.cases)}
+
+    def _start(self, kind: str | None, words: list[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.benchmarks.vllm_side", str(kind), *words]
+        pipe = subprocess.PIPE
+        with (self._log / f"vllm_{kind}.log").open("w") as log:
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+
+    def measured(self, kind: str) -> Figures:
+        process, found = self._started[kind], []
+        assert process.stdin is not None and process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == "ready":
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            elif line.startswith('{"what"'):
+                found.append(Figure(**json.loads(line)))
+                print(f"  {found[-1].what}: {found[-1].value:.1f} {found[-1].unit}", flush=True)
+            elif line.startswith('{"answers"'):
+                found += self._compared(json.loads(line)["answers"])
+        if process.wait():
+            text = (self._log / f"vllm_{kind}.log").read_text()
+            raise RuntimeError(text[-3000:])
+        return found
+
+    def _compared(self, answers: list[list[int]]) -> Figures:
+        before, self._answers = self._answers, answers
+        if not isinstance(before, list):
+            return []
+        same = sum(map(list.__eq__, before, answers))
+        return [Figure(what="greedy answers of 64 as of the other", value=same, unit="")]
+
+    def close(self) -> None:
+        for process in self._started.values():
+            process.kill()
+            process.wait()
+
+
+def skipped() -> Figures:
+    raise Skipped("it has no tiny form, and needs a GPU and vllm")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    names = {"vLLM's own": "rival", "memsaver": "ours"}
-    options = parser(__doc__, list(names))
-    options.add_argument("--size", choices=SIZES, default="7b")
+    options = parser(__doc__, KINDS)
+    options.add_argument("--size", choices=("0.5b", "7b"), default="7b")
     options.add_argument("--cycles", type=int, default=20)
-    options.add_argument("--eager", action="store_true")
+    options.add_argument(
+        "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
+    )
     args = options.parse_args(arguments)
     scale = make_scale(args)
-    cases: dict[str, Case] = {
-        name: partial(measured, kind=kind, size=args.size, cycles=args.cycles, eager=args.eager)
-        for name, kind in names.items()
-        if name in (args.cases or names)
-    }
-    run_cases("bench_vllm", {name: partial(case, scale) for name, case in cases.items()}, args.out)
+    if scale.tiny or importlib.util.find_spec("vllm") is None:
+        return run_cases("bench_vllm", dict.fromkeys(args.cases, skipped), args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        sides = Sides(args, Path(folder))
+        try:
+            cases = {name: partial(sides.measured, KINDS[name]) for name in args.cases}
+            run_cases("bench_vllm", cases, args.out)
+        finally:
+            sides.close()
+    return None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""One vLLM in a process of its own: its memory by its own allocator, or by ours, and its weights by
-its own loader, or by our trainer's sync. Prints figures as JSON lines; `bench_vllm` starts it.
+"""One vLLM in a process of its own, for `bench_vllm`: its memory by its own allocator and its
+weights by its own loader, or its memory on our tags and its weights by our sync.
+
+Prints figures as JSON lines, when it is told to go on.
 """
 
 from __future__ import annotations
@@ -10,14 +12,21 @@ import random
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 GIB = 1 << 30
+SEQUENCES, CONTEXT = 256, 1024
+# of --quick: the engine is built in seconds
+QUICK = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 16, 64, 128, 256],
+}
 
 
 def say(what: str, value: float, unit: str = "ms") -> None:
@@ -32,22 +41,26 @@ def timed(run: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def median(run: Callable[[], Any], repeats: int = 5) -> float:
+    return statistics.median(timed(run) for _ in range(repeats))
+
+
 def used() -> float:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
 
 
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(1000, 150000) for _ in range(length)] for _ in range(count)]
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(1000, 150000) for _ in range(128)] for _ in range(count)]
 
 
-def checkpoint(path: str, seed: int) -> dict[str, Tensor]:
-    """Random bf16 weights on the GPU by their Hugging Face names."""
+def checkpoint(path: str) -> dict[str, Tensor]:
+    """Random bf16 weights on the GPU by their Hugging Face names; the same in both processes."""
     from rollout.model import parameter_shapes
 
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator("cuda").manual_seed(1)
     found = {}
     for name, shape in parameter_shapes(path)[0].items():
         drawn = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
@@ -56,26 +69,36 @@ def checkpoint(path: str, seed: int) -> dict[str, Tensor]:
     return found
 
 
-OPTIONS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 256, "seed": 0}
-
-
 class Rival:
     """vLLM as it comes."""
 
-    def __init__(self, path: str, kv_tokens: int, eager: bool) -> None:
+    tensors: dict[str, Tensor]
+
+    def __init__(self, path: str, kv_tokens: int, options: dict[str, Any]) -> None:
         import vllm
 
-        self.path, self.vllm = path, vllm
+        self.vllm = vllm
         self.llm = vllm.LLM(
-            model=path, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-            enable_sleep_mode=True, gpu_memory_utilization=0.01, enforce_eager=eager,
+            model=path,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enable_sleep_mode=True,
+            gpu_memory_utilization=0.01,
             num_gpu_blocks_override=kv_tokens // 16 + 1,
-            kv_cache_memory_bytes=torch.cuda.mem_get_info()[1], **OPTIONS,
-        )  # fmt: skip
-        self.tensors = checkpoint(path, 1)
-        self.load()
+            kv_cache_memory_bytes=torch.cuda.mem_get_info()[1],
+            max_model_len=CONTEXT,
+            max_num_seqs=SEQUENCES,
+            max_num_batched_tokens=8192,
+            logprobs_mode="processed_logprobs",
+            **options,
+        )
+
+    def give(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def load(self) -> None:
+        """New weights by vLLM's own loader."""
         self.llm.apply_model(lambda model: len(model.load_weights(self.tensors.items())))
 
     sync = load
@@ -86,54 +109,59 @@ class Rival:
     def wake(self, tag: str) -> None:
         self.llm.wake_up([tag])
 
-    def answers(self, count: int, length: int, new: int, temperature: float) -> Any:
+    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
         params = self.vllm.SamplingParams(
-            max_tokens=new, temperature=temperature, ignore_eos=True, detokenize=False, logprobs=0,
+            max_tokens=new,
+            temperature=temperature,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
             flat_logprobs=True,
-        )  # fmt: skip
-        asked = [{"prompt_token_ids": each} for each in prompts(count, length, 5)]
+        )
+        asked = [{"prompt_token_ids": each} for each in prompts(count)]
         found = self.llm.generate(asked, params, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in found]
 
-    def check(self) -> None:
+    def forget(self) -> None:
         self.llm.reset_prefix_cache()
 
 
 class Ours(Rival):
-    """The same engine on our tags, its weights from our trainer."""
+    """The same engine on our tags; `sync` writes what a trainer of one rank would."""
 
-    def __init__(self, path: str, kv_tokens: int, eager: bool) -> None:
-        from memsaver import MemorySaver
+    def __init__(self, path: str, kv_tokens: int, options: dict[str, Any]) -> None:
         from rollout.vllm import VllmRollout
-        from trainer_bridge import Trainer, TrainerConfig
 
-        started = time.perf_counter()
         self.rollout = VllmRollout.from_pretrained(
-            path, load_weights=False, kv_tokens=kv_tokens, max_running=256, max_context_len=1024,
-            cuda_graphs=not eager,
-        )  # fmt: skip
-        say("engine built", time.perf_counter() - started, "s")
-        self.path = path
-        self.saver = MemorySaver("cuda:0")
-        config = TrainerConfig(model_path=path, device="cuda:0", random_init=True, dtype="bfloat16")
-        self.trainer = Trainer(config, self.saver)
-        # what the rival has
-        given = checkpoint(path, 1)
-        for name, shard in self.trainer.shards().items():
-            shard.detach().copy_(given.pop(name))
-        del given
-        torch.cuda.empty_cache()
-        say("connect", timed(lambda: self.trainer.connect([self.rollout])))
+            path,
+            load_weights=False,
+            kv_tokens=kv_tokens,
+            max_running=SEQUENCES,
+            max_context_len=CONTEXT,
+            **options,
+        )
         self.version = 0
-        self.sync()
+
+    def give(self, tensors: dict[str, Tensor]) -> None:
+        from memsaver.common.device_ids import place_of
+        from trainer_bridge.sync.shards import fsdp_shards
+        from trainer_bridge.sync.weight_sync import WeightSync
+
+        self.tensors = tensors
+        shards = [fsdp_shards(name, each.shape, "bfloat16", 1)[0] for name, each in tensors.items()]
+        place = place_of(torch.device("cuda:0"))
+
+        def connect() -> None:
+            self.writer = WeightSync(shards, lambda: tensors, [self.rollout], place=place)
+
+        say("connect", timed(connect))
+
+    def load(self) -> None:
+        self.rollout.engine.load_weights(self.tensors.items())
 
     def sync(self) -> None:
         self.version += 1
-        self.receipt = self.trainer.sync_weights(self.version)
-
-    def load(self) -> None:
-        shards = self.trainer.shards().items()
-        self.rollout.engine.load_weights((name, each.detach()) for name, each in shards)
+        self.receipt = self.writer.sync(self.version)
 
     def sleep(self, level: int) -> None:
         self.rollout.sleep(level)
@@ -141,78 +169,106 @@ class Ours(Rival):
     def wake(self, tag: str) -> None:
         self.rollout.wake_up([tag])
 
-    def answers(self, count: int, length: int, new: int, temperature: float) -> Any:
+    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
         from rollout import SamplingParams
 
         params = SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True)
-        found = self.rollout.generate(prompts(count, length, 5), params)
-        return [group[0].token_ids for group in found]
+        return [group[0].token_ids for group in self.rollout.generate(prompts(count), params)]
 
-    def check(self) -> None:
+    def forget(self) -> None:
         self.rollout.engine.reset_prefix_cache()
 
 
-def median(run: Callable[[], Any], repeats: int) -> float:
-    return statistics.median(timed(run) for _ in range(repeats))
+def greedy(side: Rival) -> list[list[int]]:
+    side.forget()
+    return side.answers(64, 16, 0.0)
 
 
-def rate(side: Rival) -> float:
-    side.check()
-    ms = timed(lambda: side.answers(256, 128, 128, 1.0))
-    return 256 * 128 / ms * 1e3
+def throughput(side: Rival, when: str) -> None:
+    rates = []
+    for _ in range(3):
+        side.forget()
+        rates.append(SEQUENCES * 128 / timed(lambda: side.answers(SEQUENCES, 128, 1.0)) * 1e3)
+    say(f"new tokens a second, {when}", statistics.median(rates[1:]), "")
 
 
-def measure(side: Rival, cycles: int) -> None:
-    side.check()
-    first = side.answers(64, 128, 16, 0.0)
-    rate(side)
-    say("tokens a second, before the sleeps", statistics.median(rate(side) for _ in range(3)), "/s")
+def weights(side: Rival) -> None:
     say("new weights, first", timed(side.sync))
-    say("new weights", median(side.sync, 5))
+    say("new weights", median(side.sync))
     if isinstance(side, Ours):
-        say("of it the copy", side.receipt.copy_seconds * 1e3)
-        say("of it the verification", side.receipt.verify_seconds * 1e3)
-        say("its own load_weights from the trainer's shards", median(side.load, 5))
-    before = used()
-    say("device, awake", before, "GiB")
-    rows: dict[str, list[float]] = {}
-    for level in (2, 1):
-        for turn in range(3):
-            key = f"level {level}: "
-            slept = timed(lambda level=level: side.sleep(level))
-            if (level, turn) == (1, 0):
-                say("level 1: sleep, first", slept)
-            else:
-                rows.setdefault(f"{key}sleep", []).append(slept)
-            asleep = used()
-            rows.setdefault(f"{key}wake weights", []).append(timed(lambda: side.wake("weights")))
-            if level == 2:
-                rows.setdefault(f"{key}new weights", []).append(timed(side.sync))
-            rows.setdefault(f"{key}wake kv_cache", []).append(timed(lambda: side.wake("kv_cache")))
-        say(f"level {level}: device, asleep", asleep, "GiB")
+        say("new weights: copy", side.receipt.copy_seconds * 1e3)
+        say("new weights: verification", side.receipt.verify_seconds * 1e3)
+        say("its own load_weights of the same tensors", median(side.load))
+
+
+def level_2(side: Rival, turns: int = 5) -> None:
+    rows: dict[str, list[float]] = defaultdict(list)
+    for turn in range(turns):
+        before = used()
+        rows["sleep"].append(timed(lambda: side.sleep(2)))
+        if turn == turns - 1:
+            say("level 2: freed", before - used(), "GiB")
+        rows["wake weights"].append(timed(lambda: side.wake("weights")))
+        rows["new weights"].append(timed(side.sync))
+        rows["wake kv_cache"].append(timed(lambda: side.wake("kv_cache")))
     for what, values in rows.items():
-        say(what, statistics.median(values))
-    for _ in range(cycles):
+        say(f"level 2: {what}", statistics.median(values))
+
+
+def level_1(side: Rival, turns: int = 3) -> None:
+    rows: dict[str, list[float]] = defaultdict(list)
+    for turn in range(turns):
+        rows["sleep" if turn else "sleep, first"].append(timed(lambda: side.sleep(1)))
+        rows["wake weights"].append(timed(lambda: side.wake("weights")))
+        rows["wake kv_cache"].append(timed(lambda: side.wake("kv_cache")))
+    for what, values in rows.items():
+        say(f"level 1: {what}", statistics.median(values))
+
+
+def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
+    """Other weights and the first ones by turns, a sleep before each: greedy answers are as before."""
+    wanted: dict[int, list[list[int]]] = {0: first}
+    right = 0
+    for turn in range(1, cycles + 1):
         side.sleep(2)
+        for name, each in side.tensors.items():
+            if "q_proj" in name:
+                each.neg_()  # exact, and undone by the next turn
         side.wake("weights")
         side.sync()
         side.wake("kv_cache")
-    side.check()
-    same = sum(map(list.__eq__, first, side.answers(64, 128, 16, 0.0)))
-    say("greedy answers as before, of 64", same, "")
-    say("tokens a second, after", statistics.median(rate(side) for _ in range(3)), "/s")
+        right += wanted.setdefault(turn % 2, answers := greedy(side)) == answers
+    assert cycles < 1 or wanted[1] != first
+    say(f"cycles of {cycles} whose 64 greedy answers are right", right, "")
 
 
-def main(kind: str, path: str, kv_tokens: int, cycles: int, eager: bool) -> None:
-    side = {"ours": Ours, "rival": Rival}[kind](path, kv_tokens, eager)
-    measure(side, cycles)
+def main(kind: str, path: str, kv_tokens: int, cycles: int, quick: bool) -> None:
+    started = time.perf_counter()
+    options = {"compilation_config": QUICK} if quick else {}
+    side = {"ours": Ours, "rival": Rival}[kind](path, kv_tokens, options)
+    say("engine built", time.perf_counter() - started, "s")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    side.give(checkpoint(path))
+    weights(side)
+    first = greedy(side)
+    print(json.dumps({"answers": first}), flush=True)
+    level_2(side)
+    throughput(side, "before the cycles")
+    through_cycles(side, cycles, first)
+    throughput(side, "after")
+    level_1(side)
+    same = sum(map(list.__eq__, greedy(side), first))
+    say("greedy answers of 64 as at first, at the end", same, "")
 
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     which, folder, kv, rounds, *flags = sys.argv[1:]
     try:
-        main(which, str(Path(folder)), int(kv), int(rounds), "eager" in flags)
-    finally:
-        sys.stdout.flush()
+        main(which, folder, int(kv), int(rounds), "quick" in flags)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise
+    sys.stdout.flush()
     os._exit(0)
