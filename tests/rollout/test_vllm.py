@@ -15,6 +15,7 @@ from transformers import AutoConfig, Qwen3MoeConfig
 
 from memsaver import StateError
 from rollout import SamplingParams, WeightUpdateError
+from rollout.engines import build_engine
 from rollout.tags import KV_CACHE, WEIGHTS
 from rollout.types import VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
@@ -311,3 +312,12 @@ def test_a_parameter_of_which_a_part_is_taken(
     model.loaders["model.norm.weight"] = loader
     with pytest.raises(ValueError, match=f"{words} of model.norm.weight"):
         VllmRollout(rollout.engine, path)
+
+
+def test_engines_by_name() -> None:
+    with pytest.raises(ValueError, match="kind='sglang' must be one of native, vllm"):
+        build_engine("sglang", {})
+    with pytest.raises(ValueError, match="without limit_bytes"):
+        build_engine("vllm", {}, limit_bytes=1)
+    with pytest.raises(ValueError, match="takes its first GPU"):
+        build_engine("vllm", {"path": ".", "device": "cuda:1"})
