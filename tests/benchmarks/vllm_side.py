@@ -226,7 +226,7 @@ def level_1(side: Rival, turns: int = 3) -> None:
 
 
 def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
-    """Other weights and the first ones by turns, a sleep before each: greedy answers are as before."""
+    """Other weights and the first ones by turns, a sleep before each; greedy answers as before."""
     wanted: dict[int, list[list[int]]] = {0: first}
     right = 0
     for turn in range(1, cycles + 1):
