@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
 from memsaver.common.device_ids import place_of
@@ -58,7 +58,8 @@ class VllmRollout:
         self.engine = engine
         self._stops = stop_token_ids(path)
         self.saver: MemorySaver = engine.saver
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._buffers = _beside_parameters(engine.model, self.saver.device)
+        self._buffers_lost = False
         self.store = self._laid_out(path)
         self._update = WeightUpdate(self.store, self.saver, engine.reset_prefix_cache)
 
@@ -180,8 +181,10 @@ class VllmRollout:
         if WEIGHTS in chosen:
             self._update.before_sleep()
             keep = level == 1 and self._update.keepable
-            if not keep:
-                self._save_buffers()
+            if not keep and not self.saver.is_paused(WEIGHTS):
+                for buffer, saved in self._buffers:
+                    saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
+                self._buffers_lost = True
             self.saver.pause(WEIGHTS, content="host" if keep else "discard")
             self._update.on_sleep(level)
         if KV_CACHE in chosen:
@@ -200,17 +203,10 @@ class VllmRollout:
         asleep = [tag for tag in self._behind(self._known(tags)) if self.saver.is_paused(tag)]
         if asleep:
             self.saver.resume(*asleep)
-        if WEIGHTS in asleep:
-            for buffer, saved in self._saved:
-                buffer.copy_(saved)
-            self._saved = []
-
-    def _save_buffers(self) -> None:
-        """Keeps the model's buffers on the tag of the weights, which no update brings."""
-        if not self.saver.is_paused(WEIGHTS):
-            there = {each.data_ptr(): each for each in self.engine.model.buffers()}
-            buffers = [each for each in there.values() if each.device == self.saver.device]
-            self._saved = [(each, each.to("cpu", copy=True)) for each in buffers]
+        if WEIGHTS in asleep and self._buffers_lost:
+            for buffer, saved in self._buffers:
+                buffer.copy_(saved, non_blocking=True)
+            self._buffers_lost = False
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""
@@ -315,3 +311,12 @@ class VllmRollout:
     def close(self) -> None:
         """End vLLM's engine, and give all memory back."""
         self.engine.close()
+
+
+def _beside_parameters(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """The model's buffers, which no update brings, each with host memory for it."""
+    pinned = device.type == "cuda"
+    there = {each.data_ptr(): each for each in model.buffers() if each.device == device}
+    return [
+        (each, torch.empty_like(each, device="cpu", pin_memory=pinned)) for each in there.values()
+    ]
