@@ -24,7 +24,7 @@ from rollout.vllm.recording import Landed, record
 from rollout.vllm.requests import vllm_params
 from tests.helpers.models import SIZES, save_tiny
 from tests.helpers.rollout.fused import FusedEngine
-from trainer_bridge import Trainer, TrainerConfig
+from trainer_bridge import LoraConfig, Trainer, TrainerConfig
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"normed": False},
@@ -321,3 +321,29 @@ def test_engines_by_name() -> None:
         build_engine("vllm", {}, limit_bytes=1)
     with pytest.raises(ValueError, match="takes its first GPU"):
         build_engine("vllm", {"path": ".", "device": "cuda:1"})
+
+
+def test_adapters_are_written_alone_the_second_time(
+    make: Callable[..., tuple[VllmRollout, str]], device: str
+) -> None:
+    rollout, path = make()
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "up_proj"))
+    trainer = Trainer(
+        TrainerConfig(model_path=path, device=device, random_init=True, lora=lora, threads=1)
+    )
+    trainer.connect([rollout])
+    whole = trainer.sync_weights(1)
+    before = {name: each.clone() for name, each in rollout.engine.model.state_dict().items()}
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            if param.requires_grad:
+                param.add_(0.5)
+    part = trainer.sync_weights(2)
+    assert part.nbytes < whole.nbytes and rollout.served_version() == 2
+    changed = {
+        name
+        for name, each in rollout.engine.model.state_dict().items()
+        if not torch.equal(each, before[name])
+    }
+    assert {name.split("/")[-2] for name in changed} == {"qkv_proj", "gate_up_proj"}
+    trainer.close()

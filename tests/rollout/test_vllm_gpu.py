@@ -7,6 +7,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +22,8 @@ from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout import Completion, SamplingParams
 from rollout.tags import KV_CACHE, WEIGHTS
 from rollout.vllm import VllmRollout
-from tests.helpers.trainer_bridge.models import describe
+from tests.helpers.docs.pages import ROOT
+from tests.helpers.trainer_bridge.models import describe, write_model
 from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig
 
 pytestmark = [
@@ -207,3 +211,12 @@ def test_the_cycle(pair: Pair) -> None:
         cycle.to_train()
         assert pair.rollout.report().committed_bytes == 0
         assert pair.trainer.update_actor(batch)["grad_norm"] > 0
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "qwen2", hidden_size=256, head_dim=64)
+    example = [sys.executable, str(ROOT / "examples" / "vllm_loop.py"), path]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    rewards = [float(each) for each in re.findall(r"^step \d+: reward (\S+)$", done.stdout, re.M)]
+    assert len(rewards) == 20, done.stderr[-2000:]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
