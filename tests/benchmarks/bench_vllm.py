@@ -1,8 +1,9 @@
 """vLLM on our tags beside vLLM as it comes: sleeps, wake-ups, new weights, throughput. `make
 bench-vllm`, with vllm installed.
 
-Each in a process of its own, of the same run, with the same random weights of a Qwen2.5 shape. The
-engines are built at the same time, then one is measured after the other.
+Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
+the same random weights of a Qwen2.5 shape. With `--together` both engines are built at the same
+time; the second then waits beside the first, with its memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.benchmarks.common import (
 )
 
 KINDS = {"memsaver": "ours", "vLLM's own": "rival"}
-KV_TOKENS = 196608  # so that both engines fit
+KV_TOKENS = 196608  # so that both engines fit together
 
 
 class Sides:
@@ -37,18 +38,22 @@ class Sides:
         self._log = args.out or folder
         self._log.mkdir(parents=True, exist_ok=True)
         self._answers: object = None
-        words = [str(write_config(folder, args.size)), str(KV_TOKENS), str(args.cycles)]
-        words += ["quick"] if args.quick else []
-        self._started = {kind: self._start(kind, words) for kind in map(KINDS.get, args.cases)}
+        self._words = [str(write_config(folder, args.size)), str(KV_TOKENS), str(args.cycles)]
+        self._words += ["quick"] if args.quick else []
+        self._started: dict[str, subprocess.Popen[str]] = {}
+        for name in args.cases if args.together else ():
+            self._start(KINDS[name])
 
-    def _start(self, kind: str | None, words: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.benchmarks.vllm_side", str(kind), *words]
+    def _start(self, kind: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.benchmarks.vllm_side", kind, *self._words]
         pipe = subprocess.PIPE
         with (self._log / f"vllm_{kind}.log").open("w") as log:
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        self._started[kind] = process
+        return process
 
     def measured(self, kind: str) -> Figures:
-        process, found = self._started[kind], []
+        process, found = self._started.get(kind) or self._start(kind), []
         assert process.stdin is not None and process.stdout is not None
         for line in process.stdout:
             if line.strip() == "ready":
@@ -88,6 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument(
         "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
     )
+    options.add_argument("--together", action="store_true", help="build both engines at once")
     args = options.parse_args(arguments)
     scale = make_scale(args)
     if scale.tiny or importlib.util.find_spec("vllm") is None:

@@ -201,18 +201,20 @@ def weights(side: Rival) -> None:
         say("its own load_weights of the same tensors", median(side.load))
 
 
-def level_2(side: Rival, turns: int = 5) -> None:
+def level_2(side: Rival, asleep: float, turns: int = 5) -> None:
+    """asleep: seconds; the driver still scrubs what was freed a moment ago."""
     rows: dict[str, list[float]] = defaultdict(list)
-    for turn in range(turns):
+    for _ in range(turns):
         before = used()
         rows["sleep"].append(timed(lambda: side.sleep(2)))
-        if turn == turns - 1:
-            say("level 2: freed", before - used(), "GiB")
+        freed = before - used()
+        time.sleep(asleep)
         rows["wake weights"].append(timed(lambda: side.wake("weights")))
         rows["new weights"].append(timed(side.sync))
         rows["wake kv_cache"].append(timed(lambda: side.wake("kv_cache")))
+    say(f"level 2, {asleep} s: freed", freed, "GiB")
     for what, values in rows.items():
-        say(f"level 2: {what}", statistics.median(values))
+        say(f"level 2, {asleep} s: {what}", statistics.median(values))
 
 
 def level_1(side: Rival, turns: int = 3) -> None:
@@ -253,7 +255,8 @@ def main(kind: str, path: str, kv_tokens: int, cycles: int, quick: bool) -> None
     weights(side)
     first = greedy(side)
     print(json.dumps({"answers": first}), flush=True)
-    level_2(side)
+    for asleep in (0.0, 0.5):
+        level_2(side, asleep)
     throughput(side, "before the cycles")
     through_cycles(side, cycles, first)
     throughput(side, "after")
