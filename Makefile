@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score bench-optimizer
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score bench-optimizer bench-vllm
 
 .PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -110,6 +110,10 @@ bench-gap:
 
 bench-optimizer:
 	$(GPU) -m tests.benchmarks.bench_optimizer --out $(OUT)
+
+# With vllm installed, or on PYTHONPATH: vLLM on our tags beside vLLM as it comes.
+bench-vllm:
+	$(GPU) -m tests.benchmarks.bench_vllm --out $(OUT)
 
 clean:
 	rm -rf .venv build dist site *.egg-info memsaver/native/_shim*.so

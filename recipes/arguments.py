@@ -71,21 +71,27 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     trainer's.
     """
     section = setup.recipe.engine
-    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
-    # Tensor-parallel ranks decide alike.
-    preemption: Preemption = "cheapest" if tensor == 1 else "swap"
-    return {
+    own = {
+        "kind": section.kind,
         "dtype": setup.recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,
         "page_size": section.page_size,
         "max_running": section.max_running,
         "max_prefill_tokens": section.max_prefill_tokens,
-        "prefix_states": section.prefix_states,
         "max_context_len": setup.max_request_tokens,
-        "elastic": setup.recipe.cycle.overlap != [],
         "cuda_graphs": section.cuda_graphs,
+        "seed": setup.recipe.seed,
+    }
+    if section.kind != "native":
+        return own
+    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
+    # Tensor-parallel ranks decide alike.
+    preemption: Preemption = "cheapest" if tensor == 1 else "swap"
+    return {
+        **own,
+        "prefix_states": section.prefix_states,
+        "elastic": setup.recipe.cycle.overlap != [],
         "kv_cache_dtype": section.kv_cache_dtype,
         "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,
         "tensor_parallel_size": tensor,
-        "seed": setup.recipe.seed,
     }

@@ -170,7 +170,10 @@ def _switch(setup: Setup, run_dir: Path) -> Iterator[Callable[[], Decided]]:
     """Gives what decides `cycle.keep` and `cycle.overlap`."""
     recipe, keep = setup.recipe, setup.recipe.cycle.keep
     overlap = [] if recipe.cycle.overlap == "auto" else recipe.cycle.overlap
-    if keep != "auto" and (recipe.cycle.overlap != "auto" or setup.device == "cpu"):
+    if recipe.engine.kind != "native":
+        line = f"stays: nothing that cycle.keep does not name; no plan knows {recipe.engine.kind}"
+        yield lambda: (recipe.cycle.named, [], [line])
+    elif keep != "auto" and (recipe.cycle.overlap != "auto" or setup.device == "cpu"):
         yield lambda: (keep, overlap, [])
     elif setup.device == "cpu":
         stays = recipe.keepable_tags()

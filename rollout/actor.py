@@ -5,20 +5,20 @@ from typing import Any
 import ray
 import torch
 
-from memsaver import MemorySaver
 from rollout.actor_base import ActorBase
-from rollout.engine import Engine
+from rollout.engines import build_engine
+from rollout.protocols import Rollout
 from rollout.rendezvous import Seat
 
 
 @ray.remote
 class RolloutActor(ActorBase):
-    """An `Engine` in a process of its own: `actor.call.remote("generate", prompts, params)`.
+    """An engine in a process of its own: `actor.call.remote("generate", prompts, params)`.
 
     It takes one call at a time. What a call passes is pickled, callbacks run in the actor.
     """
 
-    held: Engine
+    held: Rollout
 
     def __init__(
         self,
@@ -31,14 +31,15 @@ class RolloutActor(ActorBase):
         limit_bytes: int | None = None,
         threads: int | None = None,
         engine: dict[str, Any] | None = None,
+        kind: str = "native",
     ) -> None:
         """path: model directory. threads: torch's CPU threads in this process.
 
-        engine: further EngineConfig fields.
+        engine: further EngineConfig fields. kind: which engine (`rollout.engines`).
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = device
+        self._device, self._kind = device, kind
         self._limit_bytes = limit_bytes
         self._arguments = {"kv_tokens": kv_tokens, "load_weights": load_weights, **(engine or {})}
         self._arguments |= {"path": path, "device": device, "dtype": getattr(torch, dtype)}
@@ -46,5 +47,6 @@ class RolloutActor(ActorBase):
     def build(self, seat: Seat | None = None) -> None:
         """Make the engine. seat: this one's among the ranks of a tensor-parallel engine."""
         group = self._join(seat, self._device)
-        saver = MemorySaver(device=torch.device(self._device), limit_bytes=self._limit_bytes)
-        self.held = Engine.from_pretrained(**self._arguments, saver=saver, group=group)
+        self.held, _ = build_engine(
+            self._kind, self._arguments, group=group, limit_bytes=self._limit_bytes
+        )

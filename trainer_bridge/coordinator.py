@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 import memsaver
-from rollout import Engine
+from rollout.engines import build_engine
+from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor
 from trainer_bridge.remote.group import RemoteActor
@@ -25,22 +26,22 @@ from trainer_bridge.trainer import Trainer
 @contextlib.contextmanager
 def open_inprocess(
     trainer: TrainerConfig, engine: Mapping[str, Any], *, alias: bool = False
-) -> Iterator[tuple[Trainer, Engine]]:
+) -> Iterator[tuple[Trainer, Rollout]]:
     """Opens both sides in this process.
 
     engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
-    not given. It loads no weights: the first sync brings them. alias: lay the trainer's parameters
-    out as the engine's weights, for `Cycle(alias=True)`; a ValueError says why it cannot be.
+    not given. With `kind`: of that engine's (`rollout.engines`). It loads no weights: the first
+    sync brings them. alias: lay the trainer's parameters out as the engine's weights, for
+    `Cycle(alias=True)`; a ValueError says why it cannot be.
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
-        engine_saver = memsaver.MemorySaver(device=trainer.device)
-        undo.callback(engine_saver.close)
-        rollout = Engine.from_pretrained(**arguments, saver=engine_saver)
+        rollout, close = build_engine(arguments.pop("kind"), arguments)
+        undo.callback(close)
         rollout.sleep(level=2)
         saver = memsaver.MemorySaver(device=trainer.device)
         undo.callback(saver.close)
-        side = Trainer(trainer, saver, layout=rollout.manifest if alias else None)
+        side = Trainer(trainer, saver, layout=rollout.weight_layout().manifest if alias else None)
         undo.callback(side.close)
         side.connect([rollout])
         yield side, rollout
@@ -132,6 +133,7 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
         "path": trainer.model_path,
         "device": trainer.device,
         "dtype": trainer.torch_dtype,
+        "kind": "native",
         **engine,
     }
     # Undefined until the first sync, which would replace them anyway.
@@ -152,7 +154,9 @@ def actor_arguments(
     """
     rest = dict(arguments)
     own: dict[str, Any] = {
-        name: rest.pop(name) for name in ("path", "kv_tokens", "load_weights") if name in rest
+        name: rest.pop(name)
+        for name in ("path", "kv_tokens", "load_weights", "kind")
+        if name in rest
     }
     own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
     own["device"] = _device_in_actor(rest.pop("device"), on_gpu)

@@ -51,6 +51,11 @@ class CuMemAllocator:
             atexit.register(CuMemAllocator.instance.release_pools)
         return CuMemAllocator.instance
 
+    @property
+    def saver(self) -> MemorySaver:
+        """Returns the saver that has the tags of the current device."""
+        return self._savers.current()
+
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """Place what this thread allocates on ``tag``. What of the tag is asleep stays asleep."""

@@ -36,6 +36,9 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
     if into is not None and not (into / "recipe.yaml").is_file():
         raise RecipeError(f"--into {into}: holds no run (no recipe.yaml); give the folder of a run")
     recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
+    if (kind := recipe.engine.kind) != "native":
+        rule = "no plan knows what this engine takes"
+        raise RecipeError(f"engine.kind={kind}: {rule}; set engine.kind=native")
     plan = plan_of(recipe, name, gpu=options.gpu, staged=not options.unstaged, prompt=prompt)
     print_plan(plan)
     if picture is not None:

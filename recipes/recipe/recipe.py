@@ -73,6 +73,8 @@ class Recipe(Section):
         yield from self._rules_of_digits(sums)
         yield from self._rules_of_devices()
         yield from self._rules_of_tags()
+        if self.engine.kind == "vllm":
+            yield from self._rules_of_vllm()
         words = f"adapters are small, and lora.rank={self.lora.rank}"
         good = not (self.trainer.optimizer_offload and self.lora.rank)
         key = "trainer.optimizer_offload"
@@ -111,6 +113,24 @@ class Recipe(Section):
                 for tag, words in absent.items():
                     words = f"{tag} is there with {words} only"
                     yield Rule(key, tag not in named, words, f"set {key}={there}")
+
+    def _rules_of_vllm(self) -> Iterator[Rule]:
+        """Refuses what vLLM as it comes cannot do, or would do to log-probabilities."""
+        beside = "with engine.kind=vllm"
+        yield Rule("device", self.device != "cpu", f"is not for vLLM's kernels, {beside}")
+        words = f"takes several engines, and one was tried, {beside}"
+        one = self.cluster.size == 1
+        yield Rule("cluster.n_gpus_per_node", one, words, "set cluster.n_gpus_per_node=1")
+        words = f"is not for weights that vLLM's buffers lie among, {beside}"
+        yield Rule("cycle.alias", self.cycle.alias != "always", words, "set cycle.alias=never")
+        words = f"needs a KV cache that grows, and vLLM's does not, {beside}"
+        yield Rule("cycle.overlap", self.cycle.overlap == [], words, "set cycle.overlap=[]")
+        words = f"cuts before vLLM takes log-probabilities, {beside}"
+        yield Rule("sampling.top_k", self.sampling.top_k == 0, words, "set sampling.top_k=0")
+        yield Rule("sampling.top_p", self.sampling.top_p == 1, words, "set sampling.top_p=1.0")
+        words = f"is raised to 0.01 by vLLM, {beside}"
+        warm = self.sampling.temperature >= 0.01
+        yield Rule("sampling.temperature", warm, words, "set sampling.temperature=1.0")
 
     def absent_tags(self) -> dict[str, str]:
         """Tags that this recipe does not have, and the setting that each is there with."""

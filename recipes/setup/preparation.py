@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from recipes.recipe.rules import shown
 from recipes.recipe.sides import LORA_MODULES
 from recipes.setup.fetch import find_model
 from recipes.setup.models import describe_random_model, encode_prompt, load_tokenizer, toy_tokenizer
-from recipes.setup.pool import in_tokens, pool_tokens
+from recipes.setup.pool import demanded_tokens, in_tokens, pool_tokens
 from recipes.tasks import Problem, Task, make_task
 
 if TYPE_CHECKING:
@@ -55,12 +56,17 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     task = make_task(recipe.task, recipe.eval.also_digits)
     _check_prompts(recipe, len(task.kinds) * min(map(len, task.kinds)))
     with described_model(recipe, task) as (model_dir, tokenizer):
-        model = _model_config(recipe, model_dir)
         _check_lora(recipe.lora, model_dir)
         longest = longest_prompt(recipe, task, tokenizer)
-        kv_tokens = pool_tokens(recipe, device, model, longest)
+        if recipe.engine.kind == "native":
+            model = _model_config(recipe, model_dir)
+            kv_tokens = pool_tokens(recipe, device, model, longest)
+            context = model.max_position_embeddings
+        else:
+            kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
+            context = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
         recipe = with_alias_decided(recipe, model_dir)
-        _check_request(recipe, longest, kv_tokens, model.max_position_embeddings)
+        _check_request(recipe, longest, kv_tokens, context)
         if recipe.model.path is None:
             with writable(f"--run-dir {run_dir}"):
                 model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
@@ -92,6 +98,8 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     from trainer_bridge import TrainerConfig
     from trainer_bridge.training import check_layout
 
+    if recipe.engine.kind != "native":
+        return f"engine.kind={recipe.engine.kind} has buffers among its weights"
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.lora.rank:
@@ -171,6 +179,8 @@ def resolve_device(recipe: Recipe) -> str:
     each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
     if 0 < count < each:  # without a GPU, a device is two processes
         raise RecipeError(f"{key}={each}: torch sees {count} GPUs here; set {key}={count}")
+    if not count and recipe.engine.kind == "vllm":
+        raise RecipeError("engine.kind=vllm: torch sees no GPU here; set engine.kind=native")
     if recipe.device in ("auto", "cpu"):
         return "cuda:0" if count else "cpu"
     index = int(recipe.device.partition(":")[2] or 0)
@@ -181,9 +191,12 @@ def resolve_device(recipe: Recipe) -> str:
 
 def _check_packages(recipe: Recipe) -> None:
     needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
+    needed += [("engine.kind=vllm", "vllm", "")] if recipe.engine.kind == "vllm" else []
     for key, module, extra in [*needed, ("model", "transformers", "models")]:
         if importlib.util.find_spec(module) is None:
-            remedy = f"run: pip install 'memsaver[{extra}]'"
+            remedy = (
+                f"run: pip install 'memsaver[{extra}]'" if extra else f"run: pip install {module}"
+            )
             raise RecipeError(f"{key}: needs the package {module}; {remedy}")
 
 

@@ -1,14 +1,21 @@
 """Decoders: what a checkpoint says, its parameters by rank, its layers."""
 
 from rollout.model.config import ModelConfig
-from rollout.model.loading import checkpoint_files, load_model_config
+from rollout.model.loading import (
+    checkpoint_files,
+    load_model_config,
+    parameter_shapes,
+    stop_token_ids,
+)
 from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
 
 __all__ = [
     "ModelConfig",
     "checkpoint_files",
     "load_model_config",
+    "parameter_shapes",
     "rank_groups",
     "rank_layout",
+    "stop_token_ids",
     "whole_manifest",
 ]

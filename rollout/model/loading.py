@@ -131,6 +131,28 @@ def _expert_layers(config: Any) -> list[int]:
     ]
 
 
+def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes of the parameters that transformers' model of this directory has, tied ones once, and
+    the tied names: name -> name of the one that is stored.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    stored = {param: name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {name: stored[param] for name, param in every if stored[param] != name}
+    return {name: tuple(param.shape) for param, name in stored.items()}, aliases
+
+
+def stop_token_ids(path: str | Path) -> frozenset[int]:
+    """The model's own end tokens."""
+    directory = Path(path)
+    return _stop_token_ids(directory, _read_json(directory / "config.json").get("eos_token_id"))
+
+
 def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a
     time.

@@ -5,7 +5,7 @@ memory.
 from typing import TYPE_CHECKING
 
 from memsaver import StateError
-from rollout.weights.store import WeightStore
+from rollout.weights.arena import WeightArena
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
@@ -16,7 +16,7 @@ class BorrowedPages:
     to `give_back`.
     """
 
-    def __init__(self, store: WeightStore, saver: "MemorySaver") -> None:
+    def __init__(self, store: WeightArena, saver: "MemorySaver") -> None:
         self._store = store
         self._saver = saver
         self._alone = False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memsaver import StateError
 from rollout.tags import WEIGHTS_SHADOW
-from rollout.weights.store import WeightStore
+from rollout.weights.arena import WeightArena
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
@@ -22,7 +22,7 @@ class ShadowPages:
     hold it are made once.
     """
 
-    def __init__(self, store: WeightStore, saver: "MemorySaver") -> None:
+    def __init__(self, store: WeightArena, saver: "MemorySaver") -> None:
         self._store = store
         self._saver = saver
         self._arena: Tensor | None = None

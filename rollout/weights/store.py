@@ -1,25 +1,22 @@
-"""The weight store: one arena under tag `weights`, a manifest of what lies where, and whether it is
-defined.
-"""
+"""The weight store: one arena under tag `weights`, laid out for the engine's own kernels."""
 
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from memsaver.common.digest import BytesDigest
 from memsaver.common.rounding import round_up
-from memsaver.common.segments import Segment
-from memsaver.common.strided import grids, row_major
+from memsaver.common.strided import row_major
 from rollout.model.params import Group, Param, Piece
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
+from rollout.weights.arena import WeightArena, dot, shorten
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
@@ -71,15 +68,21 @@ def build_manifest(
                 offset=first, shape=(rows, *group.params[0].shape[1:]), dtype=name
             )
     tensors = {name: asdict(module) for name, module in modules.items()}
-    layout = [[asdict(piece) for piece in slices], aliases, tensors, zeros, offset]
     return Manifest(
         nbytes=offset,
         slices=tuple(slices),
         aliases=dict(aliases),
         modules=modules,
-        layout_hash=hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest(),
+        layout_hash=layout_hash(
+            [asdict(piece) for piece in slices], aliases, tensors, zeros, offset
+        ),
         zeros=tuple(zeros),
     )
+
+
+def layout_hash(*parts: Any) -> str:
+    """The hash of what a manifest says, as plain data."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) -> list[ParamSlice]:
@@ -87,7 +90,7 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
     return [
         ParamSlice(
             name=param.name,
-            offset=offset + _dot(piece.at, strides) * itemsize,
+            offset=offset + dot(piece.at, strides) * itemsize,
             shape=piece.shape,
             dtype=dtype,
             global_shape=param.whole.shape,
@@ -99,10 +102,6 @@ def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) ->
     ]
 
 
-def _dot(position: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(at * stride for at, stride in zip(position, strides, strict=True))
-
-
 def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
     """Rows of zeros after the pieces; only the first dimension is padded."""
     filled = _elements(param.whole.pieces)
@@ -110,12 +109,10 @@ def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
     return [(offset + filled * itemsize, rest * itemsize)] if rest else []
 
 
-class WeightStore:
-    """Owns the arena and says whether its content is some version of the weights.
+class WeightStore(WeightArena):
+    """The engine's own weights: owns the arena, laid out for its kernels.
 
-    `version` is None while the content is undefined; `undefined_reason` then says why.
-    `last_version` is the last one that was defined. Views handed out by `tensor` stay valid over
-    pause and resume (same address), not their content.
+    Views handed out by `tensor` stay valid over pause and resume (same address), not their content.
     """
 
     def __init__(
@@ -126,32 +123,14 @@ class WeightStore:
         saver: "MemorySaver",
         tag: str = WEIGHTS,
     ) -> None:
-        self.tag = tag
-        self._arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
-        self._base = saver.offset_of(self._arena)
-        self.manifest = build_manifest(groups, aliases, dtype, self._base)
-        self.param_nbytes = _elements(self.manifest.slices) * dtype.itemsize
+        arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
+        base = saver.offset_of(arena)
         params = chain.from_iterable(group.params for group in groups)
-        self._shapes = {param.name: param.whole.shape for param in params}
+        shapes = {param.name: param.whole.shape for param in params}
+        super().__init__(build_manifest(groups, aliases, dtype, base), shapes, arena, base, tag)
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)
-        self.version: int | None = None
-        self.last_version = 0
-        self.undefined_reason = "the weights were never loaded; commit a weight update"
-        self._digest: tuple[frozenset[str], BytesDigest] | None = None
-
-    @property
-    def arena(self) -> Tensor:
-        """uint8: all of the weights, padding included."""
-        return self._arena
-
-    @property
-    def parameters(self) -> Collection[str]:
-        """Names of the checkpoint's parameters, tied ones once; also of those of which this rank
-        stores nothing.
-        """
-        return self._shapes.keys()
 
     def tensor(self, name: str) -> Tensor:
         """View of a parameter as this rank stores it, a tied name or a fused tensor."""
@@ -195,76 +174,7 @@ class WeightStore:
         missing = [name for name in self._shapes if name not in loaded]
         if missing or unexpected:
             raise ValueError(
-                f"{source} does not fit config.json: missing {_shorten(missing)}, "
-                f"unexpected {_shorten(unexpected)}"
+                f"{source} does not fit config.json: missing {shorten(missing)}, "
+                f"unexpected {shorten(unexpected)}"
             )
         self.define(0)
-
-    def define(self, version: int) -> None:
-        for offset, nbytes in self.manifest.zeros:
-            self._arena[offset - self._base : offset - self._base + nbytes].zero_()
-        self.version = self.last_version = version
-        self.undefined_reason = ""
-
-    def undefine(self, reason: str) -> None:
-        self.version = None
-        self.undefined_reason = reason
-
-    def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
-        """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU,
-        and one wait.
-
-        arena: uint8, as long as the store's own: other pages with the same layout. names: of these
-        parameters (or tied names) only. A ValueError names those that the model does not have.
-        """
-        arena = self._arena if arena is None else arena
-        if arena.shape != self._arena.shape:
-            raise ValueError(
-                f"the weights are {self._arena.numel()} bytes, other pages of them "
-                f"{tuple(arena.shape)}"
-            )
-        wanted = frozenset(
-            self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
-        )
-        if unknown := sorted(wanted - self._shapes.keys()):
-            raise ValueError(
-                f"the model has no parameter {_shorten(unknown)}; use names of the manifest"
-            )
-        # offsets are fixed: tables are made once
-        if self._digest is None or self._digest[0] != wanted:
-            pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
-            segments = chain.from_iterable(_segments(piece, self._base) for piece in pieces)
-            self._digest = wanted, BytesDigest(list(segments), self._arena.device)
-        return self._digest[1].run(arena)
-
-    def box(self, piece: ParamSlice) -> Tensor:
-        """View of a slice, with its strides."""
-        dtype: torch.dtype = getattr(torch, piece.dtype)
-        strides = piece.strides or row_major(piece.shape)
-        return self._arena[piece.offset - self._base :].view(dtype).as_strided(piece.shape, strides)
-
-
-def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
-    """The elements of a slice, with their numbers in the whole parameter; byte offsets count from
-    byte `base`.
-    """
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    numbers = row_major(piece.global_shape)
-    first = piece.index_base + _dot(piece.start, numbers)
-    for grid in grids(piece.shape, piece.strides or row_major(piece.shape), numbers):
-        yield Segment(
-            dtype=dtype,
-            target=piece.offset - base + grid.starts[0] * dtype.itemsize,
-            count=grid.width,
-            index_base=first + grid.starts[1],
-            rows=grid.rows,
-            target_pitch=grid.pitches[0],
-            index_pitch=grid.pitches[1],
-        )
-
-
-def _shorten(names: list[str], limit: int = 5) -> str:
-    if not names:
-        return "nothing"
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -41,8 +41,8 @@ from rollout.types import (
     WriteReceipt,
 )
 from rollout.weights.alias_pages import BorrowedPages
+from rollout.weights.arena import WeightArena
 from rollout.weights.double_buffer import ShadowPages
-from rollout.weights.store import WeightStore
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
@@ -69,7 +69,7 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, store: WeightStore, saver: "MemorySaver", on_new_weights: Callable[[], None]
+        self, store: WeightArena, saver: "MemorySaver", on_new_weights: Callable[[], None]
     ) -> None:
         """on_new_weights: what was computed so far is of other weights than what will be, called
         when that is so.

@@ -67,7 +67,9 @@ def test_the_recipe_reaches_trainer_and_engine(
         assert engine["tiers"] == KVTiers(host_ratio=1.5, preemption=preemption)
         assert (engine["cuda_graphs"], engine["kv_cache_dtype"]) == (False, "fp8_e5m2")
         assert engine["tensor_parallel_size"] == (2 if more else 1)
-        EngineConfig(**{key: value for key, value in engine.items() if key != "dtype"})
+        EngineConfig(
+            **{key: value for key, value in engine.items() if key not in ("dtype", "kind")}
+        )
     monkeypatch.setattr("recipes.arguments.open_ray", lambda *args, **words: words)
     through_ray = open_pair(
         prepare(recipes.load("tiny", ["driver=ray", "cluster.call_timeout=7"]), tmp_path)

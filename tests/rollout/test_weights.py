@@ -15,7 +15,7 @@ from memsaver.common.digest import digest
 from rollout.model.layout import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.tags import WEIGHTS
-from rollout.weights import store as weights_module
+from rollout.weights import arena as weights_module
 from rollout.weights.store import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny
 

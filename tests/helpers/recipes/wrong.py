@@ -100,6 +100,7 @@ OUT_OF_RANGE = {
         "engine.kv_tokens=null engine.mem_fraction_static=1.5 device=cuda:0",
         "must lie between 0 and 1",
     ),
+    "engine.kind": wrong("engine.kind=sglang", "kind=sglang: must be native or vllm"),
     "engine.sleep_level": wrong(
         "engine.sleep_level=3", "must be 1 (keep on the host) or 2 (discard)"
     ),
@@ -142,7 +143,28 @@ LATENT = " model.config.".join([
     "kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8",
     "v_head_dim=10",
 ])  # fmt: skip
+VLLM = "device=auto engine.kind=vllm"
+OF_VLLM = [
+    wrong("engine.kind=vllm", "device=cpu: is not for vLLM's kernels", "set device=auto"),
+    wrong(VLLM, "engine.kind=vllm: torch sees no GPU here"),
+    wrong(
+        f"{VLLM} engine.kv_tokens=null engine.mem_fraction_static=0.5", "graphs, with engine.kin"
+    ),
+    wrong(f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "kv_cache_dtype=fp8_e4m3: was not tried"),
+    wrong(f"{VLLM} engine.host_to_device_ratio=1", "ratio=1.0: is the native engine's"),
+    wrong(
+        f"{VLLM} driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
+        "tensor_parallel_size=2: puts vLLM's workers into processes of their own",
+    ),
+    wrong(f"{VLLM} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one was"),
+    wrong(f"{VLLM} cycle.alias=always", "alias=always: is not for weights that vLLM's buffers"),
+    wrong(f"{VLLM} cycle.overlap=[params]", "cycle.overlap=[params]: needs a KV cache that grows"),
+    wrong(f"{VLLM} sampling.top_k=5", "sampling.top_k=5: cuts before vLLM takes"),
+    wrong(f"{VLLM} sampling.top_p=0.5", "sampling.top_p=0.5: cuts before vLLM takes"),
+    wrong(f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01"),
+]
 CONTRADICTIONS = [
+    *OF_VLLM,
     wrong(
         "cluster.n_gpus_per_node=2", "driver=inprocess: cannot drive 2 devices", "set driver=ray"
     ),

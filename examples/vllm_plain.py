@@ -1,0 +1,39 @@
+"""vLLM as one writes it: answers to two prompts, by token ids. It learns nothing.
+
+    python examples/vllm_plain.py MODEL_DIR
+
+`vllm_loop.py` is the same with a trainer on the same GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
+SAMPLES, TOKENS = 16, 8
+
+
+def score(answer: list[int]) -> float:
+    """The share of an answer's tokens that are below 48."""
+    return sum(token < 48 for token in answer) / len(answer)
+
+
+def main(path: str) -> float:
+    """The mean reward."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=64)
+    params = SamplingParams(n=SAMPLES, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+    rewards = []
+    for output in outputs:
+        rewards += [score(list(answer.token_ids)) for answer in output.outputs]
+    print(f"reward {sum(rewards) / len(rewards):.3f}")
+    return sum(rewards) / len(rewards)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

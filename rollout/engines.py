@@ -1,0 +1,44 @@
+"""The engines that a rollout can be made of, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from memsaver import MemorySaver
+from rollout.engine import Engine
+from rollout.protocols import Rollout
+
+KINDS = ("native", "vllm")
+
+
+def build_engine(
+    kind: str,
+    arguments: Mapping[str, Any],
+    *,
+    group: ProcessGroup | None = None,
+    limit_bytes: int | None = None,
+) -> tuple[Rollout, Callable[[], None]]:
+    """An engine, and what ends it and gives its memory back.
+
+    arguments: of its class's `from_pretrained`. group: of the ranks that share it. limit_bytes: of
+    its saver. Both are the native engine's alone.
+    """
+    if kind == "vllm":
+        from rollout.vllm import VllmRollout
+
+        if group is not None or limit_bytes is not None:
+            raise ValueError("kind=vllm takes one process, without limit_bytes; use kind=native")
+        rollout = VllmRollout.from_pretrained(**arguments)
+        return rollout, rollout.close
+    if kind != "native":
+        raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
+    saver = MemorySaver(device=torch.device(arguments["device"]), limit_bytes=limit_bytes)
+    try:
+        return Engine.from_pretrained(**arguments, saver=saver, group=group), saver.close
+    except BaseException:
+        saver.close()
+        raise

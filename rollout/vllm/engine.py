@@ -1,0 +1,133 @@
+"""Holds a `vllm.LLM` of this process, its memory on memsaver's tags. Nothing of vLLM is changed:
+public calls, and the import name of its allocator.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import memsaver.compat
+from memsaver import MemorySaver, StateError
+
+_ALLOCATOR = "vllm.device_allocator.cumem"
+_OLDEST = (0, 24)
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+# they leave the weights where `load_weights` puts them
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
+
+
+class VllmEngine:
+    """One `vllm.LLM` whose worker is in this process."""
+
+    def __init__(self, path: str | Path, options: dict[str, Any]) -> None:
+        """options: of `vllm.LLM`. StateError where vLLM's own allocator is in use already, or its
+        engine would be another process; ValueError without the package.
+        """
+        require_vllm()
+        if os.environ.setdefault(_IN_PROCESS, "0") != "0":
+            raise StateError(
+                f"{_IN_PROCESS}={os.environ[_IN_PROCESS]} puts vLLM's engine into another process, "
+                f"whose weights this one cannot offer; set {_IN_PROCESS}=0"
+            )
+        memsaver.compat.install(_ALLOCATOR)
+        import vllm
+
+        self.vllm = vllm
+        self.llm = vllm.LLM(model=str(path), enable_sleep_mode=True, **options)
+        places = importlib.import_module("vllm.device_allocator")
+        self.allocator: Any = places.get_mem_allocator_instance()
+        self.worker: Any = self.llm.collective_rpc(lambda worker: worker)[0]
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self.worker.get_model()
+        return model
+
+    @property
+    def saver(self) -> MemorySaver:
+        """Whose tags the worker's memory is on."""
+        saver: MemorySaver = self.allocator.saver
+        return saver
+
+    def check_plain(self) -> None:
+        """ValueError naming a layer that repacks its weights, or computes with copies of them."""
+        for name, module in self.model.named_modules():
+            method = getattr(module, "quant_method", None)
+            kind = type(method).__name__
+            if method is not None and kind not in _PLAIN_METHODS:
+                backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+                if backend not in _PLAIN_EXPERTS:
+                    raise ValueError(
+                        f"{name}: {kind} ({backend or 'quantised'}) repacks its weights after "
+                        "loading; use unquantised ones, and moe_backend='triton' for experts"
+                    )
+            if type(module).__name__ == "MLAAttention":
+                raise ValueError(
+                    f"{name}: vLLM computes latent attention with copies of its weights, which "
+                    "would stay old; use engine.kind=native"
+                )
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """The model's own loader."""
+        self.worker.get_model().load_weights(tensors)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all keys and values; StateError while a request holds some."""
+        if not self.llm.reset_prefix_cache():
+            raise StateError("vLLM's requests hold keys of the present weights; let them finish")
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[dict[str, Any]],
+        on_step: Callable[[list[Any]], None],
+    ) -> None:
+        """Answer the prompts; params: of `vllm.SamplingParams`, one a prompt. on_step gets the
+        `RequestOutput`s of those that ended in a step, whose `request_id` is the prompt's number.
+
+        Whatever raises, no request is left.
+        """
+        engine = self.llm.llm_engine
+        final = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
+        names = [str(number) for number in range(len(prompts))]
+        try:
+            for name, prompt, each in zip(names, prompts, params, strict=True):
+                chosen = self.vllm.SamplingParams(output_kind=final, detokenize=False, **each)
+                tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+                engine.add_request(name, tokens, chosen)
+            while engine.has_unfinished_requests():
+                on_step([output for output in engine.step() if output.finished])
+        except BaseException:
+            engine.abort_request(names)
+            raise
+
+    def close(self) -> None:
+        """End the engine, and give its memory back."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.worker
+        gc.collect()
+        self.allocator.release_pools()
+        atexit.unregister(self.allocator.release_pools)
+        self.saver.close()
+        type(self.allocator).instance = None
+
+
+def require_vllm() -> None:
+    """ValueError where the package is not there, or older than what was read."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("engine.kind=vllm needs the package vllm; run: pip install vllm")
+    version = importlib.metadata.version("vllm")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
+        raise ValueError(f"vllm {version} is older than 0.24; run: pip install 'vllm>=0.24'")

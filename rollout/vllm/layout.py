@@ -1,0 +1,218 @@
+"""Makes a manifest of what a recording says: boxes of whole parameters, at bytes of a tag."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from memsaver.common.strided import row_major
+from rollout.types import Manifest, ParamSlice
+from rollout.vllm.recording import Landed, Recording
+from rollout.weights.arena import shorten
+from rollout.weights.store import layout_hash
+
+_MOST_BOXES = 4096  # of one copy: what needs more is no layout to write into
+Ints = tuple[int, ...]
+
+
+def manifest_of(
+    recording: Recording,
+    shapes: Mapping[str, Ints],
+    aliases: Mapping[str, str],
+    model: nn.Module,
+    offset_of: Callable[[int], int],
+) -> Manifest:
+    """shapes: of the checkpoint's parameters, whole, tied ones once. aliases: tied name -> name.
+    offset_of: byte of the tag's addresses at an address.
+
+    Raises ValueError naming parameters of which only a part is taken, and parameters of the model
+    that are not filled.
+    """
+    numbers = dict(zip(shapes, _first_numbers(shapes), strict=True))
+    slices: list[ParamSlice] = []
+    for landed in recording.landed:
+        name = landed.name
+        slices += (
+            ParamSlice(
+                name=name,
+                offset=offset_of(landed.address) + box.offset * landed.dtype.itemsize,
+                shape=box.shape,
+                dtype=str(landed.dtype).removeprefix("torch."),
+                global_shape=shapes[name],
+                start=box.start,
+                index_base=numbers[name],
+                strides=None if box.steps == row_major(box.shape) else box.steps,
+            )
+            for box in boxes(landed, shapes[name])
+        )
+    slices = list(_joined(slices))
+    _check_taken(slices, shapes)
+    _check_filled(recording, model)
+    zeros = tuple((offset_of(address), nbytes) for address, nbytes in recording.zeros)
+    ends = [offset_of(_end(landed)) for landed in recording.landed]
+    nbytes = max(chain(ends, (offset + size for offset, size in zeros)))
+    layout = layout_hash(list(map(asdict, slices)), dict(aliases), {}, zeros, nbytes)
+    return Manifest(
+        nbytes=nbytes,
+        slices=tuple(slices),
+        aliases=dict(aliases),
+        modules={},
+        layout_hash=layout,
+        zeros=zeros,
+    )
+
+
+def _joined(slices: Sequence[ParamSlice]) -> Iterator[ParamSlice]:
+    """Experts that were loaded one by one, and lie at even distances, are one slice."""
+    groups: dict[object, list[ParamSlice]] = defaultdict(list)
+    for piece in slices:
+        groups[piece.name, piece.shape, piece.start[1:], piece.strides].append(piece)
+    for alike in groups.values():
+        alike.sort(key=lambda piece: piece.start)
+        first, count = alike[0], len(alike)
+        steps = {b.offset - a.offset for a, b in pairwise(alike)}
+        apart = {b.start[0] - a.start[0] for a, b in pairwise(alike)}
+        if count == 1 or first.shape[0] != 1 or apart != {1} or len(steps) != 1 or min(steps) <= 0:
+            yield from alike
+            continue
+        shape = (count, *first.shape[1:])
+        size: int = getattr(torch, first.dtype).itemsize
+        inner = (first.strides or row_major(first.shape))[1:]
+        strides = (steps.pop() // size, *inner)
+        yield replace(first, shape=shape, strides=None if strides == row_major(shape) else strides)
+
+
+def _first_numbers(shapes: Mapping[str, Ints]) -> Iterator[int]:
+    number = 0
+    for shape in shapes.values():
+        yield number
+        number += math.prod(shape)
+
+
+def _end(landed: Landed) -> int:
+    """The address after its last element."""
+    pairs = zip(landed.shape, landed.steps, strict=True)
+    return landed.address + (sum((n - 1) * s for n, s in pairs) + 1) * landed.dtype.itemsize
+
+
+def _check_taken(slices: Sequence[ParamSlice], shapes: Mapping[str, Ints]) -> None:
+    taken = Counter[str]()
+    for piece in slices:
+        taken[piece.name] += math.prod(piece.shape)
+    wrong = [name for name, shape in shapes.items() if taken[name] != math.prod(shape)]
+    if wrong:
+        first = wrong[0]
+        text = f"takes {taken[first]} of the {math.prod(shapes[first])} elements of {first}"
+        raise ValueError(
+            f"the engine's own loader {text} (and {len(wrong) - 1} parameters more not as they "
+            f"are): such a model cannot be written in place; use engine.kind=native"
+        )
+
+
+def _check_filled(recording: Recording, model: nn.Module) -> None:
+    """Each parameter of the model, tied ones once, is written as a whole."""
+    tensors = chain(model.parameters(), model.buffers())
+    starts = sorted({tensor.data_ptr() for tensor in tensors})
+    filled = Counter[int]()
+    for address, nbytes in chain(recording.zeros, map(_place, recording.landed)):
+        filled[starts[bisect_right(starts, address) - 1]] += nbytes
+    short = [name for name, p in model.named_parameters() if filled[p.data_ptr()] != p.nbytes]
+    if short:
+        raise ValueError(
+            f"no tensor of the checkpoint fills all of {shorten(short)}: the engine computes it "
+            f"from others; use an unquantised model, or engine.kind=native"
+        )
+
+
+def _place(landed: Landed) -> tuple[int, int]:
+    return landed.address, math.prod(landed.shape) * landed.dtype.itemsize
+
+
+class Box(NamedTuple):
+    """A box of a whole parameter. steps: from element to element in the model, one a dimension;
+    offset: of its first one there, in elements from the copy's first.
+    """
+
+    start: Ints
+    shape: Ints
+    offset: int
+    steps: Ints
+
+
+class _Dim(NamedTuple):
+    size: int
+    stride: int
+    step: int
+
+
+def boxes(landed: Landed, whole: Ints) -> list[Box]:
+    """The copy as boxes of a parameter of shape `whole`; ValueError where it is none."""
+    dims = [
+        _Dim(*each)
+        for each in zip(landed.shape, landed.strides, landed.steps, strict=True)
+        if each[0] != 1
+    ]
+    if 0 in landed.shape:
+        return []
+    return list(_boxes(landed, dims, whole, landed.first, 0))
+
+
+def _boxes(
+    landed: Landed, dims: Sequence[_Dim], whole: Ints, first: int, offset: int
+) -> Iterator[Box]:
+    """Dimensions of a view that are parts of one of the parameter's are joined, or gone through."""
+    strides = row_major(whole)
+    found: list[_Dim | None] = [None] * len(whole)
+    for dim in _split(dims, whole, strides):
+        pairs = enumerate(zip(strides, whole, strict=True))
+        at = next((i for i, (by, size) in pairs if by == dim.stride and size > 1), None)
+        if at is not None and found[at] is None:
+            found[at] = dim
+            continue
+        inner = next((i for i, by in enumerate(strides) if dim.stride % by == 0), 0)
+        same = found[inner]
+        if same is not None and dim[1:] == (same.stride * same.size, same.step * same.size):
+            found[inner] = _Dim(same.size * dim.size, same.stride, same.step)
+            continue
+        rest = [each for each in dims if each is not dim]
+        if dim not in dims or dim.stride <= 0 or dim.size > _MOST_BOXES:
+            raise ValueError(
+                f"{landed.name}: its loader lays it out in a way that is no slice of it "
+                f"({landed}); use engine.kind=native"
+            )
+        for number in range(dim.size):
+            more = first + number * dim.stride, offset + number * dim.step
+            yield from _boxes(landed, rest, whole, *more)
+        return
+    start, left = [], first
+    for stride in strides:
+        start.append(left // stride)
+        left %= stride
+    shape = tuple(1 if dim is None else dim.size for dim in found)
+    plain = row_major(shape)
+    steps = tuple(p if dim is None else dim.step for p, dim in zip(plain, found, strict=True))
+    if min(steps, default=1) < 1 or (found and found[-1] is not None and found[-1].step != 1):
+        raise ValueError(
+            f"{landed.name}: its loader transposes or repeats it; use engine.kind=native"
+        )
+    yield Box(tuple(start), shape, offset, steps)
+
+
+def _split(dims: Sequence[_Dim], whole: Ints, strides: Ints) -> list[_Dim]:
+    """Inner dimensions first; one that runs over several of the parameter's is cut at each."""
+    cut: list[_Dim] = []
+    for dim in sorted(dims, key=lambda each: each.stride):
+        for size, stride in reversed(list(zip(whole, strides, strict=True))):
+            if dim.stride == stride and dim.size > size > 1 and dim.size % size == 0:
+                cut.append(_Dim(size, stride, dim.step))
+                dim = _Dim(dim.size // size, stride * size, dim.step * size)
+        cut.append(dim)
+    return cut

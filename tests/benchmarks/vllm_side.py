@@ -1,0 +1,277 @@
+"""One vLLM in a process of its own, for `bench_vllm`: its memory by its own allocator and its
+weights by its own loader, or its memory on our tags and its weights by our sync.
+
+Prints figures as JSON lines, when it is told to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GIB = 1 << 30
+SEQUENCES, CONTEXT = 256, 1024
+# of --quick: the engine is built in seconds
+QUICK = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 16, 64, 128, 256],
+}
+
+
+def say(what: str, value: float, unit: str = "ms") -> None:
+    print(json.dumps({"what": what, "value": value, "unit": unit}), flush=True)
+
+
+def timed(run: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def median(run: Callable[[], Any], repeats: int = 5) -> float:
+    return statistics.median(timed(run) for _ in range(repeats))
+
+
+def used() -> float:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(1000, 150000) for _ in range(128)] for _ in range(count)]
+
+
+def checkpoint(path: str) -> dict[str, Tensor]:
+    """Random bf16 weights on the GPU by their Hugging Face names; the same in both processes."""
+    from rollout.model import parameter_shapes
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    found = {}
+    for name, shape in parameter_shapes(path)[0].items():
+        drawn = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        drawn.normal_(0, 0.05, generator=generator)
+        found[name] = drawn.fill_(1) if "norm" in name else drawn
+    return found
+
+
+class Rival:
+    """vLLM as it comes."""
+
+    tensors: dict[str, Tensor]
+
+    def __init__(self, path: str, kv_tokens: int, options: dict[str, Any]) -> None:
+        import vllm
+
+        self.vllm = vllm
+        self.llm = vllm.LLM(
+            model=path,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enable_sleep_mode=True,
+            gpu_memory_utilization=0.01,
+            num_gpu_blocks_override=kv_tokens // 16 + 1,
+            kv_cache_memory_bytes=torch.cuda.mem_get_info()[1],
+            max_model_len=CONTEXT,
+            max_num_seqs=SEQUENCES,
+            max_num_batched_tokens=8192,
+            logprobs_mode="processed_logprobs",
+            **options,
+        )
+
+    def give(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def load(self) -> None:
+        """New weights by vLLM's own loader."""
+        self.llm.apply_model(lambda model: len(model.load_weights(self.tensors.items())))
+
+    sync = load
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake(self, tag: str) -> None:
+        self.llm.wake_up([tag])
+
+    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
+        params = self.vllm.SamplingParams(
+            max_tokens=new,
+            temperature=temperature,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            flat_logprobs=True,
+        )
+        asked = [{"prompt_token_ids": each} for each in prompts(count)]
+        found = self.llm.generate(asked, params, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in found]
+
+    def forget(self) -> None:
+        self.llm.reset_prefix_cache()
+
+
+class Ours(Rival):
+    """The same engine on our tags; `sync` writes what a trainer of one rank would."""
+
+    def __init__(self, path: str, kv_tokens: int, options: dict[str, Any]) -> None:
+        from rollout.vllm import VllmRollout
+
+        self.rollout = VllmRollout.from_pretrained(
+            path,
+            load_weights=False,
+            kv_tokens=kv_tokens,
+            max_running=SEQUENCES,
+            max_context_len=CONTEXT,
+            **options,
+        )
+        self.version = 0
+
+    def give(self, tensors: dict[str, Tensor]) -> None:
+        from memsaver.common.device_ids import place_of
+        from trainer_bridge.sync.shards import fsdp_shards
+        from trainer_bridge.sync.weight_sync import WeightSync
+
+        self.tensors = tensors
+        shards = [fsdp_shards(name, each.shape, "bfloat16", 1)[0] for name, each in tensors.items()]
+        place = place_of(torch.device("cuda:0"))
+
+        def connect() -> None:
+            self.writer = WeightSync(shards, lambda: tensors, [self.rollout], place=place)
+
+        say("connect", timed(connect))
+
+    def load(self) -> None:
+        self.rollout.engine.load_weights(self.tensors.items())
+
+    def sync(self) -> None:
+        self.version += 1
+        self.receipt = self.writer.sync(self.version)
+
+    def sleep(self, level: int) -> None:
+        self.rollout.sleep(level)
+
+    def wake(self, tag: str) -> None:
+        self.rollout.wake_up([tag])
+
+    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
+        from rollout import SamplingParams
+
+        params = SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True)
+        return [group[0].token_ids for group in self.rollout.generate(prompts(count), params)]
+
+    def forget(self) -> None:
+        self.rollout.engine.reset_prefix_cache()
+
+
+def greedy(side: Rival) -> list[list[int]]:
+    side.forget()
+    return side.answers(64, 16, 0.0)
+
+
+def throughput(side: Rival, when: str) -> None:
+    rates = []
+    for _ in range(3):
+        side.forget()
+        rates.append(SEQUENCES * 128 / timed(lambda: side.answers(SEQUENCES, 128, 1.0)) * 1e3)
+    say(f"new tokens a second, {when}", statistics.median(rates[1:]), "")
+
+
+def weights(side: Rival) -> None:
+    say("new weights, first", timed(side.sync))
+    say("new weights", median(side.sync))
+    if isinstance(side, Ours):
+        say("new weights: copy", side.receipt.copy_seconds * 1e3)
+        say("new weights: verification", side.receipt.verify_seconds * 1e3)
+        say("its own load_weights of the same tensors", median(side.load))
+
+
+def level_2(side: Rival, asleep: float, turns: int = 5) -> None:
+    """asleep: seconds; the driver still scrubs what was freed a moment ago."""
+    rows: dict[str, list[float]] = defaultdict(list)
+    for _ in range(turns):
+        before = used()
+        rows["sleep"].append(timed(lambda: side.sleep(2)))
+        freed = before - used()
+        time.sleep(asleep)
+        rows["wake weights"].append(timed(lambda: side.wake("weights")))
+        rows["new weights"].append(timed(side.sync))
+        rows["wake kv_cache"].append(timed(lambda: side.wake("kv_cache")))
+    say(f"level 2, {asleep} s: freed", freed, "GiB")
+    for what, values in rows.items():
+        say(f"level 2, {asleep} s: {what}", statistics.median(values))
+
+
+def level_1(side: Rival, turns: int = 3) -> None:
+    rows: dict[str, list[float]] = defaultdict(list)
+    for turn in range(turns):
+        rows["sleep" if turn else "sleep, first"].append(timed(lambda: side.sleep(1)))
+        rows["wake weights"].append(timed(lambda: side.wake("weights")))
+        rows["wake kv_cache"].append(timed(lambda: side.wake("kv_cache")))
+    for what, values in rows.items():
+        say(f"level 1: {what}", statistics.median(values))
+
+
+def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
+    """Other weights and the first ones by turns, a sleep before each; greedy answers as before."""
+    wanted: dict[int, list[list[int]]] = {0: first}
+    right = 0
+    for turn in range(1, cycles + 1):
+        side.sleep(2)
+        for name, each in side.tensors.items():
+            if "q_proj" in name:
+                each.neg_()  # exact, and undone by the next turn
+        side.wake("weights")
+        side.sync()
+        side.wake("kv_cache")
+        right += wanted.setdefault(turn % 2, answers := greedy(side)) == answers
+    assert cycles < 1 or wanted[1] != first
+    say(f"cycles of {cycles} whose 64 greedy answers are right", right, "")
+
+
+def main(kind: str, path: str, kv_tokens: int, cycles: int, quick: bool) -> None:
+    started = time.perf_counter()
+    options = {"compilation_config": QUICK} if quick else {}
+    side = {"ours": Ours, "rival": Rival}[kind](path, kv_tokens, options)
+    say("engine built", time.perf_counter() - started, "s")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    side.give(checkpoint(path))
+    weights(side)
+    first = greedy(side)
+    print(json.dumps({"answers": first}), flush=True)
+    for asleep in (0.0, 0.5):
+        level_2(side, asleep)
+    throughput(side, "before the cycles")
+    through_cycles(side, cycles, first)
+    throughput(side, "after")
+    level_1(side)
+    same = sum(map(list.__eq__, greedy(side), first))
+    say("greedy answers of 64 as at first, at the end", same, "")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    which, folder, kv, rounds, *flags = sys.argv[1:]
+    try:
+        main(which, folder, int(kv), int(rounds), "quick" in flags)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,96 @@
+"""The plugin that vLLM's processes load: on where VLLM_PLUGINS names it, and else nothing. The
+packages are small stand-ins with the files of 0.24.0 and 0.33.0 that it touches.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ALLOCATOR = "class CuMemAllocator: own = True\n"
+PLACES = """
+def get_mem_allocator_instance():
+    from vllm.device_allocator.cumem import CuMemAllocator
+    return CuMemAllocator
+"""
+# as in 0.33.0, without its log
+BACKENDS = """
+class CuMemBackend: pass
+class SleepModeBackendFactory:
+    _registry = {}
+    @classmethod
+    def register_backend(cls, name, module_path, class_name):
+        if name in cls._registry:
+            raise ValueError(f"Sleep-mode backend '{name}' is already registered.")
+        cls._registry[name] = (module_path, class_name)
+    @classmethod
+    def get_backend_class(cls, name):
+        if name not in cls._registry:
+            raise ValueError(f"Unsupported sleep-mode backend '{name}'.")
+        return cls._registry[name]
+"""
+LOAD = """
+import importlib, importlib.metadata, importlib.util
+from memsaver.compat.vllm_plugin import register
+for _ in range(2):
+    register()
+from vllm.device_allocator import get_mem_allocator_instance
+print("theirs" if hasattr(get_mem_allocator_instance(), "own") else "ours")
+if importlib.util.find_spec("vllm.device_allocator.sleep_mode_backend"):
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as factory
+    print(factory._registry)
+"""
+
+
+@pytest.fixture(params=["0.24.0", "0.33.0"])
+def version(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    folder = tmp_path / "vllm" / "device_allocator"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").write_text(PLACES)
+    (folder / "cumem.py").write_text(ALLOCATOR)
+    if request.param == "0.33.0":
+        (folder / "sleep_mode_backend.py").write_text(BACKENDS)
+    return request.param
+
+
+def said(code: str, path: Path, plugins: str | None) -> list[str]:
+    root = Path(__file__).parents[3]
+    env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}"}
+    env.pop("VLLM_PLUGINS", None)
+    if plugins is not None:
+        env["VLLM_PLUGINS"] = plugins
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    return done.stdout.splitlines() or done.stderr.strip().splitlines()[-1:]
+
+
+@pytest.mark.parametrize("plugins", [None, "", "lora_filesystem_resolver"])
+def test_installed_alone_it_changes_nothing(
+    version: str, tmp_path: Path, plugins: str | None
+) -> None:
+    lines = said(LOAD, tmp_path, plugins)
+    assert lines[0] == "theirs" and lines[1:] in ([], ["{}"])
+
+
+@pytest.mark.parametrize("plugins", ["memsaver", "other,memsaver"])
+def test_named_it_puts_our_allocator_in_place(version: str, tmp_path: Path, plugins: str) -> None:
+    lines = said(LOAD, tmp_path, plugins)
+    assert lines[0] == "ours"
+    if version == "0.33.0":
+        place = "('vllm.device_allocator.sleep_mode_backend', 'CuMemBackend')"
+        assert lines[1] == f"{{'memsaver': {place}}}"
+
+
+def test_too_late_is_an_error(version: str, tmp_path: Path) -> None:
+    (line,) = said("import vllm.device_allocator.cumem\n" + LOAD, tmp_path, "memsaver")
+    assert "StateError" in line and "imported already" in line
+
+
+def test_the_entry_point_is_declared() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]' in text
+    assert 'memsaver = "memsaver.compat.vllm_plugin:register"' in text

@@ -1,0 +1,349 @@
+"""What vLLM's loaders do to parameters, recorded and written again by a trainer; sleeps, updates
+and refusals, over an engine that lies as vLLM's does. With vLLM itself: test_vllm_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, Qwen3MoeConfig
+
+from memsaver import StateError
+from rollout import SamplingParams, WeightUpdateError
+from rollout.engines import build_engine
+from rollout.tags import KV_CACHE, WEIGHTS
+from rollout.types import VerifyReceipt, WriteReceipt
+from rollout.vllm import VllmRollout
+from rollout.vllm.layout import boxes
+from rollout.vllm.recording import Landed, record
+from rollout.vllm.requests import vllm_params
+from tests.helpers.models import SIZES, save_tiny
+from tests.helpers.rollout.fused import FusedEngine
+from trainer_bridge import LoraConfig, Trainer, TrainerConfig
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"normed": False},
+    "qwen2": {"normed": False, "biased": True},
+    "qwen3": {},
+}
+
+
+def random_directory(path: Path, kind: str, **overrides: Any) -> str:
+    if kind != "qwen3_moe":
+        save_tiny(path, kind, **overrides)
+        return str(path)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = Qwen3MoeConfig(**SIZES, **sizes, head_dim=16, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make(tmp_path: Path, device: str) -> Iterator[Callable[..., tuple[VllmRollout, str]]]:
+    made: list[FusedEngine] = []
+
+    def one(kind: str = "qwen3", **overrides: Any) -> tuple[VllmRollout, str]:
+        path = random_directory(tmp_path / f"{kind}{len(made)}", kind, **overrides)
+        shape = KINDS.get(kind, {})
+        made.append(FusedEngine(AutoConfig.from_pretrained(path), device, **shape))
+        return VllmRollout(made[-1], path), path  # type: ignore[arg-type]
+
+    yield one
+    for engine in made:
+        engine.close()
+
+
+def reference(rollout: VllmRollout, trainer: Trainer) -> dict[str, Tensor]:
+    """What the model's own loader makes of the trainer's weights, spelled as on the Hub."""
+    spelled: list[tuple[str, Tensor]] = []
+    for name, tensor in trainer.shards().items():
+        if name.endswith("experts.gate_up_proj"):
+            for number, rows in enumerate(tensor):
+                gate, up = rows.chunk(2)
+                at = name.removesuffix("gate_up_proj") + str(number)
+                spelled += [(f"{at}.gate_proj.weight", gate), (f"{at}.up_proj.weight", up)]
+        elif name.endswith("experts.down_proj"):
+            at = name.removesuffix("down_proj")
+            spelled += [(f"{at}{i}.down_proj.weight", each) for i, each in enumerate(tensor)]
+        else:
+            spelled.append((name, tensor))
+    model = rollout.engine.model
+    before = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    rollout.engine.load_weights(spelled)
+    loaded = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    for name, each in model.state_dict().items():
+        each.copy_(before[name])
+    return loaded
+
+
+def same(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, each in model.state_dict().items():
+        assert torch.equal(each, tensors[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
+def test_a_trainer_writes_what_the_loader_would(
+    make: Callable[..., tuple[VllmRollout, str]], device: str, kind: str, tied: bool
+) -> None:
+    if kind == "qwen3_moe" and tied:
+        pytest.skip("one of both is enough with experts")
+    overrides = {} if kind == "qwen3_moe" else {"tie_word_embeddings": tied}
+    rollout, path = make(kind, **overrides)
+    config = TrainerConfig(model_path=path, device=device, random_init=True, threads=1)
+    trainer = Trainer(config)
+    expected = reference(rollout, trainer)
+    with pytest.raises(AssertionError):
+        same(rollout.engine.model, expected)
+    if kind == "qwen3_moe":
+        assert all(".experts" not in p.name or p.shape[0] == 4 for p in rollout.manifest.slices)
+    trainer.connect([rollout])
+    receipt = trainer.sync_weights(3)
+    same(rollout.engine.model, expected)
+    assert receipt.digests == (rollout.digest(),)
+    assert rollout.served_version() == rollout.weights_version == 3
+    trainer.close()
+
+
+def synced(rollout: VllmRollout, path: str, device: str, version: int = 1) -> Trainer:
+    trainer = Trainer(TrainerConfig(model_path=path, device=device, random_init=True, threads=1))
+    trainer.connect([rollout])
+    trainer.sync_weights(version)
+    return trainer
+
+
+def test_sleeps_and_updates(make: Callable[..., tuple[VllmRollout, str]], device: str) -> None:
+    """Level 1 keeps all, level 2 the buffers; the KV cache is forgotten; nothing undefined is
+    served.
+    """
+    rollout, path = make()
+    assert "never loaded" in str(rollout.unavailable_reason())
+    trainer = synced(rollout, path, device)
+    model = rollout.engine.model
+    written = {name: each.clone() for name, each in model.state_dict().items()}
+    assert rollout.unavailable_reason() is None
+    rollout.sleep(1)
+    assert rollout.report().committed_bytes == 0 and rollout.served_version() == 1
+    assert "paused: weights, kv_cache" in str(rollout.unavailable_reason())
+    with pytest.raises(StateError, match="paused: weights, kv_cache"):
+        rollout.generate([[1]], SamplingParams(max_tokens=1))
+    with pytest.raises(StateError, match="tag weights is paused"):
+        trainer.sync_weights(2)
+    rollout.wake_up([WEIGHTS])
+    assert rollout.saver.is_paused(KV_CACHE)
+    same(model, written)
+    rollout.wake_up()
+    resets = rollout.engine.resets  # type: ignore[attr-defined]
+    rollout.sleep(2, tags=[KV_CACHE])
+    assert rollout.served_version() == 1 and not rollout.saver.is_paused(WEIGHTS)
+    assert rollout.engine.resets > resets  # type: ignore[attr-defined]
+    rollout.sleep(2)
+    rollout.wake_up()
+    assert "sleep(level=2)" in str(rollout.unavailable_reason())
+    trainer.sync_weights(2)
+    same(model, written)
+    trainer.close()
+
+
+def test_a_write_that_is_not_what_the_writer_says(
+    make: Callable[..., tuple[VllmRollout, str]], device: str
+) -> None:
+    rollout, path = make()
+    trainer = synced(rollout, path, device)
+
+    verify = rollout.verify_update
+
+    def after_a_flip(receipt: WriteReceipt) -> VerifyReceipt:
+        next(rollout.engine.model.parameters()).view(-1)[3] += 1
+        return verify(receipt)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rollout, "verify_update", after_a_flip)
+        with pytest.raises(WeightUpdateError, match="failed verification"):
+            trainer.sync_weights(2)
+    assert rollout.served_version() is None
+    with pytest.raises(StateError, match="failed verification"):
+        rollout.generate([[1]], SamplingParams(max_tokens=1))
+    trainer.sync_weights(2)
+    assert rollout.served_version() == 2
+    trainer.close()
+
+
+def test_refusals(make: Callable[..., tuple[VllmRollout, str]]) -> None:
+    rollout, _ = make()
+    with pytest.raises(ValueError, match="no second pages"):
+        rollout.begin_update(1, shadow=True)
+    with pytest.raises(StateError, match=r"alias=False"):
+        rollout.adopt_update(1, None, "")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown tags"):
+        rollout.sleep(tags=["weight"])
+    with pytest.raises(ValueError, match="sleep level=3"):
+        rollout.sleep(3)
+    for wrong, words in {
+        SamplingParams(top_k=3): "top_k=0 and top_p=1",
+        SamplingParams(top_p=0.9): "top_k=0 and top_p=1",
+        SamplingParams(temperature=0.005): "0.01 and more",
+        SamplingParams(beam_width=2): "no beam search",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            vllm_params(wrong, [])
+
+
+def test_stop_tokens_are_all_named() -> None:
+    own = vllm_params(SamplingParams(stop_token_ids=(7,)), [2, 3])
+    assert own["stop_token_ids"] == [2, 3, 7] and own["ignore_eos"] is True
+    assert vllm_params(SamplingParams(ignore_eos=True), [2])["stop_token_ids"] == []
+
+
+# ---------------------------------------------------------------- the recorder
+
+
+class Loads(nn.Module):
+    """One parameter [8, 4], and how it is loaded."""
+
+    def __init__(self, loader: Callable[[nn.Parameter, Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+        self.loader = loader
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in tensors:
+            self.loader(self.weight, tensor)
+
+
+def halves(weight: Tensor, tensor: Tensor) -> None:
+    """As a checkpoint that interleaves gate and up, per row."""
+    pairs = tensor.view(4, 2, 4)
+    weight[:4].data.copy_(pairs[:, 0])
+    weight[4:].data.copy_(pairs[:, 1].to(torch.float32))
+
+
+def one_by_one(weight: Tensor, tensor: Tensor) -> None:
+    torch._foreach_copy_(list(weight.data), list(tensor.contiguous().unbind()))
+
+
+def reordered(weight: Tensor, tensor: Tensor) -> None:
+    weight.data.copy_(tensor.view(2, 4, 4).transpose(0, 1).reshape(4, 2, 4).view(8, 4))
+
+
+PLAIN: dict[str, Callable[[Any, Any], object]] = {
+    "whole": lambda weight, tensor: weight.data.copy_(tensor),
+    "flat": lambda weight, tensor: weight.data.view(-1).copy_(tensor.reshape(-1)),
+    "halves": halves,
+    "rows": one_by_one,
+    "columns": lambda weight, tensor: weight.data.view(8, 2, 2).copy_(tensor.view(8, 2, 2)),
+    "swapped": lambda weight, tensor: (
+        weight.data.copy_(tensor.view(2, 4, 4)[[1, 0]].view(8, 4))
+        if not tensor.is_meta
+        else [
+            weight[4:].data.copy_(tensor[:4]),
+            weight[:4].data.copy_(tensor[4:]),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_boxes_of_a_copy_are_what_the_loader_writes(kind: str) -> None:
+    model = Loads(PLAIN[kind])
+    recording = record(model.load_weights, model, {"w": (8, 4)})
+    assert torch.equal(model.weight, torch.ones(8, 4)), "the recording wrote"
+    source = torch.arange(32.0).view(8, 4)
+    model.load_weights([("w", source)])
+    written = torch.full((32,), -1.0)
+    for landed in recording.landed:
+        for box in boxes(landed, (8, 4)):
+            at = (landed.address - model.weight.data_ptr()) // 4 + box.offset
+            ranges = (slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+            written.as_strided(box.shape, box.steps, at).copy_(source[tuple(ranges)])
+    assert torch.equal(written.view(8, 4), model.weight)
+
+
+def put_another(weight: Any, tensor: Any) -> None:
+    weight.data = torch.zeros(8, 4)
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "scaled": (lambda weight, tensor: weight.data.copy_(tensor * 2), "what it has computed"),
+    "added": (lambda weight, tensor: weight.data.add_(1), "aten.add_"),
+    "filled": (lambda weight, tensor: weight.data.fill_(1), "fills a part"),
+    "read": (lambda weight, tensor: weight.data.fill_(tensor.sum().item()), "does more than copy"),
+    "replaced": (put_another, "another tensor in its place"),
+    "as integers": (lambda weight, tensor: weight.data.copy_(tensor.to(torch.int8)), "computed"),
+    "reordered": (reordered, "does more than copy"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_plain_copy_is_refused_by_name(kind: str) -> None:
+    loader, words = WRONG[kind]
+    model = Loads(loader)
+    with pytest.raises(ValueError, match=words) as error:
+        for landed in record(model.load_weights, model, {"w": (8, 4)}).landed:
+            boxes(landed, (8, 4))
+    assert "w" in str(error.value) and "engine.kind=native" in str(error.value)
+
+
+def test_a_transposed_copy_is_refused() -> None:
+    landed = Landed(
+        name="w", first=0, shape=(4, 8), strides=(1, 4), address=0, steps=(8, 1), dtype=torch.float
+    )
+    with pytest.raises(ValueError, match="w: its loader transposes"):
+        boxes(landed, (8, 4))
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda weight, tensor: weight[:4].data.copy_(tensor[:4]), "takes 4 of the 48 elements"),
+        (lambda weight, tensor: None, "takes 0 of the 48 elements"),
+    ],
+)
+def test_a_parameter_of_which_a_part_is_taken(
+    make: Callable[..., tuple[VllmRollout, str]], loader: Callable[..., object], words: str
+) -> None:
+    rollout, path = make()
+    model: Any = rollout.engine.model
+    model.loaders["model.norm.weight"] = loader
+    with pytest.raises(ValueError, match=f"{words} of model.norm.weight"):
+        VllmRollout(rollout.engine, path)
+
+
+def test_engines_by_name() -> None:
+    with pytest.raises(ValueError, match="kind='sglang' must be one of native, vllm"):
+        build_engine("sglang", {})
+    with pytest.raises(ValueError, match="without limit_bytes"):
+        build_engine("vllm", {}, limit_bytes=1)
+    with pytest.raises(ValueError, match="takes its first GPU"):
+        build_engine("vllm", {"path": ".", "device": "cuda:1"})
+
+
+def test_adapters_are_written_alone_the_second_time(
+    make: Callable[..., tuple[VllmRollout, str]], device: str
+) -> None:
+    rollout, path = make()
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "up_proj"))
+    trainer = Trainer(
+        TrainerConfig(model_path=path, device=device, random_init=True, lora=lora, threads=1)
+    )
+    trainer.connect([rollout])
+    whole = trainer.sync_weights(1)
+    before = {name: each.clone() for name, each in rollout.engine.model.state_dict().items()}
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            if param.requires_grad:
+                param.add_(0.5)
+    part = trainer.sync_weights(2)
+    assert part.nbytes < whole.nbytes and rollout.served_version() == 2
+    changed = {
+        name
+        for name, each in rollout.engine.model.state_dict().items()
+        if not torch.equal(each, before[name])
+    }
+    assert {name.split("/")[-2] for name in changed} == {"qkv_proj", "gate_up_proj"}
+    trainer.close()
