@@ -104,6 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
         share = 100 * case.floor_us / us["memsaver"]
         found[str(tokens)] = {"floor us": case.floor_us, "us": us, "apart": apart}
         rows.append([tokens, case.floor_us, *us.values(), share])
+        print(f"{tokens} tokens: {us}", flush=True)  # a run that is cut off has said something
     head = ["tokens", "floor, us", *(f"{name}, us" for name in makers), "% of the floor's rate"]
     report("bench_moe", head, rows, {"tokens": found}, args.out)
 
