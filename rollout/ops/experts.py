@@ -1,4 +1,6 @@
-"""Which experts a token goes to, and what they make of it: dispatch, and the torch references."""
+"""Chooses the experts of a token, and computes what they make of it: dispatch, and the torch
+references.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,26 +10,13 @@ from memsaver.common.dispatch import Impl, use_triton
 from rollout.ops.activation import silu_mul
 
 
-def top_experts(
-    logits: Tensor,
-    top_k: int,
-    *,
-    normalise: bool,
-    groups: int = 1,
-    top_groups: int = 1,
-) -> tuple[Tensor, Tensor]:
+def top_experts(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
     """Experts int64 [T, top_k], likeliest first, and their probabilities, fp32 [T, top_k], from a
-    router's logits [T, E].
+    router's logits [T, E]. normalise: these add up to 1.
 
-    normalise: they add up to 1. groups: experts are in so many equal groups, and only those of the
-    `top_groups` with the likeliest experts may be chosen. Launches work only, never waits.
+    It launches work only, and never waits.
     """
     scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    if groups > 1:
-        by_group = scores.unflatten(1, (groups, -1))
-        chosen = by_group.amax(-1).topk(top_groups, dim=-1).indices
-        outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, chosen, False)
-        scores = by_group.masked_fill(outside.unsqueeze(-1), 0.0).flatten(1)
     weights, ids = scores.topk(top_k, dim=-1)
     return ids, weights / weights.sum(-1, keepdim=True) if normalise else weights
 

@@ -42,8 +42,8 @@ def mix_experts_triton(
 
 
 class Blocks(NamedTuple):
-    """How the products are cut. rows: of a block of pairs. gate_up, down: the other compile-time
-    arguments of `_product`.
+    """Says how the products are cut. rows: of a block of pairs. gate_up, down: the other
+    compile-time arguments of `_product`.
     """
 
     rows: int

@@ -5,6 +5,7 @@ defined.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -18,6 +19,7 @@ from memsaver.common.rounding import round_up
 from memsaver.common.segments import Segment
 from memsaver.common.strided import grids, row_major
 from rollout.model.params import Group, Param, Piece
+from rollout.model.spellings import Stored, spellings
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 
@@ -172,33 +174,48 @@ class WeightStore:
         undefined then.
         """
         self.undefine(f"loading from {source} did not finish")
-        loaded: set[str] = set()
+        known = dict(self._in_files())
+        loaded: Counter[str] = Counter()
         unexpected: list[str] = []
         for name, tensor in tensors:
-            target = self.manifest.aliases.get(name, name)
-            if target not in self._shapes:
+            found = known.get(self.manifest.aliases.get(name, name))
+            if found is None:
                 if not name.endswith(_DERIVED_SUFFIXES):
                     unexpected.append(name)
                 continue
-            shape = self._shapes[target]
-            if tuple(tensor.shape) != shape:
-                text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
-                raise ValueError(f"{source}: {text}")
-            if target == name:  # a tied name's own copy is ignored, as transformers does
-                for piece in self._slices[name]:
-                    box = (
-                        slice(first, first + n)
-                        for first, n in zip(piece.start, piece.shape, strict=True)
-                    )
-                    self.box(piece).copy_(tensor[tuple(box)])
-                loaded.add(name)
-        missing = [name for name in self._shapes if name not in loaded]
+            target, stored = found
+            if tuple(tensor.shape) != stored.shape:
+                text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for"
+                raise ValueError(f"{source}: {text} {stored.shape}")
+            if stored.name == name:  # a tied name's own copy is ignored, as transformers does
+                for piece in self._slices[target]:
+                    self._copy(piece, stored, tensor)
+                loaded[target] += stored.volume
+        missing = [name for name, shape in self._shapes.items() if loaded[name] != math.prod(shape)]
         if missing or unexpected:
             raise ValueError(
                 f"{source} does not fit config.json: missing {_shorten(missing)}, "
                 f"unexpected {_shorten(unexpected)}"
             )
         self.define(0)
+
+    def _in_files(self) -> Iterator[tuple[str, tuple[str, Stored]]]:
+        """Every name that a file may have: the parameter, and which part of it that is."""
+        for name, shape in self._shapes.items():
+            for stored in chain.from_iterable(spellings(name, shape)):
+                yield stored.name, (name, stored)
+
+    def _copy(self, piece: ParamSlice, stored: Stored, tensor: Tensor) -> None:
+        """Copies what a tensor of a file has of a slice."""
+        source, target = [], []
+        bounds = zip(piece.start, piece.shape, stored.start, stored.box, strict=True)
+        for first, size, begin, length in bounds:
+            low, high = max(first, begin), min(first + size, begin + length)
+            if low >= high:
+                return
+            source.append(slice(low - begin, high - begin))
+            target.append(slice(low - first, high - first))
+        self.box(piece)[tuple(target)].copy_(tensor.view(stored.box)[tuple(source)])
 
     def define(self, version: int) -> None:
         for offset, nbytes in self.manifest.zeros:
