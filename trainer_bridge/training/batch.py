@@ -21,14 +21,16 @@ class MicroBatch:
     """Some sequences of a batch, padded on the right to one length L. B sequences, N response
     tokens in all.
 
-    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. first,
-    last: the positions whose logits are needed. row, column, target: int64 [N], the token
-    targets[n] is predicted by the logits at (row[n], first + column[n]), sequence by sequence.
+    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. real:
+    bool [B, L], False for padding and fillers. first, last: the positions whose logits are needed.
+    row, column, target: int64 [N], the token targets[n] is predicted by the logits at (row[n],
+    first + column[n]), sequence by sequence.
     """
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
     input_ids: Tensor
+    real: Tensor
     first: int
     last: int
     row: Tensor
@@ -181,8 +183,10 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    real = torch.zeros(ids.shape, dtype=torch.bool)
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[i, : lengths[i]] = torch.tensor(prompt + response)
+        real[i, : lengths[i]] = rows[i] >= 0
     scored = [i for i, response in enumerate(responses) if response]
     first = min((len(prompts[i]) - 1 for i in scored), default=0)
     last = max((lengths[i] - 2 for i in scored), default=0)
@@ -196,6 +200,7 @@ def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> Micr
         rows=tuple(rows),
         counts=tuple(map(len, responses)),
         input_ids=ids.to(device),
+        real=real.to(device),
         first=first,
         last=last,
         row=torch.tensor(row, dtype=torch.int64, device=device),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import memsaver
 from rollout import Engine
+from tests.helpers.trainer_bridge.models import make_batch
 from trainer_bridge import Trainer
 from trainer_bridge.training.shards import local_shard
 
@@ -62,3 +63,19 @@ def weights(engine: Engine) -> dict[str, Tensor]:
             p.name: lease.tensor(p.shape, dtype[p.name], p.offset).clone()
             for p in engine.manifest.slices
         }
+
+
+def arrives(trainer: Trainer, path: str) -> bool:
+    """Whether an engine of rank 0's process has every bit that all ranks hold, after an update that
+    has a sequence for rank 0 alone, and a sync.
+    """
+    trainer.update_actor(make_batch(1))
+    engines = [Engine.from_pretrained(path, kv_tokens=64)] if trainer.rank == 0 else []
+    trainer.connect(engines)
+    receipt = trainer.sync_weights(1)
+    named: Any = dict(trainer.model.named_parameters())
+    whole = {name: param.detach().full_tensor() for name, param in named.items()}
+    assert receipt.nbytes == sum(value.numel() * 4 for value in whole.values())
+    found = [weights(engine) for engine in engines]
+    assert all(each.keys() >= whole.keys() for each in found)
+    return all(torch.equal(each[name], value) for each in found for name, value in whole.items())
