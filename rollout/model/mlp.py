@@ -33,6 +33,12 @@ class MLPConfig(ABC):
     def build(self, store: WeightStore, name: str) -> MLP:
         """Makes what computes it, over views of the weight store."""
 
+    @abstractmethod
+    def widths(self, hidden_size: int, ranks: int) -> list[int]:
+        """Returns how many elements a token has in each tensor that lies in memory between the
+        first product and the last, on one of so many tensor-parallel ranks.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(MLPConfig):
@@ -52,6 +58,10 @@ class GatedConfig(MLPConfig):
         gate_up = store.tensor(name + "gate_up_proj.weight")
         down = store.tensor(name + "down_proj.weight")
         return lambda x: F.linear(silu_mul(F.linear(x, gate_up)), down)
+
+    def widths(self, hidden_size: int, ranks: int) -> list[int]:
+        inner = self.inner // ranks
+        return [2 * inner, inner]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,9 @@ class ExpertsConfig(MLPConfig):
 
     def build(self, store: WeightStore, name: str) -> Experts:
         return Experts(self, store, name)
+
+    def widths(self, hidden_size: int, ranks: int) -> list[int]:
+        return [self.top_k * self.inner // ranks, self.top_k * hidden_size]
 
 
 class Experts:
