@@ -4,7 +4,7 @@ its uses.
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
-from trainer_bridge.training.balance import load_balance, router_logits, routers
+from trainer_bridge.training.balance import load_balance, routers
 from trainer_bridge.training.batch import (
     MicroBatch,
     SequenceBatch,
@@ -413,9 +413,16 @@ class Trainer:
         Returns its sums of loss, clipped tokens, kl and entropy.
         """
         coefficient = self.config.router_aux_loss_coef
-        with contextlib.ExitStack() as recording:
-            routed = recording.enter_context(router_logits(self.model)) if coefficient else []
-            logprobs, entropy = micro_logprobs(self.model, micro, batch.temperature)
+        if not coefficient:
+            return self._add_gradient(batch, micro)
+        with load_balance(self.model, micro.real) as balance:
+            return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
+
+    def _add_gradient(
+        self, batch: SequenceBatch, micro: MicroBatch, more: Callable[[], Tensor] | None = None
+    ) -> list[float]:
+        """more: of the loss, for each of its response tokens, once the model has scored them."""
+        logprobs, entropy = micro_logprobs(self.model, micro, batch.temperature)
         old = batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
         sums = ppo_clip(
@@ -426,11 +433,8 @@ class Trainer:
             loss = loss + self.config.kl_loss_coef * kl_k3(
                 logprobs, batch.of_tokens("ref_logprobs", micro)
             )
-        if coefficient and len(logprobs):
-            model: Any = self.model
-            top_k = model.config.num_experts_per_tok
-            balance = load_balance(routed, top_k, micro.real.flatten())
-            loss = loss + coefficient * len(logprobs) * balance
+        if more is not None and len(logprobs):
+            loss = loss + len(logprobs) * more()
         # FSDP divides the sum of the ranks' gradients by their number.
         (loss * (self._runtime.world / batch.num_tokens)).backward()
         return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]

@@ -15,7 +15,7 @@ from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
 from trainer_bridge import SequenceBatch
-from trainer_bridge.training.balance import load_balance
+from trainer_bridge.training.balance import LoadBalance
 
 COEFFICIENT = 0.5
 
@@ -61,7 +61,10 @@ def test_the_loss_of_padded_micro_batches_is_that_of_transformers() -> None:
     logits = tuple(torch.randn(12, 6, generator=generator) for _ in range(3))
     real = torch.rand(12, generator=generator) < 0.7
     expected = load_balancing_loss_func(logits, 6, 2, real.view(2, 6))
-    torch.testing.assert_close(load_balance(logits, 2, real), expected)
+    balance = LoadBalance(2, real)
+    for layer in logits:
+        balance.add(layer)
+    torch.testing.assert_close(balance.loss, expected)
 
 
 def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: Any) -> None:
