@@ -14,6 +14,7 @@ def top_experts(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor,
     """Experts int64 [T, top_k], likeliest first, and their probabilities, fp32 [T, top_k], from a
     router's logits [T, E]. normalise: these add up to 1.
 
+    The choice is torch's, as in transformers: experts that are equally likely are told apart alike.
     It launches work only, and never waits.
     """
     scores = torch.softmax(logits, dim=-1, dtype=torch.float32)

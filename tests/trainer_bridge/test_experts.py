@@ -72,7 +72,17 @@ def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: A
         make_trainer(model_path, router_aux_loss_coef=0.1)
 
 
-def test_every_expert_arrives(tmp_path: Path, make_trainer: Any) -> None:
-    """Most of them got no token; two ranks in test_two_ranks.py."""
-    path = write_model(tmp_path, "qwen3_moe", num_experts=9, num_experts_per_tok=1)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"num_experts": 9, "num_experts_per_tok": 1}),
+        ("mixtral", {"num_local_experts": 3}),
+        ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
+    ],
+)
+def test_every_expert_arrives(
+    family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Any
+) -> None:
+    """Also those that got no token; two ranks in test_two_ranks.py."""
+    path = write_model(tmp_path, family, **changes)
     assert arrives(make_trainer(path), path)
