@@ -3,12 +3,13 @@
 from rollout.model.config import ModelConfig
 from rollout.model.loading import checkpoint_files, load_model_config
 from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
-from rollout.model.spellings import Stored, spellings
+from rollout.model.spellings import Stored, is_unused, spellings
 
 __all__ = [
     "ModelConfig",
     "Stored",
     "checkpoint_files",
+    "is_unused",
     "load_model_config",
     "rank_groups",
     "rank_layout",

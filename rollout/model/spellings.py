@@ -3,6 +3,7 @@ each expert where the model stacks them, and Mixtral's own names.
 """
 
 import math
+import re
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
@@ -13,6 +14,8 @@ _PARTS = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 _MIXTRAL = ".block_sparse_moe."
+# buffers of old checkpoints, and layers that predict further tokens (Qwen3-Next)
+_UNUSED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$|^mtp\.")
 
 
 class Stored(NamedTuple):
@@ -32,6 +35,11 @@ class Stored(NamedTuple):
     @property
     def volume(self) -> int:
         return math.prod(self.shape)
+
+
+def is_unused(name: str) -> bool:
+    """Tells whether a tensor of a file is none that the model computes with."""
+    return _UNUSED.search(name) is not None
 
 
 def spellings(name: str, shape: Ints) -> list[list[Stored]]:

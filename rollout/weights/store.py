@@ -19,7 +19,7 @@ from memsaver.common.rounding import round_up
 from memsaver.common.segments import Segment
 from memsaver.common.strided import grids, row_major
 from rollout.model.params import Group, Param, Piece
-from rollout.model.spellings import Stored, spellings
+from rollout.model.spellings import Stored, is_unused, spellings
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 ALIGNMENT = 256  # bytes: whole cache lines and the vector loads of every kernel
-# buffers of old checkpoints
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 
 
 def _align(nbytes: int) -> int:
@@ -180,7 +178,7 @@ class WeightStore:
         for name, tensor in tensors:
             found = known.get(self.manifest.aliases.get(name, name))
             if found is None:
-                if not name.endswith(_DERIVED_SUFFIXES):
+                if not is_unused(name):
                     unexpected.append(name)
                 continue
             target, stored = found

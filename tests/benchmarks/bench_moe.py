@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     makers = {"memsaver": kernels} | (rivals() if scale.on_gpu else {})
     found: dict[str, Any] = {}
     rows = []
-    for tokens in args.tokens or (TOKENS if not scale.tiny else (3, 70)):
+    for tokens in args.tokens or (TOKENS if not scale.tiny else (3, 20)):
         case = draw(scale, tokens)
         runs = {name: make(case) for name, make in makers.items()}
         apart = {name: check(case, run) for name, run in runs.items()}

@@ -83,13 +83,13 @@ def test_a_token_gets_the_same_bits_in_every_batch(device: str) -> None:
     interpreter depends on where a row stands: there, all products are exact, and only the sum over
     a token's experts is rounded.
     """
-    x, ids, weights, gate_up, down = draw(50, 6, 4, 40, 24, device)
+    x, ids, weights, gate_up, down = draw(24, 5, 3, 40, 24, device)
     if device == "cpu":
         x, gate_up = (each.mul(2).round() for each in (x, gate_up))
         down = down.argmax(2, keepdim=True) == torch.arange(24)
         down = down.float()
     whole = mix_experts(x, ids, weights, gate_up, down, "triton")
-    for rows in ([7], list(range(20, 50)), list(reversed(range(50)))):
+    for rows in ([7], list(range(10, 24)), list(reversed(range(24)))):
         part = mix_experts(x[rows], ids[rows], weights[rows], gate_up, down, "triton")
         assert torch.equal(part, whole[rows])
 

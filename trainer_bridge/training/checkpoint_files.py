@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.model import Stored, checkpoint_files, spellings
+from rollout.model import Stored, checkpoint_files, is_unused, spellings
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.boxes import Box
 
 Shape = tuple[int, ...]
-_DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
 
 
 def check_directory(path: str) -> None:
@@ -47,7 +46,7 @@ class CheckpointFiles:
         self._ways: dict[str, list[Stored]] = {}
         for file_path in checkpoint_files(path):
             file: Any = safe_open(str(file_path), framework="pt", device="cpu")
-            self._files |= {key: file for key in file.keys() if not key.endswith(_DERIVED)}  # noqa: SIM118
+            self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
         """Finds these parameters. Raises a ValueError that lists every name that is missing,
