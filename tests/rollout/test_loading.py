@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Engine
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
+from rollout.model.mlp import ExpertsConfig, GatedConfig
 from rollout.model.rotary import inverse_frequencies, rotary_tables
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3
@@ -146,6 +148,33 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
         "llama3",
         4.0,
         128,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}, {"normalise": True}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, {"normalise": False}),
+        ("mixtral", {}, {"normalise": True, "wide_weights": True, "inner": 80}),
+        (
+            NEXT,
+            {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+            {"normalise": True, "shared": 512},
+        ),
+    ],
+)
+def test_layers_are_experts_where_transformers_has_them(
+    tmp_path: Path, kind: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    save_config(tmp_path, kind)
+    edit_config(tmp_path, **changes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    experts = ExpertsConfig(**{"experts": 8, "top_k": 2, "inner": 24} | expected)
+    sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    assert any(sparse)
+    assert load_model_config(tmp_path).mlps == tuple(
+        experts if each else GatedConfig(inner=80) for each in sparse
     )
 
 
