@@ -52,7 +52,7 @@ UNEVEN = {
 }
 CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2}
 STEPS = 2
-EXPERTS = (5, 1)  # 3 of a rank and 2 of the other; 1 and none
+EXPERTS = (5, 1)  # 3 of a rank and 2 of the other; 1 and none; in a layer by columns
 COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
 BLOCK = 5 * 33 + 7  # elements that are drawn at once, not a whole number of rows
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
@@ -226,7 +226,7 @@ def worker(rank: int, path: str, out: str) -> None:
     result["experts"] = []
     for count in EXPERTS:
         path = f"{out}/experts{count}"
-        other = Trainer(config(path))
+        other = Trainer(config(path), shard_dims={"model.layers.1.mlp.experts.down_proj": 2})
         result["experts"] += [arrives(other, path), arrives_in_parts(other, path)]
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
