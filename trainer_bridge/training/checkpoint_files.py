@@ -68,13 +68,13 @@ class CheckpointFiles:
         """
         asked = Box(tuple(start), tuple(shape))
         parts = [(Box(stored.start, stored.box), stored) for stored in self._ways[name]]
-        mine = [(box, stored, common) for box, stored in parts if (common := box.intersect(asked))]
-        read = [self._read(stored, box, common) for box, stored, common in mine]
-        if len(read) == 1:
-            return read[0]
-        whole = torch.empty(asked.shape, dtype=read[0].dtype)
-        for (_, _, common), part in zip(mine, read, strict=True):
-            whole[common.within(asked)] = part
+        mine = [(stored, box, common) for box, stored in parts if (common := box.intersect(asked))]
+        first = self._read(*mine[0])
+        if len(mine) == 1:
+            return first
+        whole = torch.empty(asked.shape, dtype=first.dtype)
+        for stored, box, common in mine:
+            whole[common.within(asked)] = self._read(stored, box, common)
         return whole
 
     def _way(self, name: str, shape: Shape) -> list[Stored]:
