@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -329,7 +330,9 @@ class MemorySaver:
         ``mark_clean``. Returns an event to wait for; None where it is done at once (CPU).
         """
         with self._operation():
-            return self._transactions.saving.start(self._active(tag, "save"), version)
+            arena = self._active(tag, "save")
+            done = partial(self._recorder.record, "save", arena)
+            return self._transactions.saving.start(arena, version, done)
 
     def saved(self, tensor: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
         """The saved content of a contiguous tensor on a paused tag, on the CPU.

@@ -79,6 +79,7 @@ class Loop(abc.ABC):
         started, monitor = time.time(), self.monitor
         row = {"kind": "train", "step": step, **self.train_step(step)}
         row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
+        row |= {"hidden_seconds": monitor.hidden_seconds}
         row |= {"sync": monitor.sync, "memory": dict(monitor.memory), "peaks": monitor.peaks.take()}
         monitor.row(row)
 
@@ -98,6 +99,8 @@ class Loop(abc.ABC):
     def sample(self, step: int) -> Samples:
         """Answers to this step's prompts, by a rollout that has the step's weights."""
         self.to_rollout(step)
+        with self.monitor.phase("begin_return"):
+            self.cycle.begin_return()
         with self.stage("generate_sequences"):
             return generate_sequences(self.rollout, self.setup, step)
 

@@ -170,7 +170,9 @@ class Engine:
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
             if param.beam_width > 1 and self.cache.withheld_pages:
-                raise ValueError(f"prompt {i}: no beam search while the pool grows; use wake_up()")
+                raise ValueError(
+                    f"prompt {i}: no beam search in a pool that woke partly; sleep, then wake_up()"
+                )
         with held():
             requests = [self._submit(*pair) for pair in zip(prompts, each, strict=True)]
             samples = list(chain.from_iterable(requests))
@@ -198,7 +200,7 @@ class Engine:
         """
         self._require_available()
         if self.cache.elastic is not None:
-            self.cache.elastic.grow()
+            self.cache.elastic.grow(self.scheduler.wanted_tokens)
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
@@ -314,7 +316,8 @@ class Engine:
         """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
 
         An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the
-        same. partly: an `elastic` pool may begin with little, and grow while the engine generates.
+        same. partly: an `elastic` pool may begin with little, and grow while the engine generates,
+        to what its requests can use at once.
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
         with contextlib.ExitStack() as undo:  # all of them or none

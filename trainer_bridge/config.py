@@ -69,7 +69,8 @@ class TrainerConfig:
     need no model of their own. max_grad_norm: None: no clipping. router_aux_loss_coef: of the
     load-balance loss of a mixture of experts (`load_balance`), in the policy's loss; 0: none.
     micro_batch_size: sequences a rank holds in one forward and backward, if they are as long as the
-    batch's longest; of shorter ones of nearly one length as many more as take no more tokens.
+    batch's longest; of shorter ones as many more as take no more tokens, end to end without padding
+    (of models in which they would see each other so: padded, and only those of nearly one length).
     threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
     once when the trainer is built, and of random weights. optimizer_offload: masters and moments,
     fp32, lie in host memory and pass through the device in every update (`StreamedAdamW`); the

@@ -132,6 +132,18 @@ class Cycle:
         self.state = after
         return committed
 
+    def begin_return(self) -> None:
+        """Begin to bring back what the policy scores with, if it leaves beside work: behind what
+        leaves, as soon as the device has room for it beside the answers, else in `to_score`.
+
+        For state "rollout", when the last answers before the scores are asked for.
+        """
+        if self.state != "rollout":
+            raise StateError(f'begin_return() in state {self.state!r}: it is for state "rollout"')
+        if PARAMS in self._behind and PARAMS not in self._held:
+            with self._stage("begin_restore"):
+                self._trainer.restore(PARAMS, wait=False)
+
     def to_score(self, model: str = PARAMS) -> None:
         """Take the memory back, as far as one model needs it to score: `params` (the policy),
         `reference`, `critic`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -32,9 +32,13 @@ class HostBackup:
         """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
         backend.copy(self._out(base))
 
-    def start_save(self, backend: Backend, base: int) -> Waitable | None:
-        """Saves after what is queued on the current stream, without waiting; None: it is done."""
-        return backend.copy_beside(self._out(base), keeper=self)
+    def start_save(
+        self, backend: Backend, base: int, done: Callable[[float], None]
+    ) -> Waitable | None:
+        """Saves after what is queued on the current stream, without waiting; None: it is done.
+        done: see `Backend.copy_beside`.
+        """
+        return backend.copy_beside(self._out(base), self, done)
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:
         """Start to bring back what lies in these bytes of the tag, which have just been mapped."""

@@ -26,7 +26,7 @@ _driver_log = logging.getLogger("memsaver.driver")
 
 
 class Recorder:
-    """Records for one saver, which holds its lock around every call."""
+    """Records for one saver, which holds its lock around every call but those of `record`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 
 import numpy
@@ -84,15 +84,19 @@ class Saving:
             arena.forget_clean_copy()
         return bool(found)
 
-    def start(self, arena: Arena, version: Hashable) -> Waitable | None:
-        """Copy an active tag's content to the host while work goes on that does not write it."""
+    def start(
+        self, arena: Arena, version: Hashable, done: Callable[[float], None]
+    ) -> Waitable | None:
+        """Copy an active tag's content to the host while work goes on that does not write it.
+        done: see `Backend.copy_beside`.
+        """
         ranges = _saved_ranges(arena)
         arena.forget_clean_copy()
         backup = self._new_backup(ranges, "host")
         assert isinstance(backup, HostBackup)
         copy = arena.keep_clean_copy(backup, version, ranges)
         try:
-            copy.copying = backup.start_save(self._backend, arena.address)
+            copy.copying = backup.start_save(self._backend, arena.address, done)
         except BaseException:
             arena.forget_clean_copy()
             raise

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from memsaver.common.rounding import round_up
@@ -166,10 +166,14 @@ class Backend(ABC):
     ) -> Waitable | None: ...
     @abstractmethod
     def copy_beside(
-        self, transfers: Sequence[tuple[int, int, int]], keeper: object
+        self,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
     ) -> Waitable | None:
         """Begins to copy (to, from, nbytes) each, after what is queued on the current stream, so
         that others' copies go between; `synchronize` waits for it, too. keeper: lives until then.
+        done: is told the seconds that the copy took, in whatever thread, unless it failed.
         """
 
     @abstractmethod

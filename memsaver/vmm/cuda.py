@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any
@@ -21,9 +23,9 @@ from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.workers import workers
 
-# Bytes that are copied at a time beside other work, 1.3 ms over the link: a copy engine goes on
-# with what one stream has queued, and few bytes of others, an engine's tokens, wait for it all.
-_PIECE = 64 << 20
+# Bytes that are copied at a time beside other work, 1.3 ms over the link, and how many are queued:
+# a copy engine goes on with what one stream has queued, and others' few bytes wait for it all.
+_PIECE, _QUEUED = 64 << 20, 2
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -56,6 +58,12 @@ def _access_desc(index: int) -> Any:
     access.location.id = index
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     return access
+
+
+def _pieces(transfers: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    for to, source, nbytes in transfers:
+        for at in range(0, nbytes, _PIECE):
+            yield to + at, source + at, min(_PIECE, nbytes - at)
 
 
 class CudaPinner:
@@ -200,21 +208,38 @@ class CudaBackend(Backend):
         self._check("copy", code)
         return stream.record_event()
 
-    def copy_beside(self, transfers: Sequence[tuple[int, int, int]], keeper: object) -> Waitable:
+    def copy_beside(
+        self,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
+    ) -> Waitable:
         queued = torch.cuda.current_stream(self.device).record_event()
         self._beside = [each for each in self._beside if not each.done()]
         self._beside.append(
-            workers("beside", 1).submit(self._one_by_one, queued, transfers, keeper)
+            workers("beside", 1).submit(self._piece_by_piece, queued, transfers, keeper, done)
         )
         return _Begun(self._beside[-1])
 
-    def _one_by_one(
-        self, queued: torch.cuda.Event, transfers: Sequence[tuple[int, int, int]], keeper: object
+    def _piece_by_piece(
+        self,
+        queued: torch.cuda.Event,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
     ) -> None:
         queued.synchronize()
-        for to, source, nbytes in transfers:
-            for at in range(0, nbytes, _PIECE):
-                self.copy([(to + at, source + at, min(_PIECE, nbytes - at))])
+        started = time.perf_counter()
+        stream, running = self._copies[0], deque[torch.cuda.Event]()
+        try:
+            for piece in _pieces(transfers):
+                self._check("copy", self._queue_copy([piece], stream))
+                running.append(stream.record_event())
+                if len(running) == _QUEUED:
+                    running.popleft().synchronize()
+        finally:
+            stream.synchronize()
+        done(time.perf_counter() - started)
 
     def _queue_copy(
         self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream

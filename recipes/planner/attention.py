@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainer_bridge.training import Packing, attend
+
 NAME = "planned"
+PACKED_NAME = "planned_packed"
 
 
 def attention(
@@ -49,10 +52,29 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Does what the trainer's `packed_attention` does on a GPU."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return attend(query, key, value, packing, scaling, flash=True), None
+
+
 def register_attention() -> None:
-    """Make `attention` known to transformers as `NAME`. Models that ask for it make no masks."""
+    """Make `attention` known to transformers as `NAME`, `packed_attention` as `PACKED_NAME`. Models
+    that ask for one make no masks.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_NAME, packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)

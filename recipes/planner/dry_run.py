@@ -26,6 +26,7 @@ from memsaver.common.rounding import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.planner.allocator import CachingAllocator
 from recipes.planner.attention import NAME as ATTENTION
+from recipes.planner.attention import PACKED_NAME as PACKED_ATTENTION
 from recipes.planner.attention import register_attention
 from recipes.planner.engine import EngineSizes, PlannedRollout, planned_usage
 from recipes.planner.log import repeated_layers, replay, with_layers
@@ -68,6 +69,7 @@ class PlannedRuntime(Runtime):
     rank: int = 0
     world: int = 1
     attention: str | None = ATTENTION
+    packed_attention: str | None = PACKED_ATTENTION
 
     def make_buffers(self, model: nn.Module) -> None:
         """Makes buffers of any content, even where the trainer cannot (routers of DeepSeek-V3)."""
@@ -94,7 +96,8 @@ class PlannedRuntime(Runtime):
 
 class PlannedTrainer(Trainer):
     """A sync reads shards and writes elsewhere: nothing to reckon. What leaves beside the answers
-    has left when they are there, and what comes beside scores is there at once.
+    has left when they are there, and what comes beside scores is there at once. What comes back
+    before the answers are there only takes what is free.
     """
 
     leaving: tuple[str, ...] = ()
@@ -111,7 +114,8 @@ class PlannedTrainer(Trainer):
         self.leaving = ()
 
     def restore(self, *tags: str, wait: bool = True) -> None:
-        super().restore(*tags)
+        if wait or not self.leaving:
+            super().restore(*tags)
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")

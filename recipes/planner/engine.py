@@ -18,12 +18,13 @@ LEAST = 1 << 30  # bytes: of a pool that wakes partly; a tag takes and gives pie
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-    """One rank's. idle: what torch holds while nothing is computed; generating: the most of it in a
-    step.
+    """One rank's. wanted: of a pool that grows, what requests use at once. idle: what torch holds
+    while nothing is computed; generating: the most of it in a step.
     """
 
     weights: int
     kv_cache: int
+    wanted: int
     cuda_graph: int
     idle: int
     generating: int
@@ -45,7 +46,7 @@ class PlannedRollout(Unreported):
         """staged: False wakes all tags up with the first."""
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
-        self._least = sizes.kv_cache  # bytes that the pool has while it is awake
+        self._pool = self._grown = sizes.kv_cache  # bytes while it is awake, and with answers
         self._kept = 0
         self.answered: Callable[[], None] = lambda: None  # what is over then
         self._torch = self._peak = sizes.idle
@@ -53,7 +54,7 @@ class PlannedRollout(Unreported):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
-        self._least = self._sizes.kv_cache
+        self._pool = self._grown
         self.answered()
         # Which torch keeps, until the KV cache sleeps.
         self._torch = self._peak = self._sizes.generating
@@ -71,12 +72,13 @@ class PlannedRollout(Unreported):
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
         self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
-        self._least = LEAST if partly else self._sizes.kv_cache
+        whole = self._sizes.kv_cache
+        self._pool = min(whole, LEAST) if partly else whole
+        self._grown = min(whole, self._sizes.wanted) if partly else whole
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch
-        tags = self._sizes.tags
-        tags[KV_CACHE] = min(tags[KV_CACHE], self._least)
+        tags = self._sizes.tags | {KV_CACHE: self._pool}
         return planned_usage(tags, self._asleep, self._torch, peak, self._kept)
 
     def abort_update(self, reason: str) -> None:

@@ -9,12 +9,18 @@ import torch
 
 from memsaver.common.rounding import round_up
 from recipes.planner.allocator import MIB, CachingAllocator
-from recipes.planner.engine import EngineSizes
+from recipes.planner.engine import LEAST, EngineSizes
 from recipes.planner.gpus import Gpu
 from recipes.planner.tracing import PAGE
 from recipes.recipe import Recipe
 from recipes.setup.models import meta_model
-from recipes.setup.pool import rank_kept, rank_weights, state_bytes, tokens_in_share
+from recipes.setup.pool import (
+    demanded_tokens,
+    rank_kept,
+    rank_weights,
+    state_bytes,
+    tokens_in_share,
+)
 from rollout.model import ModelConfig, load_model_config
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
@@ -50,11 +56,19 @@ def engine_sizes(
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
         kv_cache=kv_cache,
+        wanted=_wanted(recipe, kept.bytes_per_token, prompt_tokens),
         cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if recipe.engine.cuda_graphs else 0,
         idle=IDLE,
         generating=IDLE + gpu.workspace + round_up(step, PAGE),
     )
     return sizes, tokens, kept.bytes_per_token
+
+
+def _wanted(recipe: Recipe, token_bytes: int, prompt_tokens: int) -> int:
+    """Bytes that a pool grows to: a page more for each request, in whole pieces."""
+    spare = recipe.engine.max_running * recipe.engine.page_size
+    tokens = demanded_tokens(recipe, prompt_tokens) + spare
+    return round_up(tokens * token_bytes, LEAST)
 
 
 def _known(model: Any) -> ModelConfig | None:

@@ -120,7 +120,12 @@ class PlannedDevice(TorchDispatchMode):
             self._take_workspace()
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
-            self._pass_by(_flash_scratch(args[1], args[2]))
+            batch, heads, length, _ = args[1].shape
+            self._pass_by(_flash_scratch(args[1], args[2], heads, batch * round_up(length, 128)))
+        if func is torch.ops.aten._flash_attention_backward.default:
+            sequences = len(args[6]) - 1
+            total, heads, _ = args[1].shape
+            self._pass_by(_flash_scratch(args[1], args[2], heads, total + 128 * sequences))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 if func.is_view:
@@ -199,15 +204,13 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _flash_scratch(query: Tensor, key: Tensor) -> list[int]:
+def _flash_scratch(query: Tensor, key: Tensor, heads: int, rows: int) -> list[int]:
     """Returns the bytes that FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK
     and dV of every query head.
     """
-    batch, heads, length, width = query.shape
-    rows = round_up(length, 128)
-    sizes = [4 * batch * rows * heads * round_up(width, 32), 4 * batch * heads * rows]
-    if key.shape[1] != heads:
-        sizes += 2 * [batch * length * heads * width * query.element_size()]
+    sizes = [4 * rows * heads * round_up(query.shape[-1], 32), 4 * heads * rows]
+    if key.numel() != query.numel():
+        sizes += 2 * [query.numel() * query.element_size()]
     return sizes
 
 

@@ -27,7 +27,10 @@ TAG_COLOURS = {  # tags are shown in this order; others follow by name
     "reference": "#6b6f76",
 }
 STAGES = "stages"  # the process of a trace that holds them
+MOVES = "memory moves"  # as a lane beside the stages
+_MOVING = ("pause", "resume", "save")  # operations of a saver
 OTHER_KINDS = "exact_match_"  # and the kind's name: keys of an evaluation's row
+NOTABLE = 1e-3  # seconds of moves beside work that are worth a word
 SLACK = 1e-6  # seconds by which the ends of stages and steps may differ
 
 Row = dict[str, Any]
@@ -158,6 +161,11 @@ class Run:
         ]
         return [span for span in inside if not _is_step(span)]
 
+    def moves(self, first: float = float("-inf"), last: float = float("inf")) -> list[Span]:
+        """Returns when memory moved between these times, whoever's it was, by the name MOVES."""
+        spans = joined(spans_of_moves(self._all_events()))
+        return [(MOVES, begin, end) for begin, end in spans if first <= begin and end <= last]
+
     def one_step(self) -> Span:
         """The last step that neither evaluated nor saved, or else the last one; without any, the
         whole time.
@@ -224,6 +232,39 @@ def switch_seconds(row: Mapping[str, Any]) -> float:
     return sum(seconds for name, seconds in stages if kind_of(name) == "switch")
 
 
+def spans_of_moves(events: Iterable[Event]) -> Iterator[tuple[float, float]]:
+    """Yields when each pause, resume and save began and ended."""
+    for event in events:
+        if event.op in _MOVING:
+            yield event.time - event.seconds, event.time
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Makes spans that touch one, in order."""
+    out: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((begin, end))
+    return out
+
+
+def seconds_beside(
+    moves: Iterable[tuple[float, float]], switches: Iterable[tuple[float, float]]
+) -> float:
+    """Seconds of the moves that lie in no stage of the switch: they were hidden beside work.
+
+    >>> seconds_beside([(0, 4), (3, 6)], [(5, 9)])
+    5
+    """
+    switches = list(switches)
+    both = joined([*moves, *switches])
+    return sum(end - begin for begin, end in both) - sum(
+        end - begin for begin, end in joined(switches)
+    )
+
+
 def in_order(tags: set[str]) -> list[str]:
     known = [tag for tag in TAG_COLOURS if tag in tags]
     return known + sorted(tags - set(known))
@@ -235,6 +276,8 @@ def _is_step(span: Span) -> bool:
 
 def kind_of(stage: str) -> str:
     """Tells who works in a stage: rollout, train, or nobody while memory changes hands (switch)."""
+    if stage == MOVES:
+        return "moves"
     if stage in ("generate_sequences", "evaluate"):
         return "rollout"
     return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"

@@ -18,7 +18,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from memsaver.errors import format_bytes
-from recipes.watch.history import Run, beside_the_task, format_seconds, switch_seconds
+from recipes.watch.history import (
+    NOTABLE,
+    Run,
+    beside_the_task,
+    format_seconds,
+    switch_seconds,
+)
 
 BARS = "▁▂▃▄▅▆▇█"
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
@@ -72,6 +78,8 @@ def describe(row: Mapping[str, Any]) -> str:
         f"{row['step_seconds']:.1f} s",
         f"switch {format_seconds(switch_seconds(row))}",
     ]
+    if (hidden := row.get("hidden_seconds", 0.0)) >= NOTABLE:
+        parts[-1] += f" and {format_seconds(hidden)} beside work"
     return " | ".join(parts)
 
 

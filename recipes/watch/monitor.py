@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.errors import LostWorker, RecipeError, RunError, one_line
+from recipes.watch.history import kind_of, seconds_beside, spans_of_moves
 from recipes.watch.live import View
 from recipes.watch.peaks import Peaks
 from recipes.watch.run_folder import RunFolder
@@ -39,6 +40,8 @@ class Monitor:
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
         self.sync: dict[str, float] = {}  # the newest one
+        self._switches: list[tuple[float, float]] = []  # of this step, as what follows
+        self._moves: list[tuple[float, float]] = []
         self._sources: dict[str, Watched] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
@@ -51,6 +54,7 @@ class Monitor:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         self.seconds, self.memory = {}, {}
+        self._switches, self._moves = [], []
         start = time.time()
         yield
         self.folder.add_span(f"step {step}", start, time.time())
@@ -92,6 +96,8 @@ class Monitor:
     def _timed(self, name: str, start: float, end: float) -> None:
         self.folder.add_span(name, start, end)
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+        if kind_of(name) == "switch":
+            self._switches.append((start, end))
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
@@ -100,6 +106,11 @@ class Monitor:
         """
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
         self.sync = {name: getattr(receipt, name) for name in names}
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds of this step in which memory moved beside work, as far as memory was read."""
+        return seconds_beside(self._moves, self._switches)
 
     def row(self, row: dict[str, Any]) -> None:
         self.folder.add_row(row)
@@ -112,7 +123,9 @@ class Monitor:
         """
         shown: dict[str, tuple[int, int]] = {}
         for owner, side in self._sources.items():
-            self.folder.add_events(owner, side.drain_events())
+            events = side.drain_events()
+            self.folder.add_events(owner, events)
+            self._moves += spans_of_moves(events)
             for tag, entry in side.report().tags.items():
                 sizes = entry.committed_bytes, entry.backup_bytes
                 shown[tag] = max(shown.get(tag, (0, 0)), sizes)

@@ -13,6 +13,7 @@ from typing import Any
 
 from memsaver.errors import format_bytes
 from recipes.watch.history import (
+    NOTABLE,
     Row,
     Run,
     beside_the_task,
@@ -65,6 +66,10 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
         share = statistics.median(map(truediv, switches, [row["step_seconds"] for row in rows]))
         median = format_seconds(statistics.median(switches))
         found.append(("switch, median", f"{median}, {100 * share:.1f} % of the step"))
+    hidden = [row["hidden_seconds"] for row in run.rows_with("hidden_seconds")]
+    if hidden and statistics.median(hidden) >= NOTABLE:
+        beside = format_seconds(statistics.median(hidden))
+        found.append(("memory moved beside work, median", beside))
     if planned := (run.plan.get("switch") or {}).get("seconds"):
         found.append(("switch, planned", format_seconds(planned)))
     if syncs := seconds_of_stages(run.rows_with("stages")).get("sync_weights"):

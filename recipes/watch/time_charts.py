@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from memsaver.errors import format_bytes
 from recipes.watch.charts import Chart, Tip, between, draw_bars, draw_chart
 from recipes.watch.history import (
+    MOVES,
     TAG_COLOURS,
     Key,
     Levels,
@@ -45,6 +46,7 @@ KINDS = {
     "rollout": TAG_COLOURS["weights"],
     "train": TAG_COLOURS["optim"],
     "switch": OTHER_COLOURS[2],
+    "moves": OTHER_COLOURS[1],
 }
 
 
@@ -52,6 +54,7 @@ def run_chart(run: Run) -> Chart | None:
     stages = run.stages()
     if not stages:
         return None
+    stages += run.moves()
 
     def build(figure: Figure) -> list[Tip]:
         axes = figure.subplots()
@@ -64,8 +67,9 @@ def run_chart(run: Run) -> Chart | None:
     resumed = " Dotted lines: the run was resumed there." if run.breaks else ""
     caption = (
         "One lane a stage, one bar each time it ran: blue the rollout generates, red the trainer "
-        "computes, grey memory changes hands. Long grey bars are time lost to switching; gaps are "
-        f"time that no stage accounts for.{resumed}"
+        "computes, grey memory changes hands. Long grey bars are time lost to switching; brown is "
+        "memory on its way, hidden where it lies under no grey; gaps are time that no stage "
+        f"accounts for.{resumed}"
     )
     height = 0.7 + LANE * len(_lane_names(stages))
     return draw_chart("timeline", "Stages of the whole run", caption, height, build)
@@ -74,8 +78,8 @@ def run_chart(run: Run) -> Chart | None:
 def step_chart(run: Run) -> Chart | None:
     caption = (
         "The last step that neither evaluated nor saved. Above its stages, below the memory that "
-        "they find and leave. Grey is switching: it should be short, and memory should change "
-        "only there."
+        "they find and leave. Grey is switching: it should be short. Brown is memory on its way, "
+        "hidden where it lies under no grey."
     )
     name, first, last = run.one_step()
     return _close_up(run, "one-step", f"One step ({name})", caption, first, last)
@@ -203,6 +207,7 @@ def _close_up(
     stages = run.stages(first, last)
     if not stages or last <= first:
         return None
+    stages += run.moves(first, last)
     lanes = LANE * len(_lane_names(stages))
     heights = [lanes, 1.9] if run.events else [lanes]
 
@@ -235,8 +240,9 @@ def _name_durations(axes: Axes, stages: Iterable[Span]) -> None:
 
 
 def _lane_names(stages: Iterable[Span]) -> list[str]:
-    """Stages in the order in which each first began."""
-    return list(dict.fromkeys(name for name, _, _ in sorted(stages, key=lambda span: span[1])))
+    """Stages in the order in which each first began, what is none of them last."""
+    ordered = sorted(stages, key=lambda span: (span[0] == MOVES, span[1]))
+    return list(dict.fromkeys(name for name, _, _ in ordered))
 
 
 def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, last: float) -> list[Tip]:

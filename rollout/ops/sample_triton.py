@@ -14,6 +14,7 @@ from torch import Tensor
 from memsaver.common.hash import GOLDEN, MUL1, MUL2
 
 _BLOCK = 2048  # vocabulary entries of a program
+_DELIVERED = 1024  # tokens of a program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
@@ -44,6 +45,33 @@ def sample_triton(
             BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
         )  # fmt: skip
     return tokens, logprobs
+
+
+def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of both in pinned host memory, once the current stream has made them.
+
+    tokens int64, logprobs fp32, of one shape and contiguous, on a GPU. A kernel writes them: a copy
+    of a few bytes waits behind what other streams move to the host, and one to pageable memory
+    keeps every other thread from the driver until the step has been computed.
+    """
+    host_tokens = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
+    host_logprobs = torch.empty(tokens.shape, dtype=torch.float32, pin_memory=True)
+    count = tokens.numel()
+    with torch.cuda.device_of(tokens):
+        _deliver[(triton.cdiv(count, _DELIVERED),)](
+            tokens, logprobs, host_tokens, host_logprobs, count, BLOCK=_DELIVERED
+        )
+        torch.cuda.current_stream().synchronize()
+    return host_tokens, host_logprobs
+
+
+@triton.jit
+def _deliver(  # type: ignore[no-untyped-def]
+    tokens, logprobs, host_tokens, host_logprobs, count, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(host_tokens + at, tl.load(tokens + at, mask=at < count), mask=at < count)
+    tl.store(host_logprobs + at, tl.load(logprobs + at, mask=at < count), mask=at < count)
 
 
 @triton.jit

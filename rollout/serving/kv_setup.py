@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ from rollout.tags import KV_CACHE
 
 # Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.
 _SPARE = 2**30  # bytes
+_ASKED = 0.02  # seconds between two looks at what is free
 
 
 class Elastic:
@@ -70,20 +72,25 @@ class Elastic:
         """Takes all memory; OutOfMemory changes nothing."""
         self._resize(self.most)
 
-    def grow(self) -> None:
-        """Takes what is free now, in steps worth a call of the driver, which is asked now and then:
-        while another process pins or maps memory, it takes its time to answer.
+    def grow(self, wanted: Callable[[], int]) -> None:
+        """Takes what is free now, up to the tokens that are wanted, in steps worth a call of the
+        driver, which is asked now and then: while another process pins or maps memory, it takes its
+        time to answer.
         """
-        missing, began = self.most - self.pool.size, time.monotonic()
-        if not missing or began < self._ask_at:
+        if (began := time.monotonic()) < self._ask_at:
             return
+        missing = min(wanted(), self.most) - self.pool.size
+        if missing > 0:
+            self._take(missing)
+        now = time.monotonic()
+        self._ask_at = now + max(_ASKED, 10 * (now - began))
+
+    def _take(self, missing: int) -> None:
         spare = _SPARE if self.saver.device.type == "cuda" else 0
         more = min((self.saver.free_bytes - spare) // self.pool.bytes_per_token, missing)
         if more >= min(missing, self.most // 16):
             with contextlib.suppress(OutOfMemory):  # somebody else was faster
                 self._resize(self.pool.size + more)
-        now = time.monotonic()
-        self._ask_at = now + max(0.02, 10 * (now - began))
 
     def _resize(self, tokens: int) -> None:
         self.pool.resize(tokens)

@@ -159,9 +159,8 @@ class ModelRunner:
             counters=[(each.seed, each.index, len(each.output)) for each in samples],
             device=self.device,
         )
-        found = sample(self._chosen(logits, rows), batch)
-        tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
-        return [int(token) for token in tokens], logprobs
+        tokens, logprobs = _on_host(*sample(self._chosen(logits, rows), batch))
+        return tokens.tolist(), logprobs.tolist()
 
     @torch.inference_mode()
     def candidates(
@@ -170,15 +169,23 @@ class ModelRunner:
         """The `count` likeliest next tokens of each of `rows` of the logits, likeliest first, and
         log-probabilities.
         """
-        found = likeliest(self._chosen(logits, rows), count)
-        tokens, logprobs = torch.stack([each.double() for each in found]).tolist()  # one transfer
-        each_row = zip(tokens, logprobs, strict=True)
-        return [list(zip(map(int, ids), values, strict=True)) for ids, values in each_row]
+        tokens, logprobs = _on_host(*likeliest(self._chosen(logits, rows), count))
+        each_row = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [list(zip(ids, values, strict=True)) for ids, values in each_row]
 
     def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(logits))):
             return logits
         return logits[torch.tensor(rows, device=self.device)]
+
+
+def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, int64 and fp32 of one shape, in host memory as soon as they are computed."""
+    if tokens.device.type != "cuda":
+        return tokens, logprobs
+    from rollout.ops.sample_triton import deliver
+
+    return deliver(tokens, logprobs)
 
 
 def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel) -> Parts:

@@ -6,6 +6,7 @@ Policy only, no tensor is looked into.
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from itertools import chain
 from typing import Any, Protocol
 
@@ -120,6 +121,13 @@ class Scheduler:
             leader, *siblings = samples[first : first + group]
             leader.siblings = siblings
             self.waiting.append(leader)
+
+    def wanted_tokens(self) -> int:
+        """Tokens that those unfinished samples can hold which may run together, in whole pages; a
+        page more for each is what admission keeps free.
+        """
+        pages = (1 + self._pages(len(s.prompt) + s.params.max_tokens) for s in self.unfinished)
+        return sum(nlargest(self.max_running, pages)) * self.page_size
 
     @property
     def unfinished(self) -> list[Sample]:

@@ -1,7 +1,11 @@
-"""Pictures of benchmark results, for docs."""
+"""Pictures of benchmark results, for docs. The last steps of runs beside each other:
+`python -m tests.benchmarks.plots OUT.png TITLE NAME=metrics.jsonl ...`.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,12 +15,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 
+from recipes.watch.history import kind_of
+
 
 def stacked_bars(
     path: Path, title: str, rows: Mapping[str, Mapping[str, float]], unit: str = "ms"
 ) -> None:
     """A bar for each row, the first on top, made of its parts, with their sum behind it."""
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 + 0.38 * len(rows)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 0.9 + 0.38 * len(rows)), layout="constrained")
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     starts = dict.fromkeys(rows, 0.0)
     for part in parts:
@@ -31,7 +37,7 @@ def stacked_bars(
     axes.set_xlabel(unit)
     axes.set_title(title, fontsize=10)
     axes.margins(x=0.08)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -59,3 +65,23 @@ def timeline(
     axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def last_step(metrics: Path) -> dict[str, float]:
+    """Milliseconds of a run's last step, by stage; those in which memory changes hands are one."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    spent = {"memory changes hands": 0.0}
+    for name, seconds in [row for row in rows if row["kind"] == "train"][-1]["stages"].items():
+        part = "memory changes hands" if kind_of(name) == "switch" else name
+        if seconds > 0.01 or part != name:
+            spent[part] = spent.get(part, 0.0) + 1e3 * seconds
+    return spent
+
+
+def main(out: str, title: str, *named: str) -> None:
+    runs = [each.partition("=") for each in named]
+    stacked_bars(Path(out), title, {name: last_step(Path(file)) for name, _, file in runs})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

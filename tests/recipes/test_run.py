@@ -133,7 +133,9 @@ def test_kept_tags_stay_and_change_no_number(
         assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
         assert rollout["params"] == train["kv_cache"] == 0
     continue_run(kept, None, ["steps=3", "cycle.keep=[]", "cycle.overlap=[params,optim]"])
-    beside = rows(kept, "train")[-1]["stages"]
+    row = rows(kept, "train")[-1]
+    beside = row["stages"]
+    assert 0 < row["hidden_seconds"] < row["step_seconds"]
     assert "begin_park" in beside and "begin_restore" in beside and "restore_params" in beside
     assert "park_params" not in beside and "park_optim" not in beside
     words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto", "cycle.overlap=[]"]

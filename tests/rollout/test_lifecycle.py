@@ -136,8 +136,9 @@ def test_sleep_can_abort_unfinished_requests(engine: Engine) -> None:
 def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_the_same(
     path: Path, device: str
 ) -> None:
-    """The limit falls away while it generates, as another's memory would be freed. On a GPU a tag
-    gives back pieces of 1 GiB: one is more than enough for all here.
+    """The limit falls away while it generates, as another's memory would be freed; then it takes
+    what its samples can use: 64 of 80 tokens, and a page more each. On a GPU a tag gives back
+    pieces of 1 GiB, of which one is more than enough for all here, so more is wished for.
     """
     whole_size = 1 << 16 if device == "cpu" else 1 << 22
     sizes = {"kv_tokens": whole_size, "max_context_len": 96}
@@ -156,11 +157,13 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
             at_once.append(len(engine.scheduler.running))
         else:
             saver.limit_bytes = None
+            if device != "cpu" and engine.cache.elastic is not None:
+                engine.cache.elastic.grow(lambda: whole_size)
 
     for _ in range(2):
         engine.sleep(level=1)
         engine.wake_up(partly=True)
-        with pytest.raises(ValueError, match="prompt 0: no beam search while the pool grows"):
+        with pytest.raises(ValueError, match="prompt 0: no beam search in a pool that woke partly"):
             engine.generate(prompts, replace(params, beam_width=2))
         engine.check_integrity()
         assert 96 <= pool.size < whole_size
@@ -170,10 +173,14 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
         assert ids(engine.generate(prompts, params, watch)) == expected
         if device == "cpu":
             assert max(at_once) < len(prompts)  # the pool was too small in truth
-        assert seen[0] < whole_size and seen == sorted(seen) and pool.size == whole_size
-        assert saver.report().tags["kv_cache"].committed_bytes == whole
+        assert seen[0] < whole_size and seen == sorted(seen)
+        wanted = 64 * 96 if device == "cpu" else whole_size  # and whole pages of 2 MiB
+        assert seen[0] < pool.size <= wanted + (4 << 20) // pool.bytes_per_token
         engine.check_integrity()
-    assert addresses(engine) == pointers
+    engine.sleep(level=1)
+    engine.wake_up()
+    assert pool.size == whole_size and addresses(engine) == pointers
+    assert saver.report().tags["kv_cache"].committed_bytes == whole
 
 
 def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size(

@@ -13,6 +13,7 @@ import memsaver
 from rollout.types import Manifest
 from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Trainer
+from trainer_bridge.training import Runtime
 
 
 @pytest.fixture(scope="session")
@@ -23,20 +24,28 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make_trainer() -> Iterator[Callable[..., Trainer]]:
-    """make(path, saver=True, layout=None, **config): saver=True makes one. The first trainer made
-    ends the process group, last.
+    """make(path, saver=True, layout=None, packed=True, **config): saver=True makes one; packed:
+    False pads whatever the model. The first trainer made ends the process group, last.
     """
     with contextlib.ExitStack() as undo:
 
         def make(
-            path: str, saver: bool = True, layout: Manifest | None = None, **changes: Any
+            path: str,
+            saver: bool = True,
+            layout: Manifest | None = None,
+            packed: bool = True,
+            **changes: Any,
         ) -> Trainer:
             settings = config(path, **changes)
             memory = None
             if saver:
                 memory = memsaver.MemorySaver(device=settings.device)
                 undo.callback(memory.close)
-            trainer = Trainer(settings, memory, layout=layout)
+            runtime = None
+            if not packed:
+                runtime = Runtime.open(settings.device)
+                runtime.packed_attention = None
+            trainer = Trainer(settings, memory, layout=layout, runtime=runtime)
             undo.callback(trainer.close)
             return trainer
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.trainer_bridge.models import make_batch
 from tests.helpers.trainer_bridge.tolerance import assert_within, rounding
 from trainer_bridge import CriticConfig, SequenceBatch, TrainerConfig
-from trainer_bridge.training.batch import deal, pad
+from trainer_bridge.training.batch import MicroBatch, deal, lay_out
 from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs, value_clip
 
 CPU = torch.device("cpu")
@@ -78,49 +78,96 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], mes
 
 
 @settings(max_examples=60)
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
-def test_ranks_share_the_sequences_in_equal_steps(count: int, world: int, size: int) -> None:
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.booleans())
+def test_ranks_share_the_sequences_in_equal_steps(
+    count: int, world: int, size: int, packed: bool
+) -> None:
     batch = make_batch(count, seed=count)
-    shares = [deal(batch, rank, world, size) for rank in range(world)]
+    shares = [deal(batch, rank, world, size, packed=packed) for rank in range(world)]
     assert len({tuple(map(len, share)) for share in shares}) == 1, (
         "collectives of the ranks would not match"
     )
     rows = [row for share in shares for chunk in share for row in chunk if row >= 0]
     assert sorted(rows) == list(range(count))
-    lengths = [*batch.lengths, 0]  # and a filler's
+    lengths = [*batch.lengths, 1]  # and a filler's
     for steps in zip(*shares, strict=True):
         longest = max(lengths[row] for row in chain(*steps))
-        assert len(steps[0]) * longest <= size * max(lengths)
-        assert len(steps[0]) >= size or steps[0] is shares[0][-1]
+        for step in steps:
+            tokens = sum(lengths[row] for row in step) if packed else len(step) * longest
+            assert tokens <= size * max(lengths)
+        assert packed or len(steps[0]) >= size or steps[0] is shares[0][-1]
 
 
-def test_more_of_short_sequences_go_together_if_they_are_of_nearly_one_length() -> None:
+@pytest.mark.parametrize(
+    ("packed", "dealt"),
+    [
+        (False, [[9, 8], [4, 4, 4, 4], [3, 3], [2, 2]]),
+        (True, [[4, 4, 4, 4, 2], [9, 8], [3, 3, 2]]),  # the fullest first
+    ],
+)
+def test_more_of_short_sequences_go_together(packed: bool, dealt: list[list[int]]) -> None:
+    """Padded, only of nearly one length."""
     lengths = [3, 9, 2, 4, 4, 4, 8, 3, 4, 2]
     batch = SequenceBatch(prompt_ids=[[0]] * 10, response_ids=[[0] * (n - 1) for n in lengths])
-    dealt = deal(batch, 0, 1, 2)
-    assert [[lengths[row] for row in chunk] for chunk in dealt] == [
-        [9, 8],
-        [4, 4, 4, 4],
-        [3, 3],
-        [2, 2],
-    ]
+    chunks = deal(batch, 0, 1, 2, packed=packed)
+    assert [[lengths[row] for row in chunk] for chunk in chunks] == dealt
 
 
-def test_a_micro_batch_says_which_logits_predict_which_token() -> None:
-    batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
-    micro = pad(batch, [0, 1, 2, -1], CPU)
-    assert micro.input_ids.tolist() == [[1, 2, 3, 7], [4, 8, 9, 10], [5, 6, 0, 0], [0, 0, 0, 0]]
-    assert (micro.first, micro.last) == (0, 2)
-    assert list(
-        zip(micro.row.tolist(), micro.column.tolist(), micro.target.tolist(), strict=True)
-    ) == [(0, 2, 7), (1, 0, 8), (1, 1, 9), (1, 2, 10)]
-    assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
-    micro = pad(
-        SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]]), [0, 1], CPU
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 20))
+def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(
+    lengths: list[int], size: int
+) -> None:
+    batch = SequenceBatch(
+        prompt_ids=[[0]] * len(lengths), response_ids=[[0] * (n - 1) for n in lengths]
     )
-    assert (micro.first, micro.last, micro.column.tolist()) == (3, 5, [2, 0, 1]), (
+    dealt = deal(batch, 0, 1, size, packed=True)
+    micros = [lay_out(batch, rows, CPU, size, packed=True) for rows in dealt]
+    tokens, unit = [micro.input_ids.shape[1] for micro in micros], max(lengths) * min(size, 16) / 16
+    assert tokens == sorted(tokens, reverse=True)
+    assert all(count % math.ceil(unit) == 0 for count in tokens)
+    assert sum(tokens) < sum(lengths) + len(tokens) * math.ceil(unit)
+    assert [row for micro in micros for row in micro.rows if row >= 0] == [*chain(*dealt)]
+
+
+def asked(micro: MicroBatch) -> list[tuple[int, int, int]]:
+    """Row, position and target of each response token."""
+    places = micro.kept[micro.column].tolist()
+    return list(zip(micro.row.tolist(), places, micro.target.tolist(), strict=True))
+
+
+def test_a_padded_micro_batch_says_which_logits_predict_which_token() -> None:
+    batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
+    micro = lay_out(batch, [0, 1, 2, -1], CPU, 3, packed=False)
+    assert micro.input_ids.tolist() == [[1, 2, 3, 7], [4, 8, 9, 10], [5, 6, 0, 0], [0, 0, 0, 0]]
+    assert asked(micro) == [(0, 2, 7), (1, 0, 8), (1, 1, 9), (1, 2, 10)]
+    assert micro.inputs().keys() == {"input_ids", "use_cache"}
+    assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
+    batch = SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]])
+    micro = lay_out(batch, [0, 1], CPU, 3, packed=False)
+    assert (micro.kept.tolist(), micro.column.tolist()) == ([3, 4, 5], [2, 0, 1]), (
         "logits that nobody asks for"
     )
+
+
+def test_sequences_end_to_end_say_where_each_lies_and_which_logits_predict_which_token() -> None:
+    batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
+    micro = lay_out(batch, [1, -1, 0, 2], CPU, 3, packed=True)
+    assert micro.input_ids.tolist() == [[4, 8, 9, 10, 0, 1, 2, 3, 7, 5, 6]]
+    assert asked(micro) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 7, 7)]
+    assert micro.kept.tolist() == [0, 1, 2, 7]
+    assert micro.packing is not None
+    assert micro.packing.lengths == (4, 1, 4, 2)
+    assert micro.packing.bounds.tolist() == [0, 4, 5, 9, 11]
+    assert micro.packing.bounds.dtype == torch.int32
+    assert micro.packing.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1]]
+    assert micro.split([0.1, 0.2, 0.3, 0.4]) == {1: [0.1, 0.2, 0.3], 0: [0.4], 2: []}
+    nothing = lay_out(batch, [-1, 2], CPU, 3, packed=True)  # a rank may get no more
+    assert (len(nothing.target), nothing.input_ids.shape) == (0, (1, 3))
+    filled = lay_out(batch, [1, 0, 2], CPU, 16, packed=True)  # a sixteenth is a longest
+    assert filled.packing is not None and filled.packing.lengths == (4, 4, 2, 2)
+    assert (filled.rows, filled.input_ids.shape) == ((1, 0, 2, -1), (1, 12))
+    assert asked(filled) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 6, 7)]
 
 
 @pytest.mark.parametrize("advantages", [[0.5, 9.0, -1.0], [[0.5], [], [-1.0, -1.0]]])
@@ -131,7 +178,7 @@ def test_a_number_a_sequence_is_each_tokens(advantages: Any) -> None:
         advantages=advantages,
         returns=[[1.0], [], [2.0, 3.0]],
     )
-    micro = pad(batch, [2, -1, 0, 1], CPU)
+    micro = lay_out(batch, [2, -1, 0, 1], CPU, 3, packed=True)
     assert batch.of_tokens("advantages", micro).tolist() == [-1.0, -1.0, 0.5]
     assert batch.of_tokens("returns", micro).tolist() == [2.0, 3.0, 1.0]
     part = batch.select([2, 0])

@@ -244,6 +244,22 @@ def test_what_leaves_beside_work_leaves_behind_the_kv_cache_and_comes_with_the_p
     assert world.held >= trained
 
 
+def test_what_scores_comes_back_beside_the_last_answers_if_it_left_beside_work() -> None:
+    world, seen = World(roomy=True), list[str]()
+    cycle = pair(world, seen, overlap=("params", "optim"))
+    with pytest.raises(StateError, match=r"begin_return\(\) in state 'train'"):
+        cycle.begin_return()
+    cycle.to_rollout(1)
+    cycle.begin_return()
+    assert world.beside == {"params"} and seen[-1] == "begin_restore"
+    cycle.to_score()
+    assert "params" in world.held  # whether it came early or not
+    cycle = pair(world := World(roomy=True), seen, overlap=("optim",))
+    cycle.to_rollout(1)
+    cycle.begin_return()
+    assert world.beside == set()
+
+
 def test_overlap_is_for_what_is_trained() -> None:
     with pytest.raises(ValueError, match=r"overlap names \['reference'\]; it is for params, optim"):
         pair(World(), overlap=["reference", "optim"], reference=True)

@@ -16,7 +16,7 @@ from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
 from trainer_bridge import SequenceBatch
 from trainer_bridge.training.balance import LoadBalance
-from trainer_bridge.training.batch import pad
+from trainer_bridge.training.batch import lay_out
 
 COEFFICIENT = 0.5
 
@@ -70,8 +70,10 @@ def test_the_loss_of_padded_micro_batches_is_that_of_transformers() -> None:
 
 def test_padding_and_fillers_are_not_balanced() -> None:
     batch = SequenceBatch(prompt_ids=[[3, 4], [5]], response_ids=[[6, 7], [8]])
-    micro = pad(batch, [0, -1, 1], torch.device("cpu"))
-    assert micro.real.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
+    padded = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=False)
+    assert padded.real.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
+    packed = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=True)
+    assert packed.real.tolist() == [[True] * 4 + [False] + [True] * 2]
 
 
 def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: Any) -> None:

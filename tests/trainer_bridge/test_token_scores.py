@@ -27,7 +27,7 @@ from tests.helpers.trainer_bridge.tolerance import BACKWARD, U, assert_scores, r
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.ops import token_scores as token_scores_module
 from trainer_bridge.ops.token_scores import token_scores
-from trainer_bridge.training.batch import pad
+from trainer_bridge.training.batch import lay_out
 from trainer_bridge.training.head import ScoringHead, score_in_head
 from trainer_bridge.training.losses import token_logprobs
 from trainer_bridge.training.scoring import micro_logprobs, token_logits
@@ -177,7 +177,7 @@ def test_the_head_scores_as_its_logits_do(
     """
     path = write_model(tmp_path, tie_word_embeddings=tied)
     trainer = make_trainer(path, device=device, **changes)
-    micro = pad(make_batch(5), [3, 1, -1, 0], torch.device(device))
+    micro = lay_out(make_batch(5), [3, 1, -1, 0], torch.device(device), 3, packed=True)
     found = []
     for score in (
         lambda: micro_logprobs(trainer.model, micro, 0.6),

@@ -215,6 +215,9 @@ def test_what_is_parked_and_restored_beside_other_work_keeps_every_bit_and_whoev
         trainer.restore("params")  # waits: what was begun holds its tags
         assert trainer.saver.is_paused("optim")
         scribble(16 << 20, device)
+        trainer.restore("optim")
+        trainer.park("params", "optim", wait=False)
+        trainer.restore("params", wait=False)  # behind what leaves
         trainer.restore("optim", wait=False)
         assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
         for side in (trainer, twin):
@@ -245,6 +248,7 @@ def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_not
     with monkeypatch.context() as patch:
         patch.setattr(trainer.saver, "resume", fail(short))
         trainer.restore("params", wait=False)  # a wish: no room is no error
+        trainer.restore("optim", wait=False)
         with pytest.raises(StateError, match="'params', which is parked"):
             trainer.compute_log_prob(batch)
     trainer.restore()

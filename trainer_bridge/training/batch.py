@@ -1,4 +1,4 @@
-"""Sequences to score or to learn from, and how they become right-padded micro batches.
+"""Sequences to score or to learn from, and how they become micro batches.
 
 No model in here.
 """
@@ -6,36 +6,48 @@ No model in here.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from trainer_bridge.training.packing import Packing
+
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
 _NEAR = 0.75
+_PARTS = 16  # of a chunk: one more or less, at most, goes to a filler
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some sequences of a batch, padded on the right to one length L. B sequences, N response
-    tokens in all.
+    """Some sequences of a batch, in B rows of L positions: end to end in one, or one a row, padded
+    on the right. N response tokens in all.
 
-    rows: B numbers of the sequences in the batch, -1 for a filler. input_ids: int64 [B, L]. real:
-    bool [B, L], False for padding and fillers. first, last: the positions whose logits are needed.
+    rows: numbers of the sequences in the batch, -1 for a filler. counts: response tokens of each.
+    input_ids: int64 [B, L]. real: bool [B, L], False for padding and fillers. packing: where the
+    sequences lie end to end; None: padded. kept: int64 [K], the positions whose logits are needed.
     row, column, target: int64 [N], the token targets[n] is predicted by the logits at (row[n],
-    first + column[n]), sequence by sequence.
+    kept[column[n]]), sequence by sequence.
     """
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
     input_ids: Tensor
     real: Tensor
-    first: int
-    last: int
+    packing: Packing | None
+    kept: Tensor
     row: Tensor
     column: Tensor
     target: Tensor
+
+    def inputs(self) -> dict[str, Any]:
+        """Returns what a model of transformers is called with."""
+        found: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        if self.packing is not None:
+            found |= {"packing": self.packing, "position_ids": self.packing.position_ids}
+        return found
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
         """Splits N numbers into one list a sequence: {number of the sequence in the batch: its
@@ -152,10 +164,12 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[int]]:
-    """Deals this rank sequences in chunks of `size`, like lengths together, longest first: of
-    shorter ones, if they are of nearly one length, as many more as take no more tokens, padded,
-    than `size` of the batch's longest.
+def deal(
+    batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
+) -> list[list[int]]:
+    """Deals this rank sequences in chunks of no more tokens than `size` of the batch's longest: of
+    short ones many. If not `packed`, tokens are counted with padding, and more than `size` go
+    together only if they are of nearly one length.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
@@ -165,6 +179,8 @@ def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[in
     order += [-1] * (-len(order) % world)
     mine = order[rank::world]
     longest = [lengths[row] for row in order[::world]]  # of the ranks' rows; the first is no filler
+    if packed:
+        return _fill(mine, longest, size * batch.max_length)
     chunks, first = list[list[int]](), 0
     while first < len(mine):
         near = sum(length >= _NEAR * longest[first] for length in longest[first:])
@@ -174,38 +190,74 @@ def deal(batch: SequenceBatch, rank: int, world: int, size: int) -> list[list[in
     return chunks
 
 
-def pad(batch: SequenceBatch, rows: Sequence[int], device: torch.device) -> MicroBatch:
-    """Returns the micro batch of `rows`.
+def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Puts rows, longest first, each into the first chunk that has room of `tokens` left; the
+    fullest chunk first, for what the allocator took for it serves the others.
+    """
+    chunks, left = list[list[int]](), list[int]()
+    for row, length in zip(rows, lengths, strict=True):
+        fit = next((i for i, room in enumerate(left) if room >= length), len(chunks))
+        if fit == len(chunks):
+            chunks.append([])
+            left.append(tokens)
+        chunks[fit].append(row)
+        left[fit] -= length
+    return [chunks[i] for i in sorted(range(len(chunks)), key=left.__getitem__)]
 
-    The causal mask hides what lies to the right, so padding needs no mask of its own.
+
+def lay_out(
+    batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
+) -> MicroBatch:
+    """Returns the micro batch of `rows`, which `deal` dealt in chunks of `size`: end to end, or
+    padded.
+
+    The causal mask hides what lies to the right, so padding needs no mask of its own. End to end, a
+    filler rounds the tokens up to sixteenths of the largest chunk: an allocator that cuts up what
+    it has cached wastes much of it on chunks of nearly one size.
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    real = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids[i, : lengths[i]] = torch.tensor(prompt + response)
-        real[i, : lengths[i]] = rows[i] >= 0
-    scored = [i for i, response in enumerate(responses) if response]
-    first = min((len(prompts[i]) - 1 for i in scored), default=0)
-    last = max((lengths[i] - 2 for i in scored), default=0)
-    row, column, target = list[int](), list[int](), list[int]()
-    for i in scored:
-        start, count = len(prompts[i]) - 1 - first, len(responses[i])
-        row += [i] * count
-        column += range(start, start + count)
-        target += responses[i]
+    if packed:
+        unit = -(-min(size, _PARTS) * batch.max_length // _PARTS)
+        if spare := -sum(map(len, chain(prompts, responses))) % unit:
+            rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
+    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
+    lengths = tuple(map(len, sequences))
+    row, at = list[int](), list[int]()
+    for i, end in enumerate(accumulate(lengths)):
+        count = len(responses[i])
+        last = (end if packed else lengths[i]) - 1  # predicts what nobody asks for
+        row += [0 if packed else i] * count
+        at += range(last - count, last)
+    kept = sorted(set(at)) or [0]
+    column = {position: index for index, position in enumerate(kept)}
+
+    def integers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def laid(parts: Sequence[list[int]]) -> list[list[int]]:
+        if packed:
+            return [[*chain.from_iterable(parts)]]
+        return [each + [0] * (max(lengths) - len(each)) for each in parts]
+
+    real = [[int(number >= 0)] * length for number, length in zip(rows, lengths, strict=True)]
+    packing = None
+    if packed:
+        packing = Packing(
+            lengths=lengths,
+            bounds=integers([0, *accumulate(lengths)], torch.int32),
+            position_ids=integers([[*chain.from_iterable(map(range, lengths))]]),
+        )
     return MicroBatch(
         rows=tuple(rows),
         counts=tuple(map(len, responses)),
-        input_ids=ids.to(device),
-        real=real.to(device),
-        first=first,
-        last=last,
-        row=torch.tensor(row, dtype=torch.int64, device=device),
-        column=torch.tensor(column, dtype=torch.int64, device=device),
-        target=torch.tensor(target, dtype=torch.int64, device=device),
+        input_ids=integers(laid(sequences)),
+        real=integers(laid(real), torch.bool),
+        packing=packing,
+        kept=integers(kept),
+        row=integers(row),
+        column=integers([column[position] for position in at]),
+        target=integers([*chain.from_iterable(responses)]),
     )
 
 

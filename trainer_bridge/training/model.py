@@ -36,6 +36,7 @@ from trainer_bridge.training.lora import (
     linear_names,
 )
 from trainer_bridge.training.memory import side_by_side
+from trainer_bridge.training.packing import pack_if_possible
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.shards import like_shard, local_shard, shard_box
 
@@ -64,6 +65,7 @@ def build_model(
     """
     check_directory(config.model_path)
     model = _meta_model(config, runtime.attention)
+    pack_if_possible(model, runtime.packed_attention)
     if value_head:
         _put_value_head(model, config)
     else:

@@ -11,6 +11,10 @@ from itertools import chain
 from memsaver import MemorySaver
 from memsaver.errors import HostMemoryError, OutOfMemory, StateError
 
+# Seconds that memory which has just been given back is left to others: an engine that waits for
+# more looks every 20 ms, and what comes back early is only a gain where it does not.
+_OTHERS_TURN = 0.1
+
 Version = Callable[[], Hashable]
 
 
@@ -27,8 +31,8 @@ class Parking:
     """Pauses and resumes tags; without a saver it only remembers which are parked.
 
     A tag with a version is parked without a copy where its content is still of the version that was
-    parked last. What was begun beside other work counts as done, and whoever needs one of its tags
-    waits for it: there is one at a time. A begun park copies always, also what has not changed.
+    parked last. What was begun beside other work counts as done, one after the other, and whoever
+    needs one of its tags waits for it. A begun park copies always, also what has not changed.
     """
 
     def __init__(self, saver: MemorySaver | None) -> None:
@@ -37,7 +41,7 @@ class Parking:
         self._memory_of: dict[str, tuple[str, ...]] = {}
         self._parked: set[str] = set()
         self._pinned: set[str] = set()  # tags that there is host memory for
-        self._begun: _Begun | None = None
+        self._begun: list[_Begun] = []
         self._thread = ThreadPoolExecutor(1, "trainer-parking")
 
     def add(
@@ -80,29 +84,31 @@ class Parking:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
 
-        wait: False returns at once; where memory is short then, the tags stay parked.
+        wait: False returns at once, and they come behind what was begun before; where memory is
+        short then, the tags stay parked.
         """
-        self.finish()
+        if wait:
+            self.finish()
         chosen = self._chosen(tags)
         if (saver := self._saver) is not None and (memory := self._memory(chosen)):
             if wait:  # of none the saver would resume all
                 saver.resume(*memory)
             else:
-                self._begin(chosen, frozenset(self._parked), lambda: saver.resume(*memory))
+                pause = _OTHERS_TURN if self._begun else 0.0
+                self._begin(chosen, frozenset(self._parked), lambda: _move_in(saver, memory, pause))
         self._parked -= set(chosen)
 
     def finish(self) -> None:
         """Waits for what was begun, and raises what became of it."""
-        if self._begun is None:
-            return
-        wait([self._begun.done])  # an interrupt here leaves it begun
-        begun, self._begun = self._begun, None
-        if (error := begun.done.exception()) is None:
-            return
-        self._parked = set(begun.before)
-        short = isinstance(error, OutOfMemory) and not isinstance(error, HostMemoryError)
-        if not (short and begun.before.issuperset(begun.tags)):  # a restore may be tried again
-            raise error
+        wait([each.done for each in self._begun])  # an interrupt here leaves it begun
+        begun, self._begun = self._begun, []
+        for each in begun:
+            if (error := each.done.exception()) is None:
+                continue
+            self._parked = self._parked.difference(each.tags) | each.before.intersection(each.tags)
+            short = isinstance(error, OutOfMemory) and not isinstance(error, HostMemoryError)
+            if not (short and each.before.issuperset(each.tags)):  # a restore may be tried again
+                raise error
 
     def close(self) -> None:
         """Waits for what was begun, whatever becomes of it; nothing can be begun any more."""
@@ -112,7 +118,7 @@ class Parking:
         """Raises a StateError if one of these is parked; a tag that the trainer has not got is none
         of its business.
         """
-        if self._begun is not None and set(tags) & set(self._begun.tags):
+        if any(set(tags) & set(each.tags) for each in self._begun):
             self.finish()
         for tag in tags:
             if tag in self._parked:
@@ -123,7 +129,7 @@ class Parking:
     def _begin(
         self, tags: tuple[str, ...], before: frozenset[str], work: Callable[[], None]
     ) -> None:
-        self._begun = _Begun(tags, before, self._thread.submit(work))
+        self._begun.append(_Begun(tags, before, self._thread.submit(work)))
 
     def _memory(self, tags: Sequence[str]) -> tuple[str, ...]:
         return tuple(chain.from_iterable(self._memory_of[tag] for tag in tags))
@@ -148,6 +154,11 @@ def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -
         if copy is not None:
             copy.synchronize()
         saver.pause(tag, content="host", streams=())
+
+
+def _move_in(saver: MemorySaver, tags: Sequence[str], pause: float) -> None:
+    time.sleep(pause)
+    saver.resume(*tags)
 
 
 def _pin(saver: MemorySaver, tags: Collection[str]) -> None:

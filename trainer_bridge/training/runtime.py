@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver.vmm import empty_torch_cache, host_memory
 from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
+from trainer_bridge.training.packing import PACKED
 
 
 @dataclass(kw_only=True)
@@ -20,8 +21,9 @@ class Runtime:
     A subclass has a trainer run on something else; the planner's has tensors without memory.
     mesh: the ranks that every model is sharded over. rank, world: this rank's number among those
     that share the sequences of a batch, and how many they are. attention: transformers' name of
-    the attention that the models compute with; None leaves the choice to transformers.
-    owns_group: `close` ends the default process group.
+    the attention that models compute with; None leaves the choice to transformers.
+    packed_attention: of that over sequences end to end, with models that may be given such
+    (`pack_if_possible`); None: they are padded. owns_group: `close` ends the default process group.
     """
 
     device: torch.device
@@ -29,6 +31,7 @@ class Runtime:
     rank: int
     world: int
     attention: str | None = None
+    packed_attention: str | None = PACKED
     owns_group: bool = False
 
     @classmethod

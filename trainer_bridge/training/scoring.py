@@ -2,24 +2,24 @@
 response token, or the gradient of a loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memsaver.common.plain import all_gather_plain
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, pad
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, lay_out
 from trainer_bridge.training.head import ScoringHead
 from trainer_bridge.training.losses import token_logprobs
 from trainer_bridge.training.model import reshard
+from trainer_bridge.training.packing import packs
 from trainer_bridge.training.runtime import Runtime
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Returns the logits [N, V], in the model's dtype, that predict `micro`'s N response tokens."""
-    needed = torch.arange(micro.first, micro.last + 1, device=micro.input_ids.device)
-    logits = model(input_ids=micro.input_ids, use_cache=False, logits_to_keep=needed).logits
+    logits = model(**micro.inputs(), logits_to_keep=micro.kept).logits
     return logits[micro.row, micro.column]
 
 
@@ -30,9 +30,9 @@ def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[T
     head = model.get_output_embeddings()
     if not isinstance(head, ScoringHead):
         return token_logprobs(token_logits(model, micro), micro.target, temperature)
-    at = micro.row * micro.input_ids.shape[1] + micro.first + micro.column
+    at = micro.row * micro.input_ids.shape[1] + micro.kept[micro.column]
     with head.scoring(at, micro.target, temperature):
-        logprobs, entropy = model(input_ids=micro.input_ids, use_cache=False).logits
+        logprobs, entropy = model(**micro.inputs()).logits
     return logprobs, entropy.detach()
 
 
@@ -53,8 +53,7 @@ def score_tokens(
     model.eval()
     mine: dict[int, list[float]] = {}
     with torch.no_grad():
-        for rows in deal(batch, runtime.rank, runtime.world, micro_batch_size):
-            micro = pad(batch, rows, runtime.device)
+        for micro in _micro_batches(model, batch, micro_batch_size, runtime):
             mine |= micro.split(runtime.numbers(score(micro)))
     reshard(model)
     together = dict[int, list[float]]()
@@ -76,7 +75,14 @@ def add_gradients(
     divided by the number of the batch's response tokens.
     """
     model.train()
-    dealt = deal(batch, runtime.rank, runtime.world, micro_batch_size)
-    parts = [backward(pad(batch, rows, runtime.device)) for rows in dealt]
+    parts = [*map(backward, _micro_batches(model, batch, micro_batch_size, runtime))]
     sums = runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
     return [total / batch.num_tokens for total in sums]
+
+
+def _micro_batches(
+    model: nn.Module, batch: SequenceBatch, size: int, runtime: Runtime
+) -> Iterator[MicroBatch]:
+    packed = packs(model)
+    for rows in deal(batch, runtime.rank, runtime.world, size, packed=packed):
+        yield lay_out(batch, rows, runtime.device, size, packed=packed)

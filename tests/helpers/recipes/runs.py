@@ -16,7 +16,15 @@ from recipes.watch.run_folder import RunFolder
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2")
 SMALL_PPO = ("ppo.prompts_per_step=8", "ppo.samples_per_prompt=4", "eval.every=2")
-OF_THE_CLOCK = ("step_seconds", "tokens_per_second", "stages", "sync", "memory", "peaks")
+OF_THE_CLOCK = (
+    "step_seconds",
+    "tokens_per_second",
+    "stages",
+    "sync",
+    "memory",
+    "peaks",
+    "hidden_seconds",
+)
 
 Row = dict[str, Any]
 MakeRun = Callable[..., Path]

@@ -119,6 +119,8 @@ def test_saved_ahead_of_the_pause(device: str) -> None:
     assert copied(saver) - before == tensor.nbytes and not saver.is_paused("params")
     saver.pause("params")
     assert copied(saver) - before == tensor.nbytes
+    events = [event for event in saver.drain_events() if event.op in ("save", "pause")]
+    assert [event.op for event in events] == ["save", "pause"] and events[0].seconds > 0
     saver.resume("params")
     assert torch.equal(tensor, expected) and int(tensor.sum()) == total
     saver.save("params", version=4)

@@ -23,7 +23,12 @@ from tests.helpers.recipes.runs import SMALL, SMALL_PPO
 Capture = pytest.CaptureFixture[str]
 
 SIZES = EngineSizes(
-    weights=4 * MIB, kv_cache=6 * MIB, cuda_graph=2 * MIB, idle=4 * MIB, generating=40 * MIB
+    weights=4 * MIB,
+    kv_cache=6 * MIB,
+    wanted=6 * MIB,
+    cuda_graph=2 * MIB,
+    idle=4 * MIB,
+    generating=40 * MIB,
 )
 FIELDS = {"model_type": "qwen2", "vocab_size": 3000, "hidden_size": 256, "intermediate_size": 700}
 FIELDS |= {

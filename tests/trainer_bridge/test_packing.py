@@ -1,0 +1,268 @@
+"""Sequences end to end in one row: they attend as each does alone, a trainer learns from them what
+it learns from padded ones, and a model in which they would see each other gets padded ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.helpers.models import MLA
+from tests.helpers.trainer_bridge.models import (
+    make_batch,
+    reference,
+    reference_logprobs,
+    value_batch,
+    write_model,
+)
+from tests.helpers.trainer_bridge.tolerance import (
+    BACKWARD,
+    assert_metrics,
+    assert_scores,
+    assert_within,
+    rounding,
+)
+from trainer_bridge import CriticConfig, LoraConfig, SequenceBatch, Trainer
+from trainer_bridge.training.packing import (
+    PACKED,
+    Packing,
+    pack_if_possible,
+    packed_attention,
+    packs,
+)
+
+Make = Callable[..., Trainer]
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"head_dim": 8}),
+    ("qwen3", {}),
+    ("llama", {"tie_word_embeddings": False}),
+    ("mistral", {"sliding_window": None}),
+    ("granite", {"logits_scaling": 3.0}),  # over logits
+    ("deepseek_v3", MLA | {"head_dim": 8}),  # values narrower than keys
+]
+
+
+def make_packing(lengths: list[int], device: str = "cpu") -> Packing:
+    return Packing(
+        lengths=tuple(lengths),
+        bounds=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+        position_ids=torch.tensor([[i for length in lengths for i in range(length)]]),
+    )
+
+
+def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> Any:
+    """The formula, [1, T, heads, width]: all tokens at once under a mask."""
+    of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(query.device)
+    seen = (of[:, None] == of) & torch.ones(len(of), len(of), device=of.device).tril().bool()
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def attended(
+    lengths: list[int], heads: int, groups: int, widths: tuple[int, int], device: str, dtype: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Output and gradients of query, key and value: by `packed_attention`, and by the formula in
+    fp64.
+    """
+    draw = torch.Generator().manual_seed(sum(lengths))
+    total, (width, narrow) = sum(lengths), widths
+    shapes = [(heads, width), (heads // groups, width), (heads // groups, narrow), (heads, narrow)]
+    made = [torch.randn(1, n, total, w, generator=draw).to(device, dtype) for n, w in shapes]
+    found = []
+    for each in (dtype, torch.float64):
+        inputs = [x.detach().to(each, copy=True).requires_grad_() for x in made[:3]]
+        if each == dtype:
+            packing = make_packing(lengths, device)
+            out, _ = packed_attention(None, *inputs, None, packing=packing, scaling=0.3)
+        else:
+            out = alone(*inputs, lengths)
+        out.backward(made[3].transpose(1, 2).to(each))
+        grads = [tensor.grad for tensor in inputs if tensor.grad is not None]
+        found.append([out.detach(), *grads])
+    return found[0], found[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.one_of(
+        st.lists(st.integers(1, 9), min_size=1, max_size=6),
+        st.integers(1, 6).map(lambda length: [length] * 3),
+        st.just([1, 1, 1]),
+    ),
+    st.sampled_from([(4, 1), (4, 2), (3, 3)]),
+    st.sampled_from([(8, 8), (12, 5)]),
+)
+def test_each_sequence_attends_as_it_does_alone(
+    lengths: list[int], heads: tuple[int, int], widths: tuple[int, int]
+) -> None:
+    """A score adds 12 terms, an output 9, a gradient those of 3 heads and 9 tokens: five sums of at
+    most 27 terms below 64.
+    """
+    found, exact = attended(lengths, *heads, widths, "cpu", torch.float32)
+    for one, other in zip(found, exact, strict=True):
+        assert_within(one, other, rounding(5 * 27, 64.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1, 130, 7, 1], [64, 64], [1], [300, 2, 129]])
+@pytest.mark.parametrize(("heads", "groups", "widths"), [(14, 7, (64, 64)), (4, 1, (192, 128))])
+def test_the_kernel_attends_as_the_formula_does(
+    lengths: list[int], heads: int, groups: int, widths: tuple[int, int]
+) -> None:
+    """In bf16 output, probabilities and their gradients are rounded once each: 4 eps of the largest
+    number, which norms bound from above.
+    """
+    found, exact = attended(lengths, heads, groups, widths, "cuda:0", torch.bfloat16)
+    for one, other in zip(found, exact, strict=True):
+        allowed = 4 * torch.finfo(torch.bfloat16).eps * float(other.norm())
+        assert float((one.double() - other).norm()) <= allowed
+
+
+def of_lengths(prompts: list[int], responses: list[int]) -> SequenceBatch:
+    """As `make_batch`, of these lengths."""
+    count = len(prompts)
+    words = iter(torch.randint(96, (sum(prompts) + sum(responses),)).tolist())
+    ids = [[next(words) for _ in range(n)] for n in (*prompts, *responses)]
+    return SequenceBatch(
+        prompt_ids=ids[:count],
+        response_ids=ids[count:],
+        old_logprobs=[[-4.5] * n for n in responses],
+        advantages=[1.0 - 0.5 * i for i in range(count)],
+        temperature=0.8,
+    )
+
+
+BATCHES = [
+    ([1, 9, 4, 1, 3, 2, 6], [1, 0, 30, 1, 7, 2, 0]),  # of one token, and without an answer
+    ([4] * 6, [3] * 6),
+    ([20, 1, 1, 1, 1, 1, 1, 1], [20, 1, 2, 1, 1, 1, 2, 1]),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), FAMILIES)
+def test_what_lies_end_to_end_scores_and_learns_as_padded(
+    family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, family, **changes)
+    packed, padded = make_trainer(path), make_trainer(path, packed=False)
+    assert packs(packed.model) and not packs(padded.model)
+    torch.manual_seed(1)
+    for lengths in BATCHES:
+        batch = of_lengths(*lengths)
+        with torch.no_grad():
+            exact = reference_logprobs(reference(path), batch)
+        assert_scores(packed.compute_log_prob(batch), exact)
+        assert_scores(padded.compute_log_prob(batch), exact)
+    found = [trainer.update_actor(of_lengths(*BATCHES[0])) for trainer in (packed, packed)]
+    assert found[0] != found[1]
+    packed, padded = make_trainer(path), make_trainer(path, packed=False)
+    grads = []
+    for trainer in (packed, padded):
+        torch.manual_seed(2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.optimizer, "zero_grad", lambda **_: None)
+            metrics = trainer.update_actor(of_lengths(*BATCHES[0]))
+        named: Any = trainer.model.named_parameters()
+        grads.append((metrics, {name: param.grad.to_local() for name, param in named}))
+    (metrics, own), (expected, other) = grads
+    assert_metrics(metrics, expected)
+    assert own.keys() == other.keys()
+    for name, grad in own.items():  # of norm 1, clipped
+        assert_within(grad, other[name], rounding(BACKWARD), name)
+
+
+def test_values_adapters_and_recomputed_layers_are_those_of_padded_sequences(
+    tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path)
+    lora = LoraConfig(rank=2, alpha=8.0, target_modules=("q_proj", "down_proj"))
+    more: dict[str, Any] = {"critic": CriticConfig(), "lora": lora, "reference": True}
+    found = []
+    for packed in (True, False):
+        trainer = make_trainer(path, packed=packed, activation_checkpointing=packed, **more)
+        batch = value_batch(7)
+        metrics = [trainer.update_actor(batch), trainer.update_critic(batch)]
+        first = [trainer.compute_ref_log_prob(batch), trainer.compute_log_prob(batch)]
+        found.append((metrics, first, trainer.compute_values(batch)))
+    (own, scores, values), (other, expected, wanted) = found
+    for mine, theirs in zip(own, other, strict=True):
+        assert_metrics(mine, theirs)
+    assert scores[0] != scores[1]
+    for rows, exact in zip([*scores, values], [*expected, wanted], strict=True):
+        assert_scores(rows, exact)
+
+
+def test_what_a_sequence_says_hangs_on_no_other(model_path: str, make_trainer: Make) -> None:
+    trainer, batch = make_trainer(model_path, micro_batch_size=9), make_batch(5)
+    scores = trainer.compute_log_prob(batch)
+    prompts = [[0] * len(ids) for ids in batch.prompt_ids]
+    prompts[2] = batch.prompt_ids[2]
+    others = dataclasses.replace(batch, prompt_ids=prompts)
+    changed = trainer.compute_log_prob(others)
+    assert changed[2] == scores[2] and changed[1] != scores[1]
+
+
+FIELDS: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96, "pad_token_id": 0,
+}  # fmt: skip
+KNOWN: list[tuple[str, dict[str, Any], bool]] = [
+    ("qwen2", {}, True),
+    ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, True),
+    ("deepseek_v3", MLA, True),
+    ("mistral", {"sliding_window": 8}, False),
+    ("mistral", {"sliding_window": None}, True),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, False),
+    ("gemma2", {}, False),  # caps scores, and every other layer has a window
+    ("gemma2", {"layer_types": ["full_attention"] * 4}, False),
+    ("gpt_oss", {"num_local_experts": 4}, False),  # sinks
+    ("gpt_oss", {"num_local_experts": 4, "layer_types": ["full_attention"] * 4}, False),
+    ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 48}, False),  # chunks
+    ("qwen3_next", {"num_experts": 0}, False),  # recurrent
+    ("lfm2", {}, False),  # convolutions
+    ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 2}, False),  # beside attention
+    ("diffllama", {}, False),  # two attentions a layer
+    ("stablelm", {}, False),  # passes nothing on to its attention
+    ("bloom", {}, False),  # has an attention of its own
+    ("llama", {"attention_dropout": 0.1}, False),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "packable"), KNOWN)
+def test_models_whose_tokens_see_others_only_in_plain_attention_take_them_end_to_end(
+    family: str, changes: dict[str, Any], packable: bool
+) -> None:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **FIELDS | changes)
+        model = AutoModelForCausalLM.from_config(config)
+    forwards = [module.forward.__func__ for module in model.modules()]
+    pack_if_possible(model, PACKED)
+    assert packs(model) == packable
+    assert [module.forward.__func__ for module in model.modules()] == forwards
+    pack_if_possible(model, None)
+    assert not packs(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("mistral", {"sliding_window": 4}), ("qwen3_next", {})]
+)
+def test_a_model_that_must_not_be_packed_scores_padded_sequences(
+    family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, family, **changes)
+    trainer, batch = make_trainer(path), make_batch(7)
+    assert not packs(trainer.model)
+    with torch.no_grad():
+        assert_scores(trainer.compute_log_prob(batch), reference_logprobs(reference(path), batch))
+    assert trainer.update_actor(batch)["grad_norm"] > 0
