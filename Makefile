@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score bench-optimizer bench-vllm
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score bench-optimizer bench-vllm bench-moe
 
 .PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -104,6 +104,9 @@ bench-switch:
 
 bench-score:
 	$(GPU) -m tests.benchmarks.bench_score --out $(OUT)
+
+bench-moe:
+	$(GPU) -m tests.benchmarks.bench_moe --out $(OUT)
 
 bench-gap:
 	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))

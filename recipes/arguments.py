@@ -56,6 +56,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         weight_decay=section.weight_decay,
         betas=(section.beta1, section.beta2),
         max_grad_norm=section.max_grad_norm,
+        router_aux_loss_coef=section.router_aux_loss_coef,
         micro_batch_size=section.micro_batch_size,
         activation_checkpointing=section.activation_checkpointing,
         threads=section.threads,

@@ -25,6 +25,7 @@ from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
 MODELS = {
     "llama": {"tie_word_embeddings": False, "num_key_value_heads": 1, "attention_bias": False},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen3_moe": {"tie_word_embeddings": True, "num_experts": 5, "norm_topk_prob": True},
     "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 24},
 }
 LENGTHS = [1, 2, 15, 16, 17, 64, 200, 500]

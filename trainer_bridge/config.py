@@ -66,14 +66,15 @@ class TrainerConfig:
     update is rounded away there. clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 +
     high]. kl_loss_coef: of the KL divergence from the reference, in the loss. critic: None: none.
     reference: keep the first weights, frozen, to score with; with adapters these are the base, and
-    need no model of their own. max_grad_norm: None: no clipping. micro_batch_size: sequences a rank
-    holds in one forward and backward, if they are as long as the batch's longest; of shorter ones
-    as many more as take no more tokens, end to end without padding (of models in which they would
-    see each other so: padded, and only those of nearly one length). threads: of torch on the CPU;
-    None leaves torch's own choice. seed: of torch's generator, set once when the trainer is built,
-    and of random weights. optimizer_offload: masters and moments, fp32, lie in host memory and pass
-    through the device in every update (`StreamedAdamW`); the shards are held in `param_dtype`. The
-    critic's stay.
+    need no model of their own. max_grad_norm: None: no clipping. router_aux_loss_coef: of the
+    load-balance loss of a mixture of experts (`load_balance`), in the policy's loss; 0: none.
+    micro_batch_size: sequences a rank holds in one forward and backward, if they are as long as the
+    batch's longest; of shorter ones as many more as take no more tokens, end to end without padding
+    (of models in which they would see each other so: padded, and only those of nearly one length).
+    threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
+    once when the trainer is built, and of random weights. optimizer_offload: masters and moments,
+    fp32, lie in host memory and pass through the device in every update (`StreamedAdamW`); the
+    shards are held in `param_dtype`. The critic's stay.
     """
 
     model_path: str
@@ -89,6 +90,7 @@ class TrainerConfig:
     clip_eps_low: float = 0.2
     clip_eps_high: float = 0.2
     kl_loss_coef: float = 0.0
+    router_aux_loss_coef: float = 0.0
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8
@@ -122,6 +124,11 @@ class TrainerConfig:
             ("clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]"),
             ("clip_eps_high", 0 < self.clip_eps_high < inf, "must be positive and finite"),
             ("kl_loss_coef", 0 <= self.kl_loss_coef < inf, "must be finite, not negative"),
+            (
+                "router_aux_loss_coef",
+                0 <= self.router_aux_loss_coef < inf,
+                "must be finite, not negative",
+            ),
             ("kl_loss_coef", self.reference or not self.kl_loss_coef, "needs reference=True"),
             ("micro_batch_size", self.micro_batch_size >= 1, "must be at least 1"),
             ("threads", self.threads is None or self.threads >= 1, "must be at least 1, or None"),

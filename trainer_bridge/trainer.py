@@ -4,7 +4,7 @@ its uses.
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
+from trainer_bridge.training.balance import load_balance, routers
 from trainer_bridge.training.batch import (
     MicroBatch,
     SequenceBatch,
@@ -105,6 +106,9 @@ class Trainer:
             self.reference = self._first_weights()
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
+            if config.router_aux_loss_coef and not routers(self.model):
+                rule = "is of a mixture of experts, and this model is none; leave it 0"
+                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}")
             self.optimizer = build_optimizer(
                 list(trained_params(self.model).values()), config, runtime, saver
             )
@@ -165,7 +169,8 @@ class Trainer:
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
         """Makes one AdamW step on the clipped policy-gradient loss, the mean over all response
         tokens of the batch, plus `kl_loss_coef` times the KL divergence from the reference
-        (`kl_k3`, whose mean is estimated from these tokens).
+        (`kl_k3`, whose mean is estimated from these tokens), plus `router_aux_loss_coef` times the
+        load-balance loss of each micro batch, by its share of these tokens.
 
         Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A
         gradient that is not finite raises a FloatingPointError and changes nothing.
@@ -407,6 +412,16 @@ class Trainer:
 
         Returns its sums of loss, clipped tokens, kl and entropy.
         """
+        coefficient = self.config.router_aux_loss_coef
+        if not coefficient:
+            return self._add_gradient(batch, micro)
+        with load_balance(self.model, micro.real) as balance:
+            return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
+
+    def _add_gradient(
+        self, batch: SequenceBatch, micro: MicroBatch, more: Callable[[], Tensor] | None = None
+    ) -> list[float]:
+        """more: of the loss, for each of its response tokens, once the model has scored them."""
         logprobs, entropy = micro_logprobs(self.model, micro, batch.temperature)
         old = batch.of_tokens("old_logprobs", micro)
         advantages = batch.of_tokens("advantages", micro)
@@ -418,6 +433,8 @@ class Trainer:
             loss = loss + self.config.kl_loss_coef * kl_k3(
                 logprobs, batch.of_tokens("ref_logprobs", micro)
             )
+        if more is not None and len(logprobs):
+            loss = loss + len(logprobs) * more()
         # FSDP divides the sum of the ranks' gradients by their number.
         (loss * (self._runtime.world / batch.num_tokens)).backward()
         return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]

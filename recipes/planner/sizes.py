@@ -21,7 +21,7 @@ from recipes.setup.pool import (
     state_bytes,
     tokens_in_share,
 )
-from rollout.model import load_model_config
+from rollout.model import ModelConfig, load_model_config
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
 
@@ -33,7 +33,16 @@ def engine_sizes(
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     size = recipe.engine.tensor_parallel_size
-    weights = _weights(recipe, model, dtype)
+    known = _known(model)
+    if known is None:  # an even share
+        parameters = sum(param.numel() for param in model.parameters())
+        weights = parameters * dtype.itemsize // size
+        inner = fields["intermediate_size"] // size
+        widths = [2 * inner, inner]
+    else:
+        weights = rank_weights(recipe, known, dtype)
+        hidden = known.hidden_size
+        widths = max((mlp.widths(hidden, size) for mlp in known.mlps), key=sum)
     kept = rank_kept(recipe, model.config, dtype)
     states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
     if tokens is None:
@@ -41,14 +50,14 @@ def engine_sizes(
     padded = tokens + recipe.engine.page_size
     kv_cache = round_up(padded * kept.bytes_per_token + states, PAGE)
     running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
-    inner = 3 * fields["intermediate_size"] // size + 8 * fields["hidden_size"]
+    inner = sum(widths) + 8 * fields["hidden_size"]
     prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
     step = max(running * vocabulary * 4 + 2 * MIB, prefill * inner * dtype.itemsize)
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
         kv_cache=kv_cache,
         wanted=_wanted(recipe, kept.bytes_per_token, prompt_tokens),
-        cuda_graph=_graphs(recipe, fields, gpu, dtype) if recipe.engine.cuda_graphs else 0,
+        cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if recipe.engine.cuda_graphs else 0,
         idle=IDLE,
         generating=IDLE + gpu.workspace + round_up(step, PAGE),
     )
@@ -62,30 +71,29 @@ def _wanted(recipe: Recipe, token_bytes: int, prompt_tokens: int) -> int:
     return round_up(tokens * token_bytes, LEAST)
 
 
-def _weights(recipe: Recipe, model: Any, dtype: torch.dtype) -> int:
-    """Returns one rank's bytes of weights; of a model the engine cannot compute, an even share."""
+def _known(model: Any) -> ModelConfig | None:
+    """Returns the model as the engine knows it; None: it cannot compute it."""
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         try:
-            known = load_model_config(folder)
+            return load_model_config(folder)
         except ValueError:
-            parameters = sum(param.numel() for param in model.parameters())
-            return parameters * dtype.itemsize // recipe.engine.tensor_parallel_size
-    return rank_weights(recipe, known, dtype)
+            return None
 
 
-def _graphs(recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype) -> int:
+def _graphs(
+    recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype, widths: list[int]
+) -> int:
     """Logits, cuBLAS's workspace, and what the largest batch computes in: blocks are used again
     from layer to layer.
     """
-    running, part = recipe.engine.max_running, recipe.engine.tensor_parallel_size
+    running = recipe.engine.max_running
     pool = CachingAllocator()
     pool.allocate("workspace", gpu.workspace)
     pool.allocate("small", 1)
-    inner = fields["intermediate_size"] // part
-    for name, width in (("gate_up", 2 * inner), ("act", inner), ("hidden", fields["hidden_size"])):
-        pool.allocate(name, running * width * dtype.itemsize)
+    for number, width in enumerate((*widths, fields["hidden_size"])):
+        pool.allocate(f"block {number}", running * width * dtype.itemsize)
     return round_up(
         round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE
     )

@@ -132,6 +132,7 @@ class TrainerSection(Section):
     beta1: float = 0.9
     beta2: float = 0.999
     max_grad_norm: float = 1.0
+    router_aux_loss_coef: float = 0.0  # of mixtures of experts: their load-balance loss; 0: none
     # Sequences a forward and backward pass holds, of the longest; of short ones more.
     micro_batch_size: int = 4
     # Layers are computed again in the backward pass, not kept.
@@ -148,6 +149,8 @@ class TrainerSection(Section):
         yield Rule("learning_rate", *rules.BETWEEN_0_AND_1)
         yield Rule("weight_decay beta1 beta2", *rules.FROM_0_BELOW_1)
         yield Rule("max_grad_norm", *rules.POSITIVE)
+        off = "set trainer.router_aux_loss_coef=0 (off)"
+        yield Rule("router_aux_loss_coef", *rules.NOT_NEGATIVE, off)
         yield Rule("micro_batch_size", *at_least(1))
         if self.threads is not None:
             yield Rule("threads", *at_least(1))

@@ -8,14 +8,18 @@ from rollout.model.loading import (
     stop_token_ids,
 )
 from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
+from rollout.model.spellings import Stored, is_unused, spellings
 
 __all__ = [
     "ModelConfig",
+    "Stored",
     "checkpoint_files",
+    "is_unused",
     "load_model_config",
     "parameter_shapes",
     "rank_groups",
     "rank_layout",
+    "spellings",
     "stop_token_ids",
     "whole_manifest",
 ]

@@ -6,25 +6,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.model.mixers.base import MixerConfig
+from rollout.model.mlp import MLPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of pre-norm layers: a mixer of tokens (attention, say), then a SwiGLU MLP; RMSNorm
-    before both.
+    """A decoder of pre-norm layers: a mixer of tokens (attention, say), then an MLP; RMSNorm before
+    both.
 
-    mixers: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging Face
-    config it was read from, which kvcache.layout reads, too. zero_centred_norms: RMSNorms multiply
-    by 1 + weight.
+    mixers, mlps: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging
+    Face config it was read from, which kvcache.layout reads, too. zero_centred_norms: RMSNorms
+    multiply by 1 + weight.
     """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     mixers: tuple[MixerConfig, ...]
+    mlps: tuple[MLPConfig, ...]
     stop_token_ids: frozenset[int]
     hf_config: Any = field(repr=False, compare=False)
     zero_centred_norms: bool = False

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.config import ModelConfig
 from rollout.model.mixers.base import Batch, Mixer
-from rollout.ops.activation import silu_mul
+from rollout.model.mlp import MLP
 from rollout.ops.norm import add_rms_norm, rms_norm
 from rollout.parallel import TensorParallel
 from rollout.weights.store import WeightStore
@@ -18,12 +17,11 @@ from rollout.weights.store import WeightStore
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """Holds the weights that every layer has beside its mixer."""
+    """Holds what every layer has beside its mixer."""
 
     input_norm: Tensor
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +37,20 @@ class DecoderWeights:
     def of(cls, store: WeightStore, config: ModelConfig) -> DecoderWeights:
         return cls(
             embed=store.tensor("model.embed_tokens.weight"),
-            layers=tuple(_layer_weights(store, layer) for layer in range(config.num_layers)),
+            layers=tuple(
+                _layer_weights(store, config, layer) for layer in range(config.num_layers)
+            ),
             norm=store.tensor("model.norm.weight"),
             lm_head=store.tensor("lm_head.weight"),
         )
 
 
-def _layer_weights(store: WeightStore, layer: int) -> LayerWeights:
+def _layer_weights(store: WeightStore, config: ModelConfig, layer: int) -> LayerWeights:
     prefix = f"model.layers.{layer}."
     return LayerWeights(
         input_norm=store.tensor(prefix + "input_layernorm.weight"),
         post_norm=store.tensor(prefix + "post_attention_layernorm.weight"),
-        gate_up=store.tensor(prefix + "mlp.gate_up_proj.weight"),
-        down=store.tensor(prefix + "mlp.down_proj.weight"),
+        mlp=config.mlps[layer].build(store, prefix + "mlp."),
     )
 
 
@@ -81,10 +80,6 @@ def forward(
             mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred
         )
         x, residual = add_rms_norm(
-            ranks.sum(_mlp(layer, x), "MLP"), residual, norm, eps, zero_centred=centred
+            ranks.sum(layer.mlp(x), "MLP"), residual, norm, eps, zero_centred=centred
         )
     return x
-
-
-def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
-    return F.linear(silu_mul(F.linear(x, layer.gate_up)), layer.down)

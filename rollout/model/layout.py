@@ -3,7 +3,7 @@ once.
 """
 
 from rollout.model.config import ModelConfig
-from rollout.model.params import Group, one, stack
+from rollout.model.params import Group, one
 
 
 def parameter_groups(config: ModelConfig) -> list[Group]:
@@ -23,14 +23,10 @@ def aliases(config: ModelConfig) -> dict[str, str]:
 
 
 def _layer_groups(config: ModelConfig, index: int) -> list[Group]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    layer = f"model.layers.{index}."
-    mlp = layer + "mlp."
-    gate_up = [(f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+    hidden, layer = config.hidden_size, f"model.layers.{index}."
     return [
         one(layer + "input_layernorm.weight", hidden),
         *config.mixers[index].groups(hidden, layer),
         one(layer + "post_attention_layernorm.weight", hidden),
-        stack(mlp + "gate_up_proj.weight", gate_up),
-        one(mlp + "down_proj.weight", hidden, inner),
+        *config.mlps[index].groups(hidden, layer + "mlp."),
     ]

@@ -14,11 +14,13 @@ from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import MixerConfig
 from rollout.model.mixers.delta_net import DeltaNetConfig
+from rollout.model.mlp import ExpertsConfig, GatedConfig, MLPConfig
 from rollout.model.rotary import RopeConfig
 
 ARCHITECTURES = (
-    "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM", "Qwen3NextForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+    "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
 )  # fmt: skip
 _QWEN3_NEXT_TYPES = ("full_attention", "linear_attention")
 _INDEX = "model.safetensors.index.json"
@@ -46,11 +48,11 @@ def load_model_config(path: str | Path) -> ModelConfig:
     return ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         mixers=_mixers(config, str(directory)),
+        mlps=_mlps(config),
         zero_centred_norms=config.model_type == "qwen3_next",
         stop_token_ids=_stop_token_ids(directory, config.eos_token_id),
         hf_config=config,
@@ -88,22 +90,16 @@ def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionCo
         rope=rope,
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         window=window,
     )
 
 
 def _qwen3_next_mixers(config: Any, attention: AttentionConfig) -> tuple[MixerConfig, ...]:
-    """Gated delta nets and gated attention, with dense MLPs; ValueError for experts.
+    """Gated delta nets and gated attention.
 
     attention: what the model's attention has in common with Qwen3's.
     """
-    if sparse := _expert_layers(config):
-        raise ValueError(
-            f"num_experts={config.num_experts}: layers {sparse} are mixtures of experts, which are "
-            "not supported; supported: dense MLPs (num_experts=0, or every layer in "
-            "mlp_only_layers)"
-        )
     if unknown := sorted(set(config.layer_types) - set(_QWEN3_NEXT_TYPES)):
         raise ValueError(
             f"layer_types={unknown} are not supported; supported: {', '.join(_QWEN3_NEXT_TYPES)}"
@@ -120,15 +116,35 @@ def _qwen3_next_mixers(config: Any, attention: AttentionConfig) -> tuple[MixerCo
     return tuple(linear if kind == "linear_attention" else gated for kind in config.layer_types)
 
 
-def _expert_layers(config: Any) -> list[int]:
+def _mlps(config: Any) -> tuple[MLPConfig, ...]:
+    sparse = _expert_layers(config)
+    experts = _experts(config) if sparse else None
+    dense = GatedConfig(inner=config.intermediate_size)
+    layers = range(config.num_hidden_layers)
+    return tuple(experts if experts and layer in sparse else dense for layer in layers)
+
+
+def _experts(config: Any) -> ExpertsConfig:
+    mixtral = config.model_type == "mixtral"
+    return ExpertsConfig(
+        experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        inner=config.intermediate_size if mixtral else config.moe_intermediate_size,
+        normalise=mixtral or bool(config.norm_topk_prob),
+        wide_weights=mixtral,
+        shared=getattr(config, "shared_expert_intermediate_size", None),
+    )
+
+
+def _expert_layers(config: Any) -> set[int]:
     """Transformers' rule for which layers are mixtures of experts."""
-    if not config.num_experts:
-        return []
-    return [
-        layer
-        for layer in range(config.num_hidden_layers)
-        if layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-    ]
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return set(layers)
+    if config.model_type not in ("qwen3_moe", "qwen3_next") or not config.num_experts:
+        return set()
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    return {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
 
 
 def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -63,7 +63,7 @@ def _attention(model: ModelConfig) -> list[AttentionConfig]:
     ]
     if len(found) != model.num_layers:
         raise ValueError(
-            "tensor parallel needs plain attention in every layer (Llama, Mistral, Qwen2, Qwen3); "
-            "latent attention and Qwen3-Next run with tensor_parallel_size=1"
+            "tensor parallel needs plain attention in every layer (Llama, Mistral, Mixtral, Qwen2, "
+            "Qwen3, Qwen3-MoE); latent attention and Qwen3-Next run with tensor_parallel_size=1"
         )
     return found

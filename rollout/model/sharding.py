@@ -26,7 +26,7 @@ class Split:
 
 
 def decoder_splits(head_dim: int) -> dict[str, Split]:
-    """Returns how the parameters of Llama, Qwen2, Qwen3 and Qwen3-MoE are split, by the end of
+    """Returns how the parameters of Llama, Qwen, Mixtral and Qwen3-MoE are split, by the end of
     their names; others are not.
     """
     heads = Split(dim=0, unit=head_dim)

@@ -29,9 +29,14 @@ def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[
     inside = column < size
     gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
+    tl.store(out + token * size + column, gated(gate, up, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) * up of fp32 values, both factors and the product rounded to `dtype`."""
     silu = tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype).to(tl.float32)
-    tl.store(out + token * size + column, (silu * up).to(dtype), mask=inside)
+    return (silu * up).to(dtype)
 
 
 @triton.jit

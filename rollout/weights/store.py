@@ -3,7 +3,8 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from memsaver.common.rounding import round_up
 from memsaver.common.strided import row_major
 from rollout.model.params import Group, Param, Piece
+from rollout.model.spellings import Stored, is_unused, spellings
 from rollout.tags import WEIGHTS
 from rollout.types import Manifest, ModuleTensor, ParamSlice
 from rollout.weights.arena import WeightArena, dot, shorten
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from memsaver import MemorySaver
 
 ALIGNMENT = 256  # bytes: whole cache lines and the vector loads of every kernel
-# buffers of old checkpoints
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 
 
 def _align(nbytes: int) -> int:
@@ -151,30 +151,45 @@ class WeightStore(WeightArena):
         undefined then.
         """
         self.undefine(f"loading from {source} did not finish")
-        loaded: set[str] = set()
+        known = dict(self._in_files())
+        loaded: Counter[str] = Counter()
         unexpected: list[str] = []
         for name, tensor in tensors:
-            target = self.manifest.aliases.get(name, name)
-            if target not in self._shapes:
-                if not name.endswith(_DERIVED_SUFFIXES):
+            found = known.get(self.manifest.aliases.get(name, name))
+            if found is None:
+                if not is_unused(name):
                     unexpected.append(name)
                 continue
-            shape = self._shapes[target]
-            if tuple(tensor.shape) != shape:
-                text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
-                raise ValueError(f"{source}: {text}")
-            if target == name:  # a tied name's own copy is ignored, as transformers does
-                for piece in self._slices[name]:
-                    box = (
-                        slice(first, first + n)
-                        for first, n in zip(piece.start, piece.shape, strict=True)
-                    )
-                    self.box(piece).copy_(tensor[tuple(box)])
-                loaded.add(name)
-        missing = [name for name in self._shapes if name not in loaded]
+            target, stored = found
+            if tuple(tensor.shape) != stored.shape:
+                text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for"
+                raise ValueError(f"{source}: {text} {stored.shape}")
+            if stored.name == name:  # a tied name's own copy is ignored, as transformers does
+                for piece in self._slices[target]:
+                    self._copy(piece, stored, tensor)
+                loaded[target] += stored.volume
+        missing = [name for name, shape in self._shapes.items() if loaded[name] != math.prod(shape)]
         if missing or unexpected:
             raise ValueError(
                 f"{source} does not fit config.json: missing {shorten(missing)}, "
                 f"unexpected {shorten(unexpected)}"
             )
         self.define(0)
+
+    def _in_files(self) -> Iterator[tuple[str, tuple[str, Stored]]]:
+        """Every name that a file may have: the parameter, and which part of it that is."""
+        for name, shape in self._shapes.items():
+            for stored in chain.from_iterable(spellings(name, shape)):
+                yield stored.name, (name, stored)
+
+    def _copy(self, piece: ParamSlice, stored: Stored, tensor: Tensor) -> None:
+        """Copies what a tensor of a file has of a slice."""
+        source, target = [], []
+        bounds = zip(piece.start, piece.shape, stored.start, stored.box, strict=True)
+        for first, size, begin, length in bounds:
+            low, high = max(first, begin), min(first + size, begin + length)
+            if low >= high:
+                return
+            source.append(slice(low - begin, high - begin))
+            target.append(slice(low - first, high - first))
+        self.box(piece)[tuple(target)].copy_(tensor.view(stored.box)[tuple(source)])

@@ -31,6 +31,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_score": ([], {"passes", "apart"}),
     "bench_optimizer": ([], {"update"}),
     "bench_vllm": ([], set()),
+    "bench_moe": ([], {"tokens"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
 ON_GPU = {

@@ -22,11 +22,15 @@ from transformers import (
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -41,13 +45,18 @@ QWEN3_NEXT = partial(
     linear_value_head_dim=12,
     layer_types=["linear_attention", "full_attention"],
 )
+QWEN3_MOE = partial(
+    Qwen3MoeConfig, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24
+)
 KINDS: dict[str, tuple[Any, Any]] = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (QWEN3_MOE, Qwen3MoeForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "qwen3_next": (QWEN3_NEXT, Qwen3NextForCausalLM),
@@ -69,6 +78,8 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
     config_class, model_class = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     model = model_class(config_class(**{**SIZES, **overrides})).eval()
+    # transformers' grouped products take no odd sizes
+    model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2

@@ -39,6 +39,9 @@ STAGES = [
     *("restore_optim", "compute_advantages", "update_actor"),
 ]
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
+EXPERTS = ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
+EXPERTS += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
+EXPERTS += ["model.config.norm_topk_prob=true", "trainer.router_aux_loss_coef=0.001"]
 # Log-probabilities of fp32 by two implementations. A logit of magnitude 8 has an ulp of 5e-7; a few
 # dozen roundings (two layers, norm, head, softmax) lead to this at the worst token, and their mean
 # stays near one ulp.
@@ -60,6 +63,15 @@ def test_the_task_is_learnt_also_on_held_out_problems(tiny: Path) -> None:
     found = rows(tiny, "eval")
     assert [row["step"] for row in found] == [0, 10, 20, 25]
     assert found[0]["exact_match"] < 0.2 and found[-1]["exact_match"] > 0.5
+
+
+@pytest.mark.extended
+def test_a_mixture_of_experts_learns_the_task(tmp_path: Path) -> None:
+    start_run("tiny", [*LEARNT, *EXPERTS], tmp_path / "run")
+    train = rows(tmp_path / "run", "train")
+    rewards = [row["reward"] for row in train]
+    assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
+    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
 
 
 def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Engine
 from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
+from rollout.model.mlp import ExpertsConfig, GatedConfig
 from rollout.model.rotary import inverse_frequencies, rotary_tables
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3
@@ -85,11 +88,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
             {"first_k_dense_replace": 1},
             "first_k_dense_replace=1 makes layers 1..1 mixtures of experts",
         ),
-        (NEXT, {"num_experts": 8}, r"num_experts=8: layers \[0, 1\] are mixtures of experts"),
         (
-            NEXT,
-            {"num_experts": 8, "mlp_only_layers": [0]},
-            r"num_experts=8: layers \[1\] are mixtures of experts",
+            "qwen3_moe",
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok=9 must be in 1\.\.8, the number of experts",
         ),
         (
             NEXT,
@@ -147,6 +149,74 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
         4.0,
         128,
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}, {"normalise": True}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, {"normalise": False}),
+        ("mixtral", {}, {"normalise": True, "wide_weights": True, "inner": 80}),
+        (
+            NEXT,
+            {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+            {"normalise": True, "shared": 512},
+        ),
+    ],
+)
+def test_layers_are_experts_where_transformers_has_them(
+    tmp_path: Path, kind: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    save_config(tmp_path, kind)
+    edit_config(tmp_path, **changes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    experts = ExpertsConfig(**{"experts": 8, "top_k": 2, "inner": 24} | expected)
+    sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    assert any(sparse)
+    assert load_model_config(tmp_path).mlps == tuple(
+        experts if each else GatedConfig(inner=80) for each in sparse
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_one_by_one_and_stacked_are_the_same_weights(tmp_path: Path, kind: str) -> None:
+    """As the Hub has them, Mixtral by names of its own; as transformers computes with them; and as
+    half of each.
+    """
+    model = save_tiny(tmp_path, kind)
+    apart = load_file(tmp_path / "model.safetensors")
+    assert any(".experts.0." in name for name in apart)
+    stacked = {name: param.detach() for name, param in model.named_parameters()}
+    first = {name: param for name, param in stacked.items() if ".layers.0." in name}
+    half = {name: param for name, param in apart.items() if ".layers.0." not in name} | first
+    engine = Engine.from_pretrained(tmp_path)
+    digest = engine.store.digest()
+    for tensors in (stacked, half):
+        engine.store.load(tensors.items(), "files")
+        assert engine.store.digest() == digest
+    for name, param in stacked.items():
+        assert torch.equal(engine.store.tensor(name), param) or "proj.weight" in name
+
+
+def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    engine = Engine.from_pretrained(tmp_path)
+    layer = "model.layers.1.mlp.experts."
+    for name, changed, match in [
+        (f"{layer}3.up_proj.weight", None, rf"missing {layer}gate_up_proj, unexpected nothing"),
+        (
+            f"{layer}3.up_proj.weight",
+            (23, 48),
+            r"shape \(23, 48\), config.json asks for \(24, 48\)",
+        ),
+        (f"{layer}8.up_proj.weight", (24, 48), rf"missing nothing, unexpected {layer}8.up"),
+    ]:
+        others = {key: tensor for key, tensor in tensors.items() if key != name}
+        more = {} if changed is None else {name: torch.zeros(changed)}
+        with pytest.raises(ValueError, match=match):
+            engine.store.load((others | more).items(), "files")
+        assert engine.store.version is None
 
 
 @pytest.mark.parametrize(

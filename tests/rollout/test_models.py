@@ -5,6 +5,7 @@ After every step all slots and states that no query may read hold NaN. On a GPU 
 CUDA graphs.
 """
 
+import random
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 V3, V2, NEXT = "deepseek_v3", "deepseek_v2", "qwen3_next"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 MIXED, FIVE = [FULL, SLIDING, SLIDING, FULL], [LINEAR, LINEAR, FULL, LINEAR, FULL]
+MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CONV: dict[str, Any] = {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2}
 WINDOWED: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 8}),
@@ -43,6 +45,25 @@ WINDOWED: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
+
+
+def random_experts(seed: int) -> tuple[str, dict[str, Any]]:
+    """A Qwen3-MoE of 1 to 64 experts, of which a token goes to 1 to 8."""
+    rng = random.Random(seed)
+    experts = rng.choice([1, 2, 5, 8, 16, 31, 64])
+    return "qwen3_moe", {
+        "num_experts": experts,
+        "num_experts_per_tok": rng.randint(1, min(8, experts)),
+        "moe_intermediate_size": rng.randint(3, 40),
+        "norm_topk_prob": rng.random() < 0.5,
+        "hidden_size": rng.choice([48, 36]),
+        "num_hidden_layers": 3,
+        "decoder_sparse_step": rng.choice([1, 1, 2]),
+        "mlp_only_layers": rng.choice([[], [1]]),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
 MODELS: list[tuple[str, dict[str, Any], int]] = some(
     ("llama", {"rope_parameters": LLAMA3}, 16),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}, 16),
@@ -84,6 +105,9 @@ MODELS: list[tuple[str, dict[str, Any], int]] = some(
         16,
     ),
     ("mistral", {"sliding_window": None}, 16),
+    *((*random_experts(seed), 16) for seed in range(3)),
+    (NEXT, {"shared_expert_intermediate_size": 11, "norm_topk_prob": False, **MOE}, 16),
+    ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 40}, 4),
     *((*model, page_size) for model, page_size in zip(WINDOWED, [1, 4, 16, 4, 1, 1], strict=True)),
     whole=[
         ("qwen2", {"tie_word_embeddings": True, "hidden_size": 64}, 16),
@@ -91,15 +115,18 @@ MODELS: list[tuple[str, dict[str, Any], int]] = some(
         (V3, {}, 16),
         (V2, {}, 16),
         (NEXT, {}, 16),
+        (NEXT, {**MOE, "mlp_only_layers": [0]}, 16),
+        *((*random_experts(seed), 16) for seed in range(3, 12)),
         *((*model, page_size) for model, page_size in product(WINDOWED, [1, 4, 16])),
     ],
 )
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 64, 65, 200, 500)
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 # One of each kind of cache: pages, pages that leave a window, two pools, latent rows, pages beside
-# states.
+# states; and experts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pages": ("qwen3", {"head_dim": 32}),
+    "experts": ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 4}),
     "window": WINDOWED[0],
     "pools": WINDOWED[3],
     "latent": (V3, MLA),
@@ -207,6 +234,7 @@ def test_samples_share_their_prompt_and_part_from_it(make: Make, name: str, devi
     ("name", "fields"),
     [
         ("pages", {"kv_tokens": 128}),
+        ("experts", {"kv_tokens": 128}),
         ("window", {"kv_tokens": 64}),
         ("pools", {"window_tokens": 64}),
         ("states", {"kv_tokens": 128}),

@@ -28,6 +28,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("qwen2", {"head_dim": 12}),
     ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
+    ("qwen3_moe", {"moe_intermediate_size": 12}),
     (
         "ministral",
         {

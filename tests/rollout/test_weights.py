@@ -204,6 +204,7 @@ def test_ignores_derived_buffers_and_a_tied_copy(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6),
+        "mtp.layers.0.mlp.gate.weight": torch.zeros(6),
         "lm_head.weight": model.get_input_embeddings().weight.detach().clone(),
     }
     rewrite(tmp_path, lambda tensors: tensors.update(extra))

@@ -51,6 +51,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": False}),
     ("qwen2", {"head_dim": 8}),
+    ("qwen3_moe", {"num_experts": 5, "mlp_only_layers": [0]}),
     ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
 ]
 

@@ -24,7 +24,14 @@ from tests.helpers.trainer_bridge.models import (
     value_batch,
     write_model,
 )
-from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied, weights
+from tests.helpers.trainer_bridge.states import (
+    arrives,
+    arrives_in_parts,
+    assert_same_bits,
+    bits,
+    copied,
+    weights,
+)
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,
     assert_learned,
@@ -45,6 +52,7 @@ UNEVEN = {
 }
 CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2}
 STEPS = 2
+EXPERTS = (5, 1)  # 3 of a rank and 2 of the other; 1 and none; in a layer by columns
 COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
 BLOCK = 5 * 33 + 7  # elements that are drawn at once, not a whole number of rows
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
@@ -215,6 +223,11 @@ def worker(rank: int, path: str, out: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(initial, "BLOCK_ELEMENTS", BLOCK)
         result["drawn"] = drawn(f"{out}/described")
+    result["experts"] = []
+    for count in EXPERTS:
+        path = f"{out}/experts{count}"
+        other = Trainer(config(path), shard_dims={"model.layers.1.mlp.experts.down_proj": 2})
+        result["experts"] += [arrives(other, path), arrives_in_parts(other, path)]
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
 
@@ -225,6 +238,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list
     path = write_model(out / "model", **UNEVEN)
     # The padding row is the second rank's: shards of 49 and 48 rows.
     describe(out / "described", pad=60, **UNEVEN)
+    for count in EXPERTS:
+        experts = {"num_experts": count, "num_experts_per_tok": 1}
+        write_model(out / f"experts{count}", "qwen3_moe", **experts)
     results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -318,6 +334,12 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
     assert receipts[0].nbytes == sum(value.numel() * 4 for value in first["weights"].values())
     for name, value in first["weights"].items():
         assert torch.equal(synced[name], value), name
+
+
+def test_every_expert_arrives_from_two_ranks(two_ranks: Ranks) -> None:
+    """In one engine that has all of them, and in one of two ranks that have half of each."""
+    for result in two_ranks[2]:
+        assert result["experts"] == [True] * 2 * len(EXPERTS)
 
 
 def test_adapters_learn_on_two_ranks_as_on_one(

@@ -34,6 +34,11 @@ class Box(NamedTuple):
             shape.append(size)
         return Box(tuple(start), tuple(shape))
 
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Returns where it lies in a tensor of what `outer` holds."""
+        bounds = zip(self.start, self.shape, outer.start, strict=True)
+        return tuple(slice(first - begin, first - begin + size) for first, size, begin in bounds)
+
     def minus(self, other: Box) -> list[Box]:
         """Returns disjoint boxes with what `other` does not contain."""
         if (common := self.intersect(other)) is None:

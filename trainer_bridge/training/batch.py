@@ -26,14 +26,16 @@ class MicroBatch:
     on the right. N response tokens in all.
 
     rows: numbers of the sequences in the batch, -1 for a filler. counts: response tokens of each.
-    input_ids: int64 [B, L]. packing: where the sequences lie end to end; None: padded. kept: int64
-    [K], the positions whose logits are needed. row, column, target: int64 [N], the token targets[n]
-    is predicted by the logits at (row[n], kept[column[n]]), sequence by sequence.
+    input_ids: int64 [B, L]. real: bool [B, L], False for padding and fillers. packing: where the
+    sequences lie end to end; None: padded. kept: int64 [K], the positions whose logits are needed.
+    row, column, target: int64 [N], the token targets[n] is predicted by the logits at (row[n],
+    kept[column[n]]), sequence by sequence.
     """
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
     input_ids: Tensor
+    real: Tensor
     packing: Packing | None
     kept: Tensor
     row: Tensor
@@ -233,9 +235,14 @@ def lay_out(
     def integers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    packing, ids = None, [each + [0] * (max(lengths) - len(each)) for each in sequences]
+    def laid(parts: Sequence[list[int]]) -> list[list[int]]:
+        if packed:
+            return [[*chain.from_iterable(parts)]]
+        return [each + [0] * (max(lengths) - len(each)) for each in parts]
+
+    real = [[int(number >= 0)] * length for number, length in zip(rows, lengths, strict=True)]
+    packing = None
     if packed:
-        ids = [[*chain.from_iterable(sequences)]]
         packing = Packing(
             lengths=lengths,
             bounds=integers([0, *accumulate(lengths)], torch.int32),
@@ -244,7 +251,8 @@ def lay_out(
     return MicroBatch(
         rows=tuple(rows),
         counts=tuple(map(len, responses)),
-        input_ids=integers(ids),
+        input_ids=integers(laid(sequences)),
+        real=integers(laid(real), torch.bool),
         packing=packing,
         kept=integers(kept),
         row=integers(row),

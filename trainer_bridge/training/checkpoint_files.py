@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rollout.model import checkpoint_files
+from rollout.model import Stored, checkpoint_files, is_unused, spellings
 from trainer_bridge.errors import listed
+from trainer_bridge.sync.boxes import Box
 
 Shape = tuple[int, ...]
-_DERIVED = ".rotary_emb.inv_freq"  # some old checkpoints hold it; the model computes it
 
 
 def check_directory(path: str) -> None:
@@ -31,7 +33,7 @@ def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str
 
 
 class CheckpointFiles:
-    """Names, shapes and boxes of the tensors in `path`.
+    """Boxes of the parameters in `path`, however its tensors are named and cut (`spellings`).
 
     Files are mapped, not read, until a box is asked for.
     """
@@ -41,22 +43,46 @@ class CheckpointFiles:
 
         self.path = path
         self._files: dict[str, Any] = {}
+        self._ways: dict[str, list[Stored]] = {}
         for file_path in checkpoint_files(path):
             file: Any = safe_open(str(file_path), framework="pt", device="cpu")
-            self._files |= {key: file for key in file.keys() if not key.endswith(_DERIVED)}  # noqa: SIM118
+            self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
-        """Raise a ValueError that lists every name that is missing, unknown or of another shape."""
+        """Finds these parameters. Raises a ValueError that lists every name that is missing,
+        unknown or of another shape.
+        """
+        self._ways = {name: self._way(name, shape) for name, shape in shapes.items()}
+        parts = chain.from_iterable(self._ways.values())
+        wanted = {stored.name: stored.shape for stored in parts}
         named = {name: file for name, file in self._files.items() if name not in ignore}
         found = {name: tuple(file.get_slice(name).get_shape()) for name, file in named.items()}
-        if problems := misfits(shapes, found):
+        if problems := misfits(wanted, found):
             raise ValueError(
                 f"weights in {self.path!r} do not fit its config.json: {listed(problems)}"
             )
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Returns the elements from `start` to `start + shape` of a tensor, on the CPU, in the
-        file's dtype.
+        """Returns the elements from `start` to `start + shape` of a parameter that was checked, on
+        the CPU, in the file's dtype.
         """
-        ranges = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-        return self._files[name].get_slice(name)[ranges]
+        asked = Box(tuple(start), tuple(shape))
+        parts = [(Box(stored.start, stored.box), stored) for stored in self._ways[name]]
+        mine = [(stored, box, common) for box, stored in parts if (common := box.intersect(asked))]
+        first = self._read(*mine[0])
+        if len(mine) == 1:
+            return first
+        whole = torch.empty(asked.shape, dtype=first.dtype)
+        for stored, box, common in mine:
+            whole[common.within(asked)] = self._read(stored, box, common)
+        return whole
+
+    def _way(self, name: str, shape: Shape) -> list[Stored]:
+        ways = spellings(name, shape)
+        return next((way for way in ways if way[0].name in self._files), ways[0])
+
+    def _read(self, stored: Stored, box: Box, common: Box) -> Tensor:
+        """Returns what a tensor, whose box in its parameter is `box`, has of `common`."""
+        lacking = len(box.shape) - len(stored.shape)
+        read = self._files[stored.name].get_slice(stored.name)[common.within(box)[lacking:]]
+        return read.view(common.shape)

@@ -77,17 +77,9 @@ def _draw(
         if mine is None:
             continue
         generator = torch.Generator(device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
-        target = shard[_within(mine, box)]
+        target = shard[mine.within(box)]
         if mine == block and drawn_as in (None, shard.dtype) and shard.device == device:
             target.normal_(0.0, deviation, generator=generator)
         else:
             drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=device)
-            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[_within(mine, block)])
-
-
-def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Returns where a box lies in a tensor of what another one holds."""
-    starts = [first - begin for first, begin in zip(inner.start, outer.start, strict=True)]
-    return tuple(
-        slice(first, first + size) for first, size in zip(starts, inner.shape, strict=True)
-    )
+            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[mine.within(block)])

@@ -133,9 +133,10 @@ def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Modul
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
-    if getattr(hf_config, "attention_dropout", 0.0):
-        # Scores must not be random: the ratio of an unchanged policy is 1.
-        hf_config.attention_dropout = 0.0
+    for random in ("attention_dropout", "router_jitter_noise"):
+        if getattr(hf_config, random, 0.0):
+            # Scores must not be random: the ratio of an unchanged policy is 1.
+            setattr(hf_config, random, 0.0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=config.torch_model_dtype, attn_implementation=attention

@@ -116,7 +116,7 @@ def _refuse_unsupported(config: Any, rope: RopeConfig) -> None:
     if dense < layers:
         raise ValueError(
             f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of "
-            f"experts, which are not supported; use a model of dense layers alone: "
+            f"experts, which are not supported here; use a model of dense layers alone: "
             f"first_k_dense_replace={layers}"
         )
     if config.num_key_value_heads != heads:

@@ -71,7 +71,7 @@ RANGES = [
         "0.001",
     ),
     Range(
-        "grpo.kl_coef ppo.kl_coef engine.host_to_device_ratio",
+        "grpo.kl_coef ppo.kl_coef engine.host_to_device_ratio trainer.router_aux_loss_coef",
         "must not be negative",
         ("-0.1", "inf"),
         "0.0",

@@ -25,9 +25,13 @@ def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.
 
 
 def plain_step(
-    model: Any, optimizer: torch.optim.Optimizer, batch: SequenceBatch, max_norm: float
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: SequenceBatch,
+    max_norm: float,
+    more: torch.Tensor | float = 0.0,
 ) -> dict[str, float]:
-    """What update_actor should do, sequence by sequence."""
+    """What update_actor should do, sequence by sequence. more: of the loss, beside the policy's."""
     assert batch.old_logprobs is not None and batch.advantages is not None
     terms, clipped, kl = [], 0, 0.0
     for logp, old, advantage in zip(
@@ -38,7 +42,7 @@ def plain_step(
         terms.append(-torch.minimum(free, held))
         clipped += int((held < free).sum())
         kl += float((ratio - 1 - ratio.log()).detach().sum())
-    loss = torch.cat(terms).mean()
+    loss = torch.cat(terms).mean() + more
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()

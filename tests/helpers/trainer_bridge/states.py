@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import memsaver
 from rollout import Engine
+from tests.helpers.trainer_bridge.models import make_batch
 from trainer_bridge import Trainer
 from trainer_bridge.training.shards import local_shard
 
@@ -62,3 +64,39 @@ def weights(engine: Engine) -> dict[str, Tensor]:
             p.name: lease.tensor(p.shape, dtype[p.name], p.offset).clone()
             for p in engine.manifest.slices
         }
+
+
+def whole_params(trainer: Trainer) -> dict[str, Tensor]:
+    named: Any = trainer.model.named_parameters()
+    return {name: param.detach().full_tensor() for name, param in named}
+
+
+def arrives_in_parts(trainer: Trainer, path: str) -> bool:
+    """Whether each rank of a tensor-parallel engine has every bit of its part after a sync; all
+    ranks of the trainer are its ranks, too.
+    """
+    group = dist.group.WORLD
+    engine = Engine.from_pretrained(
+        path, kv_tokens=64, tensor_parallel_size=dist.get_world_size(), group=group
+    )
+    trainer.connect([engine])
+    trainer.sync_weights(2)
+    whole, same = whole_params(trainer), []
+    for piece in engine.manifest.slices:
+        box = [slice(at, at + n) for at, n in zip(piece.start, piece.shape, strict=True)]
+        same.append(torch.equal(engine.store.box(piece), whole[piece.name][tuple(box)]))
+    return all(same)
+
+
+def arrives(trainer: Trainer, path: str) -> bool:
+    """Whether an engine of rank 0's process has every bit that all ranks hold, after an update that
+    has a sequence for rank 0 alone, and a sync.
+    """
+    trainer.update_actor(make_batch(1))
+    engines = [Engine.from_pretrained(path, kv_tokens=64)] if trainer.rank == 0 else []
+    trainer.connect(engines)
+    receipt, whole = trainer.sync_weights(1), whole_params(trainer)
+    assert receipt.nbytes == sum(value.numel() * 4 for value in whole.values())
+    found = [weights(engine) for engine in engines]
+    assert all(each.keys() >= whole.keys() for each in found)
+    return all(torch.equal(each[name], value) for each in found for name, value in whole.items())

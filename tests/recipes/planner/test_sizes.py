@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import recipes
@@ -28,6 +27,9 @@ KINDS = {"sliding_window": 32, "layer_types": ["full_attention", "sliding_attent
 MODELS: dict[str, dict[str, Any]] = {
     "llama": FIELDS | {"model_type": "llama", "attention_bias": True},
     "qwen3": FIELDS | {"model_type": "qwen3", "num_key_value_heads": 2},
+    "experts": FIELDS
+    | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 44, "mlp_only_layers": [1]},
     "tied": FIELDS | {"model_type": "qwen2", "tie_word_embeddings": True},
     "sliding": FIELDS | {"model_type": "ministral", "num_key_value_heads": 2} | KINDS,
 }
@@ -65,7 +67,18 @@ def test_weights_and_a_token_are_planned_as_the_fullest_rank_has_them(tmp_path: 
         assert planned(MODELS[name], RANKS) == (round_up(weights, PAGE), per_token), name
 
 
-@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "deepseek-v3"])
-def test_a_rank_of_a_model_that_the_engine_does_not_compute_has_its_share(shape: str) -> None:
-    whole, _ = planned(shapes()[shape], 1)
-    assert whole <= 8 * planned(shapes()[shape], 8)[0] < whole + 8 * PAGE
+def test_a_rank_of_a_model_that_the_engine_does_not_compute_has_its_share() -> None:
+    fields = shapes()["deepseek-v3"]
+    whole, _ = planned(fields, 1)
+    assert whole <= 8 * planned(fields, 8)[0] < whole + 8 * PAGE
+
+
+def test_a_step_of_experts_holds_what_each_makes_of_a_token() -> None:
+    """Prefill of 2,048 tokens by 128 experts, of which 8 make 768 and then 2,048 elements of each;
+    8 hidden states beside.
+    """
+    words = ["model.dtype=bfloat16", "engine.max_prefill_tokens=2048", "engine.max_running=1"]
+    recipe = recipes.load("tiny", [*words, "grpo.prompts_per_step=100"])
+    sizes, _, _ = engine_sizes(recipe, shapes()["qwen3-30b-a3b"], GPU, prompt_tokens=100)
+    step = 2048 * (8 * (768 + 2048) + 8 * 2048) * 2
+    assert sizes.generating == sizes.idle + GPU.workspace + round_up(step, PAGE)

@@ -1,0 +1,131 @@
+"""Defines what follows attention in a layer: one config class a kind, and what it computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.model.params import Group, one, stack
+from rollout.ops.activation import silu_mul
+from rollout.ops.experts import mix_experts, top_experts
+
+if TYPE_CHECKING:
+    from rollout.weights.store import WeightStore
+
+MLP = Callable[[Tensor], Tensor]
+"""x [T, hidden] -> this rank's part of [T, hidden], which the ranks add up."""
+
+
+class MLPConfig(ABC):
+    """A layer's MLP, before it has weights. Names begin with `name`, "model.layers.3.mlp." say."""
+
+    @abstractmethod
+    def groups(self, hidden_size: int, name: str) -> list[Group]:
+        """Its parameters in memory order."""
+
+    @abstractmethod
+    def build(self, store: WeightStore, name: str) -> MLP:
+        """Makes what computes it, over views of the weight store."""
+
+    @abstractmethod
+    def widths(self, hidden_size: int, ranks: int) -> list[int]:
+        """Returns how many elements a token has in each tensor that lies in memory between the
+        first product and the last, on one of so many tensor-parallel ranks.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedConfig(MLPConfig):
+    """A SwiGLU MLP of this many inner channels."""
+
+    inner: int
+
+    def groups(self, hidden_size: int, name: str) -> list[Group]:
+        shape = (self.inner, hidden_size)
+        gate_up = [(f"{name}{half}_proj.weight", shape) for half in ("gate", "up")]
+        return [
+            stack(name + "gate_up_proj.weight", gate_up),
+            one(name + "down_proj.weight", hidden_size, self.inner),
+        ]
+
+    def build(self, store: WeightStore, name: str) -> MLP:
+        gate_up = store.tensor(name + "gate_up_proj.weight")
+        down = store.tensor(name + "down_proj.weight")
+        return lambda x: F.linear(silu_mul(F.linear(x, gate_up)), down)
+
+    def widths(self, hidden_size: int, ranks: int) -> list[int]:
+        inner = self.inner // ranks
+        return [2 * inner, inner]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(MLPConfig):
+    """A mixture of SwiGLU experts of `inner` channels each, of which a token goes to `top_k`.
+
+    normalise: a token's weights add up to 1. wide_weights: they stay fp32, and are not rounded to
+    the model's dtype. shared: a SwiGLU MLP of so many channels that every token goes through, times
+    the sigmoid of a product of its own (Qwen3-Next); None: there is none.
+    """
+
+    experts: int
+    top_k: int
+    inner: int
+    normalise: bool
+    wide_weights: bool = False
+    shared: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.top_k} must be in 1..{self.experts}, the number of "
+                "experts"
+            )
+
+    def groups(self, hidden_size: int, name: str) -> list[Group]:
+        groups = [
+            one(name + "gate.weight", self.experts, hidden_size),
+            one(name + "experts.gate_up_proj", self.experts, 2 * self.inner, hidden_size),
+            one(name + "experts.down_proj", self.experts, hidden_size, self.inner),
+        ]
+        if self.shared is not None:
+            groups += GatedConfig(inner=self.shared).groups(hidden_size, name + "shared_expert.")
+            groups.append(one(name + "shared_expert_gate.weight", 1, hidden_size))
+        return groups
+
+    def build(self, store: WeightStore, name: str) -> Experts:
+        return Experts(self, store, name)
+
+    def widths(self, hidden_size: int, ranks: int) -> list[int]:
+        return [self.top_k * self.inner // ranks, self.top_k * hidden_size]
+
+
+class Experts:
+    """Weights are views; they stay valid over pause and resume."""
+
+    def __init__(self, config: ExpertsConfig, store: WeightStore, name: str) -> None:
+        self.config = config
+        self._router = store.tensor(name + "gate.weight")
+        self._gate_up = store.tensor(name + "experts.gate_up_proj")
+        self._down = store.tensor(name + "experts.down_proj")
+        self._shared = self._shared_gate = None
+        if config.shared is not None:
+            shared = GatedConfig(inner=config.shared)
+            self._shared = shared.build(store, name + "shared_expert.")
+            self._shared_gate = store.tensor(name + "shared_expert_gate.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        config = self.config
+        ids, weights = top_experts(
+            F.linear(x, self._router), config.top_k, normalise=config.normalise
+        )
+        weights = weights if config.wide_weights else weights.to(x.dtype)
+        out = mix_experts(x, ids, weights, self._gate_up, self._down)
+        if self._shared is None or self._shared_gate is None:
+            return out
+        return out + torch.sigmoid(F.linear(x, self._shared_gate)) * self._shared(x)

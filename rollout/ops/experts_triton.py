@@ -1,0 +1,258 @@
+"""Experts in Triton: pairs (token, choice) sorted by expert once, a product with the activation in
+it, a product, and the weighted sum, without atomics.
+
+Pairs of one expert are cut into blocks; a program computes one block's rows with one expert's
+weights. How many blocks there can be follows from the shapes alone, so a CUDA graph can replay the
+launches over other choices: programs without a block end at once.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.ops.activation_triton import gated
+
+_TILE = 16384  # elements of a program's table of pairs and experts
+_CHUNKS = 128  # programs that sort, about
+
+
+def mix_experts_triton(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Same contract as `mix_experts`."""
+    assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
+    (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
+    out = torch.empty_like(x)
+    if tokens:
+        with torch.cuda.device_of(x):
+            blocks = product_blocks(ids.numel(), experts, x)
+            pairs = sort_pairs(ids, experts, blocks.rows)
+            act = x.new_empty((ids.numel(), inner))
+            _launch(x, gate_up, act, pairs, top_k, blocks, gate=True)
+            each = x.new_empty((ids.numel(), hidden))
+            _launch(act, down, each, pairs, top_k, blocks, gate=False)
+            block = min(1024, triton.next_power_of_2(hidden))
+            _sum[(tokens, triton.cdiv(hidden, block))](
+                each, weights, out, hidden, TOP_K=top_k, BLOCK=block, enable_fp_fusion=False
+            )
+    return out
+
+
+class Blocks(NamedTuple):
+    """Says how the products are cut. rows: of a block of pairs. gate_up, down: the other
+    compile-time arguments of `_product`.
+    """
+
+    rows: int
+    gate_up: dict[str, Any]
+    down: dict[str, Any]
+
+
+def product_blocks(pairs: int, experts: int, x: Tensor) -> Blocks:
+    """Chooses by how many rows an expert has: for few, as measured on an H100 with 16 tokens of
+    128 experts; for more, as is usual there.
+
+    WIDE: everything is widened to fp32, whose products are exact, without tensor cores.
+    """
+    if x.dtype == torch.float32 or not x.is_cuda:
+        exact = _cut(32, 32, 1, 4, 3, wide=True)
+        return Blocks(16, exact, exact)
+    rows = pairs / experts
+    if rows <= 16:
+        return Blocks(16, _cut(32, 128, 1, 4, 4), _cut(32, 128, 1, 4, 4))
+    if rows <= 64:
+        return Blocks(64, _cut(64, 64, 1, 4, 4), _cut(128, 64, 1, 4, 4))
+    return Blocks(128, _cut(128, 64, 8, 8, 3), _cut(128, 64, 8, 8, 3))
+
+
+def _cut(
+    columns: int, depth: int, group: int, warps: int, stages: int, wide: bool = False
+) -> dict[str, Any]:
+    return {
+        "BLOCK_N": columns, "BLOCK_K": depth, "GROUP": group, "WIDE": wide, "num_warps": warps,
+        "num_stages": stages,
+    }  # fmt: skip
+
+
+class Pairs(NamedTuple):
+    """Pairs by expert.
+
+    order: int32 [pairs], pair t * top_k + j for choice j of token t, sorted by expert. blocks:
+    int32 [3, most blocks]: expert, first row of `order`, and where the expert's rows end; first and
+    end are 0 where there is no block.
+    """
+
+    order: Tensor
+    blocks: Tensor
+
+
+def sort_pairs(ids: Tensor, experts: int, block_m: int) -> Pairs:
+    """ids: int64 [T, top_k], contiguous, at least one."""
+    pairs, width = ids.numel(), triton.next_power_of_2(experts)
+    rows = max(1, _TILE // width)
+    chunk = rows * triton.next_power_of_2(triton.cdiv(pairs, rows * _CHUNKS))
+    chunks = triton.cdiv(pairs, chunk)
+    most = (pairs + min(experts, pairs) * (block_m - 1)) // block_m
+    counts, order, blocks = (
+        torch.empty(shape, dtype=torch.int32, device=ids.device)
+        for shape in ((chunks, width), (pairs,), (3, most))
+    )
+    sizes: dict[str, int] = {"CHUNK": chunk, "ROWS": rows, "EXPERTS": width}
+    _count[(chunks,)](ids, counts, pairs, **sizes, num_warps=8)
+    _place[(chunks,)](
+        ids, counts, order, blocks, pairs, chunks, most, **sizes, BLOCK_M=block_m,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
+    )  # fmt: skip
+    return Pairs(order, blocks)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, pairs: Pairs, top_k: int, blocks: Blocks, gate: bool
+) -> None:
+    most, columns, depth = pairs.blocks.shape[1], out.shape[1], x.shape[1]
+    cut = blocks.gate_up if gate else blocks.down
+    _product[(most * triton.cdiv(columns, cut["BLOCK_N"]),)](
+        x, weight, out, pairs.order, pairs.blocks, most, columns, depth,
+        TOP_K=top_k, GATE=gate, EVEN=depth % cut["BLOCK_K"] == 0, BLOCK_M=blocks.rows, **cut,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(ids, counts, pairs, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (chunk): how many of its pairs go to each expert."""
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, CHUNK, ROWS):
+        hit, _ = _hits(ids, tl.program_id(0) * CHUNK + first, pairs, ROWS, EXPERTS)
+        total += tl.sum(hit, 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + expert, total)
+
+
+@triton.jit
+def _hits(ids, first, pairs, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [ROWS, EXPERTS], 1 where a pair goes to an expert, and the pairs [ROWS]."""
+    pair = first + tl.arange(0, ROWS)
+    chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    return (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32), pair
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "most"])
+def _place(  # type: ignore[no-untyped-def]
+    ids, counts, order, blocks, pairs, chunks, most, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk): puts its pairs behind those of the chunks before, and writes its share of
+    the blocks.
+    """
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    at = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, chunks, ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        part = tl.load(counts + row * EXPERTS + expert[None, :], mask=row < chunks, other=0)
+        total += tl.sum(part, 0)
+        at += tl.sum(tl.where(row < chunk, part, 0), 0)
+    end = tl.cumsum(total, 0)
+    at += end - total
+    for first in range(0, CHUNK, ROWS):
+        hit, pair = _hits(ids, chunk * CHUNK + first, pairs, ROWS, EXPERTS)
+        to = tl.sum(hit * (at[None, :] + tl.cumsum(hit, 0) - 1), 1)
+        tl.store(order + to, pair, mask=pair < pairs)
+        at += tl.sum(hit, 0)
+
+    needed = (total + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(needed, 0)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < most
+    owner = tl.sum((last[None, :] <= block[:, None]).to(tl.int32), 1)
+    mine = owner[:, None] == expert[None, :]
+    begin = (end - total)[None, :] + (block[:, None] - (last - needed)[None, :]) * BLOCK_M
+    tl.store(blocks + block, owner, mask=inside)
+    tl.store(blocks + most + block, tl.sum(tl.where(mine, begin, 0), 1), mask=inside)
+    tl.store(blocks + 2 * most + block, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _product(  # type: ignore[no-untyped-def]
+    x, weight, out, order, blocks, most, columns, depth, TOP_K: tl.constexpr, GATE: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (block, columns): weight[expert] @ x of each of the block's pairs.
+
+    GATE: x is [T, depth], weight [E, 2 * columns, depth], and out, of silu_mul of both halves, is
+    in sorted order [pairs, columns]; else x is that, and out is in order of pairs. GROUP blocks are
+    computed side by side, for the weights that they share.
+    """
+    block, column = _cell(tl.program_id(0), most, tl.cdiv(columns, BLOCK_N), GROUP)
+    first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
+    if first >= end:
+        return
+    # rows and columns past the end are others' again, and are not stored
+    row = first + tl.arange(0, BLOCK_M)
+    inside = row < end
+    row = tl.minimum(row, end - 1)
+    pair = tl.load(order + row)
+    if GATE:
+        source, target = pair // TOP_K, row
+    else:
+        source, target = row, pair
+    column = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    wrapped = column % columns
+    k = tl.arange(0, BLOCK_K)
+    left = x + source[:, None].to(tl.int64) * depth + k[None, :]
+    half = columns * depth
+    of_expert = tl.load(blocks + block).to(tl.int64) * ((2 if GATE else 1) * half)
+    right = weight + of_expert + wrapped[None, :] * depth + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        here = k < (BLOCK_K if EVEN else depth - start)
+        a = _load(left, here[None, :], EVEN, WIDE)
+        b = _load(right, here[:, None], EVEN, WIDE)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        if GATE:
+            b = _load(right + half, here[:, None], EVEN, WIDE)
+            up = tl.dot(a, b, up, input_precision="ieee")
+        left += BLOCK_K
+        right += BLOCK_K
+    dtype = out.dtype.element_ty
+    result = total.to(dtype)
+    if GATE:
+        result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+    to = out + target[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(to, result, mask=inside[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _load(at, mask, EVEN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+    return value.to(tl.float32) if WIDE else value
+
+
+@triton.jit
+def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column of a program: GROUP rows column by column, then the next ones."""
+    size = GROUP * columns
+    first = program // size * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    return first + program % size % height, program % size // height
+
+
+@triton.jit
+def _sum(each, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (token, block of the hidden size): the sum over its choices, in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        value = tl.load(each + pair * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weights + pair)
+        total += (value * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

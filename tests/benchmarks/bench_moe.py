@@ -1,0 +1,113 @@
+"""The experts of Qwen3-30B-A3B (128, top 8, 2048 x 768, bf16) from 16 to 16,384 tokens, beside the
+time that their bytes and their operations take, and vLLM's `fused_experts` where it can be
+imported. `make bench-moe`.
+
+Tokens go to experts as a random router sends them. Times are the device's alone: what a CUDA graph
+replays. Before each, the answer is compared with the reference's in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout.ops.experts import mix_experts, top_experts
+from tests.benchmarks.common import Scale, device_us, make_scale, parser, report
+
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+BYTES_PER_US, FLOPS_PER_US = 3.35e6, 989e6  # an H100 SXM's data sheet: HBM3, dense bf16
+TOLERANCE = 2**-5  # of the largest output: bf16 rounds products, factors and the sum
+Run = Callable[[], Tensor]
+
+
+class Experts(NamedTuple):
+    """x [T, H], choices and weights [T, k], stacked weights."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @property
+    def floor_us(self) -> float:
+        """The larger of what the experts touched take to be read, and the products to be made."""
+        _, hidden, inner = self.down.shape
+        each = 3 * hidden * inner
+        read = len(self.ids.unique()) * each * self.down.itemsize / BYTES_PER_US
+        return max(read, 2 * self.ids.numel() * each / FLOPS_PER_US)
+
+
+def draw(scale: Scale, tokens: int) -> Experts:
+    experts, top_k = scale.choose(128, 8), scale.choose(8, 2)
+    hidden, inner = scale.choose(2048, 48), scale.choose(768, 32)
+    generator = torch.Generator(scale.device).manual_seed(tokens)
+
+    def normal(*shape: int) -> Tensor:
+        made = torch.empty(shape, dtype=torch.bfloat16, device=scale.device)
+        return made.normal_(generator=generator)
+
+    ids, weights = top_experts(normal(tokens, experts), top_k, normalise=True)
+    gate_up = normal(experts, 2 * inner, hidden).mul_(hidden**-0.5)
+    down = normal(experts, hidden, inner).mul_(inner**-0.5)
+    return Experts(normal(tokens, hidden), ids, weights.bfloat16(), gate_up, down)
+
+
+def kernels(case: Experts) -> Run:
+    return lambda: mix_experts(*case, impl="triton")
+
+
+def rivals() -> dict[str, Callable[[Experts], Run]]:
+    """vLLM's, with the blocks that it takes on this device by itself."""
+    try:
+        from vllm.model_executor.layers.fused_moe import fused_experts
+    except ImportError as error:
+        print(f"no vLLM here: {error}")
+        return {}
+
+    def vllm(case: Experts) -> Run:
+        ids, weights = case.ids.int(), case.weights.float()
+        return lambda: fused_experts(case.x, case.gate_up, case.down, weights, ids)
+
+    return {"vLLM": vllm}
+
+
+def check(case: Experts, run: Run) -> float:
+    """The largest difference from the reference in fp32, in parts of the largest output."""
+    count = min(64, len(case.x))
+    wide = [each.float() for each in (case.x[:count], case.weights[:count])]
+    exact = mix_experts(
+        wide[0], case.ids[:count], wide[1], case.gate_up.float(), case.down.float(), impl="torch"
+    )
+    apart = float((run()[:count] - exact).abs().max() / exact.abs().max())
+    assert apart <= TOLERANCE, f"{apart} of the largest output apart"
+    return apart
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options: argparse.ArgumentParser = parser(__doc__)
+    options.add_argument("--tokens", type=int, nargs="*", help="instead of 16 to 16,384")
+    args = options.parse_args(arguments)
+    scale = make_scale(args)
+    makers = {"memsaver": kernels} | (rivals() if scale.on_gpu else {})
+    found: dict[str, Any] = {}
+    rows = []
+    for tokens in args.tokens or (TOKENS if not scale.tiny else (3, 20)):
+        case = draw(scale, tokens)
+        runs = {name: make(case) for name, make in makers.items()}
+        apart = {name: check(case, run) for name, run in runs.items()}
+        us = {name: device_us(scale, run, 10) for name, run in runs.items()}
+        share = 100 * case.floor_us / us["memsaver"]
+        found[str(tokens)] = {"floor us": case.floor_us, "us": us, "apart": apart}
+        rows.append([tokens, case.floor_us, *us.values(), share])
+        print(f"{tokens} tokens: {us}", flush=True)  # a run that is cut off has said something
+    head = ["tokens", "floor, us", *(f"{name}, us" for name in makers), "% of the floor's rate"]
+    report("bench_moe", head, rows, {"tokens": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

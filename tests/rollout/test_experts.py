@@ -1,0 +1,103 @@
+"""Mixtures of experts: the Triton kernels against the reference, and what a token's result may
+depend on.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.ops.experts import mix_experts, top_experts
+from tests.helpers.effort import some
+
+# Triton's interpreter
+pytestmark = [
+    pytest.mark.usefixtures("triton_device"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim"),
+]
+# tokens, experts, top_k, hidden, inner
+SHAPES = some(
+    (1, 1, 1, 16, 16),
+    (3, 64, 4, 33, 9),
+    (20, 5, 3, 48, 20),
+    whole=[
+        (37, 64, 8, 33, 20),
+        (70, 8, 2, 40, 45),
+        (260, 4, 4, 64, 32),
+        (19, 130, 8, 96, 64),
+        (2000, 16, 2, 128, 96),
+    ],
+)
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def draw(
+    tokens: int, experts: int, top_k: int, hidden: int, inner: int, device: str, seed: int = 0
+) -> Case:
+    """x, ids, weights, gate_up, down; fp32, outputs of about 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    ids, weights = top_experts(normal(tokens, experts), top_k, normalise=True)
+    gate_up = normal(experts, 2 * inner, hidden) * hidden**-0.5
+    down = normal(experts, hidden, inner) * inner**-0.5
+    return normal(tokens, hidden), ids, weights, gate_up, down
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_equal_the_reference(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    """fp32: three sums of at most 128 products in another order, of 2**-24 each, walk to less than
+    1e-5. bf16: roundings of products may fall to the other side, and the interpreter truncates.
+    """
+    x, ids, weights, gate_up, down = draw(*shape, device)
+    x, gate_up, down = (each.to(dtype) for each in (x, gate_up, down))
+    atol = 1e-5 if dtype == torch.float32 else 2**-4
+    for wide in (weights, weights.to(dtype)):
+        out = mix_experts(x, ids, wide, gate_up, down, "triton")
+        expected = mix_experts(x, ids, wide, gate_up, down, "torch")
+        assert out.dtype == expected.dtype == dtype and out.is_contiguous()
+        torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("chosen", [[0, 1], [6, 0], [3, 2]])
+def test_experts_without_tokens_are_not_read(impl: str, chosen: list[int], device: str) -> None:
+    """All tokens go to two experts of seven; the others' weights are NaN. No token: no row."""
+    x, ids, weights, gate_up, down = draw(21, 7, 2, 24, 16, device)
+    ids = torch.tensor([chosen], device=device).repeat(len(ids), 1)
+    others = [expert for expert in range(7) if expert not in chosen]
+    exact = mix_experts(x, ids, weights, gate_up, down, "torch")
+    gate_up[others], down[others] = torch.nan, torch.nan
+    out = mix_experts(x, ids, weights, gate_up, down, impl)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)
+    none = mix_experts(x[:0], ids[:0], weights[:0], gate_up, down, impl)  # type: ignore[arg-type]
+    assert none.shape == (0, 24)
+
+
+def test_a_token_gets_the_same_bits_in_every_batch(device: str) -> None:
+    """Alone, among others, and where it stands elsewhere among them. What numpy multiplies in the
+    interpreter depends on where a row stands: there, all products are exact, and only the sum over
+    a token's experts is rounded.
+    """
+    x, ids, weights, gate_up, down = draw(24, 5, 3, 40, 24, device)
+    if device == "cpu":
+        x, gate_up = (each.mul(2).round() for each in (x, gate_up))
+        down = down.argmax(2, keepdim=True) == torch.arange(24)
+        down = down.float()
+    whole = mix_experts(x, ids, weights, gate_up, down, "triton")
+    for rows in ([7], list(range(10, 24)), list(reversed(range(24)))):
+        part = mix_experts(x[rows], ids[rows], weights[rows], gate_up, down, "triton")
+        assert torch.equal(part, whole[rows])
+
+
+def test_the_likeliest_experts_are_weighed_by_their_probabilities(device: str) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 3.5, 0.0]], device=device)
+    ids, weights = top_experts(logits.bfloat16(), 2, normalise=False)
+    assert ids.tolist() == [[1, 2], [2, 0]] and weights.dtype == torch.float32
+    torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
+    _, normalised = top_experts(logits, 2, normalise=True)
+    torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))

@@ -1,0 +1,97 @@
+"""Mixtures of experts in the trainer: transformers' gradients with the load-balance loss, and a
+sync of every expert's bits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
+from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
+from tests.helpers.trainer_bridge.states import arrives, bits
+from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
+from trainer_bridge import SequenceBatch
+from trainer_bridge.training.balance import LoadBalance
+from trainer_bridge.training.batch import lay_out
+
+COEFFICIENT = 0.5
+
+
+def balance_loss(model: Any, batch: SequenceBatch) -> Tensor:
+    """As transformers computes it, of all sequences padded to one length."""
+    rows = [a + b for a, b in zip(batch.prompt_ids, batch.response_ids, strict=True)]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    real = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    out = model(input_ids=ids, attention_mask=real, output_router_logits=True)
+    assert torch.equal(out.router_logits[0].isfinite(), torch.ones_like(out.router_logits[0]) > 0)
+    return COEFFICIENT * out.aux_loss
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_mixture_learns_as_by_transformers(
+    checkpointing: bool, device: str, tmp_path: Path, make_trainer: Any
+) -> None:
+    path = write_model(tmp_path, "qwen3_moe", num_experts=5, mlp_only_layers=[0])
+    model = reference(path)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, eps=STABLE["adam_eps"], weight_decay=0.0
+    )
+    trainer = make_trainer(
+        path,
+        device=device,
+        clip_eps_high=0.3,
+        router_aux_loss_coef=COEFFICIENT,
+        activation_checkpointing=checkpointing,
+        micro_batch_size=64,
+        **STABLE,
+    )
+    for step in range(2):
+        batch = make_batch(7, seed=step)
+        expected = plain_step(model, optimizer, batch, 1.0, balance_loss(model, batch))
+        assert_metrics(trainer.update_actor(batch), expected)
+    assert_learned(bits(trainer), plain_bits(model, optimizer), 2)
+
+
+def test_the_loss_of_padded_micro_batches_is_that_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(12, 6, generator=generator) for _ in range(3))
+    real = torch.rand(12, generator=generator) < 0.7
+    expected = load_balancing_loss_func(logits, 6, 2, real.view(2, 6))
+    balance = LoadBalance(2, real)
+    for layer in logits:
+        balance.add(layer)
+    torch.testing.assert_close(balance.loss, expected)
+
+
+def test_padding_and_fillers_are_not_balanced() -> None:
+    batch = SequenceBatch(prompt_ids=[[3, 4], [5]], response_ids=[[6, 7], [8]])
+    padded = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=False)
+    assert padded.real.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
+    packed = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=True)
+    assert packed.real.tolist() == [[True] * 4 + [False] + [True] * 2]
+
+
+def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: Any) -> None:
+    with pytest.raises(ValueError, match="router_aux_loss_coef is of a mixture of experts"):
+        make_trainer(model_path, router_aux_loss_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"num_experts": 9, "num_experts_per_tok": 1}),
+        ("mixtral", {"num_local_experts": 3}),
+        ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
+    ],
+)
+def test_every_expert_arrives(
+    family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Any
+) -> None:
+    """Also those that got no token; two ranks in test_two_ranks.py."""
+    path = write_model(tmp_path, family, **changes)
+    assert arrives(make_trainer(path), path)
