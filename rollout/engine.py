@@ -176,6 +176,8 @@ class Engine:
         with held():
             requests = [self._submit(*pair) for pair in zip(prompts, each, strict=True)]
             samples = list(chain.from_iterable(requests))
+            if self.cache.elastic is not None:
+                self.cache.elastic.hurry()
             try:
                 while any(sample.finish_reason is None for sample in samples):
                     self._step()

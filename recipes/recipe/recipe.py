@@ -124,7 +124,8 @@ class Recipe(Section):
         words = f"is not for weights that vLLM's buffers lie among, {beside}"
         yield Rule("cycle.alias", self.cycle.alias != "always", words, "set cycle.alias=never")
         words = f"needs a KV cache that grows, and vLLM's does not, {beside}"
-        yield Rule("cycle.overlap", self.cycle.overlap in ("auto", []), words, "set cycle.overlap=auto")
+        grows_not = self.cycle.overlap in ("auto", [])
+        yield Rule("cycle.overlap", grows_not, words, "set cycle.overlap=auto")
         words = f"cuts before vLLM takes log-probabilities, {beside}"
         yield Rule("sampling.top_k", self.sampling.top_k == 0, words, "set sampling.top_k=0")
         yield Rule("sampling.top_p", self.sampling.top_p == 1, words, "set sampling.top_p=1.0")

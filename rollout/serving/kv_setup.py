@@ -72,6 +72,10 @@ class Elastic:
         """Takes all memory; OutOfMemory changes nothing."""
         self._resize(self.most)
 
+    def hurry(self) -> None:
+        """Has the next step look, whenever one looked last: there are new requests."""
+        self._ask_at = 0.0
+
     def grow(self, wanted: Callable[[], int]) -> None:
         """Takes what is free now, up to the tokens that are wanted, in steps worth a call of the
         driver, which is asked now and then: while another process pins or maps memory, it takes its

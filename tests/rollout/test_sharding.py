@@ -15,7 +15,7 @@ from memsaver.common.dispatch import Impl
 from rollout.model.params import one
 from rollout.model.sharding import Split, decoder_splits, shard_groups
 from rollout.types import Manifest
-from rollout.weights import store as weights_module
+from rollout.weights import arena as weights_module
 from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
 
