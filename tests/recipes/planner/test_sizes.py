@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import recipes
@@ -57,6 +58,7 @@ def planned(fields: dict[str, Any], size: int) -> tuple[int, int]:
     return sizes.weights, per_token
 
 
+@pytest.mark.extended
 def test_weights_and_a_token_are_planned_as_the_fullest_rank_has_them(tmp_path: Path) -> None:
     for name, fields in MODELS.items():
         (tmp_path / name).mkdir()
