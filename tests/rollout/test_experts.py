@@ -51,16 +51,18 @@ def test_kernels_equal_the_reference(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
 ) -> None:
     """fp32: three sums of at most 128 products in another order, of 2**-24 each, walk to less than
-    1e-5. bf16: roundings of products may fall to the other side, and the interpreter truncates.
+    1e-5. bf16: six casts, by the interpreter truncations, each off by at most 2**-7 of what it
+    casts, are less than 2**-4 of a result, or of 1 where the terms of a small one cancel.
     """
     x, ids, weights, gate_up, down = draw(*shape, device)
     x, gate_up, down = (each.to(dtype) for each in (x, gate_up, down))
-    atol = 1e-5 if dtype == torch.float32 else 2**-4
+    most = 1e-5 if dtype == torch.float32 else 2**-4
     for wide in (weights, weights.to(dtype)):
         out = mix_experts(x, ids, wide, gate_up, down, "triton")
         expected = mix_experts(x, ids, wide, gate_up, down, "torch")
         assert out.dtype == expected.dtype == dtype and out.is_contiguous()
-        torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=atol)
+        apart = (out.float() - expected.float()).abs() / expected.float().abs().clamp(min=1)
+        assert float(apart.max()) < most
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
