@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
-from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
-from memsaver.common.device_ids import place_of
+from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.signals import deliver, held
 from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
+from rollout.engine_base import EngineBase
 from rollout.model.config import ModelConfig
 from rollout.model.layout import aliases
 from rollout.model.loading import iter_checkpoint, load_model_config
@@ -36,13 +36,8 @@ from rollout.tags import KV_CACHE, TAGS, WEIGHTS
 from rollout.types import (
     CommitReceipt,
     Completion,
-    Manifest,
-    PackedBox,
     SamplingParams,
-    VerifyReceipt,
-    WeightLayout,
     WeightOffer,
-    WriteReceipt,
 )
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
@@ -50,7 +45,7 @@ from rollout.weights.update import WeightUpdate, require_active
 UNFINISHED = ("raise", "preempt", "abort")
 
 
-class Engine:
+class Engine(EngineBase):
     """One model on one device, or one rank's part of it. Not thread-safe: one call at a time
     (callbacks of `generate` may call back in).
 
@@ -65,6 +60,8 @@ class Engine:
     states), `blocks` and `prefixes` (pages), `scheduler` (requests) and `runner` (the computing
     half). Change it by the methods alone.
     """
+
+    store: WeightStore
 
     def __init__(
         self,
@@ -345,27 +342,6 @@ class Engine:
 
     # ---------------------------------------------------------------- weight update
 
-    @property
-    def weights_version(self) -> int:
-        """The version last defined; 0 after loading."""
-        return self.store.last_version
-
-    def served_version(self) -> int | None:
-        """Returns the version of the weights, also while they sleep with their content kept; None
-        while they are undefined.
-        """
-        return self.store.version
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.store.manifest
-
-    def weight_layout(self) -> WeightLayout:
-        """Returns where every parameter lies, for `Trainer.connect` to plan with; also while the
-        weights sleep.
-        """
-        return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
-
     @held()
     def begin_update(
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
@@ -387,25 +363,6 @@ class Engine:
                 "begin a weight update", "begin one with shadow=True, or when generate has returned"
             )
         return self._update.begin(version, shadow, names)
-
-    @held()
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer
-        that cannot map them.
-
-        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was
-        written then.
-        """
-        self._update.write(boxes, data)
-
-    @held()
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        """Read the written pages back, and compare with what the writer says it wrote.
-
-        WeightUpdateError says what differs, and ends the update: with shadow pages the old version
-        goes on being served, otherwise the engine is poisoned.
-        """
-        return self._update.verify(receipt)
 
     @held()
     def commit_update(self, version: int) -> CommitReceipt:
@@ -452,16 +409,6 @@ class Engine:
         """Tokens computed, those that the prefix cache spared, and preemptions."""
         return replace(self.scheduler.stats)
 
-    def report(self) -> Report:
-        return self.saver.report()
-
-    def drain_events(self) -> list[Event]:
-        return self.saver.drain_events()
-
-    def take_usage(self) -> Usage:
-        """See `MemorySaver.take_usage`."""
-        return self.saver.take_usage()
-
     def check_integrity(self) -> None:
         """AssertionError unless the page ledger, the request table, the prefix cache and the
         scheduler agree. Any time between calls.
@@ -477,12 +424,6 @@ class Engine:
             )
         if not self.scheduler.unfinished:
             assert not self.prefixes.swapped_pages(), "host pages are held by no request"
-
-    def _known(self, tags: Sequence[str] | None) -> list[str]:
-        """The ones of `tags` that the engine has memory on; ValueError for a name that none has."""
-        if unknown := [tag for tag in tags or () if tag not in TAGS]:
-            raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
-        return [tag for tag in self.tags if tags is None or tag in tags]
 
     def _require_idle(self, action: str, instead: str) -> None:
         if running := self.scheduler.running:

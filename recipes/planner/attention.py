@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer_bridge.training import Packing, attend
+from trainer_bridge.training import packed_attention
 
 NAME = "planned"
 PACKED_NAME = "planned_packed"
@@ -52,29 +52,19 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def packed_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    packing: Packing,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+def planned_packed_attention(*args: Any, **how: Any) -> tuple[Tensor, None]:
     """Does what the trainer's `packed_attention` does on a GPU."""
     with sdpa_kernel(SDPBackend.MATH):
-        return attend(query, key, value, packing, scaling, flash=True), None
+        return packed_attention(*args, flash=True, **how)
 
 
 def register_attention() -> None:
-    """Make `attention` known to transformers as `NAME`, `packed_attention` as `PACKED_NAME`. Models
-    that ask for one make no masks.
+    """Make `attention` known to transformers as `NAME`, `planned_packed_attention` as
+    `PACKED_NAME`. Models that ask for one make no masks.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    ALL_ATTENTION_FUNCTIONS.register(PACKED_NAME, packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_NAME, planned_packed_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollout.model import spellings
+
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 _FILLS = (aten.fill_.Scalar, aten.zero_.default)
@@ -170,11 +172,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _spelled(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensor as checkpoints on the Hub have it: transformers stacks experts, they do not."""
-    layer, found, last = name.rpartition("experts.")
-    if not found or tensor.dim() != 3 or last not in ("gate_up_proj", "down_proj"):
+    ways = spellings(name, tuple(tensor.shape))
+    if len(ways[1:]) < 2:  # as it is, but for Mixtral's names
         yield name, tensor
         return
-    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-    for number, expert in enumerate(tensor):
-        for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
-            yield f"{layer}experts.{number}.{part}.weight", rows
+    for stored in ways[1]:
+        expert, row, _ = stored.start
+        yield stored.name, tensor[expert, row : row + stored.shape[0]]

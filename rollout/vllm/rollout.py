@@ -10,10 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from memsaver import Event, MemorySaver, Report, StateError, Ticket, Usage
-from memsaver.common.device_ids import place_of
+from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.signals import held
 from memsaver.vmm import empty_torch_cache
+from rollout.engine_base import EngineBase
 from rollout.model import parameter_shapes, stop_token_ids
 from rollout.protocols import Progress
 from rollout.serving import for_each
@@ -21,13 +21,8 @@ from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.types import (
     CommitReceipt,
     Completion,
-    Manifest,
-    PackedBox,
     SamplingParams,
-    VerifyReceipt,
-    WeightLayout,
     WeightOffer,
-    WriteReceipt,
 )
 from rollout.vllm.engine import VllmEngine
 from rollout.vllm.layout import manifest_of
@@ -45,7 +40,7 @@ _BEHIND = {
 _KEPT = _BEHIND[CUDA_GRAPH]  # with content, at every level: graphs replay over it
 
 
-class VllmRollout:
+class VllmRollout(EngineBase):
     """A `Rollout` over vLLM's engine in this process. Not thread-safe: one call at a time.
 
     It is what `Engine` is to trainer and cycle; `docs/how-to/vllm.md` lists what it refuses.
@@ -217,34 +212,12 @@ class VllmRollout:
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
         return "; ".join(reasons) or None
 
-    def _known(self, tags: Sequence[str] | None) -> list[str]:
-        if unknown := [tag for tag in tags or () if tag not in TAGS]:
-            raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
-        return [tag for tag in TAGS if tags is None or tag in tags]
-
     def _behind(self, tags: Sequence[str]) -> list[str]:
         """The saver's tags that these are."""
         names = chain.from_iterable(_BEHIND[tag] for tag in tags)
         return [name for name in names if name in self.saver.tags]
 
     # ---------------------------------------------------------------- weight update
-
-    @property
-    def weights_version(self) -> int:
-        """The version last defined; 0 after loading."""
-        return self.store.last_version
-
-    def served_version(self) -> int | None:
-        """See `Engine.served_version`."""
-        return self.store.version
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.store.manifest
-
-    def weight_layout(self) -> WeightLayout:
-        """See `Engine.weight_layout`."""
-        return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
 
     @held()
     def begin_update(
@@ -259,16 +232,6 @@ class VllmRollout:
                 "shadow, when generate has returned"
             )
         return self._update.begin(version, False, names)
-
-    @held()
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """See `Engine.write_update`."""
-        self._update.write(boxes, data)
-
-    @held()
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        """See `Engine.verify_update`."""
-        return self._update.verify(receipt)
 
     @held()
     def commit_update(self, version: int) -> CommitReceipt:
@@ -297,16 +260,6 @@ class VllmRollout:
         return self.store.digest()
 
     # ---------------------------------------------------------------- memory
-
-    def report(self) -> Report:
-        return self.saver.report()
-
-    def drain_events(self) -> list[Event]:
-        return self.saver.drain_events()
-
-    def take_usage(self) -> Usage:
-        """See `MemorySaver.take_usage`."""
-        return self.saver.take_usage()
 
     def close(self) -> None:
         """End vLLM's engine, and give all memory back."""

@@ -39,33 +39,21 @@ def packed_attention(
     *,
     packing: Packing,
     scaling: float | None = None,
+    flash: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Returns causal attention inside each sequence, [1, T, heads, value width], as transformers
     asks an attention for it.
 
-    query: [1, heads, T, width]; key, value: [1, key heads, T, their width].
+    query: [1, heads, T, width]; key, value: [1, key heads, T, their width]. flash: there is
+    FlashAttention (None: as the device has it), one kernel for all sequences, if that takes the
+    dtype and the width of heads; else there is one for each length.
     """
-    on_gpu = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return attend(query, key, value, packing, scaling, flash=on_gpu), None
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    *,
-    flash: bool,
-) -> Tensor:
-    """Computes `packed_attention`, by one kernel for all sequences if there is FlashAttention,
-    which `flash` says, and if it takes the dtype and the width of heads; else by one for each
-    length.
-    """
+    if flash is None:
+        flash = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
     width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     by = _flash if flash and half and width <= 256 and width % 8 == 0 else _length_by_length
-    return by(query, key, value, packing, scaling)
+    return by(query, key, value, packing, scaling), None
 
 
 def _flash(
