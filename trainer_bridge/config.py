@@ -8,6 +8,7 @@ from typing import Self
 import torch
 
 _DTYPES = ("float32", "bfloat16")
+_CHECKPOINTING = ("layers", "mlp", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class TrainerConfig:
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0
@@ -111,6 +112,11 @@ class TrainerConfig:
             ("model_path", self.model_path, "name a Hugging Face model directory"),
             ("dtype", self.dtype in _DTYPES, dtypes),
             ("param_dtype", self.param_dtype in (None, *_DTYPES), f"{dtypes}, or None for dtype"),
+            (
+                "activation_checkpointing",
+                self.activation_checkpointing in _CHECKPOINTING,
+                f"use one of {', '.join(_CHECKPOINTING)}",
+            ),
             ("learning_rate", 0 <= self.learning_rate < inf, "must be finite, not negative"),
             (
                 "decay_steps",

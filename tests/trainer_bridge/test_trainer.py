@@ -124,8 +124,8 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
     [
         (True, None, {"max_grad_norm": 0.3, "micro_batch_size": 1}),
         (False, None, {"max_grad_norm": 1e6, "micro_batch_size": 64}),
-        (True, 3, {"activation_checkpointing": True}),  # the last step changes nothing
-        (False, 5, {}),
+        (True, 3, {"activation_checkpointing": "layers"}),  # the last step changes nothing
+        (False, 5, {"activation_checkpointing": "mlp"}),
     ],
 )
 def test_steps_are_those_of_plain_adamw_however_they_are_cut_up(

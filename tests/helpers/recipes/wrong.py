@@ -125,13 +125,16 @@ OUT_OF_RANGE = {
         "cycle.overlap=[reference]", "overlap=[reference]: names unknown tags reference; known: par"
     ),
     "cycle.alias": wrong("cycle.alias=yes", "cycle.alias=True: must be one of auto, always, never"),
+    "trainer.activation_checkpointing": wrong(
+        "trainer.activation_checkpointing=true",
+        "activation_checkpointing=True: must be one of layers, mlp, none",
+    ),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
     *(
         "engine.cuda_graphs",
         "trainer.lr_decay",
-        "trainer.activation_checkpointing",
         "trainer.optimizer_offload",
         "task.system_prompt",
     ),
