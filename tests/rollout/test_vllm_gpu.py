@@ -270,7 +270,9 @@ def test_a_plain_vllm_sleeps_on_our_tags(tmp_path: Path) -> None:
     """Installed and named, no more: both levels, answers as before, the engine in a process of its
     own. Its KV cache has most of 0.2 of a GPU of 80 GB.
     """
-    path = write_model(tmp_path / "model", "llama", hidden_size=256, head_dim=64)
+    path = write_model(
+        tmp_path / "model", "llama", hidden_size=256, head_dim=64, max_position_embeddings=256
+    )
     with (ROOT / "pyproject.toml").open("rb") as file:
         plugins = tomllib.load(file)["project"]["entry-points"]["vllm.general_plugins"]
     installed = tmp_path / "site" / "memsaver-1.dist-info"
