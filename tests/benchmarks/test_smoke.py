@@ -42,7 +42,8 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-for _long in ("bench_kvcache", "bench_sync", "bench_switch", "bench_hand_over"):  # what they run has tests of its own
+# what they run has tests of its own
+for _long in ("bench_kvcache", "bench_sync", "bench_switch", "bench_hand_over"):
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 

@@ -125,6 +125,7 @@ OUT_OF_RANGE = {
         "cycle.overlap=[reference]", "overlap=[reference]: names unknown tags reference; known: par"
     ),
     "cycle.alias": wrong("cycle.alias=yes", "cycle.alias=True: must be one of auto, always, never"),
+    "cycle.hand_over": wrong("cycle.hand_over=no", "cycle.hand_over=False: must be auto or never"),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
