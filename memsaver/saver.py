@@ -389,6 +389,18 @@ class MemorySaver:
             arenas = self._select(() if tag is None else (tag,))
             return self._transactions.trim(arenas, pool=tag is None)
 
+    def release_kept(self, to: PoolTicket | None = None, most: int | None = None) -> None:
+        """Give away what the page pool keeps: at most ``most`` bytes (None: all) to the saver whose
+        ticket is ``to``, into its page pool; the rest to the driver, and all of it where there is
+        no ``to``, or where that refuses or is gone.
+
+        Raises ``ValueError`` (``to`` is of another device) and ``LeaseError`` (a process does not
+        let go of what it has imported): the memory is still kept then.
+        """
+        with self._operation():
+            self._require_open()
+            self._transactions.release_kept(to, most)
+
     # ---------------------------------------------------------------- pages of other tags
 
     def exchange(self, one: str, other: str) -> None:

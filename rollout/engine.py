@@ -25,6 +25,7 @@ from rollout.model.layout import aliases
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
+from rollout.partner import handing_over
 from rollout.protocols import Progress
 from rollout.serving.graphs import DecodeGraphs, ladder
 from rollout.serving.intake import Intake, for_each
@@ -265,9 +266,16 @@ class Engine(EngineBase):
 
     @held()
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: Sequence[str] = (),
     ) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
+
+        into: tags of the trainer of this device (`hand_over_to`) that get it, as far as they need
+        it; the rest goes to the driver.
 
         level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update
         commits. With tiers, cached pages go to the host first and are found again if the weights
@@ -292,23 +300,25 @@ class Engine(EngineBase):
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
                 f'sleep with unfinished="preempt" or "abort"'
             )
-        if WEIGHTS in chosen:
-            self._update.before_sleep()
-            keep = level == 1 and self._update.keepable
-            self.saver.pause(WEIGHTS, content="host" if keep else "discard")
-            self._update.on_sleep(level)
-        if unfinished == "abort":
-            self.scheduler.abort(left)
-        self.scheduler.preempt_all()
-        if rest := [tag for tag in chosen if tag != WEIGHTS]:
-            if KV_CACHE in rest:
-                self.prefixes.park(keep=self.store.version is not None)
-                if self.cache.elastic is not None and not self.saver.is_paused(KV_CACHE):
-                    self.cache.elastic.shrink()
-            self.saver.pause(*rest, content="discard")
-            if KV_CACHE in rest:
-                # what steps left there; whoever works next needs it
-                empty_torch_cache(self.saver.device)
+        with handing_over(self.saver, self._partner, into) as release:
+            if WEIGHTS in chosen:
+                self._update.before_sleep()
+                keep = level == 1 and self._update.keepable
+                content = "host" if keep else "discard"
+                self.saver.pause(WEIGHTS, content=content, release=release)
+                self._update.on_sleep(level)
+            if unfinished == "abort":
+                self.scheduler.abort(left)
+            self.scheduler.preempt_all()
+            if rest := [tag for tag in chosen if tag != WEIGHTS]:
+                if KV_CACHE in rest:
+                    self.prefixes.park(keep=self.store.version is not None)
+                    if self.cache.elastic is not None and not self.saver.is_paused(KV_CACHE):
+                        self.cache.elastic.shrink()
+                self.saver.pause(*rest, content="discard", release=release)
+        if KV_CACHE in chosen:
+            # what steps left there; whoever works next needs it
+            empty_torch_cache(self.saver.device)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:

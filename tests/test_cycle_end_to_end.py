@@ -90,8 +90,10 @@ def test_rounds_match_transformers(
     path = write_model(tmp_path / family, family, **shape)
     engine = {"kv_tokens": 2048, "page_size": 16, "max_prefill_tokens": 96}
     trainer_config = config(path, device=device, learning_rate=3e-3)
+    hand_over = family in ("llama", "qwen3")
     with open_inprocess(trainer_config, engine) as (trainer, rollout):
-        cycle = Cycle(trainer, rollout, on_stage=lambda *_: scribbler.fill(8 << 20))
+        fill = lambda *_: scribbler.fill(8 << 20)  # noqa: E731
+        cycle = Cycle(trainer, rollout, on_stage=fill, hand_over=hand_over)
         counts, full = [], committed(trainer)
         assert rollout.report().committed_bytes == 0
         last = rounds(8, 100)
@@ -118,6 +120,7 @@ def test_rounds_match_transformers(
             check_scores(sampled, inputs, trainer)
             cycle.to_train()
             assert committed(trainer) == full and trainer.report().backup_bytes == 0
+            assert trainer.report().pool_bytes == rollout.report().pool_bytes == 0
             trainer.update_actor(make_batch(6, seed=version))
             trainer.saver.check_integrity()
             rollout.saver.check_integrity()

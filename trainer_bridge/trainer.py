@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.device_ids import place_of
 from memsaver.errors import StateError
+from rollout.partner import Partner
 from rollout.protocols import SyncTarget
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
@@ -200,15 +201,18 @@ class Trainer:
             "tokens": float(batch.num_tokens),
         }
 
-    def park(self, *tags: str, wait: bool = True) -> None:
+    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None:
         """Empty the cache, then move the tags (none: all) to the host and free their memory.
+
+        into: tags of the engine of this device (`hand_over_to`) that get it, as far as they need
+        it; the rest goes to the driver. Not without waiting.
 
         A model's tag that has not changed since it was parked last is not copied again, where a
         trainer scores with several models. wait: False returns while the copies go on; a tag's
         memory is freed when its copy is there, and the next call that needs a tag waits.
         """
         self.empty_cache()
-        self._parking.park(*tags, wait=wait)
+        self._parking.park(*tags, wait=wait, into=into)
 
     def restore(self, *tags: str, wait: bool = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
@@ -271,6 +275,15 @@ class Trainer:
             self._share = PageShare(
                 self.saver, PARAMS, self._layout, self.shards, targets, consensus
             )
+
+    def as_partner(self) -> Partner:
+        """Returns what the engine of this device is told, to hand memory over to the trainer."""
+        assert self.saver is not None
+        return Partner.of(self.saver)
+
+    def hand_over_to(self, partner: Partner | None) -> None:
+        """Say who gets the memory in `park(into=)`; None: the driver."""
+        self._parking.partner = partner
 
     @property
     def transports(self) -> tuple[Transport, ...]:

@@ -62,7 +62,11 @@ class PlannedRollout(Unreported):
         return [[_longest(param.max_tokens)] * param.n for param in each]
 
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: Sequence[str] = (),
     ) -> None:
         chosen = set(self._sizes.tags if tags is None else tags)
         self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0

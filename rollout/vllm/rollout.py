@@ -15,6 +15,7 @@ from memsaver.common.signals import held
 from memsaver.vmm import empty_torch_cache
 from rollout.engine_base import EngineBase
 from rollout.model import parameter_shapes, stop_token_ids
+from rollout.partner import handing_over
 from rollout.protocols import Progress
 from rollout.serving import for_each
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
@@ -161,7 +162,11 @@ class VllmRollout(EngineBase):
 
     @held()
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: Sequence[str] = (),
     ) -> None:
         """Give the memory of the tags (None: all) back; see `Engine.sleep`. No request is ever
         unfinished here.
@@ -173,19 +178,22 @@ class VllmRollout(EngineBase):
                 f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
             )
         chosen = self._known(tags)
-        if WEIGHTS in chosen:
-            self._update.before_sleep()
-            keep = level == 1 and self._update.keepable
-            if not keep and not self.saver.is_paused(WEIGHTS):
-                for buffer, saved in self._buffers:
-                    saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
-                self._buffers_lost = True
-            self.saver.pause(WEIGHTS, content="host" if keep else "discard")
-            self._update.on_sleep(level)
-        if KV_CACHE in chosen:
-            self.engine.reset_prefix_cache()
-        for tag in self._behind([tag for tag in chosen if tag != WEIGHTS]):
-            self.saver.pause(tag, content="host" if tag in _KEPT else "discard")
+        with handing_over(self.saver, self._partner, into) as release:
+            if WEIGHTS in chosen:
+                self._update.before_sleep()
+                keep = level == 1 and self._update.keepable
+                if not keep and not self.saver.is_paused(WEIGHTS):
+                    for buffer, saved in self._buffers:
+                        saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
+                    self._buffers_lost = True
+                content = "host" if keep else "discard"
+                self.saver.pause(WEIGHTS, content=content, release=release)
+                self._update.on_sleep(level)
+            if KV_CACHE in chosen:
+                self.engine.reset_prefix_cache()
+            for tag in self._behind([tag for tag in chosen if tag != WEIGHTS]):
+                content = "host" if tag in _KEPT else "discard"
+                self.saver.pause(tag, content=content, release=release)
         if KV_CACHE in chosen:
             empty_torch_cache(self.saver.device)
 

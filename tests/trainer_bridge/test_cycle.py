@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,10 +37,15 @@ class World:
         self.roomy = roomy
         self.beside = set[str]()  # what was told to come back beside other work
         self.partly = False
+        self.into: list[str] = []  # who hands what over, to what
 
     def at(self, call: str) -> None:
         if call in self.fail_at:
             raise self.error
+
+    def note(self, giver: str, into: Sequence[str]) -> None:
+        if into:
+            self.into.append(f"{giver}: {' '.join(into)}")
 
     def take(self, tag: str) -> None:
         self.held.add(tag)
@@ -61,8 +67,9 @@ class FakeTrainer:
     def empty_cache(self) -> None:
         self.world.at("empty_cache")
 
-    def park(self, *tags: str, wait: bool = True) -> None:
+    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None:
         assert len(tags) == 1 or not wait
+        self.world.note(tags[0], into)
         for tag in tags:
             self.world.at(f"park_{tag}")
             if tag == "params" and "weights" in self.world.held:
@@ -100,8 +107,9 @@ class FakeRollout:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def sleep(self, level: int, tags: Any) -> None:
+    def sleep(self, level: int, tags: Any, into: Sequence[str] = ()) -> None:
         self.world.at("sleep")
+        self.world.note("rollout", into)
         self.world.held -= set(tags)
         if "weights" in tags:
             self.world.version, self.world.reason = None, f"asleep at level {level}"
@@ -197,6 +205,39 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
         assert seen[begun:] == [
             s for s in stages.split() if version == 1 or s.removeprefix("restore_") not in kept
         ]
+
+
+@pytest.mark.parametrize(
+    ("options", "into"),
+    [
+        ({}, "optim: weights, params: kv_cache cuda_graph, rollout: params"),
+        (MODELS, "critic_optim: weights, params: kv_cache cuda_graph, rollout: params"),
+        (LENT, "optim: kv_cache cuda_graph"),
+        ({"keep": ("params", "optim")}, ""),
+        ({"keep": ("kv_cache", "cuda_graph")}, "optim: weights, rollout: params"),
+        ({"overlap": ("optim",)}, ""),
+        ({"hand_over": False}, ""),
+    ],
+)
+def test_what_leaves_goes_to_what_the_other_side_takes_next(
+    options: dict[str, Any], into: str
+) -> None:
+    """All of a tag to one, so no more is kept than what replaces it; nothing where none waits."""
+    world = World(options.get("critic", False), roomy=True)
+    cycle = pair(world, **{"hand_over": True, **options})
+    for version in (1, 2):
+        world.into = []
+        cycle.to_rollout(version)
+        cycle.to_score()
+        cycle.to_train()
+        assert ", ".join(world.into) == into
+
+
+def test_all_that_comes_back_at_once_takes_what_the_rollout_had() -> None:
+    cycle = pair(world := World(), hand_over=True)
+    cycle.to_rollout(1)
+    cycle.to_train()
+    assert world.into[-1] == "rollout: params optim"
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,11 @@ def committed(side: Any) -> dict[str, int]:
     return {tag: entry.committed_bytes for tag, entry in side.report().tags.items()}
 
 
-def cycles(trainer: Trainer, engine: Engine, alias: bool, count: int = 3) -> list[list[list[int]]]:
+def cycles(
+    trainer: Trainer, engine: Engine, alias: bool, count: int = 3, hand_over: bool = False
+) -> list[list[list[int]]]:
     """Tokens of each round; the trainer learns in between."""
-    cycle, seen = Cycle(trainer, engine, alias=alias), []
+    cycle, seen = Cycle(trainer, engine, alias=alias, hand_over=hand_over), []
     for version in range(1, count + 1):
         receipt = cycle.to_rollout(version)
         assert receipt.version == engine.weights_version == version
@@ -99,6 +101,27 @@ def test_a_sync_that_breaks_poisons_the_engine(
         trainer.restore()
         Cycle(trainer, engine).to_rollout(2)
         assert engine.unavailable_reason() is None, "a sync that commits heals"
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_what_is_handed_over_is_not_asked_of_the_driver(
+    alias: bool, model_path: str, device: str
+) -> None:
+    """The same tokens, though the pages come with the other side's bytes; nothing is kept."""
+    seen, asked = [], []
+    for hand_over in (False, True):
+        with open_inprocess(config(model_path, device=device), ENGINE, alias=alias) as sides:
+            saver = sides[0].saver
+            assert saver is not None
+            seen.append(cycles(*sides, alias, hand_over=hand_over))
+            made = (each.statistics()["create"].nbytes for each in (saver, sides[1].saver))
+            asked.append(sum(made))
+            for each in (saver, sides[1].saver):
+                assert each.report().pool_bytes == 0
+                each.check_integrity()
+            params = saver.report().tags["params"].committed_bytes
+    assert seen[0] == seen[1]
+    assert asked[0] - asked[1] >= 4 * params, "two of three rounds, on both ways"
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -10,6 +10,7 @@ from itertools import chain
 
 from memsaver import MemorySaver
 from memsaver.errors import HostMemoryError, OutOfMemory, StateError
+from rollout.partner import Partner, handing_over
 
 # Seconds that memory which has just been given back is left to others: an engine that waits for
 # more looks every 20 ms, and what comes back early is only a gain where it does not.
@@ -36,6 +37,7 @@ class Parking:
     """
 
     def __init__(self, saver: MemorySaver | None) -> None:
+        self.partner: Partner | None = None  # the engine of this device
         self._saver = saver
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
@@ -58,8 +60,9 @@ class Parking:
         self._tags[tag] = version
         self._memory_of[tag] = beside if empty else (tag, *beside)
 
-    def park(self, *tags: str, wait: bool = True) -> None:
-        """Move the tags (none: all) to the host and free their memory.
+    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None:
+        """Move the tags (none: all) to the host and free their memory, into these tags of the
+        partner's as far as they need it.
 
         wait: False begins to copy and returns; their memory is freed when the copy is there, and
         until then they must not be written.
@@ -72,7 +75,8 @@ class Parking:
                 if (version := self._tags[tag]) is not None and tag not in self._parked:
                     self._saver.mark_clean(tag, version())
             if memory := self._memory(chosen):  # of none the saver would pause all
-                self._saver.pause(*memory, content="host")
+                with handing_over(self._saver, self.partner, into) as release:
+                    self._saver.pause(*memory, content="host", release=release)
         elif (saver := self._saver) is not None:
             memory = self._memory([tag for tag in chosen if tag not in before])
             saver.backend.synchronize()  # what still writes the tags

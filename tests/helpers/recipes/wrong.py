@@ -129,6 +129,7 @@ OUT_OF_RANGE = {
         "trainer.activation_checkpointing=true",
         "activation_checkpointing=True: must be one of layers, mlp, none",
     ),
+    "cycle.hand_over": wrong("cycle.hand_over=no", "cycle.hand_over=False: must be auto or never"),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
