@@ -17,6 +17,7 @@ from rollout.ops.activation_triton import gated
 
 _TILE = 16384  # elements of a program's table of pairs and experts
 _CHUNKS = 128  # programs that sort, about
+_COUNT_ALONE = 4  # chunks; from so many on, counting them is a kernel of its own
 
 
 def mix_experts_triton(
@@ -101,9 +102,11 @@ def sort_pairs(ids: Tensor, experts: int, block_m: int) -> Pairs:
         for shape in ((chunks, width), (pairs,), (3, most))
     )
     sizes: dict[str, int] = {"CHUNK": chunk, "ROWS": rows, "EXPERTS": width}
-    _count[(chunks,)](ids, counts, pairs, **sizes, num_warps=8)
+    counted = chunks >= _COUNT_ALONE
+    if counted:
+        _count[(chunks,)](ids, counts, pairs, **sizes, num_warps=8)
     _place[(chunks,)](
-        ids, counts, order, blocks, pairs, chunks, most, **sizes, BLOCK_M=block_m,
+        ids, counts, order, blocks, pairs, chunks, most, **sizes, COUNTED=counted, BLOCK_M=block_m,
         BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
     )  # fmt: skip
     return Pairs(order, blocks)
@@ -142,20 +145,27 @@ def _hits(ids, first, pairs, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type
 @triton.jit(do_not_specialize=["pairs", "chunks", "most"])
 def _place(  # type: ignore[no-untyped-def]
     ids, counts, order, blocks, pairs, chunks, most, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr, COUNTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk): puts its pairs behind those of the chunks before, and writes its share of
-    the blocks.
+    the blocks. Not COUNTED: it counts the pairs of every chunk itself.
     """
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     at = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, chunks, ROWS):
-        row = (first + tl.arange(0, ROWS))[:, None]
-        part = tl.load(counts + row * EXPERTS + expert[None, :], mask=row < chunks, other=0)
-        total += tl.sum(part, 0)
-        at += tl.sum(tl.where(row < chunk, part, 0), 0)
+    if COUNTED:
+        for first in range(0, chunks, ROWS):
+            row = (first + tl.arange(0, ROWS))[:, None]
+            part = tl.load(counts + row * EXPERTS + expert[None, :], mask=row < chunks, other=0)
+            total += tl.sum(part, 0)
+            at += tl.sum(tl.where(row < chunk, part, 0), 0)
+    else:
+        for first in range(0, pairs, ROWS):
+            hit, _ = _hits(ids, first, pairs, ROWS, EXPERTS)
+            part = tl.sum(hit, 0)
+            total += part
+            at += tl.where(first < chunk * CHUNK, part, 0)
     end = tl.cumsum(total, 0)
     at += end - total
     for first in range(0, CHUNK, ROWS):

@@ -19,6 +19,7 @@ SHAPES = some(
     (1, 1, 1, 16, 16),
     (3, 64, 4, 33, 9),
     (20, 5, 3, 48, 20),
+    (32, 520, 2, 16, 9),  # so many pairs that counting them is a kernel of its own
     whole=[
         (37, 64, 8, 33, 20),
         (70, 8, 2, 40, 45),
