@@ -19,7 +19,6 @@ SHAPES = some(
     (1, 1, 1, 16, 16),
     (3, 64, 4, 33, 9),
     (20, 5, 3, 48, 20),
-    (32, 520, 2, 16, 9),  # so many pairs that counting them is a kernel of its own
     whole=[
         (37, 64, 8, 33, 20),
         (70, 8, 2, 40, 45),
@@ -64,6 +63,26 @@ def test_kernels_equal_the_reference(
         assert out.dtype == expected.dtype == dtype and out.is_contiguous()
         apart = (out.float() - expected.float()).abs() / expected.float().abs().clamp(min=1)
         assert float(apart.max()) < most
+
+
+@pytest.mark.parametrize("pairs", [1, 300, 4100])
+@pytest.mark.parametrize("experts", [7, 128])
+def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
+    pairs: int, experts: int, device: str
+) -> None:
+    from rollout.ops.experts_triton import sort_pairs
+
+    generator = torch.Generator().manual_seed(pairs)
+    ids = torch.randint(0, experts, (pairs, 1), generator=generator).to(device)
+    found = sort_pairs(ids, experts, 16)
+    assert torch.equal(found.order.long(), ids.flatten().sort(stable=True).indices)
+    expected, first = list[tuple[int, int, int]](), 0
+    for expert, count in enumerate(ids.flatten().bincount(minlength=experts).tolist()):
+        end = first + count
+        expected += [(expert, begin, end) for begin in range(first, end, 16)]
+        first = end
+    blocks = found.blocks.T.tolist()
+    assert [(expert, *rows) for expert, *rows in blocks if rows[1]] == expected
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
