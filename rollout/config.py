@@ -41,6 +41,8 @@ class EngineConfig:
     and kv_tokens; only with full or latent
     attention in every layer, without double sparsity, tiers and tensor parallelism, and otherwise
     off whatever it says.
+    return_routed_experts: answers come with the experts of each layer that their tokens went to
+    (`Completion.routed_experts`); for mixtures of experts.
     tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
     neither.
     seed: of the requests that bring none.
@@ -63,6 +65,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prefix_states: int = 16
     elastic: bool = False
+    return_routed_experts: bool = False
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1

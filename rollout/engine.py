@@ -98,6 +98,8 @@ class Engine(EngineBase):
         self.runner = ModelRunner(
             mine, self.store, self.cache, attention=config.attention, ranks=self._ranks
         )
+        if config.return_routed_experts:
+            self.runner.record_routing(config.max_running + config.max_prefill_tokens)
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
             self.runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
@@ -211,6 +213,10 @@ class Engine(EngineBase):
     def _run(self, step: Step) -> None:
         started = time.perf_counter()
         logits = self.runner.forward(step)
+        routing = None
+        if self.runner.recorder is not None:
+            routing = self.runner.recorder.take(step.tokens)
+            step.record(routing.experts)
         self.scheduler.computed(step)
         samples = list(step.decode)
         rows = list(range(len(samples)))
@@ -227,6 +233,8 @@ class Engine(EngineBase):
             tokens, logprobs = self.runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self.scheduler.append(sample, token, logprob, self.store.last_version)
+        if routing is not None:
+            routing.arrive(waited=bool(samples))
         self.prefixes.ran(
             step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples)
         )

@@ -42,6 +42,7 @@ from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import build_model, fill_weights, reshard, trained_params
 from trainer_bridge.training.offload import Parking
 from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
+from trainer_bridge.training.replay import replay
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
 from trainer_bridge.training.shards import local_shard
@@ -412,10 +413,15 @@ class Trainer:
     ) -> list[list[float]]:
         temperature = batch.temperature if asked is None else asked
         check_temperature(temperature)
+
+        def score(micro: MicroBatch) -> Tensor:
+            with replay(model, micro.routed):
+                return micro_logprobs(model, micro, temperature)[0]
+
         return score_tokens(
             model,
             batch,
-            lambda micro: micro_logprobs(model, micro, temperature)[0],
+            score,
             self.config.micro_batch_size,
             self._runtime,
         )
@@ -426,10 +432,11 @@ class Trainer:
         Returns its sums of loss, clipped tokens, kl and entropy.
         """
         coefficient = self.config.router_aux_loss_coef
-        if not coefficient:
-            return self._add_gradient(batch, micro)
-        with load_balance(self.model, micro.real) as balance:
-            return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
+        with replay(self.model, micro.routed):
+            if not coefficient:
+                return self._add_gradient(batch, micro)
+            with load_balance(self.model, micro.real) as balance:
+                return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
 
     def _add_gradient(
         self, batch: SequenceBatch, micro: MicroBatch, more: Callable[[], Tensor] | None = None

@@ -106,7 +106,12 @@ class ExpertsConfig(MLPConfig):
 
 
 class Experts:
-    """Weights are views; they stay valid over pause and resume."""
+    """Weights are views; they stay valid over pause and resume.
+
+    routed: [T or more, top_k], where each call leaves the experts of its T tokens; None: nowhere.
+    """
+
+    routed: Tensor | None = None
 
     def __init__(self, config: ExpertsConfig, store: WeightStore, name: str) -> None:
         self.config = config
@@ -124,6 +129,8 @@ class Experts:
         ids, weights = top_experts(
             F.linear(x, self._router), config.top_k, normalise=config.normalise
         )
+        if self.routed is not None:
+            self.routed[: len(ids)] = ids
         weights = weights if config.wide_weights else weights.to(x.dtype)
         out = mix_experts(x, ids, weights, self._gate_up, self._down)
         if self._shared is None or self._shared_gate is None:

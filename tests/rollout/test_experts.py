@@ -65,6 +65,26 @@ def test_kernels_equal_the_reference(
         assert float(apart.max()) < most
 
 
+@pytest.mark.parametrize("pairs", [1, 300, 4100])
+@pytest.mark.parametrize("experts", [7, 128])
+def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
+    pairs: int, experts: int, device: str
+) -> None:
+    from rollout.ops.experts_triton import sort_pairs
+
+    generator = torch.Generator().manual_seed(pairs)
+    ids = torch.randint(0, experts, (pairs, 1), generator=generator).to(device)
+    found = sort_pairs(ids, experts, 16)
+    assert torch.equal(found.order.long(), ids.flatten().sort(stable=True).indices)
+    expected, first = list[tuple[int, int, int]](), 0
+    for expert, count in enumerate(ids.flatten().bincount(minlength=experts).tolist()):
+        end = first + count
+        expected += [(expert, begin, end) for begin in range(first, end, 16)]
+        first = end
+    blocks = found.blocks.T.tolist()
+    assert [(expert, *rows) for expert, *rows in blocks if rows[1]] == expected
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("chosen", [[0, 1], [6, 0], [3, 2]])
 def test_experts_without_tokens_are_not_read(impl: str, chosen: list[int], device: str) -> None:
