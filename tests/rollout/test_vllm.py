@@ -16,11 +16,11 @@ from transformers import AutoConfig, Qwen3MoeConfig
 from memsaver import StateError
 from rollout import SamplingParams, WeightUpdateError
 from rollout.engines import build_engine
+from rollout.hosted.layout import boxes
+from rollout.hosted.recording import Landed, record
 from rollout.tags import KV_CACHE, WEIGHTS
 from rollout.types import VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
-from rollout.vllm.layout import boxes
-from rollout.vllm.recording import Landed, record
 from rollout.vllm.requests import vllm_params
 from tests.helpers.models import SIZES, save_tiny
 from tests.helpers.rollout.fused import FusedEngine
