@@ -22,7 +22,7 @@ _MAKER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.cr
 
 
 class SglangAdapter(TorchMemorySaver):
-    """What SGLang's ``TorchMemorySaverAdapter`` offers its own processes, on our tags."""
+    """Offers what SGLang asks of its ``TorchMemorySaverAdapter``, on our tags."""
 
     @property
     def saver(self) -> MemorySaver:
@@ -49,7 +49,6 @@ def register() -> None:
         put_in_place()
 
 
-@functools.cache
 def put_in_place() -> None:
     """Tell SGLang's registry of hooks to make our adapter; SGLang applies its hooks afterwards.
 
@@ -57,7 +56,12 @@ def put_in_place() -> None:
     """
     keep_graphs_unregistered()
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-    hooks.HookRegistry.register(_MAKER, make, hooks.HookType.AROUND)
+    _hook(hooks.HookRegistry, hooks.HookType.AROUND)
+
+
+@functools.cache
+def _hook(registry: Any, around: Any) -> None:
+    registry.register(_MAKER, make, around)
 
 
 def make(original: Callable[[bool], Any], enable: bool) -> Any:

@@ -45,7 +45,8 @@ class SglangEngine:
         start = staticmethod(functools.partial(run_scheduler, theirs))
         kind = type("Engine", (engine,), {"run_scheduler_process_func": start})
         with _own_signals():
-            self.engine: Any = kind(enable_memory_saver=True, **options)
+            own = {"enable_memory_saver": True, "custom_sigquit_handler": _heard}
+            self.engine: Any = kind(**own, **options)
             theirs.close()  # what the scheduler has is the only one: its end is heard
             self._manager: Any = self.engine.tokenizer_manager
             self._manager.auto_create_handle_loop()

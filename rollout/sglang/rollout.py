@@ -80,9 +80,7 @@ class SglangRollout:
         """
         device = torch.device(device)
         if device.type != "cuda":
-            raise ValueError(
-                f"device={device}: SGLang's kernels need a GPU; use engine.kind=native"
-            )
+            raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
         described = json.loads((Path(path) / "config.json").read_text())
         if max_context_len is not None:  # it keeps two of them for itself
             most = described.get("max_position_embeddings", max_context_len)

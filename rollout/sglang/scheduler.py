@@ -1,4 +1,4 @@
-"""What is ours in SGLang's scheduler, the process that has the weights: tags, and answers to the
+"""Puts into SGLang's scheduler, the process that has the weights, our tags, and answers to the
 rollout in the process that asks.
 
 SGLang starts it by `Engine.run_scheduler_process_func`, and calls `Scheduler.answer_memsaver` for

@@ -91,6 +91,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
     trainer = Trainer(config, saver)
     trainer.connect([rollout])
     yield Pair(rollout, trainer)
+    rollout.wake_up()
+    os.kill(rollout.engine.engine.get_all_child_pids()[0], signal.SIGKILL)
+    with pytest.raises(StateError, match="SGLang's scheduler has ended"):
+        rollout.sleep(1)
+    assert trainer.shards()  # this process goes on
     trainer.close()
     saver.close()
     rollout.close()
@@ -227,14 +232,3 @@ def test_the_cycle(pair: Pair) -> None:
         cycle.to_train()
         assert pair.rollout.report().committed_bytes == 0
         assert pair.trainer.update_actor(batch)["grad_norm"] > 0
-
-
-def test_the_end_of_its_scheduler_is_told(pair: Pair) -> None:
-    """Last: the trainer goes on, and its process with it."""
-    pair.synced()
-    os.kill(pair.rollout.engine.engine.get_all_child_pids()[0], signal.SIGKILL)
-    with pytest.raises(StateError, match="SGLang's scheduler has ended"):
-        pair.rollout.generate(prompts(2), SamplingParams(max_tokens=100, ignore_eos=True))
-    with pytest.raises(StateError, match="SGLang's scheduler has ended"):
-        pair.rollout.sleep(1)
-    assert pair.trainer.shards()
