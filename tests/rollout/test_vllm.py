@@ -315,8 +315,8 @@ def test_a_parameter_of_which_a_part_is_taken(
 
 
 def test_engines_by_name() -> None:
-    with pytest.raises(ValueError, match="kind='sglang' must be one of native, vllm"):
-        build_engine("sglang", {})
+    with pytest.raises(ValueError, match="kind='trtllm' must be one of native, vllm"):
+        build_engine("trtllm", {})
     with pytest.raises(ValueError, match="without limit_bytes"):
         build_engine("vllm", {}, limit_bytes=1)
     with pytest.raises(ValueError, match="takes its first GPU"):
