@@ -123,6 +123,7 @@ class RemoteRollout(RemoteGroup):
 
     sleep = on_every_rank(Engine.sleep)
     wake_up = on_every_rank(Engine.wake_up)
+    wind_down = on_every_rank(Engine.wind_down)
     served_version = on_every_rank(Engine.served_version)
     abort_update = on_every_rank(Engine.abort_update)
     weight_layout = on_one_rank(Engine.weight_layout)
