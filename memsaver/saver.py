@@ -133,6 +133,15 @@ class MemorySaver:
         """The arena content is saved in; one for all savers of the process on a kind of device."""
         return self.backend.host_arena
 
+    def reserve_host(self, nbytes: int) -> None:
+        """Begin to obtain the host memory of so many bytes of saved content, in threads, and
+        return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
+
+        A pause meanwhile uses what is there and waits for the rest. More than may be had is not
+        refused here, but to the pause that needs it. ``close`` ends it.
+        """
+        self.host_arena.reserve(nbytes, self.backend.bind_thread)
+
     @property
     def tags(self) -> list[str]:
         """Tags in the order of their first use."""
@@ -510,6 +519,7 @@ class MemorySaver:
         """
         if os.getpid() != self._pid:
             return
+        self.host_arena.stop()
         with self._operation():
             if self._closed:
                 return

@@ -202,13 +202,18 @@ class Engine(EngineBase):
         """
         self._require_available()
         if self.cache.elastic is not None:
-            self.cache.elastic.grow(self.scheduler.wanted_tokens)
+            self.cache.elastic.fit(self.scheduler.wanted_tokens, self._gather)
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
             # pages were taken for tokens that were not computed: start those over
             self.scheduler.preempt_all()
             raise
+
+    def _gather(self, pages: int) -> bool:
+        """Has the first `pages` pages of the pool hold all that requests use, if they can."""
+        arriving = any(sample.remote for sample in self.scheduler.running)
+        return not arriving and self.prefixes.gather(pages)
 
     def _run(self, step: Step) -> None:
         started = time.perf_counter()
@@ -337,6 +342,8 @@ class Engine(EngineBase):
         to what its requests can use at once.
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
+        if self.cache.elastic is not None:
+            self.cache.elastic.winding_down = False
         with contextlib.ExitStack() as undo:  # all of them or none
             if KV_CACHE in paused:
                 self.saver.resume(KV_CACHE)
@@ -346,6 +353,13 @@ class Engine(EngineBase):
             if paused:
                 self.saver.resume(*paused)
             undo.pop_all()
+
+    def wind_down(self) -> None:
+        """Have an `elastic` pool give memory back between steps as its requests end, until the next
+        wake-up: others wait for it, and nobody comes back to what is cached.
+        """
+        if self.cache.elastic is not None:
+            self.cache.elastic.winding_down = True
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""

@@ -80,6 +80,11 @@ class EngineBase:
         """Say who gets the memory in `sleep(into=)`; None: the driver."""
         self._partner = partner
 
+    def wind_down(self) -> None:
+        """Say that what is asked for next are the last answers before a sleep, and that others wait
+        for memory. Without effect where a KV cache has one size.
+        """
+
     def report(self) -> Report:
         return self.saver.report()
 

@@ -141,7 +141,8 @@ class Cycle:
 
     def begin_return(self) -> None:
         """Begin to bring back what the policy scores with, if it leaves beside work: behind what
-        leaves, as soon as the device has room for it beside the answers, else in `to_score`.
+        leaves, as soon as the device has room for it beside the answers, else in `to_score`. The
+        rollout gives memory back as its last requests end.
 
         For state "rollout", when the last answers before the scores are asked for.
         """
@@ -149,6 +150,7 @@ class Cycle:
             raise StateError(f'begin_return() in state {self.state!r}: it is for state "rollout"')
         if PARAMS in self._behind and PARAMS not in self._held:
             with self._stage("begin_restore"):
+                self._rollout.wind_down()
                 self._trainer.restore(PARAMS, wait=False)
 
     def to_score(self, model: str = PARAMS) -> None:

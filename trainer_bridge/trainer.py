@@ -37,6 +37,7 @@ from trainer_bridge.training.batch import (
     check_tokens,
 )
 from trainer_bridge.training.critic import Critic
+from trainer_bridge.training.host_room import reserve_parked
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import build_model, fill_weights, reshard, trained_params
@@ -105,6 +106,8 @@ class Trainer:
                 remedy = "with TrainerConfig.lora leave it away: they are merged"
                 raise ValueError(f"{rule}; {remedy}")
             self._parking = Parking(saver)
+            if saver is not None:
+                reserve_parked(config, runtime.world, saver)
             self.reference = self._first_weights()
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)

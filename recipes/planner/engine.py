@@ -80,6 +80,9 @@ class PlannedRollout(Unreported):
         self._pool = min(whole, LEAST) if partly else whole
         self._grown = min(whole, self._sizes.wanted) if partly else whole
 
+    def wind_down(self) -> None:
+        """Only ever makes room earlier."""
+
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch
         tags = self._sizes.tags | {KV_CACHE: self._pool}

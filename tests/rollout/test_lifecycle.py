@@ -202,6 +202,54 @@ def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size
     assert hybrid.cache.elastic is tiered.cache.elastic is None
 
 
+def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(
+    path: Path, device: str
+) -> None:
+    """Answers of many lengths, forked from prompts with common beginnings; what is given back has
+    no memory. On a GPU whole pieces of 1 GiB go, and at last one is left.
+    """
+    rng, whole_size = random.Random(1), 1 << 12 if device == "cpu" else 1 << 22
+    sizes = {"kv_tokens": whole_size, "max_context_len": 256, "max_running": 64, "page_size": 4}
+    engine = Engine.from_pretrained(path, device=device, elastic=True, **sizes)
+    fixed = Engine.from_pretrained(path, device=device, **sizes)
+    pool, saver = engine.kv_pool, engine.saver
+    (common,) = random_prompts([40])
+    prompts = [
+        [*common[: rng.randint(0, 40)], *each]
+        for each in random_prompts([rng.randint(1, 30) for _ in range(16)])
+    ]
+    params = [
+        replace(GREEDY, max_tokens=length, n=rng.randint(1, 3), temperature=rng.choice([0, 0.8]))
+        for length in [*(rng.randint(2, 30) for _ in range(15)), 150]
+    ]
+    params = [replace(each, seed=number) for number, each in enumerate(params)]
+    expected = ids(fixed.generate(prompts, params))
+    seen = list[int]()
+
+    def watch(done: int, total: int, tokens: int) -> None:
+        seen.append(pool.size)
+        if seen[-1] != seen[-2:][0]:
+            engine.check_integrity()
+            assert saver.report().tags["kv_cache"].committed_bytes >= pool.nbytes
+
+    for turn in range(2):
+        engine.sleep(level=1)
+        engine.wake_up(partly=bool(turn))
+        if turn:
+            saver.limit_bytes = saver.report().committed_bytes + (1 << 21)
+        engine.wind_down()
+        assert ids(engine.generate(prompts, params, watch)) == expected
+        saver.limit_bytes = None
+        if device == "cpu" or not turn:
+            assert seen[-1] < max(seen) // 2
+        assert ids(engine.generate(prompts, params)) == expected  # it has grown again
+        seen.clear()
+    engine.sleep(level=1)
+    engine.wake_up()
+    assert ids(engine.generate(prompts, params, watch)) == expected
+    assert {*seen} == {whole_size}
+
+
 @pytest.mark.soak
 def test_rounds_with_pools_that_grow_and_shrink_leave_nothing_behind(path: Path) -> None:
     """Another holds a random part of the device, and lets go of it while answers of random lengths

@@ -120,6 +120,9 @@ class FakeRollout:
         for tag in tags:
             self.world.take(tag)
 
+    def wind_down(self) -> None:
+        self.world.at("wind_down")
+
     def abort_update(self, reason: str) -> None:
         self.world.at("abort_update")
         self.world.version, self.world.reason = None, reason

@@ -66,7 +66,7 @@ def build_model(
     or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
-    model = _meta_model(config, runtime.attention)
+    model = meta_model(config, runtime.attention)
     pack_if_possible(model, runtime.packed_attention)
     if value_head:
         _put_value_head(model, config)
@@ -114,12 +114,12 @@ def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def linear_layer_names(model_path: str) -> set[str]:
     """Tells what adapters of this model may target, from its config.json alone."""
-    return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
+    return linear_names(meta_model(TrainerConfig(model_path=model_path)))
 
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
     """Raises a ValueError where this model's parameters cannot lie as a rollout's do."""
-    byte_offsets(layout, dict(_meta_model(config).named_parameters()))
+    byte_offsets(layout, dict(meta_model(config).named_parameters()))
 
 
 def reshard(model: nn.Module) -> None:
@@ -131,7 +131,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
+def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
+    """Returns the model of `config.model_path` without memory, adapters included.
+
+    attention: transformers' name of it; None leaves the choice to transformers.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
