@@ -138,7 +138,8 @@ class MemorySaver:
         return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
 
         A pause meanwhile uses what is there and waits for the rest. More than may be had is not
-        refused here, but to the pause that needs it. ``close`` ends it.
+        refused here, but to the pause that needs it. ``close`` ends it. Not beside the capture of a
+        CUDA graph in this process, which pinning breaks.
         """
         self.host_arena.reserve(nbytes, self.backend.bind_thread)
 

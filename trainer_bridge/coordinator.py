@@ -21,7 +21,6 @@ from trainer_bridge.remote.group import RemoteActor
 from trainer_bridge.remote.ray_cluster import Place, connected, cores, reserved
 from trainer_bridge.sync.shard_dims import aligned_dims
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training.host_room import reserve_parked
 
 
 @contextlib.contextmanager
@@ -37,12 +36,11 @@ def open_inprocess(
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
-        saver = memsaver.MemorySaver(device=trainer.device)
-        undo.callback(saver.close)
-        reserve_parked(trainer, 1, saver)  # beside what the engine takes its time for
         rollout, close = build_engine(arguments.pop("kind"), arguments)
         undo.callback(close)
         rollout.sleep(level=2)
+        saver = memsaver.MemorySaver(device=trainer.device)
+        undo.callback(saver.close)
         side = Trainer(trainer, saver, layout=rollout.weight_layout().manifest if alias else None)
         undo.callback(side.close)
         side.connect([rollout])
@@ -94,7 +92,7 @@ def open_ray(
         side = RemoteTrainer(
             _start("trainer", ray.remote(trainer_actor), args, places, undo), timeout
         )
-        if trainer.leaving:
+        if trainer.leaving:  # beside the engine's start, which is in another process
             side.reserve()
         rollout.build()
         rollout.sleep(level=2)
