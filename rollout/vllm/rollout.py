@@ -166,7 +166,7 @@ class VllmRollout(EngineBase):
         level: int = 1,
         unfinished: str = "raise",
         tags: Sequence[str] | None = None,
-        into: Sequence[str] = (),
+        into: str | None = None,
     ) -> None:
         """Give the memory of the tags (None: all) back; see `Engine.sleep`. No request is ever
         unfinished here.
