@@ -283,12 +283,12 @@ class Engine(EngineBase):
         level: int = 1,
         unfinished: str = "raise",
         tags: Sequence[str] | None = None,
-        into: Sequence[str] = (),
+        into: str | None = None,
     ) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
 
-        into: tags of the trainer of this device (`hand_over_to`) that get it, as far as they need
-        it; the rest goes to the driver.
+        into: the tag of this device's trainer (`hand_over_to`) that is restored next: it gets what
+        it needs, and the driver the rest.
 
         level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update
         commits. With tiers, cached pages go to the host first and are found again if the weights

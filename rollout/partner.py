@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,25 +22,23 @@ class Partner:
     @classmethod
     def of(cls, saver: MemorySaver) -> Self:
         """Returns what another side is told of this saver, all of whose tags are made."""
-        tags = saver.report().tags
+        tags = saver.report().tags.items()
         return cls(
             ticket=saver.pool_ticket(),
-            nbytes={tag: entry.live_bytes for tag, entry in tags.items()},
+            nbytes={tag: saver.backend.round_up(entry.live_bytes) for tag, entry in tags},
         )
 
 
 @contextlib.contextmanager
-def handing_over(
-    saver: MemorySaver, partner: Partner | None, into: Collection[str]
-) -> Iterator[str]:
+def handing_over(saver: MemorySaver, partner: Partner | None, into: str | None) -> Iterator[str]:
     """Gives the `release` of pauses in the block. What they free goes to the partner, as far as its
-    tags `into`, which get memory next, can use it; the rest, and all where the partner is gone or
+    tag `into`, which gets memory next, can use it; the rest, and all where the partner is gone or
     there is none, to the driver. So no more is kept than what takes its place.
     """
-    if partner is None or not into:
+    if partner is None or into is None:
         yield "driver"
         return
     try:
         yield "keep"
     finally:
-        saver.release_kept(partner.ticket, sum(partner.nbytes.get(tag, 0) for tag in into))
+        saver.release_kept(partner.ticket, partner.nbytes.get(into, 0))

@@ -75,7 +75,7 @@ class Rollout(SyncTarget, Protocol):
         level: int = 1,
         unfinished: str = "raise",
         tags: Sequence[str] | None = None,
-        into: Sequence[str] = (),
+        into: str | None = None,
     ) -> None: ...
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None: ...

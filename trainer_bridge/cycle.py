@@ -130,7 +130,8 @@ class Cycle:
             write = self._trainer.share_weights if self._alias else self._trainer.sync_weights
             committed = write(version)
         # Params, which must stay until all engines have committed what they hold.
-        self._park_all_but(self._behind, into=[tag for tag in self._waking if tag != WEIGHTS])
+        rest = [tag for tag in self._waking if tag != WEIGHTS]
+        self._park_all_but(self._behind, into=next(iter(rest), None))
         with self._stage("wake_kv_cache"):
             # a rollout of the caller's own need not know of parts
             partly = {"partly": True} if self._leaving() else {}
@@ -176,8 +177,8 @@ class Cycle:
         before, after = self.state, self._enter(verb)
         if before == "rollout":
             with self._stage("sleep"):
-                missing = [tag for tag in tags if tag not in self._held]
-                self._rollout.sleep(self._sleep_level, tags=self._sleeping, **self._into(missing))
+                into = self._into(next((tag for tag in tags if tag not in self._held), None))
+                self._rollout.sleep(self._sleep_level, tags=self._sleeping, **into)
         self._park_all_but(tags)
         for tag in tags:
             if tag not in self._held:
@@ -186,17 +187,17 @@ class Cycle:
                 self._held.add(tag)
         self.state = after
 
-    def _park_all_but(self, tags: Sequence[str], into: Sequence[str] = ()) -> None:
-        """into: tags of the rollout's that wake up next."""
+    def _park_all_but(self, tags: Sequence[str], into: str | None = None) -> None:
+        """into: the rollout's tag that wakes up next."""
         leaving = [tag for tag in self._tags if tag in self._held - self._kept.union(tags)]
         for tag in leaving:
             with self._stage(f"park_{tag}"):
-                self._trainer.park(tag, **self._into(into if tag == leaving[-1] else ()))
+                self._trainer.park(tag, **self._into(into if tag == leaving[-1] else None))
             self._held.remove(tag)
 
-    def _into(self, tags: Sequence[str]) -> dict[str, Any]:
+    def _into(self, tag: str | None) -> dict[str, Any]:
         """Sides of the caller's own need not know of it."""
-        return {"into": tags} if self._hand_over and tags else {}
+        return {"into": tag} if self._hand_over and tag else {}
 
     def _leaving(self) -> list[str]:
         return [tag for tag in self._behind if tag in self._held]
@@ -209,8 +210,7 @@ class Cycle:
 
     def _make_room(self) -> None:
         before = set(self._held)
-        first = [WEIGHTS] if WEIGHTS in self._waking else self._waking
-        self._park_all_but([PARAMS, *self._behind], into=first)
+        self._park_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
         # nothing of the trainer's, but what training left in torch's cache
         if self._held == before and self._waking:
             with self._stage("empty_cache"):

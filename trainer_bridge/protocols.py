@@ -1,6 +1,5 @@
 """Defines what the cycle and recipes drive: a `Trainer`, or a handle on actors that hold one."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from trainer_bridge.sync.weight_sync import SyncReceipt
@@ -16,7 +15,7 @@ class TrainerSide(Protocol):
 
     def empty_cache(self) -> None: ...
 
-    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None: ...
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None: ...
 
     def restore(self, *tags: str, wait: bool = True) -> None: ...
 

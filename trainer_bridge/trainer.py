@@ -205,11 +205,11 @@ class Trainer:
             "tokens": float(batch.num_tokens),
         }
 
-    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None:
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         """Empty the cache, then move the tags (none: all) to the host and free their memory.
 
-        into: tags of the engine of this device (`hand_over_to`) that get it, as far as they need
-        it; the rest goes to the driver. Not without waiting.
+        into: the tag of this device's engine (`hand_over_to`) that wakes up next: it gets what it
+        needs, and the driver the rest. Not without waiting.
 
         A model's tag that has not changed since it was parked last is not copied again, where a
         trainer scores with several models. wait: False returns while the copies go on; a tag's

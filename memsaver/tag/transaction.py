@@ -307,7 +307,8 @@ class Transactions:
         from memsaver.sharing.lease import hand_over
 
         with contextlib.ExitStack() as undo:
-            given = self._pool.take(most, undo)
+            if not (given := self._pool.take(most, undo)):
+                return
             self._revoke(given, to)
             lost = hand_over(given, to, self._backend)
             undo.pop_all()

@@ -102,7 +102,7 @@ class PlannedTrainer(Trainer):
 
     leaving: tuple[str, ...] = ()
 
-    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None:
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if wait:
             super().park(*tags)
         else:

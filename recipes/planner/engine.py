@@ -66,7 +66,7 @@ class PlannedRollout(Unreported):
         level: int = 1,
         unfinished: str = "raise",
         tags: Sequence[str] | None = None,
-        into: Sequence[str] = (),
+        into: str | None = None,
     ) -> None:
         chosen = set(self._sizes.tags if tags is None else tags)
         self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0

@@ -92,7 +92,7 @@ class HostedRollout(EngineBase):
         level: int = 1,
         unfinished: str = "raise",
         tags: Sequence[str] | None = None,
-        into: Sequence[str] = (),
+        into: str | None = None,
     ) -> None:
         """Give the memory of the tags (None: all) back; see `Engine.sleep`. No request is ever
         unfinished here.

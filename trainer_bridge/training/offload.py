@@ -68,9 +68,9 @@ class Parking:
         self._tags[tag] = version
         self._memory_of[tag] = beside if empty else (tag, *beside)
 
-    def park(self, *tags: str, wait: bool = True, into: Sequence[str] = ()) -> None:
-        """Move the tags (none: all) to the host and free their memory, into these tags of the
-        partner's as far as they need it.
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+        """Move the tags (none: all) to the host and free their memory, into this tag of the
+        partner's as far as it needs it.
 
         wait: False begins to copy and returns; their memory is freed when the copy is there, and
         until then they must not be written.
