@@ -126,6 +126,8 @@ class Recipe(Section):
         words = f"needs a KV cache that grows, and vLLM's does not, {beside}"
         grows_not = self.cycle.overlap in ("auto", [])
         yield Rule("cycle.overlap", grows_not, words, "set cycle.overlap=auto")
+        key, words = f"{self.algorithm}.router_replay", f"is the native engine's, {beside}"
+        yield Rule(key, not self.loop.router_replay, words)
         words = f"cuts before vLLM takes log-probabilities, {beside}"
         yield Rule("sampling.top_k", self.sampling.top_k == 0, words, "set sampling.top_k=0")
         yield Rule("sampling.top_p", self.sampling.top_p == 1, words, "set sampling.top_p=1.0")
