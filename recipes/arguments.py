@@ -101,6 +101,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return {
         **own,
         "prefix_states": section.prefix_states,
+        "return_routed_experts": setup.recipe.loop.router_replay,
         "elastic": setup.recipe.cycle.overlap != [],
         "kv_cache_dtype": section.kv_cache_dtype,
         "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,12 +238,13 @@ def _refuse_unsupported(config: Any, where: str) -> None:
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    known = {each.name for each in fields(RopeConfig)} - {"theta", "rope_type"}
     options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     options |= {key: parameters[key] for key in known if parameters.get(key) is not None}
-    return RopeConfig(
-        theta=parameters["rope_theta"], rope_type=parameters.get("rope_type", "default"), **options
-    )
+    kind = parameters.get("rope_type", "default")
+    if kind == "yarn" and "factor" not in options:
+        options["factor"] = max_position_embeddings / options["original_max_position_embeddings"]
+    return RopeConfig(theta=parameters["rope_theta"], rope_type=kind, **options)
 
 
 def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:

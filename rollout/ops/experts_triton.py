@@ -176,10 +176,10 @@ def _place(  # type: ignore[no-untyped-def]
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     if FEW:
-        pair = tl.arange(0, FEW)
-        chosen = tl.load(ids + pair, mask=pair < pairs, other=0).to(tl.int32)
-        total = tl.histogram(chosen, EXPERTS, mask=pair < pairs)
-        at = tl.histogram(chosen, EXPERTS, mask=pair < tl.minimum(chunk * CHUNK, pairs))
+        each = tl.arange(0, FEW)
+        chosen = tl.load(ids + each, mask=each < pairs, other=0).to(tl.int32)
+        total = tl.histogram(chosen, EXPERTS, mask=each < pairs)
+        at = tl.histogram(chosen, EXPERTS, mask=each < tl.minimum(chunk * CHUNK, pairs))
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         at = tl.zeros((EXPERTS,), tl.int32)

@@ -38,6 +38,7 @@ STAGES = [
     *("restore_params", "compute_log_prob", "compute_reward"),
     *("restore_optim", "compute_advantages", "update_actor"),
 ]
+REPLAY = "grpo.router_replay=true"
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
 EXPERTS = ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
 EXPERTS += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
@@ -66,12 +67,24 @@ def test_the_task_is_learnt_also_on_held_out_problems(tiny: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_mixture_of_experts_learns_the_task(tmp_path: Path) -> None:
-    start_run("tiny", [*LEARNT, *EXPERTS], tmp_path / "run")
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_mixture_of_experts_learns_the_task(replay: bool, tmp_path: Path) -> None:
+    start_run("tiny", [*LEARNT, *EXPERTS, *([REPLAY] if replay else [])], tmp_path / "run")
     train = rows(tmp_path / "run", "train")
     rewards = [row["reward"] for row in train]
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
     assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
+
+
+def test_the_engines_routing_is_replayed(tmp_path: Path) -> None:
+    """Of a model without near ties it is the trainer's own; the gap to that is reported, too."""
+    few = ["steps=3", "eval.every=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2"]
+    start_run("tiny", [*few, *EXPERTS, REPLAY], tmp_path / "run")
+    train = rows(tmp_path / "run", "train")
+    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
+    assert ["gap_mean_unreplayed" in row for row in train] == [True, False, True]
+    assert 0 < train[0]["gap_max_unreplayed"] <= GAP_MAX
+    assert "compute_log_prob_unreplayed" in train[0]["stages"]
 
 
 def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:

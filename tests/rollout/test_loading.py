@@ -15,7 +15,7 @@ from rollout.model.loading import load_model_config
 from rollout.model.mlp import ExpertsConfig, GatedConfig
 from rollout.model.rotary import inverse_frequencies, rotary_tables
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
-from tests.helpers.rollout.answers import LLAMA3
+from tests.helpers.rollout.answers import LLAMA3, YARN
 
 V3, NEXT = "deepseek_v3", "qwen3_next"
 
@@ -34,8 +34,7 @@ def save_config(path: Path, kind: str) -> None:
     edit_config(path, remove=remove, architectures=[KINDS[kind][1].__name__])
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
             "layer_types .*use_sliding_window",
         ),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ("llama", {"rope_parameters": YARN}, "rope_type='yarn'"),
+        ("llama", {"rope_parameters": DYNAMIC}, "rope_type='dynamic'"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -80,8 +79,6 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
             {"q_lora_rank": None, "attention_bias": True},
             "attention_bias=True.*q_lora_rank=None",
         ),
-        (V3, {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "rope_type='yarn'"),
-        (V3, {"rope_parameters": LINEAR}, "mscale_all_dim=1.0"),
         (V3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             "deepseek_v2",
@@ -241,6 +238,9 @@ def test_stop_tokens(
         {"rope_type": "default", "rope_theta": 1e4},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
         LLAMA3,
+        YARN,
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False, "beta_fast": 20},
+        YARN | {"attention_factor": 1.1, "original_max_position_embeddings": 64},
     ],
 )
 def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:

@@ -140,6 +140,7 @@ WITHOUT_RANGE = [
         "task.system_prompt",
     ),
     *("grpo.normalize_std", "ppo.normalize_advantages"),
+    *("grpo.router_replay", "ppo.router_replay"),
 ]
 
 LATENT = " model.config.".join([
@@ -294,6 +295,7 @@ CONTRADICTIONS = [
     wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
     wrong("cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
+    wrong("grpo.router_replay=true", "the model has no experts to choose"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
     wrong(
         "algorithm=ppo cycle.keep=[reference,critic]",
