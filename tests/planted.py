@@ -88,18 +88,6 @@ BUGS = [
         "",
     ),
     Bug(
-        "pages that move to the front of a pool keep their places in the free list (missing undo)",
-        "kvcache/allocators/paged.py",
-        "left = kept[~np.isin(kept, free)]",
-        "left = kept[len(owned) :]",
-    ),
-    Bug(
-        "the prefix cache keeps the old numbers of pages that move",
-        "rollout/serving/prefix.py",
-        "            self.cache.rename(renamed)\n",
-        "            pass\n",
-    ),
-    Bug(
         "the upper half of a split node loses its locks",
         "kvcache/radix/tree.py",
         "upper.lock_ref = node.hits, node.priority, node.lock_ref",
