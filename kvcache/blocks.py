@@ -14,7 +14,7 @@ from kvcache.requests import ReqHandle, ReqToTokenPool
 from kvcache.windows import Ledger, WindowShares, pages_behind
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
-_MOVED = 128  # pages that `gather` copies at once: a copy has memory of its own in between
+_MOVED = 32  # pages that `gather` copies at once: a copy has memory of its own in between
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from kvcache.pools import (
     SWAKVPool,
     TokenPool,
 )
-from memsaver import MemorySaver, OutOfMemory
+from memsaver import LeaseError, MemorySaver, OutOfMemory
 from memsaver.common.rounding import round_up
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
@@ -87,7 +87,7 @@ class Elastic:
         """
         if (began := time.monotonic()) < self._ask_at:
             return
-        tokens = min(wanted(), self.most)
+        tokens = max(self.pool.page_size, min(wanted(), self.most))
         if tokens > self.pool.size:
             self._take(tokens - self.pool.size)
         elif self.winding_down and min(self._left, self.pool.size) - tokens >= self.most // 16:
@@ -103,14 +103,15 @@ class Elastic:
                 self._resize(self.pool.size + more)
 
     def _give_back(self, tokens: int, gather: Callable[[int], bool]) -> None:
+        """Where that cannot be, the pool stays as it is."""
         self._left = tokens  # on a GPU it may keep more: the rest of an extent
-        if not gather(tokens // self.pool.page_size):
-            return
-        self.allocator.limit(tokens)
-        try:
-            self.pool.resize(tokens)
-        finally:
-            self.follow()
+        with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
+            if gather(tokens // self.pool.page_size):
+                self.allocator.limit(tokens)
+                try:
+                    self.pool.resize(tokens)
+                finally:
+                    self.follow()
 
     def _resize(self, tokens: int) -> None:
         self.pool.resize(tokens)

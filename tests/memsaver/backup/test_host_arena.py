@@ -181,7 +181,7 @@ def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interpreter_that_ends_waits_for_no_more_than_what_is_under_way() -> None:
-    """All of it would take 40 s."""
+    """All of it would take 200 s."""
     code = """
 import time
 from memsaver.vmm import pinned_arena
@@ -189,16 +189,16 @@ from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.pinned_pages import HUGE_PAGE
 
 class Slow:
-    def pin(self, address, nbytes): time.sleep(0.2)
+    def pin(self, address, nbytes): time.sleep(1)
     def unpin(self, address): pass
 
 pinned_arena.SEGMENT = HUGE_PAGE
 HostArena(Slow()).reserve(400 * HUGE_PAGE, lambda: None)
 print(time.time(), flush=True)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert ran.returncode == 0 and not ran.stderr
-    assert time.time() - float(ran.stdout) < 10
+    assert time.time() - float(ran.stdout) < 100
 
 
 def test_memory_is_there_at_once_and_used_again() -> None:
