@@ -103,7 +103,7 @@ class Elastic:
                 self._resize(self.pool.size + more)
 
     def _give_back(self, tokens: int, gather: Callable[[int], bool]) -> None:
-        """Where that cannot be, the pool stays as it is."""
+        """Leaves the pool as it is where that cannot be."""
         self._left = tokens  # on a GPU it may keep more: the rest of an extent
         with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
             if gather(tokens // self.pool.page_size):
