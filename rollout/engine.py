@@ -21,7 +21,7 @@ from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase
 from rollout.model.config import ModelConfig
-from rollout.model.layout import aliases
+from rollout.model.layout import aliases, constants
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
@@ -83,7 +83,11 @@ class Engine(EngineBase):
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         self.store = WeightStore(
-            rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver
+            rank_groups(model, self._ranks.rank, self._ranks.size),
+            aliases(model),
+            dtype,
+            saver,
+            constants=constants(model),
         )
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
@@ -138,7 +142,18 @@ class Engine(EngineBase):
         engine = cls(model, config, dtype=dtype, saver=saver, group=group)
         if load_weights:
             engine.load(path)
+        else:
+            engine._load_constants(path)
         return engine
+
+    def _load_constants(self, path: str | Path) -> None:
+        """Reads what no update brings, where there are files: a model without has random weights,
+        and its constants are 0.
+        """
+        names = self.store.constants
+        if names and any(Path(path).glob("*.safetensors")):
+            for name, tensor in iter_checkpoint(path, names):
+                self.store.load_constant(name, tensor, str(path))
 
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model as version 0. Ends an update that is open."""

@@ -18,6 +18,7 @@ from memsaver import StateError
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, memory_maps, process_bytes, settled_fds, status_bytes
+from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import config, make_batch, reference, write_model
 from tests.helpers.trainer_bridge.tolerance import assert_scores
 from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
@@ -26,8 +27,10 @@ MODELS = {
     "llama": {"tie_word_embeddings": False, "num_key_value_heads": 1, "attention_bias": False},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen3_moe": {"tie_word_embeddings": True, "num_experts": 5, "norm_topk_prob": True},
+    "deepseek_v3": {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 24},
 }
+LONG = ("llama", "deepseek_v3")
 LENGTHS = [1, 2, 15, 16, 17, 64, 200, 500]
 
 
@@ -140,7 +143,7 @@ def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=[pytest.mark.extended] * (each == "llama")) for each in MODELS],
+    [pytest.param(each, marks=[pytest.mark.extended] * (each in LONG)) for each in MODELS],
 )
 def test_rounds_match_transformers(
     family: str, device: str, tmp_path: Path, scribbler: Scribbler

@@ -112,8 +112,8 @@ class Trainer:
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
             if config.router_aux_loss_coef and not routers(self.model):
-                rule = "is of a mixture of experts, and this model is none; leave it 0"
-                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}")
+                rule = "is of a mixture of experts that has this loss, and this model is none"
+                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; leave it 0")
             self.optimizer = build_optimizer(
                 list(trained_params(self.model).values()), config, runtime, saver
             )

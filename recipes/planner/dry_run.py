@@ -72,7 +72,7 @@ class PlannedRuntime(Runtime):
     packed_attention: str | None = PACKED_ATTENTION
 
     def make_buffers(self, model: nn.Module) -> None:
-        """Makes buffers of any content, even where the trainer cannot (routers of DeepSeek-V3)."""
+        """Makes buffers of any content."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:

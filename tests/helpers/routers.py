@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_bridge.training.balance import routers
+from trainer_bridge.training.replay import expert_routers
 
 
 @torch.no_grad()
@@ -17,7 +17,7 @@ def chosen_experts(model: Any, tokens: list[int]) -> Tensor:
     found: list[Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _module, _args, out: found.append(out[2]))
-        for router in routers(model)
+        for router in expert_routers(model)
     ]
     model(torch.tensor([tokens], device=model.device))
     for hook in hooks:
@@ -31,10 +31,13 @@ def forced(model: Any, experts: list[Tensor]) -> Iterator[None]:
     sequence each take `experts` one by one, int64 [tokens, layers with experts, top_k], -1 for what
     they really find.
     """
-    own, layers = torch.topk, len(routers(model))
+    own, layers = torch.topk, len(expert_routers(model))
+    count = expert_routers(model)[0].num_experts
     calls = iter(range(len(experts) * layers))
 
-    def topk(scores: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    def topk(scores: Tensor, k: int, dim: int = -1, sorted: bool = True) -> tuple[Tensor, Tensor]:
+        if scores.shape[-1] != count:  # of groups of experts
+            return own(scores, k, dim=dim)
         call = next(calls)
         told = experts[call // layers][:, call % layers]
         ids = torch.where(told < 0, own(scores, k, dim=dim).indices, told)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout import Engine, SamplingParams
+from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.rollout.answers import GAP
 from tests.helpers.routers import forced
 from tests.helpers.trainer_bridge.models import (
@@ -36,10 +37,17 @@ from trainer_bridge.training.batch import lay_out
 
 EXPERTS, TOP_K = 6, 2
 QWEN: dict[str, Any] = {"num_experts": EXPERTS, "mlp_only_layers": [0], "num_hidden_layers": 3}
+DEEPSEEK: dict[str, Any] = {
+    **MLA, **DEEPSEEK_MOE, "head_dim": 8, "n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K,
+    "n_group": 3,
+}  # fmt: skip
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", QWEN | {"norm_topk_prob": True}),
     ("qwen3_moe", QWEN | {"norm_topk_prob": False}),
     ("mixtral", {"num_local_experts": EXPERTS}),
+    ("deepseek_v3", DEEPSEEK | {"norm_topk_prob": True}),
+    ("deepseek_v3", DEEPSEEK | {"norm_topk_prob": False}),
+    ("deepseek_v2", DEEPSEEK | {"topk_method": "greedy"}),
 ]
 Make = Callable[..., Trainer]
 

@@ -29,6 +29,7 @@ from trainer_bridge.sync.layout import byte_offsets
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.training.head import score_in_head
+from trainer_bridge.training.initial import stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_layers,
@@ -327,7 +328,11 @@ def _load_weights(
         name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
     }
     other = names - params.keys()  # tied ones, too
-    files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
+    buffers = stored_buffers(model)
+    wanted = {name: tuple(each.shape) for name, each in {**params, **buffers}.items()}
+    files.check(wanted, ignore=other)
+    for name, buffer in buffers.items():
+        buffer.copy_(files.box(name, [0] * buffer.ndim, buffer.shape))
     for name, param in params.items():
         shard = into.get(param, local_shard(param))
         if shard.numel():

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainer_bridge.training.balance import routers
+from rollout.model import Routing, expert_routing
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """A router's logits [T, experts], weights and experts [T, top_k]."""
@@ -26,25 +26,23 @@ def replay(model: Any, routed: Tensor | None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as undo:
         if routed is not None:
-            layers, top_k = routers(model), getattr(model.config, "num_experts_per_tok", 0)
+            layers, top_k = expert_routers(model), getattr(model.config, "num_experts_per_tok", 0)
             if routed.shape[1:] != (len(layers), top_k):
                 got, want = tuple(routed.shape[1:]), (len(layers), top_k)
                 raise ValueError(f"routed_experts are {got} a token, the model has {want}")
+            routing = expert_routing(model.config)
             for layer, chosen in zip(layers, routed.unbind(1), strict=True):
-                hook = layer.register_forward_hook(partial(_follow, model.config, chosen))
+                hook = layer.register_forward_hook(partial(_follow, routing, chosen))
                 undo.callback(hook.remove)
         yield
 
 
-def _follow(config: Any, chosen: Tensor, _module: Any, _inputs: Any, own: Routed) -> Routed:
+def expert_routers(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that choose experts, layer by layer; a dense model has none."""
+    return [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
+
+
+def _follow(routing: Routing, chosen: Tensor, _module: Any, _inputs: Any, own: Routed) -> Routed:
     logits, weights, ids = own
     ids = torch.where(chosen < 0, ids, chosen.to(ids.dtype))
-    return logits, _weigh(config, logits, ids).to(weights.dtype), ids
-
-
-def _weigh(config: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Computes what transformers' routers do."""
-    weights = torch.softmax(logits, -1, dtype=torch.float32).gather(1, ids)
-    if config.model_type == "mixtral" or config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights
+    return logits, routing.weigh(logits, ids).to(weights.dtype), ids

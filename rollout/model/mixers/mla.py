@@ -110,15 +110,7 @@ class MLAConfig(MixerConfig):
 
 
 def _refuse_unsupported(config: Any) -> None:
-    dense = config.first_k_dense_replace
-    layers = config.num_hidden_layers
     heads = config.num_attention_heads
-    if dense < layers:
-        raise ValueError(
-            f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of "
-            f"experts, which are not supported here; use a model of dense layers alone: "
-            f"first_k_dense_replace={layers}"
-        )
     if config.num_key_value_heads != heads:
         raise ValueError(
             f"num_key_value_heads={config.num_key_value_heads} is not supported with latent "
