@@ -14,6 +14,7 @@ from memsaver.vmm.pinned_pages import HUGE_PAGE
 from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, LoraConfig, Trainer, open_inprocess
 from trainer_bridge.config import CriticConfig
+from trainer_bridge.remote.actor import TrainerActor
 from trainer_bridge.tags import TRAINER_TAGS
 from trainer_bridge.training.host_room import parked_bytes
 
@@ -56,19 +57,38 @@ def test_each_rank_has_its_rows(tmp_path: Path) -> None:
     assert parked_bytes(config(path), 1) == 0
 
 
-@pytest.mark.parametrize("overlap", [(), ("params", "optim")])
-def test_what_leaves_finds_its_host_memory_there(
-    overlap: tuple[str, ...], model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    obtained, obtain = list[int](), pinned_pages.obtain
+@pytest.fixture
+def obtained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every piece of host memory from here on; there is none before."""
+    sizes_seen, obtain = list[int](), pinned_pages.obtain
 
     def spy(sizes: list[int], pinner: Any) -> list[int]:
-        obtained.extend(sizes)
+        sizes_seen.extend(sizes)
         return obtain(sizes, pinner)
 
     monkeypatch.setattr(pinned_pages, "obtain", spy)
     gc.collect()  # what other tests have saved
     MemorySaver().host_arena.trim()
+    return sizes_seen
+
+
+def test_an_actor_begins_before_it_is_built(model_path: str, obtained: list[int]) -> None:
+    actor = TrainerActor(config(model_path, leaving=("params", "optim")))
+    actor.call("reserve", 1)
+    MemorySaver().host_arena.give(MemorySaver().host_arena.take(1))  # there when this is
+    assert obtained == [HUGE_PAGE]
+    actor.call("build")
+    actor.call("park")
+    assert obtained == [HUGE_PAGE]
+    actor.call("close")
+    assert actor.held.saver is not None
+    actor.held.saver.close()
+
+
+@pytest.mark.parametrize("overlap", [(), ("params", "optim")])
+def test_what_leaves_finds_its_host_memory_there(
+    overlap: tuple[str, ...], model_path: str, obtained: list[int]
+) -> None:
     leaving = config(model_path, leaving=("params", "optim"))
     engine = {"kv_tokens": 512, "elastic": bool(overlap)}
     with open_inprocess(leaving, engine) as (trainer, rollout):

@@ -42,7 +42,7 @@ GAP = 5e-5
 
 
 def on(device: str, path: str) -> TrainerConfig:
-    return config(path, device=device)
+    return config(path, device=device, leaving=("params", "optim"))
 
 
 def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed_in_a_sync(
