@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import multiprocessing
+import os
 import pickle
 import re
 import signal
@@ -49,12 +50,18 @@ class SglangEngine:
             self.engine: Any = kind(**own, **options)
             theirs.close()  # what the scheduler has is the only one: its end is heard
             self._manager: Any = self.engine.tokenizer_manager
-            self._manager.auto_create_handle_loop()
-            for each in _SIGNALS:
-                self.engine.loop.remove_signal_handler(each)
+            self.engine.loop.run_until_complete(self._listen())
+        # readable when the scheduler has ended; the loop makes what it watches non-blocking
+        self._process = os.pidfd_open(self.engine.get_all_child_pids()[0])
         # SGLang would end this process with its scheduler, and the trainer in it
         self._before = signal.signal(signal.SIGQUIT, _heard)
         self.seeded = bool(options.get("enable_deterministic_inference"))
+
+    async def _listen(self) -> None:
+        """Has the engine's loop receive answers, without the signals that SGLang takes with it."""
+        self._manager.auto_create_handle_loop()
+        for each in _SIGNALS:
+            self.engine.loop.remove_signal_handler(each)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the scheduler's `SchedulerSide`, or of what it holds; returns its
@@ -84,7 +91,7 @@ class SglangEngine:
         """
         loop = self.engine.loop
         ended = loop.create_future()
-        loop.add_reader(self._channel.fileno(), _set_once, ended)
+        loop.add_reader(self._process, _set_once, ended)
         pairs = enumerate(zip(prompts, params, strict=True))
         left = {loop.create_task(self._one(number, *each)) for number, each in pairs}
         try:
@@ -100,7 +107,7 @@ class SglangEngine:
             loop.run_until_complete(self._abort(left, ended))
             raise
         finally:
-            loop.remove_reader(self._channel.fileno())
+            loop.remove_reader(self._process)
             while not ended.done() and not self.call("is_idle"):
                 time.sleep(0.001)  # it takes a step more than the answers need
 
@@ -129,6 +136,7 @@ class SglangEngine:
             utils.kill_process_tree(pid, wait_timeout=60)
         self.engine.send_to_rpc.close(linger=0)
         self._channel.close()
+        os.close(self._process)
         signal.signal(signal.SIGQUIT, self._before)
 
 

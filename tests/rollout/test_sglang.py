@@ -189,6 +189,7 @@ def test_its_end_is_told_and_signals_are_ours_again(path: str) -> None:
     assert {each: signal.getsignal(each) for each in before} == before
 
 
+@pytest.mark.extended
 def test_a_scheduler_that_does_not_start(path: str) -> None:
     with pytest.raises(RuntimeError, match="died during initialization"):
         SglangEngine(options(path, load_format="broken"))

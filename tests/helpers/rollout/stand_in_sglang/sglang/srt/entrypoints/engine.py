@@ -41,6 +41,7 @@ class Engine:
         self.aborted, self.turn = asyncio.Event(), asyncio.Lock()
 
     def handle(self) -> None:
+        assert asyncio.get_running_loop() is self.loop
         for each in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.add_signal_handler(each, lambda: None)
 
