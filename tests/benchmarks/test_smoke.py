@@ -42,7 +42,12 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-for _long in ("bench_kvcache", "bench_sync", "bench_switch"):  # what they run has tests of its own
+for _long in (
+    "bench_kvcache",
+    "bench_sync",
+    "bench_switch",
+    "bench_replay",
+):  # what they run has tests of its own
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 
