@@ -12,7 +12,7 @@ from memsaver import MemorySaver
 from rollout.engine import Engine
 from rollout.protocols import Rollout
 
-KINDS = ("native", "vllm")
+KINDS = ("native", "vllm", "sglang")
 
 
 def build_engine(
@@ -27,12 +27,10 @@ def build_engine(
     arguments: of its class's `from_pretrained`. group: of the ranks that share it. limit_bytes: of
     its saver. Both are the native engine's alone.
     """
-    if kind == "vllm":
-        from rollout.vllm import VllmRollout
-
+    if kind in ("vllm", "sglang"):
         if group is not None or limit_bytes is not None:
-            raise ValueError("kind=vllm takes one process, without limit_bytes; use kind=native")
-        rollout = VllmRollout.from_pretrained(**arguments)
+            raise ValueError(f"kind={kind} takes one process, without limit_bytes; use kind=native")
+        rollout = _hosted(kind).from_pretrained(**arguments)
         return rollout, rollout.close
     if kind != "native":
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
@@ -42,3 +40,14 @@ def build_engine(
     except BaseException:
         saver.close()
         raise
+
+
+def _hosted(kind: str) -> Any:
+    """The class of an engine that is another project's."""
+    if kind == "vllm":
+        from rollout.vllm import VllmRollout
+
+        return VllmRollout
+    from rollout.sglang import SglangRollout
+
+    return SglangRollout

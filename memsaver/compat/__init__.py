@@ -47,6 +47,15 @@ def install(*names: str) -> None:
         sys.modules[name] = importlib.import_module(_OURS[name])
 
 
+def hook_sglang() -> None:
+    """Have SGLang put its memory onto our tags in this process, by its own registry of hooks.
+
+    It applies them when it loads its plugins. ``SGLANG_PLUGINS=memsaver`` does the same in each of
+    its processes. ``ImportError`` without the package.
+    """
+    importlib.import_module("memsaver.compat.sglang_plugin").put_in_place()
+
+
 def uninstall(*names: str) -> None:
     """Take our modules out again (no name: all). What was imported from them stays what it is."""
     for name in names or _OURS:

@@ -159,6 +159,9 @@ class CycleSection(Section):
     overlap: Any = "auto"
     # The rollout serves the trainer's own pages: auto (where it can), always or never.
     alias: str = "auto"
+    # What leaves goes to what the other side of the device takes next: auto (where nothing leaves
+    # beside work), or never: through the driver.
+    hand_over: str = "auto"
 
     def rules(self) -> Iterator[Rule]:
         for key, named, known in (("keep", self.keep, TAGS), ("overlap", self.overlap, TRAINED)):
@@ -169,6 +172,7 @@ class CycleSection(Section):
             words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(known)}"
             yield Rule(key, not unknown, words, none)
         yield Rule("alias", *one_of("auto", "always", "never"))
+        yield Rule("hand_over", *one_of("auto", "never"))
 
     @property
     def named(self) -> list[str]:

@@ -23,6 +23,7 @@ from recipes.recipe.loops import (
 )
 from recipes.recipe.rules import Rule, Section, at_least, one_of, shown
 from recipes.recipe.sides import (
+    HOSTED,
     EngineSection,
     LoraSection,
     ModelSection,
@@ -73,8 +74,8 @@ class Recipe(Section):
         yield from self._rules_of_digits(sums)
         yield from self._rules_of_devices()
         yield from self._rules_of_tags()
-        if self.engine.kind == "vllm":
-            yield from self._rules_of_vllm()
+        if self.engine.kind in HOSTED:
+            yield from self._rules_of_hosted(HOSTED[self.engine.kind])
         words = f"adapters are small, and lora.rank={self.lora.rank}"
         good = not (self.trainer.optimizer_offload and self.lora.rank)
         key = "trainer.optimizer_offload"
@@ -114,20 +115,22 @@ class Recipe(Section):
                     words = f"{tag} is there with {words} only"
                     yield Rule(key, tag not in named, words, f"set {key}={there}")
 
-    def _rules_of_vllm(self) -> Iterator[Rule]:
-        """Refuses what vLLM as it comes cannot do, or would do to log-probabilities."""
-        beside = "with engine.kind=vllm"
-        yield Rule("device", self.device != "cpu", f"is not for vLLM's kernels, {beside}")
+    def _rules_of_hosted(self, name: str) -> Iterator[Rule]:
+        """Refuses what an engine as it comes cannot do, or would do to log-probabilities."""
+        beside = f"with engine.kind={self.engine.kind}"
+        yield Rule("device", self.device != "cpu", f"is not for {name}'s kernels, {beside}")
         words = f"takes several engines, and one was tried, {beside}"
         one = self.cluster.size == 1
         yield Rule("cluster.n_gpus_per_node", one, words, "set cluster.n_gpus_per_node=1")
-        words = f"is not for weights that vLLM's buffers lie among, {beside}"
+        words = f"is not for weights that {name}'s buffers lie among, {beside}"
         yield Rule("cycle.alias", self.cycle.alias != "always", words, "set cycle.alias=never")
-        words = f"needs a KV cache that grows, and vLLM's does not, {beside}"
+        words = f"needs a KV cache that grows, and {name}'s does not, {beside}"
         grows_not = self.cycle.overlap in ("auto", [])
         yield Rule("cycle.overlap", grows_not, words, "set cycle.overlap=auto")
         key, words = f"{self.algorithm}.router_replay", f"is the native engine's, {beside}"
         yield Rule(key, not self.loop.router_replay, words)
+        if name != "vLLM":
+            return
         words = f"cuts before vLLM takes log-probabilities, {beside}"
         yield Rule("sampling.top_k", self.sampling.top_k == 0, words, "set sampling.top_k=0")
         yield Rule("sampling.top_p", self.sampling.top_p == 1, words, "set sampling.top_p=1.0")

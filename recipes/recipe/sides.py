@@ -63,13 +63,17 @@ class ModelSection(Section):
         return dict(self.config or {}) if self.shape is None else dict(shapes()[self.shape])
 
 
+HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Other projects' engines, by `kind`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSection(Section):
     """A rollout engine: one of `kv_tokens` and `mem_fraction_static`, which a `Recipe` sets to 0.9
     without either.
     """
 
-    kind: str = "native"  # or vllm: the package of that name generates
+    kind: str = "native"  # or vllm, sglang: the package of that name generates
     kv_tokens: int | None = None
     mem_fraction_static: float | None = None
     page_size: int = 16
@@ -83,9 +87,9 @@ class EngineSection(Section):
     prefix_states: int = 16  # of models with linear layers: prompts whose states are kept; 0: off
 
     def rules(self) -> Iterator[Rule]:
-        yield Rule("kind", *one_of("native", "vllm"))
-        if self.kind == "vllm":
-            yield from self._rules_of_vllm()
+        yield Rule("kind", *one_of("native", *HOSTED))
+        if self.kind in HOSTED:
+            yield from self._rules_of_hosted(HOSTED[self.kind])
         tokens, fraction, page = self.kv_tokens, self.mem_fraction_static, self.page_size
         either = "set engine.kv_tokens=null, or engine.mem_fraction_static=null"
         words = f"excludes engine.kv_tokens={tokens}"
@@ -108,15 +112,16 @@ class EngineSection(Section):
         words = "must be 1 (keep on the host) or 2 (discard)"
         yield Rule("sleep_level", self.sleep_level in (1, 2), words)
 
-    def _rules_of_vllm(self) -> Iterator[Rule]:
-        fraction, own = self.mem_fraction_static, "is the native engine's, with engine.kind=vllm"
-        words = "is not known beside vLLM's workspaces and graphs, with engine.kind=vllm"
+    def _rules_of_hosted(self, name: str) -> Iterator[Rule]:
+        beside = f"with engine.kind={self.kind}"
+        fraction, own = self.mem_fraction_static, f"is the native engine's, {beside}"
+        words = f"is not known beside {name}'s workspaces and graphs, {beside}"
         none = "set engine.mem_fraction_static=null"
         yield Rule("mem_fraction_static", fraction is None, words, none)
-        words = "was not tried, with engine.kind=vllm"
+        words = f"was not tried, {beside}"
         yield Rule("kv_cache_dtype", self.kv_cache_dtype == "auto", words)
         yield Rule("host_to_device_ratio", self.host_to_device_ratio == 0, own)
-        words = "puts vLLM's workers into processes of their own, with engine.kind=vllm"
+        words = f"puts {name}'s workers into processes of their own, {beside}"
         yield Rule("tensor_parallel_size", self.tensor_parallel_size == 1, words)
 
 
@@ -135,8 +140,8 @@ class TrainerSection(Section):
     router_aux_loss_coef: float = 0.0  # of mixtures of experts: their load-balance loss; 0: none
     # Sequences a forward and backward pass holds, of the longest; of short ones more.
     micro_batch_size: int = 4
-    # Layers are computed again in the backward pass, not kept.
-    activation_checkpointing: bool = True
+    # What the backward pass computes again, so that it is not kept: layers, their MLPs, or none.
+    activation_checkpointing: str = "layers"
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
     # Masters and moments lie in host memory and pass through the device in every update.
     optimizer_offload: bool = False
@@ -152,6 +157,7 @@ class TrainerSection(Section):
         off = "set trainer.router_aux_loss_coef=0 (off)"
         yield Rule("router_aux_loss_coef", *rules.NOT_NEGATIVE, off)
         yield Rule("micro_batch_size", *at_least(1))
+        yield Rule("activation_checkpointing", *one_of("layers", "mlp", "none"))
         if self.threads is not None:
             yield Rule("threads", *at_least(1))
 

@@ -186,8 +186,8 @@ def resolve_device(recipe: Recipe) -> str:
     each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
     if 0 < count < each:  # without a GPU, a device is two processes
         raise RecipeError(f"{key}={each}: torch sees {count} GPUs here; set {key}={count}")
-    if not count and recipe.engine.kind == "vllm":
-        raise RecipeError("engine.kind=vllm: torch sees no GPU here; set engine.kind=native")
+    if not count and (kind := recipe.engine.kind) != "native":
+        raise RecipeError(f"engine.kind={kind}: torch sees no GPU here; set engine.kind=native")
     if recipe.device in ("auto", "cpu"):
         return "cuda:0" if count else "cpu"
     index = int(recipe.device.partition(":")[2] or 0)
@@ -198,7 +198,8 @@ def resolve_device(recipe: Recipe) -> str:
 
 def _check_packages(recipe: Recipe) -> None:
     needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
-    needed += [("engine.kind=vllm", "vllm", "")] if recipe.engine.kind == "vllm" else []
+    kind = recipe.engine.kind
+    needed += [(f"engine.kind={kind}", kind, "")] if kind != "native" else []
     for key, module, extra in [*needed, ("model", "transformers", "models")]:
         if importlib.util.find_spec(module) is None:
             remedy = (

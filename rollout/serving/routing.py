@@ -43,23 +43,25 @@ class RoutingRecorder:
         from rollout.ops.sample_triton import send
 
         sent = send(found)
-        return StepRouting(np.empty_like(sent.numpy()), sent)
+        stream = torch.cuda.current_stream(found.device)
+        return StepRouting(np.empty_like(sent.numpy()), sent, stream)
 
 
 @dataclass(eq=False)
 class StepRouting:
     """experts: of one step's tokens, as they are packed; without content until `arrive`. sent: what
-    the device writes, pinned.
+    the device writes, pinned, on this stream.
     """
 
     experts: RoutedExperts
     sent: Tensor | None = None
+    stream: torch.cuda.Stream | None = None
 
     def arrive(self, *, waited: bool) -> None:
         """waited: the host has seen the end of the step."""
-        if self.sent is not None:
+        if self.sent is not None and self.stream is not None:
             if not waited:
-                torch.cuda.current_stream(self.sent.device).synchronize()
+                self.stream.synchronize()
             np.copyto(self.experts, self.sent.numpy())
             self.sent = None
 

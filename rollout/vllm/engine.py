@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import memsaver.compat
 from memsaver import MemorySaver, StateError
+from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _ALLOCATOR = "vllm.device_allocator.cumem"
 _OLDEST = (0, 24)
@@ -26,10 +27,18 @@ _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 # they leave the weights where `load_weights` puts them
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
+# vLLM's tags behind each of ours; "workspace" and what follows are those of 0.33
+_BEHIND = {
+    WEIGHTS: ("weights",),
+    KV_CACHE: ("kv_cache", "workspace"),
+    CUDA_GRAPH: ("cudagraph", "runtime"),
+}
 
 
 class VllmEngine:
     """One `vllm.LLM` whose worker is in this process."""
+
+    name = "vLLM"
 
     def __init__(self, path: str | Path, options: dict[str, Any]) -> None:
         """options: of `vllm.LLM`. StateError where vLLM's own allocator is in use already, or its
@@ -60,6 +69,10 @@ class VllmEngine:
         """Whose tags the worker's memory is on."""
         saver: MemorySaver = self.allocator.saver
         return saver
+
+    def tags_behind(self, tag: str) -> list[str]:
+        """Returns the saver's tags that one of ours is."""
+        return [name for name in _BEHIND[tag] if name in self.saver.tags]
 
     def check_plain(self) -> None:
         """ValueError naming a layer that repacks its weights, or computes with copies of them."""

@@ -86,7 +86,7 @@ def gap(trainer: Trainer, batch: SequenceBatch) -> float:
 def made(scale: Scale, path: str) -> Trainer:
     config = TrainerConfig(
         model_path=path, random_init=True, device=str(scale.device), dtype="bfloat16",
-        micro_batch_size=32, activation_checkpointing=True, learning_rate=1e-9,
+        micro_batch_size=32, activation_checkpointing="layers", learning_rate=1e-9,
     )  # fmt: skip
     return Trainer(config, MemorySaver(device=scale.device))
 

@@ -1,5 +1,5 @@
-"""vLLM on our tags beside vLLM as it comes: sleeps, wake-ups, new weights, throughput. `make
-bench-vllm`, with vllm installed.
+"""vLLM, or SGLang, on our tags beside itself as it comes: sleeps, wake-ups, new weights,
+throughput. `make bench-vllm`, with vllm installed; `--engine sglang`.
 
 Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
 the same random weights of a Qwen2.5 shape. With `--together` both engines are built at the same
@@ -27,7 +27,7 @@ from tests.benchmarks.common import (
     write_config,
 )
 
-KINDS = {"memsaver": "ours", "vLLM's own": "rival"}
+KINDS = {"memsaver": "ours", "its own": "rival"}
 KV_TOKENS = 196608  # so that both engines fit together
 
 
@@ -38,6 +38,7 @@ class Sides:
         self._log = args.out or folder
         self._log.mkdir(parents=True, exist_ok=True)
         self._answers: object = None
+        self._engine = args.engine
         self._words = [str(write_config(folder, args.size)), str(KV_TOKENS), str(args.cycles)]
         self._words += ["quick"] if args.quick else []
         self._started: dict[str, subprocess.Popen[str]] = {}
@@ -45,9 +46,15 @@ class Sides:
             self._start(KINDS[name])
 
     def _start(self, kind: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.benchmarks.vllm_side", kind, *self._words]
+        command = [
+            sys.executable,
+            "-m",
+            f"tests.benchmarks.{self._engine}_side",
+            kind,
+            *self._words,
+        ]
         pipe = subprocess.PIPE
-        with (self._log / f"vllm_{kind}.log").open("w") as log:
+        with (self._log / f"{self._engine}_{kind}.log").open("w") as log:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
         self._started[kind] = process
         return process
@@ -65,7 +72,7 @@ class Sides:
             elif line.startswith('{"answers"'):
                 found += self._compared(json.loads(line)["answers"])
         if process.wait():
-            text = (self._log / f"vllm_{kind}.log").read_text()
+            text = (self._log / f"{self._engine}_{kind}.log").read_text()
             raise RuntimeError(text[-3000:])
         return found
 
@@ -83,11 +90,12 @@ class Sides:
 
 
 def skipped() -> Figures:
-    raise Skipped("it has no tiny form, and needs a GPU and vllm")
+    raise Skipped("it has no tiny form, and needs a GPU and the engine")
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, KINDS)
+    options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     options.add_argument("--size", choices=("0.5b", "7b"), default="7b")
     options.add_argument("--cycles", type=int, default=20)
     options.add_argument(
@@ -96,13 +104,13 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--together", action="store_true", help="build both engines at once")
     args = options.parse_args(arguments)
     scale = make_scale(args)
-    if scale.tiny or importlib.util.find_spec("vllm") is None:
-        return run_cases("bench_vllm", dict.fromkeys(args.cases, skipped), args.out)
+    if scale.tiny or importlib.util.find_spec(args.engine) is None:
+        return run_cases(f"bench_{args.engine}", dict.fromkeys(args.cases, skipped), args.out)
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(args, Path(folder))
         try:
             cases = {name: partial(sides.measured, KINDS[name]) for name in args.cases}
-            run_cases("bench_vllm", cases, args.out)
+            run_cases(f"bench_{args.engine}", cases, args.out)
         finally:
             sides.close()
     return None

@@ -73,8 +73,9 @@ class Rival:
     """vLLM as it comes."""
 
     tensors: dict[str, Tensor]
+    keeps = True  # level 1 keeps the weights
 
-    def __init__(self, path: str, kv_tokens: int, options: dict[str, Any]) -> None:
+    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
         import vllm
 
         self.vllm = vllm
@@ -91,7 +92,7 @@ class Rival:
             max_num_seqs=SEQUENCES,
             max_num_batched_tokens=8192,
             logprobs_mode="processed_logprobs",
-            **options,
+            **({"compilation_config": QUICK} if quick else {}),
         )
 
     def give(self, tensors: dict[str, Tensor]) -> None:
@@ -129,7 +130,7 @@ class Rival:
 class Ours(Rival):
     """The same engine on our tags; `sync` writes what a trainer of one rank would."""
 
-    def __init__(self, path: str, kv_tokens: int, options: dict[str, Any]) -> None:
+    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
         from rollout.vllm import VllmRollout
 
         self.rollout = VllmRollout.from_pretrained(
@@ -138,7 +139,7 @@ class Ours(Rival):
             kv_tokens=kv_tokens,
             max_running=SEQUENCES,
             max_context_len=CONTEXT,
-            **options,
+            **({"compilation_config": QUICK} if quick else {}),
         )
         self.version = 0
 
@@ -195,7 +196,7 @@ def throughput(side: Rival, when: str) -> None:
 def weights(side: Rival) -> None:
     say("new weights, first", timed(side.sync))
     say("new weights", median(side.sync))
-    if isinstance(side, Ours):
+    if hasattr(side, "receipt"):
         say("new weights: copy", side.receipt.copy_seconds * 1e3)
         say("new weights: verification", side.receipt.verify_seconds * 1e3)
         say("its own load_weights of the same tensors", median(side.load))
@@ -244,10 +245,11 @@ def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
     say(f"cycles of {cycles} whose 64 greedy answers are right", right, "")
 
 
-def main(kind: str, path: str, kv_tokens: int, cycles: int, quick: bool) -> None:
+def main(
+    kinds: dict[str, Any], kind: str, path: str, kv_tokens: int, cycles: int, quick: bool
+) -> None:
     started = time.perf_counter()
-    options = {"compilation_config": QUICK} if quick else {}
-    side = {"ours": Ours, "rival": Rival}[kind](path, kv_tokens, options)
+    side = kinds[kind](path, kv_tokens, quick)
     say("engine built", time.perf_counter() - started, "s")
     print("ready", flush=True)
     sys.stdin.readline()
@@ -260,18 +262,24 @@ def main(kind: str, path: str, kv_tokens: int, cycles: int, quick: bool) -> None
     throughput(side, "before the cycles")
     through_cycles(side, cycles, first)
     throughput(side, "after")
-    level_1(side)
+    if side.keeps:
+        level_1(side)
     same = sum(map(list.__eq__, greedy(side), first))
     say("greedy answers of 64 as at first, at the end", same, "")
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    which, folder, kv, rounds, *flags = sys.argv[1:]
+def run(kinds: dict[str, Any], words: list[str]) -> None:
+    """Measure what the words of `bench_vllm` say, and end this process."""
+    which, folder, kv, rounds, *flags = words
     try:
-        main(which, folder, int(kv), int(rounds), "quick" in flags)
+        main(kinds, which, folder, int(kv), int(rounds), "quick" in flags)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise
     sys.stdout.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    run({"ours": Ours, "rival": Rival}, sys.argv[1:])

@@ -15,13 +15,22 @@ from typing import Any
 
 import pytest
 
+from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.recipe.loading import load
 from recipes.run import continue_run, start_run
 from recipes.watch.reading import read_run
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
-from tests.helpers.recipes.runs import SMALL, MakeRun, has_pictures, rows, same_rows, trace
+from tests.helpers.recipes.runs import (
+    SMALL,
+    MakeRun,
+    has_pictures,
+    rows,
+    same_rows,
+    trace,
+    without_pictures,
+)
 from trainer_bridge.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +73,29 @@ def test_the_task_is_learnt_also_on_held_out_problems(tiny: Path) -> None:
     found = rows(tiny, "eval")
     assert [row["step"] for row in found] == [0, 10, 20, 25]
     assert found[0]["exact_match"] < 0.2 and found[-1]["exact_match"] > 0.5
+
+
+def test_what_leaves_beside_work_and_a_pool_that_winds_down_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One named key. Answers are long enough for the pool to look again."""
+    words = [*SMALL, "steps=1", "eval.every=0", "sampling.max_tokens=30", "checkpoint.every=0"]
+    resized, resize = list[tuple[int, int]](), TokenPool.resize
+
+    def spy(pool: TokenPool, tokens: int) -> int:
+        resized.append((pool.size, tokens))
+        return resize(pool, tokens)
+
+    monkeypatch.setattr(TokenPool, "resize", spy)
+    with without_pictures():
+        start_run("tiny", words, tmp_path / "plain")
+        assert not resized
+        start_run("tiny", [*words, "cycle.overlap=[params,optim]"], tmp_path / "beside")
+    one, other = (rows(tmp_path / name, "train") for name in ("plain", "beside"))
+    for key in ("tokens", "reward", "response_length", "ended"):
+        assert [row[key] for row in one] == [row[key] for row in other]
+    assert other[0]["hidden_seconds"] > 0
+    assert any(after < before for before, after in resized if after > 64)
 
 
 @pytest.mark.extended

@@ -16,11 +16,11 @@ from transformers import AutoConfig, Qwen3MoeConfig
 from memsaver import StateError
 from rollout import SamplingParams, WeightUpdateError
 from rollout.engines import build_engine
+from rollout.hosted.layout import boxes
+from rollout.hosted.recording import Landed, record
 from rollout.tags import KV_CACHE, WEIGHTS
 from rollout.types import VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
-from rollout.vllm.layout import boxes
-from rollout.vllm.recording import Landed, record
 from rollout.vllm.requests import vllm_params
 from tests.helpers.models import SIZES, save_tiny
 from tests.helpers.rollout.fused import FusedEngine
@@ -315,8 +315,8 @@ def test_a_parameter_of_which_a_part_is_taken(
 
 
 def test_engines_by_name() -> None:
-    with pytest.raises(ValueError, match="kind='sglang' must be one of native, vllm"):
-        build_engine("sglang", {})
+    with pytest.raises(ValueError, match="kind='trtllm' must be one of native, vllm"):
+        build_engine("trtllm", {})
     with pytest.raises(ValueError, match="without limit_bytes"):
         build_engine("vllm", {}, limit_bytes=1)
     with pytest.raises(ValueError, match="takes its first GPU"):

@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memsaver.common.rounding import round_up
 from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
 _NEAR = 0.75
 _PARTS = 16  # of a chunk: one more or less, at most, goes to a filler
+_ALIGNED = 8  # tokens: gradients of weights are sums over them, which tensor cores read by 16 bytes
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 
@@ -231,7 +233,7 @@ def lay_out(
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
     if packed:
-        unit = -(-min(size, _PARTS) * batch.max_length // _PARTS)
+        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
         if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
     sequences = [p + r for p, r in zip(prompts, responses, strict=True)]

@@ -100,7 +100,7 @@ OUT_OF_RANGE = {
         "engine.kv_tokens=null engine.mem_fraction_static=1.5 device=cuda:0",
         "must lie between 0 and 1",
     ),
-    "engine.kind": wrong("engine.kind=sglang", "kind=sglang: must be native or vllm"),
+    "engine.kind": wrong("engine.kind=trtllm", "kind=trtllm: must be one of native, vllm"),
     "engine.sleep_level": wrong(
         "engine.sleep_level=3", "must be 1 (keep on the host) or 2 (discard)"
     ),
@@ -125,13 +125,17 @@ OUT_OF_RANGE = {
         "cycle.overlap=[reference]", "overlap=[reference]: names unknown tags reference; known: par"
     ),
     "cycle.alias": wrong("cycle.alias=yes", "cycle.alias=True: must be one of auto, always, never"),
+    "trainer.activation_checkpointing": wrong(
+        "trainer.activation_checkpointing=true",
+        "activation_checkpointing=True: must be one of layers, mlp, none",
+    ),
+    "cycle.hand_over": wrong("cycle.hand_over=no", "cycle.hand_over=False: must be auto or never"),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
     *(
         "engine.cuda_graphs",
         "trainer.lr_decay",
-        "trainer.activation_checkpointing",
         "trainer.optimizer_offload",
         "task.system_prompt",
     ),
@@ -164,8 +168,15 @@ OF_VLLM = [
     wrong(f"{VLLM} sampling.top_p=0.5", "sampling.top_p=0.5: cuts before vLLM takes"),
     wrong(f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01"),
 ]
+SGLANG = "device=auto engine.kind=sglang"
+OF_SGLANG = [
+    wrong("engine.kind=sglang", "device=cpu: is not for SGLang's kernels", "set device=auto"),
+    wrong(f"{SGLANG} sampling.top_k=5", "engine.kind=sglang: torch sees no GPU here"),
+    wrong(f"{SGLANG} cycle.alias=always", "alias=always: is not for weights that SGLang's"),
+]
 CONTRADICTIONS = [
     *OF_VLLM,
+    *OF_SGLANG,
     wrong(
         "cluster.n_gpus_per_node=2", "driver=inprocess: cannot drive 2 devices", "set driver=ray"
     ),

@@ -125,6 +125,8 @@ class FusedModel(nn.Module):
 class FusedEngine:
     """Stands for `VllmEngine`: memory on tags, a model with loaders, and no forward pass."""
 
+    name = "vLLM"
+
     def __init__(
         self,
         config: Any,
@@ -143,6 +145,9 @@ class FusedEngine:
         self.model = FusedModel(config, biased, normed, make)
         self.kv_cache = self.saver.empty((1 << 16,), torch.uint8, tag=KV_CACHE)
         self.resets = 0
+
+    def tags_behind(self, tag: str) -> list[str]:
+        return [name for name in self.saver.tags if name == tag]
 
     def check_plain(self) -> None:
         pass

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from memsaver.common.strided import row_major
+from rollout.hosted.recording import Landed, Recording
 from rollout.types import Manifest, ParamSlice
-from rollout.vllm.recording import Landed, Recording
 from rollout.weights.arena import shorten
 from rollout.weights.store import layout_hash
 

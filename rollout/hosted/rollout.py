@@ -1,0 +1,206 @@
+"""Sleeps and weight updates of an engine that is another project's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memsaver import MemorySaver, StateError, Ticket
+from memsaver.common.signals import held
+from memsaver.vmm import empty_torch_cache
+from rollout.engine_base import EngineBase
+from rollout.hosted.layout import manifest_of
+from rollout.hosted.recording import record
+from rollout.model import parameter_shapes
+from rollout.partner import handing_over
+from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
+from rollout.types import CommitReceipt, WeightOffer
+from rollout.weights.arena import WeightArena
+from rollout.weights.update import WeightUpdate, require_active
+
+
+class HostedEngine(Protocol):
+    """Another project's engine, in the process that has its weights.
+
+    name: what errors call it. saver: whose tags its memory is on.
+    """
+
+    name: str
+
+    @property
+    def saver(self) -> MemorySaver: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def tags_behind(self, tag: str) -> list[str]:
+        """Returns the saver's tags that one of ours is."""
+        ...
+
+    def check_plain(self) -> None:
+        """ValueError naming a layer that repacks its weights, or computes with copies of them."""
+        ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """The model's own loader."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all keys and values; StateError while a request holds some."""
+        ...
+
+
+class HostedRollout(EngineBase):
+    """All of a `Rollout` but `generate`. Not thread-safe: one call at a time."""
+
+    def __init__(self, engine: HostedEngine, path: str | Path) -> None:
+        """path: the model's directory. ValueError where the model's weights are not plain copies of
+        a checkpoint's; names the first parameter that is not.
+        """
+        self._hosted = engine
+        self.saver: MemorySaver = engine.saver
+        self._buffers = _beside_parameters(engine.model, self.saver.device)
+        self._buffers_lost = False
+        self.store = self._laid_out(path)
+        self._update = WeightUpdate(self.store, self.saver, engine.reset_prefix_cache)
+
+    def _laid_out(self, path: str | Path) -> WeightArena:
+        model, saver = self._hosted.model, self.saver
+        self._hosted.check_plain()
+        first = next(model.parameters())
+        tags = {saver.tag_of(first)} & {*self._hosted.tags_behind(WEIGHTS)}
+        for name, param in model.named_parameters():
+            if (tag := saver.tag_of(param)) not in tags:
+                raise ValueError(f"{name} lies on tag {tag}, not with the weights")
+        shapes, aliases = parameter_shapes(path)
+        address = first.data_ptr() - saver.offset_of(first)
+        recording = record(self._hosted.load_weights, model, shapes)
+        manifest = manifest_of(recording, shapes, aliases, model, lambda at: at - address)
+        arena = saver.backend.window(address, manifest.nbytes, saver)
+        return WeightArena(manifest, shapes, arena, 0, tags.pop())
+
+    # ---------------------------------------------------------------- sleep and wake up
+
+    @held()
+    def sleep(
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: str | None = None,
+    ) -> None:
+        """Give the memory of the tags (None: all) back; see `Engine.sleep`. No request is ever
+        unfinished here.
+
+        What the engine has outside of its tags stays: see `report()` and the how-tos.
+        """
+        if level not in (1, 2):
+            raise ValueError(
+                f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
+            )
+        chosen = self._known(tags)
+        with handing_over(self.saver, self._partner, into) as release:
+            if WEIGHTS in chosen:
+                self._sleep_weights(level, release)
+            if KV_CACHE in chosen:
+                self._hosted.reset_prefix_cache()
+            for tag in chosen:
+                if tag != WEIGHTS:  # graphs replay over what they have: it is kept at every level
+                    content = "host" if tag == CUDA_GRAPH else "discard"
+                    for name in self._hosted.tags_behind(tag):
+                        self.saver.pause(name, content=content, release=release)
+        if KV_CACHE in chosen:
+            empty_torch_cache(self.saver.device)
+
+    def _sleep_weights(self, level: int, release: str) -> None:
+        self._update.before_sleep()
+        keep = level == 1 and self._update.keepable
+        if not keep and not self.saver.is_paused(self.store.tag):
+            for buffer, saved in self._buffers:
+                saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
+            self._buffers_lost = True
+        content = "host" if keep else "discard"
+        self.saver.pause(self.store.tag, content=content, release=release)
+        self._update.on_sleep(level)
+
+    @held()
+    def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
+        """Put memory of the tags (None: all) back at the same addresses: all of them or none.
+
+        partly: without effect, the engine's KV cache does not grow.
+        """
+        behind = chain.from_iterable(map(self._hosted.tags_behind, self._known(tags)))
+        if asleep := [name for name in behind if self.saver.is_paused(name)]:
+            self.saver.resume(*asleep)
+        if self.store.tag in asleep and self._buffers_lost:
+            for buffer, saved in self._buffers:
+                buffer.copy_(saved, non_blocking=True)
+            self._buffers_lost = False
+
+    def unavailable_reason(self) -> str | None:
+        """Returns why `generate` would refuse now; None when it would not."""
+        reasons = []
+        if paused := [tag for tag in TAGS if self._sleeps(tag)]:
+            reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
+        if self.store.version is None:
+            reasons.append(f"weights undefined: {self.store.undefined_reason}")
+        return "; ".join(reasons) or None
+
+    def _sleeps(self, tag: str) -> bool:
+        return any(map(self.saver.is_paused, self._hosted.tags_behind(tag)))
+
+    # ---------------------------------------------------------------- weight update
+
+    @held()
+    def begin_update(
+        self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
+    ) -> WeightOffer:
+        """See `Engine.begin_update`. A ValueError refuses shadow pages: on the tag lies more of
+        the engine's than its parameters.
+        """
+        if shadow:
+            raise ValueError(
+                f"{self._hosted.name}'s weights have no second pages: its buffers lie among them; "
+                "sync without shadow, when generate has returned"
+            )
+        return self._update.begin(version, False, names)
+
+    @held()
+    def commit_update(self, version: int) -> CommitReceipt:
+        """See `Engine.commit_update`; the prefix cache is empty since the update began."""
+        return self._update.commit(version)
+
+    def adopt_update(
+        self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None
+    ) -> CommitReceipt:
+        """Raises a StateError: the engine's own buffers lie among its weights."""
+        raise StateError(
+            f"{self._hosted.name} cannot serve the trainer's own pages: its buffers lie among its "
+            "weights; sync by copies (alias=False)"
+        )
+
+    @held()
+    def abort_update(self, reason: str) -> None:
+        """See `Engine.abort_update`."""
+        self._update.abort(reason)
+
+    def digest(self) -> int:
+        """Returns the digest of the parameters as they lie in the engine's memory now; StateError
+        while they sleep.
+        """
+        require_active(self.saver, self.store.tag, "read the weights")
+        return self.store.digest()
+
+
+def _beside_parameters(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """The model's buffers, which no update brings, each with host memory for it."""
+    pinned = device.type == "cuda"
+    there = {each.data_ptr(): each for each in model.buffers() if each.device == device}
+    return [
+        (each, torch.empty_like(each, device="cpu", pin_memory=pinned)) for each in there.values()
+    ]

@@ -1,0 +1,178 @@
+"""Holds a `sglang.Engine`, whose scheduler is a process of its own, and speaks with what is ours
+there (`rollout/sglang/scheduler.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import pickle
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import memsaver.compat
+from memsaver import StateError
+from rollout.sglang.scheduler import ANSWER, run_scheduler
+
+_OLDEST = (0, 5, 16)
+_SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
+_IO = "sglang.srt.managers.io_struct"
+
+
+class SglangEngine:
+    """One `sglang.Engine` with one scheduler."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """options: of `sglang.Engine`. ValueError without the package, or for several schedulers;
+        RuntimeError where the scheduler ends while it starts.
+        """
+        require_sglang()
+        _require_one(options)
+        memsaver.compat.hook_sglang()
+        # sglang.Engine stands for it, and is no class
+        engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
+        self._io = importlib.import_module(_IO)
+        self._channel, theirs = multiprocessing.get_context("spawn").Pipe()
+        start = staticmethod(functools.partial(run_scheduler, theirs))
+        kind = type("Engine", (engine,), {"run_scheduler_process_func": start})
+        with _own_signals():
+            own = {"enable_memory_saver": True, "custom_sigquit_handler": _heard}
+            self.engine: Any = kind(**own, **options)
+            theirs.close()  # what the scheduler has is the only one: its end is heard
+            self._manager: Any = self.engine.tokenizer_manager
+            self._manager.auto_create_handle_loop()
+            for each in _SIGNALS:
+                self.engine.loop.remove_signal_handler(each)
+        # SGLang would end this process with its scheduler, and the trainer in it
+        self._before = signal.signal(signal.SIGQUIT, _heard)
+        self.seeded = bool(options.get("enable_deterministic_inference"))
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the scheduler's `SchedulerSide`, or of what it holds; returns its
+        answer, or raises what it raised. StateError where the scheduler has ended.
+        """
+        try:
+            self._channel.send_bytes(pickle.dumps((method, args, kwargs)))
+            self._io.sock_send(self.engine.send_to_rpc, self._io.RpcReqInput(method=ANSWER))
+            good, answer = pickle.loads(self._channel.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise _ended() from error
+        self._io.sock_recv(self.engine.send_to_rpc)
+        if not good:
+            raise answer
+        return answer
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[dict[str, Any]],
+        on_answer: Callable[[int, list[dict[str, Any]]], None],
+    ) -> None:
+        """Answer the prompts; params: of SGLang's requests, one a prompt. on_answer gets the number
+        of a prompt and the outputs of its samples when it has ended.
+
+        Whatever raises, no request is left. StateError where the scheduler has ended.
+        """
+        loop = self.engine.loop
+        ended = loop.create_future()
+        loop.add_reader(self._channel.fileno(), _set_once, ended)
+        pairs = enumerate(zip(prompts, params, strict=True))
+        left = {loop.create_task(self._one(number, *each)) for number, each in pairs}
+        try:
+            while left:
+                waiting = asyncio.wait({*left, ended}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = loop.run_until_complete(waiting)
+                if ended in done:
+                    raise _ended()
+                left -= done
+                for task in done:
+                    on_answer(*task.result())
+        except BaseException:
+            loop.run_until_complete(self._abort(left, ended))
+            raise
+        finally:
+            loop.remove_reader(self._channel.fileno())
+            while not ended.done() and not self.call("is_idle"):
+                time.sleep(0.001)  # it takes a step more than the answers need
+
+    async def _one(
+        self, number: int, prompt: Sequence[int], params: dict[str, Any]
+    ) -> tuple[int, list[dict[str, Any]]]:
+        said = await self.engine.async_generate(
+            input_ids=list(prompt), sampling_params=params, return_logprob=True
+        )
+        return number, said if isinstance(said, list) else [said]
+
+    async def _abort(self, left: set[asyncio.Task[Any]], ended: asyncio.Future[None]) -> None:
+        if ended.done():
+            for task in left:
+                task.cancel()
+        else:
+            self._manager.abort_request(abort_all=True)
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def close(self) -> None:
+        """End SGLang's processes; their memory goes with them."""
+        atexit.unregister(self.engine.shutdown)  # it ends all children of this process
+        utils = importlib.import_module("sglang.srt.utils")
+        self._manager._subprocess_watchdog.stop()
+        for pid in self.engine.get_all_child_pids():
+            utils.kill_process_tree(pid, wait_timeout=60)
+        self.engine.send_to_rpc.close(linger=0)
+        self._channel.close()
+        signal.signal(signal.SIGQUIT, self._before)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Puts the handlers of this process back that SGLang replaces. Inside, a scheduler that ends is
+    an error, not the end of this process.
+    """
+    before = {each: signal.getsignal(each) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heard(number: int, frame: object) -> None:
+    """SGLang's sign that one of its processes has ended: `call` and `run` see it by themselves."""
+
+
+def _set_once(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
+def _ended() -> StateError:
+    return StateError(
+        "SGLang's scheduler has ended, and its weights with it; its log says why (log_level='info')"
+        "; make another engine"
+    )
+
+
+def _require_one(options: dict[str, Any]) -> None:
+    for name in ("tp_size", "dp_size", "pp_size", "nnodes"):
+        if options.get(name, 1) != 1:
+            raise ValueError(f"{name}={options[name]}: one scheduler holds all weights; use 1")
+
+
+def require_sglang() -> None:
+    """ValueError where the package is not there, or older than what was read."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError("engine.kind=sglang needs the package sglang; run: pip install sglang")
+    version = importlib.metadata.version("sglang")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST:
+        raise ValueError(
+            f"sglang {version} is older than 0.5.16; run: pip install 'sglang>=0.5.16'"
+        )

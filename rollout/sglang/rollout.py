@@ -1,0 +1,195 @@
+"""SGLang as a rollout: generates, sleeps by tags, and has its weights replaced in place."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from memsaver import StateError
+from rollout.hosted import HostedRollout
+from rollout.model import stop_token_ids
+from rollout.protocols import Progress
+from rollout.serving import for_each
+from rollout.sglang.engine import SglangEngine
+from rollout.sglang.requests import completion, sglang_params
+from rollout.types import Completion, PackedBox, SamplingParams
+
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
+
+def in_scheduler(
+    method: Callable[Concatenate[Any, P], Answer],
+) -> Callable[Concatenate[SglangRollout, P], Answer]:
+    """Makes the same method, run where SGLang's weights are."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def forward(rollout: SglangRollout, *args: P.args, **kwargs: P.kwargs) -> Answer:
+        answer: Answer = rollout.engine.call(name, *args, **kwargs)
+        return answer
+
+    return forward
+
+
+class SglangRollout:
+    """A `Rollout` over SGLang's engine, whose scheduler is a process of its own. Not thread-safe:
+    one call at a time.
+
+    It is what `Engine` is to trainer and cycle; `docs/how-to/sglang.md` lists what it refuses.
+    """
+
+    def __init__(self, engine: SglangEngine, path: str | Path, loaded: bool) -> None:
+        """path: the model's directory. loaded: the engine has its weights. ValueError where the
+        model's weights are not plain copies of a checkpoint's; names the first that is not.
+        """
+        self.engine = engine
+        self._stops = stop_token_ids(path)
+        engine.call("build", str(path), loaded)
+        self.kv_tokens, self._longest = engine.call("limits")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        device: str | torch.device = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        kv_tokens: int = 65536,
+        load_weights: bool = True,
+        *,
+        page_size: int = 1,
+        max_running: int = 256,
+        max_prefill_tokens: int = 8192,
+        max_context_len: int | None = None,
+        cuda_graphs: bool = True,
+        seed: int = 0,
+        **options: Any,
+    ) -> Self:
+        """SGLang's engine for a Hugging Face model directory.
+
+        Sizes as in `EngineConfig`; options: further ones of `sglang.Engine`. load_weights: False
+        draws dummy ones, undefined until an update commits. ValueError where there is no room for
+        so many tokens.
+        """
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
+        described = json.loads((Path(path) / "config.json").read_text())
+        if max_context_len is not None:  # it keeps two of them for itself
+            most = described.get("max_position_embeddings", max_context_len)
+            max_context_len = min(max_context_len + 2, most)
+        own = {
+            "model_path": str(path),
+            "dtype": str(dtype).removeprefix("torch."),
+            "load_format": "auto" if load_weights else "dummy",
+            "skip_tokenizer_init": True,
+            "grammar_backend": "none",
+            "disable_cuda_graph": not cuda_graphs,
+            "disable_prefill_cuda_graph": True,  # SGLang has none whose memory can leave
+            "cuda_graph_max_bs_decode": max_running,
+            "random_seed": seed,
+            "page_size": page_size,
+            "max_total_tokens": kv_tokens,
+            "mem_fraction_static": 0.9,  # the count decides
+            "max_running_requests": max_running,
+            "chunked_prefill_size": max(max_prefill_tokens, page_size),
+            "context_length": max_context_len,
+            "base_gpu_id": device.index or 0,
+        }
+        engine = SglangEngine(own | options)
+        try:
+            rollout = cls(engine, path, load_weights)
+            if rollout.kv_tokens < kv_tokens:
+                raise ValueError(
+                    f"kv_tokens={kv_tokens}: SGLang has room for {rollout.kv_tokens}; lower it, or "
+                    "free memory of the device first"
+                )
+        except BaseException:
+            engine.close()
+            raise
+        return rollout
+
+    # ---------------------------------------------------------------- generate
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Continue every prompt params.n times; result [prompt][sample]. See `Engine.generate`.
+
+        Seeds are without effect unless the engine was made with `enable_deterministic_inference`.
+        ValueError for what SGLang has no words for, and for requests that it would cut short.
+        """
+        if reason := self.unavailable_reason():
+            raise StateError(f"cannot generate: {reason}")
+        each = for_each(prompts, params)
+        for prompt, one in zip(prompts, each, strict=True):
+            if len(prompt) + one.max_tokens > self._longest:
+                raise ValueError(
+                    f"a prompt of {len(prompt)} tokens and max_tokens={one.max_tokens} exceed "
+                    f"SGLang's {self._longest}; make it with a larger max_context_len or kv_tokens"
+                )
+        asked: list[tuple[int, dict[str, Any]]] = []
+        for number, one in enumerate(each):
+            requests = sglang_params(one, self._stops, self.engine.seeded)
+            asked += [(number, request) for request in requests]
+        version = self.weights_version
+        found: list[list[Completion]] = [[] for _ in asked]
+        total = sum(one.n for one in each)
+
+        def collect(number: int, outputs: list[dict[str, Any]]) -> None:
+            found[number] = [completion(output, version) for output in outputs]
+            if on_progress is not None:
+                answers = list(chain.from_iterable(found))
+                on_progress(len(answers), total, sum(len(one.token_ids) for one in answers))
+
+        self.engine.run([prompts[number] for number, _ in asked], [r for _, r in asked], collect)
+        by_prompt: list[list[Completion]] = [[] for _ in prompts]
+        for (number, _), answers in zip(asked, found, strict=True):
+            by_prompt[number] += answers
+        return by_prompt
+
+    # ---------------------------------------------------------------- in the scheduler
+
+    sleep = in_scheduler(HostedRollout.sleep)
+    wake_up = in_scheduler(HostedRollout.wake_up)
+    unavailable_reason = in_scheduler(HostedRollout.unavailable_reason)
+    weight_layout = in_scheduler(HostedRollout.weight_layout)
+    served_version = in_scheduler(HostedRollout.served_version)
+    begin_update = in_scheduler(HostedRollout.begin_update)
+    verify_update = in_scheduler(HostedRollout.verify_update)
+    commit_update = in_scheduler(HostedRollout.commit_update)
+    adopt_update = in_scheduler(HostedRollout.adopt_update)
+    abort_update = in_scheduler(HostedRollout.abort_update)
+    digest = in_scheduler(HostedRollout.digest)
+    report = in_scheduler(HostedRollout.report)
+    as_partner = in_scheduler(HostedRollout.as_partner)
+    hand_over_to = in_scheduler(HostedRollout.hand_over_to)
+    wind_down = in_scheduler(HostedRollout.wind_down)
+    drain_events = in_scheduler(HostedRollout.drain_events)
+    take_usage = in_scheduler(HostedRollout.take_usage)
+
+    @property
+    def weights_version(self) -> int:
+        """See `Engine.weights_version`."""
+        version: int = self.engine.call("weights_version")
+        return version
+
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
+        """See `Engine.write_update`. `data` is copied once: a view would take all bytes of its
+        buffer along.
+        """
+        self.engine.call("write_update", boxes, data.clone())
+
+    def close(self) -> None:
+        """End SGLang's processes, and give all memory back."""
+        self.engine.close()

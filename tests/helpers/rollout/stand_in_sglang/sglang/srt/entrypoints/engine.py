@@ -1,0 +1,73 @@
+import asyncio
+import multiprocessing
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.managers.io_struct import Socket
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.plugins import load_plugins
+
+
+class Engine:
+    run_scheduler_process_func: Callable[..., None] = staticmethod(run_scheduler_process)
+
+    def __init__(self, **kwargs: Any) -> None:
+        load_plugins()
+        signal.signal(signal.SIGQUIT, kwargs.get("custom_sigquit_handler", signal.SIG_DFL))
+        context = multiprocessing.get_context("spawn")
+        rpc, theirs = context.Pipe()
+        self.requests, others = context.Pipe()
+        self.process = context.Process(
+            target=self.run_scheduler_process_func,
+            args=(SimpleNamespace(**kwargs), theirs, others),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+        others.close()
+        try:
+            self.requests.recv()
+        except EOFError:
+            raise RuntimeError("Rank 0 scheduler died during initialization") from None
+        self.send_to_rpc: Any = Socket(rpc)
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = SimpleNamespace(
+            auto_create_handle_loop=self.handle,
+            abort_request=self.abort,
+            _subprocess_watchdog=SimpleNamespace(stop=lambda: None),
+        )
+        self.aborted, self.turn = asyncio.Event(), asyncio.Lock()
+
+    def handle(self) -> None:
+        for each in (signal.SIGTERM, signal.SIGQUIT):
+            self.loop.add_signal_handler(each, lambda: None)
+
+    def abort(self, rid: str = "", abort_all: bool = False) -> None:
+        self.aborted.set()
+
+    async def async_generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        return_logprob: bool = False,
+    ) -> Any:
+        """A hundred tokens and more take for ever."""
+        params = dict(sampling_params)
+        if params["max_new_tokens"] >= 100:
+            await self.aborted.wait()
+            params["max_new_tokens"] = 1
+        async with self.turn:
+            self.requests.send((input_ids, params))
+            while not self.requests.poll():
+                await asyncio.sleep(0.001)
+            one = self.requests.recv()
+        return one if params["n"] == 1 else [one] * params["n"]
+
+    def get_all_child_pids(self) -> list[int]:
+        return [self.process.pid or 0]
+
+    def shutdown(self) -> None:
+        self.process.kill()

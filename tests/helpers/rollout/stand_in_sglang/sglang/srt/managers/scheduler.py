@@ -1,0 +1,81 @@
+import os
+import signal
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from sglang.srt.managers.io_struct import RpcReqInput, RpcReqOutput
+from sglang.srt.plugins import load_plugins
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from tests.helpers.rollout.fused import FusedModel
+
+
+class Scheduler:
+    def __init__(self, server_args: Any) -> None:
+        if server_args.load_format == "broken":
+            raise RuntimeError("no such weights")
+        self.memory_saver_adapter: Any = TorchMemorySaverAdapter.create(
+            enable=server_args.enable_memory_saver
+        )
+        self.max_total_num_tokens = min(server_args.max_total_tokens, 4096)
+        self.max_req_len = min(server_args.context_length, self.max_total_num_tokens) - 1
+        self.resets, self.busy = 0, 0
+
+        def make(shape: tuple[int, ...]) -> nn.Parameter:
+            drawn = torch.empty(shape, dtype=torch.bfloat16).normal_()
+            return nn.Parameter(drawn, requires_grad=False)
+
+        config = AutoConfig.from_pretrained(server_args.model_path)
+        with self.memory_saver_adapter.region("weights", enable_cpu_backup=False):
+            model = FusedModel(config, False, True, make)
+        with self.memory_saver_adapter.region("kv_cache"):
+            self.kv_cache = torch.empty(1 << 16, dtype=torch.uint8)
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+    def is_fully_idle(self) -> bool:
+        self.busy -= self.busy > 0
+        return not self.busy
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        self.resets += 1
+        return not self.busy
+
+    def handle_rpc_request(self, recv_req: RpcReqInput) -> RpcReqOutput:
+        getattr(self, recv_req.method)(**(recv_req.parameters or {}))
+        return RpcReqOutput(success=True, message="")
+
+    def answer(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        self.busy = 3
+        first = next(self.tp_worker.model_runner.model.parameters()).view(torch.int16)
+        tokens = [
+            int(first.view(-1)[at + sum(prompt)]) % 100 for at in range(params["max_new_tokens"])
+        ]
+        reason = {"type": "length"}
+        for at, token in enumerate(tokens):
+            if token in params["stop_token_ids"] and not params["ignore_eos"]:
+                tokens, reason = tokens[: at + 1], {"type": "stop", "matched": token}
+                break
+        said = {"finish_reason": reason, "output_token_logprobs": [(-1.0, t, None) for t in tokens]}
+        return {"output_ids": tokens, "meta_info": said}
+
+
+def run_scheduler_process(server_args: Any, rpc: Connection, requests: Connection) -> None:
+    load_plugins()
+    try:
+        scheduler = Scheduler(server_args)
+    except Exception:
+        os.kill(os.getppid(), signal.SIGQUIT)
+        raise
+    requests.send("ready")
+    from multiprocessing.connection import wait
+
+    while True:
+        for each in wait([rpc, requests]):
+            if each is rpc:
+                rpc.send(scheduler.handle_rpc_request(rpc.recv()))
+            else:
+                requests.send(scheduler.answer(*requests.recv()))

@@ -1,0 +1,234 @@
+"""A real SGLang as rollout of our trainer: what a sync writes, what is generated after sleeps,
+whose log-probabilities they are, what its end leaves behind.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import MemorySaver, StateError
+from memsaver.vmm.torch_usage import empty_torch_cache
+from rollout import Completion, SamplingParams
+from rollout.sglang import SglangRollout
+from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from tests.helpers.trainer_bridge.models import describe
+from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not there"),
+]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 1024, "initializer_range": 0.1,
+}  # fmt: skip
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+SIZES: dict[str, Any] = {
+    "kv_tokens": 8192, "max_running": 32, "max_context_len": 256,
+    # of every GPU, and need no package beside it
+    "attention_backend": "triton", "sampling_backend": "pytorch",
+}  # fmt: skip
+
+
+def prompts(seed: int, count: int = 8) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 1000) for _ in range(rng.randint(1, 90))] for _ in range(count)]
+
+
+def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[each.token_ids for each in group] for group in answers]
+
+
+@dataclass
+class Pair:
+    rollout: SglangRollout
+    trainer: Trainer
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def synced(self) -> int:
+        """All awake, new random weights in both."""
+        version = next(self.versions)
+        generator = torch.Generator("cuda:0").manual_seed(version)
+        with torch.no_grad():
+            for name, shard in self.trainer.shards().items():
+                noise = torch.empty_like(shard).normal_(0, 0.1, generator=generator)
+                shard.copy_(noise if shard.ndim > 1 or name.endswith("bias") else 1 + noise)
+        self.rollout.wake_up()
+        self.trainer.restore()
+        self.trainer.sync_weights(version)
+        return version
+
+    def load(self, factor: float = 1.0) -> None:
+        """The same weights, times `factor`, by SGLang's own loader."""
+        shards = self.trainer.shards().items()
+        tensors = [(name, (each * factor).bfloat16()) for name, each in shards]
+        torch.cuda.synchronize()
+        good, why = self.rollout.engine.engine.update_weights_from_tensor(tensors)
+        assert good, why
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = describe(tmp_path_factory.mktemp("qwen2"), "qwen2", tie_word_embeddings=True, **SHAPE)
+    rollout = SglangRollout.from_pretrained(path, load_weights=False, **SIZES)
+    saver = MemorySaver("cuda:0")
+    config = TrainerConfig(
+        model_path=path, device="cuda:0", random_init=True, param_dtype="bfloat16"
+    )
+    trainer = Trainer(config, saver)
+    trainer.connect([rollout])
+    yield Pair(rollout, trainer)
+    rollout.wake_up()
+    os.kill(rollout.engine.engine.get_all_child_pids()[0], signal.SIGKILL)
+    with pytest.raises(StateError, match="SGLang's scheduler has ended"):
+        rollout.sleep(1)
+    assert trainer.shards()  # this process goes on
+    trainer.close()
+    saver.close()
+    rollout.close()
+
+
+def test_a_sync_writes_what_the_loader_would(pair: Pair) -> None:
+    version = pair.synced()
+    rollout = pair.rollout
+    digest, answers = rollout.digest(), tokens(rollout.generate(prompts(1), GREEDY))
+    pair.load(factor=2.0)
+    assert rollout.digest() != digest
+    pair.load()
+    assert rollout.digest() == digest and rollout.served_version() == version
+    assert tokens(rollout.generate(prompts(1), GREEDY)) == answers
+
+
+def test_answers_after_sleeps_are_those_before(pair: Pair) -> None:
+    """Weights, KV cache and graphs leave, 20 times; through CUDA graphs."""
+    rollout, free = pair.rollout, MemorySaver("cuda:0")
+    for level in (1, 2) * 10:
+        version = pair.synced()
+        answers = tokens(rollout.generate(prompts(2), GREEDY))
+        held = rollout.report().committed_bytes
+        assert {name.partition(":")[0] for name in rollout.report().tags} == {
+            WEIGHTS, KV_CACHE, CUDA_GRAPH,
+        }  # fmt: skip
+        empty_torch_cache(free.device)
+        before = free.free_bytes
+        rollout.sleep(level)
+        assert rollout.report().committed_bytes == 0 and free.free_bytes - before >= held
+        with pytest.raises(StateError, match="paused: weights, kv_cache, cuda_graph"):
+            rollout.generate(prompts(2), GREEDY)
+        rollout.wake_up([WEIGHTS])
+        assert "paused: kv_cache, cuda_graph" in str(rollout.unavailable_reason())
+        if level == 2:
+            assert rollout.served_version() is None
+            pair.trainer.sync_weights(version)
+        rollout.wake_up()
+        assert tokens(rollout.generate(prompts(2), GREEDY)) == answers
+    free.close()
+
+
+def test_new_weights_forget_the_prefixes_of_the_old(pair: Pair) -> None:
+    pair.synced()
+    old = tokens(pair.rollout.generate(prompts(3), GREEDY))
+    version = pair.synced()
+    new = pair.rollout.generate(prompts(3), GREEDY)
+    pair.rollout.sleep(1)
+    pair.rollout.wake_up()
+    assert tokens(new) == tokens(pair.rollout.generate(prompts(3), GREEDY)) != old
+    assert {each for group in new for each in group[0].weight_versions} == {version}
+
+
+def test_its_own_release_and_resume(pair: Pair) -> None:
+    """By SGLang's own calls, as slime and verl do."""
+    version = pair.synced()
+    engine = pair.rollout.engine.engine
+    answers = tokens(pair.rollout.generate(prompts(2), GREEDY))
+    engine.release_memory_occupation()
+    assert pair.rollout.report().committed_bytes == 0
+    engine.resume_memory_occupation(["weights"])
+    pair.trainer.sync_weights(version)
+    engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+    assert tokens(pair.rollout.generate(prompts(2), GREEDY)) == answers
+
+
+def test_log_probabilities_are_the_trainers(pair: Pair) -> None:
+    """Mean apart as far as bf16 goes; the temperature is in both, a cut in neither."""
+    pair.synced()
+    params = SamplingParams(max_tokens=16, temperature=0.7, top_k=50, n=2, ignore_eos=True)
+    answers = pair.rollout.generate(prompts(4), params)
+    flat = [(p, each) for p, group in zip(prompts(4), answers, strict=True) for each in group]
+    batch = SequenceBatch(
+        prompt_ids=[prompt for prompt, _ in flat],
+        response_ids=[each.token_ids for _, each in flat],
+        temperature=0.7,
+    )
+    gaps: list[float] = []
+    for mine, (_, each) in zip(pair.trainer.compute_log_prob(batch), flat, strict=True):
+        gaps += [abs(a - b) for a, b in zip(mine, each.logprobs, strict=True)]
+    print(f"mean gap {sum(gaps) / len(gaps):.4f}, largest {max(gaps):.3f}")
+    assert sum(gaps) / len(gaps) < 0.1
+    assert all(len(set(map(tuple, group))) == 2 for group in tokens(answers))
+
+
+def test_stop_tokens_and_progress(pair: Pair) -> None:
+    pair.synced()
+    (whole,) = pair.rollout.generate([prompts(5)[0]], GREEDY)
+    stop = whole[0].token_ids[4]
+    seen: list[tuple[int, int, int]] = []
+    params = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(stop,))
+    (cut,) = pair.rollout.generate([prompts(5)[0]], params, lambda *each: seen.append(each))
+    ends = whole[0].token_ids.index(stop) + 1
+    assert cut[0].token_ids == whole[0].token_ids[:ends] and cut[0].finish_reason == "stop"
+    assert whole[0].finish_reason == "length" and seen[-1] == (1, 1, ends)
+    longest = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    (full,) = pair.rollout.generate([prompts(5, 1)[0][:1] * 56], longest)
+    assert len(full[0].token_ids) == 200
+    with pytest.raises(ValueError, match="exceed SGLang's"):
+        pair.rollout.generate([[2] * 90], longest)
+
+
+def test_an_interrupt_leaves_no_request(pair: Pair) -> None:
+    pair.synced()
+    answers = tokens(pair.rollout.generate(prompts(6), GREEDY))
+
+    def interrupt(done: int, total: int, count: int) -> None:
+        raise KeyboardInterrupt
+
+    each = [replace(GREEDY, max_tokens=2 + 16 * number) for number in range(8)]
+    with pytest.raises(KeyboardInterrupt):
+        pair.rollout.generate(prompts(6), each, interrupt)
+    pair.rollout.sleep(1)
+    pair.rollout.wake_up()
+    assert tokens(pair.rollout.generate(prompts(6), GREEDY)) == answers
+
+
+def test_the_cycle(pair: Pair) -> None:
+    """Trains between two rounds: the second answers with the new weights."""
+    pair.synced()
+    pair.rollout.sleep(2)
+    cycle = Cycle(pair.trainer, pair.rollout)
+    for _ in range(2):
+        cycle.to_rollout(next(pair.versions))
+        answers = pair.rollout.generate(prompts(7), SamplingParams(max_tokens=8))
+        cycle.to_score()
+        flat = [group[0] for group in answers]
+        batch = SequenceBatch(
+            prompt_ids=prompts(7), response_ids=[each.token_ids for each in flat],
+            old_logprobs=[each.logprobs for each in flat],
+            advantages=[(-1.0) ** number for number in range(len(flat))],
+        )  # fmt: skip
+        pair.trainer.compute_log_prob(batch)
+        cycle.to_train()
+        assert pair.rollout.report().committed_bytes == 0
+        assert pair.trainer.update_actor(batch)["grad_norm"] > 0
