@@ -43,8 +43,8 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-# what they run has tests of its own
-for _long in ("bench_kvcache", "bench_sync", "bench_switch", "bench_hand_over"):
+LONG = ("bench_kvcache", "bench_sync", "bench_switch", "bench_hand_over", "bench_replay")
+for _long in LONG:  # what they run has tests of its own
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 

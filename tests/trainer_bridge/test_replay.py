@@ -80,7 +80,9 @@ def test_a_micro_batch_says_where_tokens_go(packed: bool) -> None:
     assert micro.routed is not None and micro.routed.shape[1:] == (1, 1)
     rows = [[255, -1], [-1], [-1, 1, 2, -1], [-1, -1]]
     each = [row if packed else row + [-1] * (4 - len(row)) for row in rows]
-    assert micro.routed.flatten().tolist() == [*chain.from_iterable(each)]
+    wanted = [*chain.from_iterable(each)]
+    found = micro.routed.flatten().tolist()
+    assert found == wanted + [-1] * (len(found) - len(wanted))  # of a filler
     part = batch.select([2])
     assert lay_out(part, [0], torch.device("cpu"), 1, packed=packed).routed is None
     with pytest.raises(ValueError, match="routed_experts 0 are of 2 tokens, the sequence has 1"):
@@ -103,7 +105,7 @@ def test_scores_and_gradients_are_those_of_routers_that_choose_so(
         path,
         packed=packed,
         clip_eps_high=0.3,
-        activation_checkpointing=packed,
+        activation_checkpointing="layers" if packed else "mlp",
         micro_batch_size=3,
         **STABLE,
     )
