@@ -133,6 +133,7 @@ class MemorySaver:
         """The arena content is saved in; one for all savers of the process on a kind of device."""
         return self.backend.host_arena
 
+    @held()
     def reserve_host(self, nbytes: int) -> None:
         """Begin to obtain the host memory of so many bytes of saved content, in threads, and
         return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
@@ -520,7 +521,8 @@ class MemorySaver:
         """
         if os.getpid() != self._pid:
             return
-        self.host_arena.stop()
+        with held():
+            self.host_arena.stop()
         with self._operation():
             if self._closed:
                 return

@@ -57,7 +57,8 @@ class HostArena:
         self._segments: list[_Segment] = []
         # so that a finalizer, which may run anywhere, needs no lock
         self._returned: deque[Piece] = deque()
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._coming = 0  # bytes that `reserve` asked for and are not there yet
         self._stops = 0  # what was asked for before the last is not begun any more
 
@@ -86,7 +87,7 @@ class HostArena:
                     if piece := self._take_free(left, whole):
                         more = [piece]
                     elif self._coming:
-                        self._lock.wait()
+                        self._changed.wait()
                         continue
                     else:
                         more = self._grow(left, whole)
@@ -119,7 +120,7 @@ class HostArena:
         """Ends what ``reserve`` began: waits for what is under way, which stays."""
         with self._lock:
             self._stops += 1
-            self._lock.wait_for(lambda: not self._coming)
+            self._changed.wait_for(lambda: not self._coming)
 
     def give(self, pieces: Sequence[Piece]) -> None:
         """Takes back pieces that are not needed any more. Takes no lock: finalizers call it."""
@@ -168,7 +169,7 @@ class HostArena:
                 self._segments += made
                 if not made and stops == self._stops:
                     self._stops += 1
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def _may_come(self, size: int, stops: int) -> bool:
         with self._lock:
