@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-gap bench-score bench-optimizer bench-vllm bench-moe
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-gap bench-score bench-optimizer bench-vllm bench-moe bench-replay
 
 .PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -102,11 +102,17 @@ bench-rollout:
 bench-switch:
 	$(GPU) -m tests.benchmarks.bench_switch --out $(OUT)
 
+bench-hand-over:
+	$(GPU) -m tests.benchmarks.bench_hand_over --out $(OUT)
+
 bench-score:
 	$(GPU) -m tests.benchmarks.bench_score --out $(OUT)
 
 bench-moe:
 	$(GPU) -m tests.benchmarks.bench_moe --out $(OUT)
+
+bench-replay:
+	$(GPU) -m tests.benchmarks.bench_replay --out $(OUT)
 
 bench-gap:
 	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from kvcache.allocators.base import Int64Array, KVAllocator, as_int64, to_device
+from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 from kvcache.windows import Ledger, WindowShares, pages_behind
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
+_MOVED = 32  # pages that `gather` copies at once: a copy has memory of its own in between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +226,37 @@ class BlockManager:
         self._lens[growth.rows] = growth.new
         self._shares.free_seen(growth.left)
         return loc
+
+    def gather(self, pages: int) -> Int64Array | None:
+        """Moves all that has an owner to the first `pages` pages, tokens included, so that none
+        after them has one: for a pool that is to end there.
+
+        Returns the new number of every page, int64 `[total_pages + 1]`, by which a prefix cache
+        renames its own; None, with nothing changed, where there is no room. For one ledger, and
+        sequences without a window; nothing may be about to write to their slots.
+        """
+        ledger = self.allocator
+        assert isinstance(ledger, PagedTokenToKVPoolAllocator) and self._shares.window is None
+        renamed, high = np.arange(self.total_pages + 1), ledger.owned_past(pages)
+        low = ledger.lowest_free(len(high))
+        if len(low) < len(high) or (len(low) and low[-1] > pages):
+            return None
+        if not len(high):
+            return renamed
+        renamed[high] = low
+        for part in np.array_split(np.stack([low, high]), -(-high.size // _MOVED), axis=1):
+            slots = part[..., None] * self.page_size + np.arange(self.page_size)
+            self.pool.move_kv_cache(*to_device(slots.reshape(2, -1), ledger.device))
+        rows = np.flatnonzero(self._lens)
+        lengths, pages_of = self._lens[rows], renamed[self._pages[rows]]
+        which = np.repeat(np.arange(len(rows)), lengths)
+        positions = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        numbers, offsets = np.divmod(positions, self.page_size)
+        flat = rows[which] * self.req_to_token.max_context_len + positions
+        self._write_table(flat, pages_of[which, numbers] * self.page_size + offsets)
+        self._pages[rows] = pages_of
+        ledger.trade(high, low)
+        return renamed
 
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
         """Raises AssertionError unless the page tables, the reference counts and `req_to_token`

@@ -133,6 +133,16 @@ class MemorySaver:
         """The arena content is saved in; one for all savers of the process on a kind of device."""
         return self.backend.host_arena
 
+    def reserve_host(self, nbytes: int) -> None:
+        """Begin to obtain the host memory of so many bytes of saved content, in threads, and
+        return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
+
+        A pause meanwhile uses what is there and waits for the rest. More than may be had is not
+        refused here, but to the pause that needs it. ``close`` ends it. Not beside the capture of a
+        CUDA graph in this process, which pinning breaks.
+        """
+        self.host_arena.reserve(nbytes, self.backend.bind_thread)
+
     @property
     def tags(self) -> list[str]:
         """Tags in the order of their first use."""
@@ -389,6 +399,18 @@ class MemorySaver:
             arenas = self._select(() if tag is None else (tag,))
             return self._transactions.trim(arenas, pool=tag is None)
 
+    def release_kept(self, to: PoolTicket | None = None, most: int | None = None) -> None:
+        """Give away what the page pool keeps: at most ``most`` bytes (None: all) to the saver whose
+        ticket is ``to``, into its page pool; the rest to the driver, and all of it where there is
+        no ``to``, or where that refuses or is gone.
+
+        Raises ``ValueError`` (``to`` is of another device) and ``LeaseError`` (a process does not
+        let go of what it has imported): the memory is still kept then.
+        """
+        with self._operation():
+            self._require_open()
+            self._transactions.release_kept(to, most)
+
     # ---------------------------------------------------------------- pages of other tags
 
     def exchange(self, one: str, other: str) -> None:
@@ -498,6 +520,7 @@ class MemorySaver:
         """
         if os.getpid() != self._pid:
             return
+        self.host_arena.stop()
         with self._operation():
             if self._closed:
                 return

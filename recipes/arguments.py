@@ -9,7 +9,7 @@ from typing import Any
 from recipes.grpo import GrpoLoop
 from recipes.loop import Loop
 from recipes.ppo import PpoLoop
-from recipes.recipe import Recipe
+from recipes.recipe import SAVED, Recipe
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from rollout.serving import Preemption
@@ -38,10 +38,19 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
         "keep": recipe.cycle.keep,
         "overlap": recipe.cycle.overlap,
         "alias": recipe.cycle.alias == "always",
+        "hand_over": recipe.cycle.hand_over == "auto",
         "critic": recipe.algorithm == "ppo",
         "reference": recipe.loop.kl_coef > 0
         and not recipe.lora.rank,  # the base of adapters is there already
     }
+
+
+def leaving_tags(recipe: Recipe) -> tuple[str, ...]:
+    """Returns the trainer's tags that leave the device; none while that is to be decided yet."""
+    if recipe.cycle.keep == "auto":
+        return ()
+    stays = {*recipe.cycle.keep, *(["params"] if recipe.cycle.alias == "always" else [])}
+    return tuple(tag for tag in SAVED if tag not in stays | recipe.absent_tags().keys())
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
@@ -63,6 +72,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
         seed=setup.recipe.seed,
         lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
         optimizer_offload=section.optimizer_offload,
+        leaving=leaving_tags(setup.recipe),
         **loop.trainer_fields(setup.recipe),
     )
 
@@ -91,6 +101,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
     return {
         **own,
         "prefix_states": section.prefix_states,
+        "return_routed_experts": setup.recipe.loop.router_replay,
         "elastic": setup.recipe.cycle.overlap != [],
         "kv_cache_dtype": section.kv_cache_dtype,
         "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,

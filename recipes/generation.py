@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from memsaver.common.hash import hash_text
 from recipes.setup.models import decode
 from recipes.setup.preparation import Setup
@@ -29,6 +31,8 @@ class Samples:
     logprobs: list[list[float]]
     texts: list[str]
     ended: list[bool]  # by the model's end token, not by max_tokens
+    # with `router_replay`, as `SequenceBatch` has them
+    routed_experts: list[NDArray[Any] | None] | None = None
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
         """For the trainer; `learning`: what `SequenceBatch` holds beside the tokens."""
@@ -108,6 +112,7 @@ def _answers(
         flat += ((index, completion) for completion in group)
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]
+    routed = [completion.routed_experts for _, completion in flat]
     shown = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]
     return Samples(
         problems=[problems[index] for index, _ in flat],
@@ -116,4 +121,5 @@ def _answers(
         logprobs=[list(completion.logprobs) for _, completion in flat],
         texts=decode(setup.tokenizer, shown),
         ended=ended,
+        routed_experts=routed if setup.recipe.loop.router_replay else None,
     )

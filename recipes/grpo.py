@@ -44,6 +44,7 @@ class GrpoLoop(Loop):
         samples = self.sample(step)
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples)
+        unreplayed = self.unreplayed_gap(step, samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = [score.reward for score in scores]
@@ -52,7 +53,8 @@ class GrpoLoop(Loop):
             learned = update_actor(
                 self.trainer, samples, logprobs, advantages, self.temperature, ref_logprobs
             )
-        return learned | step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
+        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
+        return learned | row | unreplayed
 
 
 def compute_advantages(
@@ -88,5 +90,6 @@ def update_actor(
         "old_logprobs": old_logprobs,
         "advantages": advantages,
         "ref_logprobs": ref_logprobs,
+        "routed_experts": samples.routed_experts,
     }
     return trainer.update_actor(samples.batch(temperature, **learning))

@@ -28,9 +28,14 @@ PerToken = list[list[float]]
 """One number a response token, by answer."""
 
 
-def compute_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:
-    """Log-probabilities of the sampled tokens under the trainer's weights."""
-    return trainer.compute_log_prob(samples.batch(temperature))
+def compute_log_prob(
+    trainer: TrainerSide, samples: Samples, temperature: float, replay: bool = True
+) -> PerToken:
+    """Log-probabilities of the sampled tokens under the trainer's weights. replay: False routes
+    anew what came with the rollout's experts.
+    """
+    routed = samples.routed_experts if replay else None
+    return trainer.compute_log_prob(samples.batch(temperature, routed_experts=routed))
 
 
 def compute_ref_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:
@@ -124,6 +129,18 @@ class Loop(abc.ABC):
             logprobs = compute_log_prob(self.trainer, samples, self.temperature)
         with self.stage("compute_reward"):
             return logprobs, compute_reward(self.setup.task, samples)
+
+    def unreplayed_gap(self, step: int, samples: Samples) -> dict[str, float]:
+        """Returns the gap where the trainer routes for itself, in the first step and those before
+        which an evaluation was due; nothing without `router_replay`.
+        """
+        every = self.setup.recipe.eval.every
+        if samples.routed_experts is None or (step - 1) % (every or self.setup.recipe.steps):
+            return {}
+        with self.stage("compute_log_prob_unreplayed"):
+            logprobs = compute_log_prob(self.trainer, samples, self.temperature, replay=False)
+        mean, largest = logprob_gap(samples.logprobs, logprobs)
+        return {"gap_mean_unreplayed": mean, "gap_max_unreplayed": largest}
 
     def to_train(self) -> None:
         with self.monitor.phase("to_train"):

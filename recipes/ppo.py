@@ -66,6 +66,7 @@ class PpoLoop(Loop):
         with self.stage("compute_values"):
             values = compute_values(trainer, samples)
         logprobs, scores = self.score(samples)
+        unreplayed = self.unreplayed_gap(step, samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = token_rewards(
@@ -79,6 +80,7 @@ class PpoLoop(Loop):
             "advantages": advantages,
             "values": values,
             "returns": returns,
+            "routed_experts": samples.routed_experts,
         }
         batch = samples.batch(self.temperature, **learning)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
@@ -88,7 +90,8 @@ class PpoLoop(Loop):
             with self.stage("update_actor"):
                 learned |= update_actor(trainer, batch, parts)
         learned["value_explained_variance"] = explained_variance(values, returns)
-        return learned | step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
+        row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
+        return learned | row | unreplayed
 
 
 def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:

@@ -38,9 +38,11 @@ class EngineConfig:
     takes a slot as a running sample does, and 0 turns the cache off there.
     elastic: `wake_up(partly=True)` begins with a pool for one sample of max_context_len, which
     takes more between steps as others leave the device, up to what the unfinished samples can use
-    and kv_tokens; only with full or latent
+    and kv_tokens, and after `wind_down()` gives it back as they end; only with full or latent
     attention in every layer, without double sparsity, tiers and tensor parallelism, and otherwise
     off whatever it says.
+    return_routed_experts: answers come with the experts of each layer that their tokens went to
+    (`Completion.routed_experts`); for mixtures of experts.
     tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
     neither.
     seed: of the requests that bring none.
@@ -63,6 +65,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prefix_states: int = 16
     elastic: bool = False
+    return_routed_experts: bool = False
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1

@@ -21,10 +21,11 @@ from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase
 from rollout.model.config import ModelConfig
-from rollout.model.layout import aliases
+from rollout.model.layout import aliases, constants
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
+from rollout.partner import handing_over
 from rollout.protocols import Progress
 from rollout.serving.graphs import DecodeGraphs, ladder
 from rollout.serving.intake import Intake, for_each
@@ -82,7 +83,11 @@ class Engine(EngineBase):
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         self.store = WeightStore(
-            rank_groups(model, self._ranks.rank, self._ranks.size), aliases(model), dtype, saver
+            rank_groups(model, self._ranks.rank, self._ranks.size),
+            aliases(model),
+            dtype,
+            saver,
+            constants=constants(model),
         )
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
@@ -97,6 +102,8 @@ class Engine(EngineBase):
         self.runner = ModelRunner(
             mine, self.store, self.cache, attention=config.attention, ranks=self._ranks
         )
+        if config.return_routed_experts:
+            self.runner.record_routing(config.max_running + config.max_prefill_tokens)
         if config.cuda_graphs and saver.device.type == "cuda" and self.runner.capturable:
             self.runner.capture(config.graph_batch_sizes or ladder(config.max_running), saver)
         self.tags = TAGS if self.runner.graphs is not None else (WEIGHTS, KV_CACHE)
@@ -135,7 +142,18 @@ class Engine(EngineBase):
         engine = cls(model, config, dtype=dtype, saver=saver, group=group)
         if load_weights:
             engine.load(path)
+        else:
+            engine._load_constants(path)
         return engine
+
+    def _load_constants(self, path: str | Path) -> None:
+        """Reads what no update brings, where there are files: a model without has random weights,
+        and its constants are 0.
+        """
+        names = self.store.constants
+        if names and any(Path(path).glob("*.safetensors")):
+            for name, tensor in iter_checkpoint(path, names):
+                self.store.load_constant(name, tensor, str(path))
 
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model as version 0. Ends an update that is open."""
@@ -199,7 +217,7 @@ class Engine(EngineBase):
         """
         self._require_available()
         if self.cache.elastic is not None:
-            self.cache.elastic.grow(self.scheduler.wanted_tokens)
+            self.cache.elastic.fit(self.scheduler.wanted_tokens, self._gather)
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
@@ -207,9 +225,18 @@ class Engine(EngineBase):
             self.scheduler.preempt_all()
             raise
 
+    def _gather(self, pages: int) -> bool:
+        """Has the first `pages` pages of the pool hold all that requests use, if they can."""
+        arriving = any(sample.remote for sample in self.scheduler.running)
+        return not arriving and self.prefixes.gather(pages)
+
     def _run(self, step: Step) -> None:
         started = time.perf_counter()
         logits = self.runner.forward(step)
+        routing = None
+        if self.runner.recorder is not None:
+            routing = self.runner.recorder.take(step.tokens)
+            step.record(routing.experts)
         self.scheduler.computed(step)
         samples = list(step.decode)
         rows = list(range(len(samples)))
@@ -226,6 +253,8 @@ class Engine(EngineBase):
             tokens, logprobs = self.runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self.scheduler.append(sample, token, logprob, self.store.last_version)
+        if routing is not None:
+            routing.arrive(waited=bool(samples))
         self.prefixes.ran(
             step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples)
         )
@@ -265,9 +294,16 @@ class Engine(EngineBase):
 
     @held()
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: str | None = None,
     ) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
+
+        into: the tag of this device's trainer (`hand_over_to`) that is restored next: it gets what
+        it needs, and the driver the rest.
 
         level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update
         commits. With tiers, cached pages go to the host first and are found again if the weights
@@ -292,23 +328,25 @@ class Engine(EngineBase):
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
                 f'sleep with unfinished="preempt" or "abort"'
             )
-        if WEIGHTS in chosen:
-            self._update.before_sleep()
-            keep = level == 1 and self._update.keepable
-            self.saver.pause(WEIGHTS, content="host" if keep else "discard")
-            self._update.on_sleep(level)
-        if unfinished == "abort":
-            self.scheduler.abort(left)
-        self.scheduler.preempt_all()
-        if rest := [tag for tag in chosen if tag != WEIGHTS]:
-            if KV_CACHE in rest:
-                self.prefixes.park(keep=self.store.version is not None)
-                if self.cache.elastic is not None and not self.saver.is_paused(KV_CACHE):
-                    self.cache.elastic.shrink()
-            self.saver.pause(*rest, content="discard")
-            if KV_CACHE in rest:
-                # what steps left there; whoever works next needs it
-                empty_torch_cache(self.saver.device)
+        with handing_over(self.saver, self._partner, into) as release:
+            if WEIGHTS in chosen:
+                self._update.before_sleep()
+                keep = level == 1 and self._update.keepable
+                content = "host" if keep else "discard"
+                self.saver.pause(WEIGHTS, content=content, release=release)
+                self._update.on_sleep(level)
+            if unfinished == "abort":
+                self.scheduler.abort(left)
+            self.scheduler.preempt_all()
+            if rest := [tag for tag in chosen if tag != WEIGHTS]:
+                if KV_CACHE in rest:
+                    self.prefixes.park(keep=self.store.version is not None)
+                    if self.cache.elastic is not None and not self.saver.is_paused(KV_CACHE):
+                        self.cache.elastic.shrink()
+                self.saver.pause(*rest, content="discard", release=release)
+        if KV_CACHE in chosen:
+            # what steps left there; whoever works next needs it
+            empty_torch_cache(self.saver.device)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
@@ -319,6 +357,8 @@ class Engine(EngineBase):
         to what its requests can use at once.
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
+        if self.cache.elastic is not None:
+            self.cache.elastic.winding_down = False
         with contextlib.ExitStack() as undo:  # all of them or none
             if KV_CACHE in paused:
                 self.saver.resume(KV_CACHE)
@@ -328,6 +368,13 @@ class Engine(EngineBase):
             if paused:
                 self.saver.resume(*paused)
             undo.pop_all()
+
+    def wind_down(self) -> None:
+        """Have an `elastic` pool give memory back between steps as its requests end, until the next
+        wake-up: others wait for it, and nobody comes back to what is cached.
+        """
+        if self.cache.elastic is not None:
+            self.cache.elastic.winding_down = True
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.device_ids import place_of
 from memsaver.common.signals import held
+from rollout.partner import Partner
 from rollout.tags import TAGS
 from rollout.types import Manifest, PackedBox, VerifyReceipt, WeightLayout, WriteReceipt
 from rollout.weights.arena import WeightArena
@@ -25,6 +26,7 @@ class EngineBase:
     store: WeightArena
     tags: Sequence[str] = TAGS
     _update: WeightUpdate
+    _partner: Partner | None = None
 
     # ---------------------------------------------------------------- weights
 
@@ -69,6 +71,19 @@ class EngineBase:
         return self._update.verify(receipt)
 
     # ---------------------------------------------------------------- memory
+
+    def as_partner(self) -> Partner:
+        """Returns what the trainer of this device is told, to hand memory over to the engine."""
+        return Partner.of(self.saver)
+
+    def hand_over_to(self, partner: Partner | None) -> None:
+        """Say who gets the memory in `sleep(into=)`; None: the driver."""
+        self._partner = partner
+
+    def wind_down(self) -> None:
+        """Say that what is asked for next are the last answers before a sleep, and that others wait
+        for memory. Without effect where a KV cache has one size.
+        """
 
     def report(self) -> Report:
         return self.saver.report()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from memsaver import Event, Report, Ticket, Usage
+    from rollout.partner import Partner
 
 Progress = Callable[[int, int, int], None]
 """Called after every step with (finished samples, total samples, tokens generated so far). A beam
@@ -70,10 +71,20 @@ class Rollout(SyncTarget, Protocol):
     ) -> list[list[Completion]]: ...
 
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: str | None = None,
     ) -> None: ...
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None: ...
+
+    def as_partner(self) -> "Partner": ...
+
+    def hand_over_to(self, partner: "Partner | None") -> None: ...
+
+    def wind_down(self) -> None: ...
 
     def report(self) -> "Report": ...
 

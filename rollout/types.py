@@ -3,12 +3,14 @@
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from memsaver import Ticket
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -107,7 +109,9 @@ class Completion:
     logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p (temperature
     1 when greedy).
     weight_versions: the version of the weights that made the token. score: of beam search, what it
-    ranks by.
+    ranks by. routed_experts: with `EngineConfig.return_routed_experts`, and no beam search, uint8
+    or int16 [K, layers with experts, top_k]: which experts the K tokens before the last went to;
+    what the prefix cache had of the prompt, or another engine computed, is not among them.
     """
 
     token_ids: list[int]
@@ -115,6 +119,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: list[int]
     score: float | None = None
+    routed_experts: "NDArray[Any] | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)

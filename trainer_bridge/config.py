@@ -7,7 +7,10 @@ from typing import Self
 
 import torch
 
+from trainer_bridge.tags import TRAINER_TAGS
+
 _DTYPES = ("float32", "bfloat16")
+_CHECKPOINTING = ("layers", "mlp", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,8 @@ class TrainerConfig:
     threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
     once when the trainer is built, and of random weights. optimizer_offload: masters and moments,
     fp32, lie in host memory and pass through the device in every update (`StreamedAdamW`); the
-    shards are held in `param_dtype`. The critic's stay.
+    shards are held in `param_dtype`. The critic's stay. leaving: tags that are going to be parked:
+    host memory for their copies is obtained from the start on, beside other work.
     """
 
     model_path: str
@@ -94,15 +98,18 @@ class TrainerConfig:
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0
     lora: LoraConfig | None = None
     optimizer_offload: bool = False
+    leaving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "leaving", tuple(self.leaving))
+        known = set(TRAINER_TAGS).issuperset(self.leaving)
         dtypes, inf = f"use one of {', '.join(_DTYPES)}", math.inf
         betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         norm_fits = self.max_grad_norm is None or 0 < self.max_grad_norm < inf
@@ -111,6 +118,11 @@ class TrainerConfig:
             ("model_path", self.model_path, "name a Hugging Face model directory"),
             ("dtype", self.dtype in _DTYPES, dtypes),
             ("param_dtype", self.param_dtype in (None, *_DTYPES), f"{dtypes}, or None for dtype"),
+            (
+                "activation_checkpointing",
+                self.activation_checkpointing in _CHECKPOINTING,
+                f"use one of {', '.join(_CHECKPOINTING)}",
+            ),
             ("learning_rate", 0 <= self.learning_rate < inf, "must be finite, not negative"),
             (
                 "decay_steps",
@@ -134,6 +146,7 @@ class TrainerConfig:
             ("threads", self.threads is None or self.threads >= 1, "must be at least 1, or None"),
             ("device", on_known, 'use "cpu", "cuda" or "cuda:N"'),
             ("optimizer_offload", self._may_offload(), "needs dtype='float32', and lora=None"),
+            ("leaving", known, f"use tags of {', '.join(TRAINER_TAGS)}"),
         ):
             _check(self, name, bool(ok), rule)
 

@@ -44,6 +44,7 @@ def open_inprocess(
         side = Trainer(trainer, saver, layout=rollout.weight_layout().manifest if alias else None)
         undo.callback(side.close)
         side.connect([rollout])
+        _introduce(side, rollout)
         yield side, rollout
 
 
@@ -91,12 +92,22 @@ def open_ray(
         side = RemoteTrainer(
             _start("trainer", ray.remote(trainer_actor), args, places, undo), timeout
         )
+        if trainer.leaving:  # beside the engine's start, which is in another process
+            side.reserve()
         rollout.build()
         rollout.sleep(level=2)
         manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
         side.build(manifests[0] if alias else None, aligned_dims(manifests))
         side.connect(rollout)
+        for mine, theirs in zip(side.each(), rollout.each(), strict=True):
+            _introduce(mine, theirs)
         yield side, rollout
+
+
+def _introduce(trainer: Trainer | RemoteTrainer, rollout: Rollout) -> None:
+    """Tells both sides of a device of each other, for memory to be handed over."""
+    trainer.hand_over_to(rollout.as_partner())
+    rollout.hand_over_to(trainer.as_partner())
 
 
 def _start(

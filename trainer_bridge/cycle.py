@@ -26,6 +26,7 @@ poisoned with the reason and serves nothing.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from memsaver.errors import StateError
 from rollout.protocols import Rollout
@@ -71,6 +72,7 @@ class Cycle:
         keep: Iterable[str] = (),
         overlap: Iterable[str] = (),
         alias: bool = False,
+        hand_over: bool = False,
         critic: bool = False,
         reference: bool = False,
     ) -> None:
@@ -81,8 +83,11 @@ class Cycle:
         room for them beside the rollout's weights, and an engine that is `elastic`, whose KV cache
         takes their memory as they leave. The optimizer's come back beside `compute_log_prob`, but
         not with a critic, which scores after it. alias: the rollout serves the trainer's pages,
-        which it gives back when it sleeps, at any level; the pair is opened with the same. critic,
-        reference: what the trainer has beside the policy.
+        which it gives back when it sleeps, at any level; the pair is opened with the same.
+        hand_over: what leaves goes to what the other side of the device takes next, not to the
+        driver, but with `overlap`; for sides that know each other (`hand_over_to`), as those of
+        `open_inprocess` and `open_ray` do. critic, reference: what the trainer has beside the
+        policy.
         """
         kept = set(keep)
         if unknown := sorted(kept.difference(KEEPABLE)):
@@ -102,6 +107,8 @@ class Cycle:
         self._held = set(self._tags) - {REFERENCE}  # which its trainer parks when it is made
         self._sleeping = [tag for tag in TAGS if tag not in kept]
         self._waking = [tag for tag in self._sleeping if not (alias and tag == WEIGHTS)]
+        # what leaves beside work would be taken before it is needed
+        self._hand_over = hand_over and not self._behind
         self._trainer = trainer
         self._rollout = rollout
         self._on_stage = on_stage
@@ -123,7 +130,8 @@ class Cycle:
             write = self._trainer.share_weights if self._alias else self._trainer.sync_weights
             committed = write(version)
         # Params, which must stay until all engines have committed what they hold.
-        self._park_all_but(self._behind)
+        rest = [tag for tag in self._waking if tag != WEIGHTS]
+        self._park_all_but(self._behind, into=next(iter(rest), None))
         with self._stage("wake_kv_cache"):
             # a rollout of the caller's own need not know of parts
             partly = {"partly": True} if self._leaving() else {}
@@ -134,7 +142,8 @@ class Cycle:
 
     def begin_return(self) -> None:
         """Begin to bring back what the policy scores with, if it leaves beside work: behind what
-        leaves, as soon as the device has room for it beside the answers, else in `to_score`.
+        leaves, as soon as the device has room for it beside the answers, else in `to_score`. The
+        rollout gives memory back as its last requests end.
 
         For state "rollout", when the last answers before the scores are asked for.
         """
@@ -142,6 +151,7 @@ class Cycle:
             raise StateError(f'begin_return() in state {self.state!r}: it is for state "rollout"')
         if PARAMS in self._behind and PARAMS not in self._held:
             with self._stage("begin_restore"):
+                self._rollout.wind_down()
                 self._trainer.restore(PARAMS, wait=False)
 
     def to_score(self, model: str = PARAMS) -> None:
@@ -167,7 +177,8 @@ class Cycle:
         before, after = self.state, self._enter(verb)
         if before == "rollout":
             with self._stage("sleep"):
-                self._rollout.sleep(self._sleep_level, tags=self._sleeping)
+                into = self._into(next((tag for tag in tags if tag not in self._held), None))
+                self._rollout.sleep(self._sleep_level, tags=self._sleeping, **into)
         self._park_all_but(tags)
         for tag in tags:
             if tag not in self._held:
@@ -176,12 +187,17 @@ class Cycle:
                 self._held.add(tag)
         self.state = after
 
-    def _park_all_but(self, tags: Sequence[str]) -> None:
-        for tag in self._tags:
-            if tag in self._held - self._kept and tag not in tags:
-                with self._stage(f"park_{tag}"):
-                    self._trainer.park(tag)
-                self._held.remove(tag)
+    def _park_all_but(self, tags: Sequence[str], into: str | None = None) -> None:
+        """into: the rollout's tag that wakes up next."""
+        leaving = [tag for tag in self._tags if tag in self._held - self._kept.union(tags)]
+        for tag in leaving:
+            with self._stage(f"park_{tag}"):
+                self._trainer.park(tag, **self._into(into if tag == leaving[-1] else None))
+            self._held.remove(tag)
+
+    def _into(self, tag: str | None) -> dict[str, Any]:
+        """Sides of the caller's own need not know of it."""
+        return {"into": tag} if self._hand_over and tag else {}
 
     def _leaving(self) -> list[str]:
         return [tag for tag in self._behind if tag in self._held]
@@ -194,7 +210,7 @@ class Cycle:
 
     def _make_room(self) -> None:
         before = set(self._held)
-        self._park_all_but([PARAMS, *self._behind])
+        self._park_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
         # nothing of the trainer's, but what training left in torch's cache
         if self._held == before and self._waking:
             with self._stage("empty_cache"):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.device_ids import place_of
 from memsaver.errors import StateError
+from rollout.partner import Partner
 from rollout.protocols import SyncTarget
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
@@ -36,11 +37,13 @@ from trainer_bridge.training.batch import (
     check_tokens,
 )
 from trainer_bridge.training.critic import Critic
+from trainer_bridge.training.host_room import reserve_parked
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import build_model, fill_weights, reshard, trained_params
 from trainer_bridge.training.offload import Parking
 from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
+from trainer_bridge.training.replay import replay
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
 from trainer_bridge.training.shards import local_shard
@@ -103,12 +106,14 @@ class Trainer:
                 remedy = "with TrainerConfig.lora leave it away: they are merged"
                 raise ValueError(f"{rule}; {remedy}")
             self._parking = Parking(saver)
+            if saver is not None:
+                reserve_parked(config, runtime.world, saver)
             self.reference = self._first_weights()
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
             if config.router_aux_loss_coef and not routers(self.model):
-                rule = "is of a mixture of experts, and this model is none; leave it 0"
-                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}")
+                rule = "is of a mixture of experts that has this loss, and this model is none"
+                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; leave it 0")
             self.optimizer = build_optimizer(
                 list(trained_params(self.model).values()), config, runtime, saver
             )
@@ -200,15 +205,18 @@ class Trainer:
             "tokens": float(batch.num_tokens),
         }
 
-    def park(self, *tags: str, wait: bool = True) -> None:
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         """Empty the cache, then move the tags (none: all) to the host and free their memory.
+
+        into: the tag of this device's engine (`hand_over_to`) that wakes up next: it gets what it
+        needs, and the driver the rest. Not without waiting.
 
         A model's tag that has not changed since it was parked last is not copied again, where a
         trainer scores with several models. wait: False returns while the copies go on; a tag's
         memory is freed when its copy is there, and the next call that needs a tag waits.
         """
         self.empty_cache()
-        self._parking.park(*tags, wait=wait)
+        self._parking.park(*tags, wait=wait, into=into)
 
     def restore(self, *tags: str, wait: bool = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
@@ -271,6 +279,15 @@ class Trainer:
             self._share = PageShare(
                 self.saver, PARAMS, self._layout, self.shards, targets, consensus
             )
+
+    def as_partner(self) -> Partner:
+        """Returns what the engine of this device is told, to hand memory over to the trainer."""
+        assert self.saver is not None
+        return Partner.of(self.saver)
+
+    def hand_over_to(self, partner: Partner | None) -> None:
+        """Say who gets the memory in `park(into=)`; None: the driver."""
+        self._parking.partner = partner
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -399,10 +416,15 @@ class Trainer:
     ) -> list[list[float]]:
         temperature = batch.temperature if asked is None else asked
         check_temperature(temperature)
+
+        def score(micro: MicroBatch) -> Tensor:
+            with replay(model, micro.routed):
+                return micro_logprobs(model, micro, temperature)[0]
+
         return score_tokens(
             model,
             batch,
-            lambda micro: micro_logprobs(model, micro, temperature)[0],
+            score,
             self.config.micro_batch_size,
             self._runtime,
         )
@@ -413,10 +435,11 @@ class Trainer:
         Returns its sums of loss, clipped tokens, kl and entropy.
         """
         coefficient = self.config.router_aux_loss_coef
-        if not coefficient:
-            return self._add_gradient(batch, micro)
-        with load_balance(self.model, micro.real) as balance:
-            return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
+        with replay(self.model, micro.routed):
+            if not coefficient:
+                return self._add_gradient(batch, micro)
+            with load_balance(self.model, micro.real) as balance:
+                return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
 
     def _add_gradient(
         self, batch: SequenceBatch, micro: MicroBatch, more: Callable[[], Tensor] | None = None

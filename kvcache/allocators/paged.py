@@ -45,6 +45,23 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         left = np.concatenate([more, free[free <= pages]])  # new ones go out last
         self._free[: len(left)], self._num_free, self._open_pages = left, len(left), pages
 
+    def owned_past(self, pages: int) -> Int64Array:
+        """Returns the pages that have an owner and come after the first `pages`, ascending."""
+        return pages + 1 + np.flatnonzero(self._refs[pages + 1 :])
+
+    def lowest_free(self, count: int) -> Int64Array:
+        """Returns the `count` first of the free pages, or all there are, ascending; takes none."""
+        return np.sort(self._free[: self._num_free])[:count]
+
+    def trade(self, owned: Int64Array, free: Int64Array) -> None:
+        """Gives the owners of some pages as many free ones in their place, one for each; what they
+        owned is free then, and handed out last.
+        """
+        self._refs[free], self._refs[owned] = self._refs[owned], 0
+        kept = self._free[: self._num_free]
+        left = kept[~np.isin(kept, free)]
+        self._free[: self._num_free] = np.concatenate([np.sort(owned)[::-1], left])
+
     def ref_counts(self, pages: Indices) -> Int64Array:
         return self._refs[self._valid_pages(as_int64(pages, "pages"))]
 

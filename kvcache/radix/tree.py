@@ -113,6 +113,13 @@ class PrefixTree:
         """
         return np.concatenate([EMPTY, *(node.pages for node in self._nodes())])
 
+    def rename(self, renamed: Int64Array) -> None:
+        """Replaces the number of every page that the cache owns, of older versions too, by
+        `renamed[number]` (`BlockManager.gather`).
+        """
+        for node in self._nodes():
+            node.pages = renamed[node.pages]
+
     def raise_version(self, version: int) -> None:
         """Makes every entry a miss from now on, in O(1). Old entries are evicted before all others,
         locked ones once they are unlocked. ValueError unless `version` is above the present one.

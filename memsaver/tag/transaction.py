@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 RELEASES = ("driver", "keep", "hand_over")
 LEASE_GRACE_SECONDS = 1.0
+
+_log = logging.getLogger("memsaver")
 
 Extents = Mapping[str, Sequence[shim.Extent]]
 
@@ -286,6 +289,33 @@ class Transactions:
             return sum(arena.trim() for arena in arenas) + self._pool.drop(
                 sum(extent.nbytes for extent in kept)
             )
+
+    def release_kept(self, to: PoolTicket | None, most: int | None) -> None:
+        """Give what the page pool keeps to the saver of ``to``, what that does not get to the
+        driver.
+        """
+        if to is not None and self._pool.extents:
+            self.check_release("hand_over", to)
+            try:
+                self._hand_over_kept(to, self._pool.held_bytes if most is None else most)
+            except LeaseError as error:  # the driver's then
+                _log.info("%s", error)
+        if self._pool.extents:
+            self.trim([], pool=True)
+
+    def _hand_over_kept(self, to: PoolTicket, most: int) -> None:
+        from memsaver.sharing.lease import hand_over
+
+        with contextlib.ExitStack() as undo:
+            if not (given := self._pool.take(most, undo)):
+                return
+            self._revoke(given, to)
+            lost = hand_over(given, to, self._backend)
+            undo.pop_all()
+        if self.server is not None:
+            self.server.disown([extent.id for extent in given])
+        if lost is not None:
+            raise lost
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ from memsaver.common.rounding import round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
+from memsaver.vmm.workers import workers
 
 UNIT = 4096  # bytes: what direct I/O asks for
 SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
+_AT_ONCE = 2  # segments that are obtained beside other work: one touched, one pinned
 
 
 class Piece(NamedTuple):
@@ -54,7 +57,9 @@ class HostArena:
         self._segments: list[_Segment] = []
         # so that a finalizer, which may run anywhere, needs no lock
         self._returned: deque[Piece] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
+        self._coming = 0  # bytes that `reserve` asked for and are not there yet
+        self._stops = 0  # what was asked for before the last is not begun any more
 
     @property
     def committed_bytes(self) -> int:
@@ -74,18 +79,47 @@ class HostArena:
         """
         taken: list[Piece] = []
         with self._lock:
-            self._collect()
             left = round_up(nbytes, UNIT)
             try:
-                while left and (piece := self._take_free(left, whole)):
-                    taken.append(piece)
-                    left -= piece.nbytes
-                if left:
-                    taken += self._grow(left, whole)
+                while left:
+                    self._collect()
+                    if piece := self._take_free(left, whole):
+                        more = [piece]
+                    elif self._coming:
+                        self._lock.wait()
+                        continue
+                    else:
+                        more = self._grow(left, whole)
+                    taken += more
+                    left -= sum(each.nbytes for each in more)
             except BaseException:
                 self.give(taken)
                 raise
         return taken
+
+    def reserve(self, nbytes: int, bind: Callable[[], None]) -> None:
+        """Begins to obtain, beside other work, what is missing for so many bytes to be free; a
+        ``take`` uses what is there, and waits for what is on its way.
+
+        What may not be had is left: the ``take`` that needs it says why. bind: called first in the
+        threads that do it.
+        """
+        with self._lock:
+            self._collect()
+            free = sum(segment.free_bytes for segment in self._segments)
+            more = round_up(max(0, nbytes - free - self._coming), HUGE_PAGE)
+            with contextlib.suppress(HostMemoryError):
+                self._check_budget(self._coming + more)
+                for at in range(0, more, SEGMENT):
+                    size = min(SEGMENT, more - at)
+                    workers("reserve", _AT_ONCE).submit(self._bring, size, bind, self._stops)
+                    self._coming += size
+
+    def stop(self) -> None:
+        """Ends what ``reserve`` began: waits for what is under way, which stays."""
+        with self._lock:
+            self._stops += 1
+            self._lock.wait_for(lambda: not self._coming)
 
     def give(self, pieces: Sequence[Piece]) -> None:
         """Takes back pieces that are not needed any more. Takes no lock: finalizers call it."""
@@ -93,6 +127,7 @@ class HostArena:
 
     def trim(self) -> int:
         """Give memory that no saved content is in back to the system; bytes."""
+        self.stop()
         with self._lock:
             self._collect()
             unused = [s for s in self._segments if s.free_bytes == s.nbytes]
@@ -116,6 +151,30 @@ class HostArena:
         rest = Piece(piece.address + size, piece.nbytes - size)
         free[at : at + 1] = [rest] if rest.nbytes else []
         return Piece(piece.address, size)
+
+    def _bring(self, size: int, bind: Callable[[], None], stops: int) -> None:
+        """Adds a segment, unless that was stopped meanwhile; a refusal stops the rest."""
+        made: list[_Segment] = []
+        try:
+            # the last: as Python ends, it takes no more work
+            with contextlib.suppress(MemoryError, BackendError, RuntimeError):
+                if self._may_come(size, stops):
+                    bind()
+                    (address,) = pinned_pages.obtain([size], self._pinner)
+                    made.append(_Segment(address, size, [Piece(address, size)]))
+        finally:
+            with self._lock:
+                self._coming -= size
+                self._segments += made
+                if not made and stops == self._stops:
+                    self._stops += 1
+                self._lock.notify_all()
+
+    def _may_come(self, size: int, stops: int) -> bool:
+        with self._lock:
+            if stops == self._stops:
+                self._check_budget(size)
+            return stops == self._stops
 
     def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
         size = round_up(nbytes, HUGE_PAGE)

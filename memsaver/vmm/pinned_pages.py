@@ -105,8 +105,10 @@ def _touch(address: int, nbytes: int) -> list[Future[None]]:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    if libc().madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
-        return
-    if (code := ctypes.get_errno()) != errno.EINVAL:
-        raise MemoryError(f"no host memory: {os.strerror(code)}")
-    ctypes.memset(address, 0, nbytes)  # a kernel before 5.14
+    """A page at a time: a call keeps whoever maps something in this process waiting."""
+    for page in range(address, address + nbytes, HUGE_PAGE):
+        if libc().madvise(page, HUGE_PAGE, _MADV_POPULATE_WRITE) == 0:
+            continue
+        if (code := ctypes.get_errno()) != errno.EINVAL:
+            raise MemoryError(f"no host memory: {os.strerror(code)}")
+        ctypes.memset(page, 0, HUGE_PAGE)  # a kernel before 5.14

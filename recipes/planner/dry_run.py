@@ -72,7 +72,7 @@ class PlannedRuntime(Runtime):
     packed_attention: str | None = PACKED_ATTENTION
 
     def make_buffers(self, model: nn.Module) -> None:
-        """Makes buffers of any content, even where the trainer cannot (routers of DeepSeek-V3)."""
+        """Makes buffers of any content."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
@@ -102,7 +102,7 @@ class PlannedTrainer(Trainer):
 
     leaving: tuple[str, ...] = ()
 
-    def park(self, *tags: str, wait: bool = True) -> None:
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if wait:
             super().park(*tags)
         else:
@@ -259,7 +259,8 @@ def _trainer(
         tokenizer = toy_tokenizer([])
         describe_random_model(fields, tokenizer, Path(folder))
         setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
-        config = dataclasses.replace(trainer_config(setup), threads=None, random_init=True)
+        config = trainer_config(setup)
+        config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         runtime = PlannedRuntime(mesh=mesh, planned=saver.planned)
         real = cast(MemorySaver, saver)  # as far as a trainer without a layout needs one
         yield setup, PlannedTrainer(config, real, runtime=runtime)

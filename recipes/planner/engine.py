@@ -62,7 +62,11 @@ class PlannedRollout(Unreported):
         return [[_longest(param.max_tokens)] * param.n for param in each]
 
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: str | None = None,
     ) -> None:
         chosen = set(self._sizes.tags if tags is None else tags)
         self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
@@ -75,6 +79,9 @@ class PlannedRollout(Unreported):
         whole = self._sizes.kv_cache
         self._pool = min(whole, LEAST) if partly else whole
         self._grown = min(whole, self._sizes.wanted) if partly else whole
+
+    def wind_down(self) -> None:
+        """Only ever makes room earlier."""
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch

@@ -261,8 +261,8 @@ def _less_training(recipe: Recipe) -> str:
         ways.append("set cycle.keep=[]")
     if recipe.trainer.micro_batch_size > 1:
         ways.append(f"set trainer.micro_batch_size={recipe.trainer.micro_batch_size // 2}")
-    if not recipe.trainer.activation_checkpointing:
-        ways.append("set trainer.activation_checkpointing=true")
+    if recipe.trainer.activation_checkpointing != "layers":
+        ways.append("set trainer.activation_checkpointing=layers")
     if not recipe.lora.rank:
         if not recipe.trainer.optimizer_offload:
             ways.append("set trainer.optimizer_offload=true")

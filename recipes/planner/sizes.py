@@ -33,7 +33,7 @@ def engine_sizes(
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     size = recipe.engine.tensor_parallel_size
-    known = _known(model)
+    known = _known(model, size)
     if known is None:  # an even share
         parameters = sum(param.numel() for param in model.parameters())
         weights = parameters * dtype.itemsize // size
@@ -71,15 +71,19 @@ def _wanted(recipe: Recipe, token_bytes: int, prompt_tokens: int) -> int:
     return round_up(tokens * token_bytes, LEAST)
 
 
-def _known(model: Any) -> ModelConfig | None:
-    """Returns the model as the engine knows it; None: it cannot compute it."""
+def _known(model: Any, ranks: int) -> ModelConfig | None:
+    """Returns the model as the engine knows it; None: it cannot compute it, or not by several ranks
+    what is planned all the same (DeepSeek with experts).
+    """
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         try:
-            return load_model_config(folder)
+            known = load_model_config(folder)
         except ValueError:
             return None
+    latent = getattr(model.config, "kv_lora_rank", None)
+    return None if latent and known.has_experts and ranks > 1 else known
 
 
 def _graphs(

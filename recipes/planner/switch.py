@@ -83,6 +83,8 @@ def describe(
             f"beside work: {', '.join(overlap)} while answers are made, back while they are "
             f"scored: {back}"
         )
+    elif leaves and recipe.cycle.hand_over == "auto":
+        lines.append("handed over: pages of one side to the other, not through the driver")
     lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
     kept = tuple(tag for tag in sizes if tag in keep)
     return Switch(keep=kept, overlap=overlap, seconds=seconds, lines=tuple(lines))

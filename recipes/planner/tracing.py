@@ -255,7 +255,7 @@ class PlannedSaver(Unreported):
         with self.planned.placing(self._regions[tag]):
             yield
 
-    def pause(self, *tags: str, content: str | None = None) -> None:
+    def pause(self, *tags: str, content: str, release: str) -> None:
         self.paused |= set(tags)
 
     def resume(self, *tags: str) -> None:

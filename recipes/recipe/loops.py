@@ -23,6 +23,7 @@ class GrpoSection(Section):
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.0  # of the distance to the first weights, in the loss; 0: no reference model
+    router_replay: bool = False  # the trainer's tokens go to the experts that the engine chose
 
     def rules(self) -> Iterator[Rule]:
         yield Rule("prompts_per_step", *at_least(1))
@@ -52,6 +53,7 @@ class PpoSection(Section):
     critic_learning_rate: float = 1e-5
     value_clip: float = 0.2  # how far a value may move from the old one before its loss is clipped
     critic_warmup_steps: int = 0  # first steps that train the critic only
+    router_replay: bool = False  # the policy's tokens go to the experts that the engine chose
 
     def rules(self) -> Iterator[Rule]:
         yield Rule("prompts_per_step samples_per_prompt epochs mini_batches", *at_least(1))
@@ -157,6 +159,9 @@ class CycleSection(Section):
     overlap: Any = "auto"
     # The rollout serves the trainer's own pages: auto (where it can), always or never.
     alias: str = "auto"
+    # What leaves goes to what the other side of the device takes next: auto (where nothing leaves
+    # beside work), or never: through the driver.
+    hand_over: str = "auto"
 
     def rules(self) -> Iterator[Rule]:
         for key, named, known in (("keep", self.keep, TAGS), ("overlap", self.overlap, TRAINED)):
@@ -167,6 +172,7 @@ class CycleSection(Section):
             words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(known)}"
             yield Rule(key, not unknown, words, none)
         yield Rule("alias", *one_of("auto", "always", "never"))
+        yield Rule("hand_over", *one_of("auto", "never"))
 
     @property
     def named(self) -> list[str]:

@@ -140,8 +140,8 @@ class TrainerSection(Section):
     router_aux_loss_coef: float = 0.0  # of mixtures of experts: their load-balance loss; 0: none
     # Sequences a forward and backward pass holds, of the longest; of short ones more.
     micro_batch_size: int = 4
-    # Layers are computed again in the backward pass, not kept.
-    activation_checkpointing: bool = True
+    # What the backward pass computes again, so that it is not kept: layers, their MLPs, or none.
+    activation_checkpointing: str = "layers"
     threads: int | None = None  # of torch on the CPU; null leaves torch's own choice
     # Masters and moments lie in host memory and pass through the device in every update.
     optimizer_offload: bool = False
@@ -157,6 +157,7 @@ class TrainerSection(Section):
         off = "set trainer.router_aux_loss_coef=0 (off)"
         yield Rule("router_aux_loss_coef", *rules.NOT_NEGATIVE, off)
         yield Rule("micro_batch_size", *at_least(1))
+        yield Rule("activation_checkpointing", *one_of("layers", "mlp", "none"))
         if self.threads is not None:
             yield Rule("threads", *at_least(1))
 

@@ -60,6 +60,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         longest = longest_prompt(recipe, task, tokenizer)
         if recipe.engine.kind == "native":
             model = _model_config(recipe, model_dir)
+            _check_replay(recipe, model)
             kv_tokens = pool_tokens(recipe, device, model, longest)
             context = model.max_position_embeddings
         else:
@@ -156,6 +157,12 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
         key = named if model.path is None else f"model.path={model.path}"
         text = one_line(error).removeprefix(f"{model_dir}: ")
         raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
+
+
+def _check_replay(recipe: Recipe, model: ModelConfig) -> None:
+    if recipe.loop.router_replay and not model.has_experts:
+        key = f"{recipe.algorithm}.router_replay"
+        raise RecipeError(f"{key}=true: the model has no experts to choose; set {key}=false")
 
 
 def _check_lora(section: LoraSection, model_dir: Path) -> None:

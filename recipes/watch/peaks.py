@@ -52,7 +52,9 @@ class Peaks:
             waits[_place(owner)] += usage.torch_peak_bytes - usage.torch_bytes
             tags |= {f"{tag}{_place(owner)}": nbytes for tag, nbytes in most.items()}
             torch[owner] = usage.torch_peak_bytes
-            processes[owner] = sum(most.values()) + usage.torch_peak_bytes
+            # pages that only change their tag, out of the page pool, count once
+            held = max(sum(before.values()), sum(usage.tags.values()))
+            processes[owner] = held + usage.torch_peak_bytes
         entry = {
             "processes": processes,
             "torch": torch,

@@ -29,10 +29,11 @@ MEDIANS = (
     ("step_seconds", "step, median", format_seconds),
     ("tokens_per_second", "tokens a second, median", lambda value: f"{value:,.0f}"),
     ("gap_mean", "log-probability gap, median", lambda value: f"{value:.1e}"),
+    ("gap_mean_unreplayed", "the same without replay", lambda value: f"{value:.1e}"),
 )
 COLUMNS = (
     "reward exact_match loss value_loss kl_to_reference entropy grad_norm gap_mean gap_max "
-    "response_length tokens tokens_per_second step_seconds"
+    "gap_mean_unreplayed response_length tokens tokens_per_second step_seconds"
 )
 
 

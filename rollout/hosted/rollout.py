@@ -17,6 +17,7 @@ from rollout.engine_base import EngineBase
 from rollout.hosted.layout import manifest_of
 from rollout.hosted.recording import record
 from rollout.model import parameter_shapes
+from rollout.partner import handing_over
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, WeightOffer
 from rollout.weights.arena import WeightArena
@@ -87,7 +88,11 @@ class HostedRollout(EngineBase):
 
     @held()
     def sleep(
-        self, level: int = 1, unfinished: str = "raise", tags: Sequence[str] | None = None
+        self,
+        level: int = 1,
+        unfinished: str = "raise",
+        tags: Sequence[str] | None = None,
+        into: str | None = None,
     ) -> None:
         """Give the memory of the tags (None: all) back; see `Engine.sleep`. No request is ever
         unfinished here.
@@ -99,26 +104,28 @@ class HostedRollout(EngineBase):
                 f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
             )
         chosen = self._known(tags)
-        if WEIGHTS in chosen:
-            self._sleep_weights(level)
-        if KV_CACHE in chosen:
-            self._hosted.reset_prefix_cache()
-        for tag in chosen:
-            if tag != WEIGHTS:  # graphs replay over what they have: it is kept at every level
-                content = "host" if tag == CUDA_GRAPH else "discard"
-                for name in self._hosted.tags_behind(tag):
-                    self.saver.pause(name, content=content)
+        with handing_over(self.saver, self._partner, into) as release:
+            if WEIGHTS in chosen:
+                self._sleep_weights(level, release)
+            if KV_CACHE in chosen:
+                self._hosted.reset_prefix_cache()
+            for tag in chosen:
+                if tag != WEIGHTS:  # graphs replay over what they have: it is kept at every level
+                    content = "host" if tag == CUDA_GRAPH else "discard"
+                    for name in self._hosted.tags_behind(tag):
+                        self.saver.pause(name, content=content, release=release)
         if KV_CACHE in chosen:
             empty_torch_cache(self.saver.device)
 
-    def _sleep_weights(self, level: int) -> None:
+    def _sleep_weights(self, level: int, release: str) -> None:
         self._update.before_sleep()
         keep = level == 1 and self._update.keepable
         if not keep and not self.saver.is_paused(self.store.tag):
             for buffer, saved in self._buffers:
                 saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
             self._buffers_lost = True
-        self.saver.pause(self.store.tag, content="host" if keep else "discard")
+        content = "host" if keep else "discard"
+        self.saver.pause(self.store.tag, content=content, release=release)
         self._update.on_sleep(level)
 
     @held()

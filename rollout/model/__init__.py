@@ -3,17 +3,21 @@
 from rollout.model.config import ModelConfig
 from rollout.model.loading import (
     checkpoint_files,
+    expert_routing,
     load_model_config,
     parameter_shapes,
     stop_token_ids,
 )
 from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
 from rollout.model.spellings import Stored, is_unused, spellings
+from rollout.ops.experts import Routing
 
 __all__ = [
     "ModelConfig",
+    "Routing",
     "Stored",
     "checkpoint_files",
+    "expert_routing",
     "is_unused",
     "load_model_config",
     "parameter_shapes",

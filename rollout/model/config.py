@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.model.mixers.base import MixerConfig
-from rollout.model.mlp import MLPConfig
+from rollout.model.mlp import ExpertsConfig, MLPConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +33,7 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.mixers)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(mlp, ExpertsConfig) for mlp in self.mlps)

@@ -17,6 +17,14 @@ def parameter_groups(config: ModelConfig) -> list[Group]:
     return groups
 
 
+def constants(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what is no parameter: see `MLPConfig.constants`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for index, mlp in enumerate(config.mlps):
+        found |= mlp.constants(f"model.layers.{index}.mlp.")
+    return found
+
+
 def aliases(config: ModelConfig) -> dict[str, str]:
     """Tied names -> stored names."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}

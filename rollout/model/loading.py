@@ -1,8 +1,8 @@
 """Read a Hugging Face model directory. The only file of the package that imports transformers."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollout.model.mixers.base import MixerConfig
 from rollout.model.mixers.delta_net import DeltaNetConfig
 from rollout.model.mlp import ExpertsConfig, GatedConfig, MLPConfig
 from rollout.model.rotary import RopeConfig
+from rollout.ops.experts import Routing
 
 ARCHITECTURES = (
     "LlamaForCausalLM", "MinistralForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
@@ -125,14 +126,49 @@ def _mlps(config: Any) -> tuple[MLPConfig, ...]:
 
 
 def _experts(config: Any) -> ExpertsConfig:
+    if config.model_type in mla.MODEL_TYPES:
+        return _deepseek_experts(config)
     mixtral = config.model_type == "mixtral"
     return ExpertsConfig(
         experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
         inner=config.intermediate_size if mixtral else config.moe_intermediate_size,
-        normalise=mixtral or bool(config.norm_topk_prob),
+        routing=expert_routing(config),
         wide_weights=mixtral,
         shared=getattr(config, "shared_expert_intermediate_size", None),
+    )
+
+
+def _deepseek_experts(config: Any) -> ExpertsConfig:
+    return ExpertsConfig(
+        experts=config.n_routed_experts,
+        inner=config.moe_intermediate_size,
+        routing=expert_routing(config),
+        wide_router=True,
+        wide_weights=True,
+        bias=config.model_type == "deepseek_v3",
+        shared=config.moe_intermediate_size * config.n_shared_experts,
+        shared_gate=False,
+    )
+
+
+def expert_routing(config: Any) -> Routing:
+    """Returns how the routers of transformers' model of this config choose and weigh."""
+    top_k, kind = config.num_experts_per_tok, config.model_type
+    if kind not in mla.MODEL_TYPES:
+        return Routing(top_k=top_k, normalise=kind == "mixtral" or bool(config.norm_topk_prob))
+    v3, method = kind == "deepseek_v3", getattr(config, "topk_method", None)
+    if not v3 and method not in ("greedy", "group_limited_greedy"):
+        known = "supported: 'greedy', 'group_limited_greedy'"
+        raise ValueError(f"topk_method={method!r} is not supported; {known}")
+    grouped = v3 or method == "group_limited_greedy"
+    return Routing(
+        top_k=top_k or 0,
+        normalise=v3 and bool(config.norm_topk_prob),  # transformers' V2 does not
+        sigmoid=v3,
+        groups=config.n_group if grouped else 1,
+        top_groups=config.topk_group if grouped else 1,
+        judges=2 if v3 else 1,
+        scale=config.routed_scaling_factor,
     )
 
 
@@ -141,6 +177,8 @@ def _expert_layers(config: Any) -> set[int]:
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
         return set(layers)
+    if config.model_type in mla.MODEL_TYPES:
+        return set(layers[config.first_k_dense_replace :])
     if config.model_type not in ("qwen3_moe", "qwen3_next") or not config.num_experts:
         return set()
     step, dense = config.decoder_sparse_step, config.mlp_only_layers
@@ -169,9 +207,11 @@ def stop_token_ids(path: str | Path) -> frozenset[int]:
     return _stop_token_ids(directory, _read_json(directory / "config.json").get("eos_token_id"))
 
 
-def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, one at a
-    time.
+def iter_checkpoint(
+    path: str | Path, names: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, or those of
+    `names`, one at a time.
 
     A ValueError names a file that is cut off or damaged.
     """
@@ -181,7 +221,8 @@ def iter_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
         try:
             with safe_open(str(file_path), framework="pt", device="cpu") as file:
                 for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    yield key, file.get_tensor(key)
+                    if names is None or key in names:
+                        yield key, file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(
                 f"{file_path} cannot be read ({error}); download or save the model again"
@@ -238,12 +279,13 @@ def _refuse_unsupported(config: Any, where: str) -> None:
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    known = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    known = {each.name for each in fields(RopeConfig)} - {"theta", "rope_type"}
     options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     options |= {key: parameters[key] for key in known if parameters.get(key) is not None}
-    return RopeConfig(
-        theta=parameters["rope_theta"], rope_type=parameters.get("rope_type", "default"), **options
-    )
+    kind = parameters.get("rope_type", "default")
+    if kind == "yarn" and "factor" not in options:
+        options["factor"] = max_position_embeddings / options["original_max_position_embeddings"]
+    return RopeConfig(theta=parameters["rope_theta"], rope_type=kind, **options)
 
 
 def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from rollout.model.params import Group, one, stack
 from rollout.ops.activation import silu_mul
-from rollout.ops.experts import mix_experts, top_experts
+from rollout.ops.experts import Routing, mix_experts
 
 if TYPE_CHECKING:
     from rollout.weights.store import WeightStore
 
+_BIAS = "gate.e_score_correction_bias"
 MLP = Callable[[Tensor], Tensor]
 """x [T, hidden] -> this rank's part of [T, hidden], which the ranks add up."""
 
@@ -28,6 +29,12 @@ class MLPConfig(ABC):
     @abstractmethod
     def groups(self, hidden_size: int, name: str) -> list[Group]:
         """Its parameters in memory order."""
+
+    def constants(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Returns names and shapes of what it has beside: fp32 whatever the model's dtype, read
+        from files, and never updated.
+        """
+        return {}
 
     @abstractmethod
     def build(self, store: WeightStore, name: str) -> MLP:
@@ -66,19 +73,22 @@ class GatedConfig(MLPConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(MLPConfig):
-    """A mixture of SwiGLU experts of `inner` channels each, of which a token goes to `top_k`.
+    """A mixture of SwiGLU experts of `inner` channels each, of which a token goes to some.
 
-    normalise: a token's weights add up to 1. wide_weights: they stay fp32, and are not rounded to
-    the model's dtype. shared: a SwiGLU MLP of so many channels that every token goes through, times
-    the sigmoid of a product of its own (Qwen3-Next); None: there is none.
+    wide_router: its product is one of fp32. wide_weights: a token's weights stay fp32, and are not
+    rounded to the model's dtype. bias: experts are compared with a constant fp32 bias. shared: a
+    SwiGLU MLP of so many channels that every token goes through; None: there is none. shared_gate:
+    it is multiplied by the sigmoid of a product of its own (Qwen3-Next).
     """
 
     experts: int
-    top_k: int
     inner: int
-    normalise: bool
+    routing: Routing
+    wide_router: bool = False
     wide_weights: bool = False
+    bias: bool = False
     shared: int | None = None
+    shared_gate: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -86,6 +96,31 @@ class ExpertsConfig(MLPConfig):
                 f"num_experts_per_tok={self.top_k} must be in 1..{self.experts}, the number of "
                 "experts"
             )
+        routing = self.routing
+        if self.experts % routing.groups or not 1 <= routing.top_groups <= routing.groups:
+            raise ValueError(
+                f"n_group={routing.groups} must divide the {self.experts} experts, and "
+                f"topk_group={routing.top_groups} be in 1..n_group"
+            )
+        least, each = max(self.top_k, 1), self.experts // routing.groups
+        if each < routing.judges or each * routing.top_groups < least:
+            raise ValueError(
+                f"n_group={routing.groups} leaves groups of {each} experts; with "
+                f"topk_group={routing.top_groups} these are too few for "
+                f"num_experts_per_tok={self.top_k}"
+            )
+
+    @property
+    def top_k(self) -> int:
+        """Returns how many experts a token goes to."""
+        return self.routing.top_k
+
+    def constants(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {name + _BIAS: (self.experts,)} if self.bias else {}
+
+    @property
+    def shared_name(self) -> str:
+        return "shared_expert." if self.shared_gate else "shared_experts."
 
     def groups(self, hidden_size: int, name: str) -> list[Group]:
         groups = [
@@ -94,7 +129,8 @@ class ExpertsConfig(MLPConfig):
             one(name + "experts.down_proj", self.experts, hidden_size, self.inner),
         ]
         if self.shared is not None:
-            groups += GatedConfig(inner=self.shared).groups(hidden_size, name + "shared_expert.")
+            groups += GatedConfig(inner=self.shared).groups(hidden_size, name + self.shared_name)
+        if self.shared is not None and self.shared_gate:
             groups.append(one(name + "shared_expert_gate.weight", 1, hidden_size))
         return groups
 
@@ -106,26 +142,37 @@ class ExpertsConfig(MLPConfig):
 
 
 class Experts:
-    """Weights are views; they stay valid over pause and resume."""
+    """Weights are views; they stay valid over pause and resume.
+
+    routed: [T or more, top_k], where each call leaves the experts of its T tokens; None: nowhere.
+    """
+
+    routed: Tensor | None = None
 
     def __init__(self, config: ExpertsConfig, store: WeightStore, name: str) -> None:
         self.config = config
         self._router = store.tensor(name + "gate.weight")
         self._gate_up = store.tensor(name + "experts.gate_up_proj")
         self._down = store.tensor(name + "experts.down_proj")
+        self._bias = store.constants[name + _BIAS] if config.bias else None
         self._shared = self._shared_gate = None
         if config.shared is not None:
             shared = GatedConfig(inner=config.shared)
-            self._shared = shared.build(store, name + "shared_expert.")
+            self._shared = shared.build(store, name + config.shared_name)
+        if config.shared is not None and config.shared_gate:
             self._shared_gate = store.tensor(name + "shared_expert_gate.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
         config = self.config
-        ids, weights = top_experts(
-            F.linear(x, self._router), config.top_k, normalise=config.normalise
-        )
+        wide = config.wide_router
+        logits = F.linear(x.float(), self._router.float()) if wide else F.linear(x, self._router)
+        ids, weights = config.routing.choose(logits, self._bias)
+        if self.routed is not None:
+            self.routed[: len(ids)] = ids
         weights = weights if config.wide_weights else weights.to(x.dtype)
         out = mix_experts(x, ids, weights, self._gate_up, self._down)
-        if self._shared is None or self._shared_gate is None:
+        if self._shared is None:
             return out
+        if self._shared_gate is None:
+            return out + self._shared(x)
         return out + torch.sigmoid(F.linear(x, self._shared_gate)) * self._shared(x)

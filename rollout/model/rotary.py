@@ -8,12 +8,16 @@ from torch import Tensor
 
 from kvcache.ops import RotaryTables
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. factor: linear and llama3; the last three: llama3 only."""
+    """Rotary embedding. factor: of all but default; low_freq_factor, high_freq_factor: llama3 only,
+    original_max_position_embeddings: yarn's, too; the fields after it: yarn only.
+    attention_factor: of rotated queries and keys, each; None: as yarn's paper has it, or by mscale.
+    mscale_all_dim: where it is not 0, latent attention scales its scores by it, without default.
+    """
 
     theta: float
     rope_type: str = "default"
@@ -21,6 +25,12 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
@@ -28,14 +38,38 @@ class RopeConfig:
                 f"rope_type={self.rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
 
+    @property
+    def table_scale(self) -> float:
+        """Returns what cosines and sines are multiplied by."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Returns what scores of latent attention are multiplied by, beside 1 / sqrt(width)."""
+        if self.rope_type == "default" or not self.mscale_all_dim:
+            return 1.0
+        return self._mscale(self.mscale_all_dim) ** 2
+
+    def _mscale(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     """fp32 [dim / 2] on the CPU, in transformers' order of operations."""
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    wavelengths = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    inv_freq = 1.0 / wavelengths
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(inv_freq, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(wavelengths, rope, dim)
     return inv_freq
 
 
@@ -54,6 +88,24 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(medium, smoothed, scaled)
 
 
+def _yarn(wavelengths: Tensor, rope: RopeConfig, dim: int) -> Tensor:
+    """Kept where a frequency turns more than `beta_fast` times in the original context, stretched
+    by `factor` where less than `beta_slow` times, a ramp in between.
+    """
+
+    def rotations_at(count: float) -> float:
+        turns = rope.original_max_position_embeddings / (count * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = rotations_at(rope.beta_fast), rotations_at(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = high - low or 0.001
+    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / span, 0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
 def rotary_tables(rope: RopeConfig, dim: int, positions: int, device: torch.device) -> RotaryTables:
     """The tables of positions 0..positions - 1 for heads of which `dim` elements are rotated.
 
@@ -61,4 +113,5 @@ def rotary_tables(rope: RopeConfig, dim: int, positions: int, device: torch.devi
     """
     inv_freq = inverse_frequencies(rope, dim).to(device)
     angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq
-    return RotaryTables(cos=angles.cos(), sin=angles.sin())
+    scale = rope.table_scale
+    return RotaryTables(cos=angles.cos() * scale, sin=angles.sin() * scale)

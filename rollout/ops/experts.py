@@ -2,6 +2,8 @@
 references.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,16 +12,58 @@ from memsaver.common.dispatch import Impl, use_triton
 from rollout.ops.activation import silu_mul
 
 
-def top_experts(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Experts int64 [T, top_k], likeliest first, and their probabilities, fp32 [T, top_k], from a
-    router's logits [T, E]. normalise: these add up to 1.
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Says how a router's logits choose and weigh experts.
 
-    The choice is torch's, as in transformers: experts that are equally likely are told apart alike.
-    It launches work only, and never waits.
+    normalise: a token's weights add up to 1 before they are multiplied by `scale`. sigmoid: scores
+    are that of each logit; otherwise a softmax over all. groups: experts are in so many equal ones,
+    of which the `top_groups` best count, each judged by the sum of its `judges` best scores.
     """
-    scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    weights, ids = scores.topk(top_k, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True) if normalise else weights
+
+    top_k: int
+    normalise: bool
+    sigmoid: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    judges: int = 1
+    scale: float = 1.0
+
+    def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts int64 [T, top_k], best first, and their weights, fp32 [T, top_k], from a router's
+        logits [T, E]. bias: fp32 [E], added to scores where experts are compared, not weighed.
+
+        The choice is torch's, as in transformers: experts that are equally good are told apart
+        alike. It launches work only, and never waits.
+        """
+        scores = self._scores(logits)
+        compared = scores if bias is None else scores + bias
+        if self.top_groups < self.groups:
+            compared = self._in_best_groups(compared)
+        found, ids = compared.topk(self.top_k, dim=-1)
+        return ids, self._weights(found if compared is scores else scores.gather(-1, ids))
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Weights of experts that were chosen elsewhere: fp32 [T, top_k], as `choose` has them."""
+        return self._weights(self._scores(logits).gather(-1, ids))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.sigmoid:
+            return logits.float().sigmoid()
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        if self.normalise:
+            total = scores.sum(-1, keepdim=True)
+            scores = scores / (total + 1e-20 if self.sigmoid else total)
+        return scores if self.scale == 1 else scores * self.scale
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        judged = grouped.topk(self.judges, dim=-1).values.sum(-1)
+        best = judged.topk(self.top_groups, dim=-1).indices
+        out = torch.ones_like(judged, dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 def mix_experts(

@@ -6,6 +6,7 @@ weights. How many blocks there can be follows from the shapes alone, so a CUDA g
 launches over other choices: programs without a block end at once.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from rollout.ops.activation_triton import gated
 
 _TILE = 16384  # elements of a program's table of pairs and experts
 _CHUNKS = 128  # programs that sort, about
+_FEW = 4096  # pairs that each program counts for itself, to spare a kernel
 
 
 def mix_experts_triton(
@@ -52,8 +54,8 @@ class Blocks(NamedTuple):
 
 
 def product_blocks(pairs: int, experts: int, x: Tensor) -> Blocks:
-    """Chooses by how many rows an expert has: for few, as measured on an H100 with 16 tokens of
-    128 experts; for more, as is usual there.
+    """Chooses by how many rows an expert has, as measured on an H100 with 1 to 1,024 of them for
+    each of 128 experts of 2048 x 768.
 
     WIDE: everything is widened to fp32, whose products are exact, without tensor cores.
     """
@@ -61,11 +63,32 @@ def product_blocks(pairs: int, experts: int, x: Tensor) -> Blocks:
         exact = _cut(32, 32, 1, 4, 3, wide=True)
         return Blocks(16, exact, exact)
     rows = pairs / experts
-    if rows <= 16:
-        return Blocks(16, _cut(32, 128, 1, 4, 4), _cut(32, 128, 1, 4, 4))
-    if rows <= 64:
-        return Blocks(64, _cut(64, 64, 1, 4, 4), _cut(128, 64, 1, 4, 4))
-    return Blocks(128, _cut(128, 64, 8, 8, 3), _cut(128, 64, 8, 8, 3))
+    if rows <= 8:
+        found = Blocks(16, _cut(32, 128, 1, 4, 5), _cut(64, 128, 1, 4, 4))
+    elif rows <= 32:
+        found = Blocks(32, _cut(64, 128, 1, 4, 3), _cut(128, 128, 1, 4, 3))
+    elif rows <= 64:
+        found = Blocks(64, _cut(64, 64, 4, 4, 3), _cut(256, 64, 1, 8, 4))
+    else:
+        found = Blocks(128, _cut(128, 64, 1, 8, 4), _cut(256, 64, 8, 8, 4))
+    return _fitting(found, _shared_memory(x.device))
+
+
+def _fitting(blocks: Blocks, room: int) -> Blocks:
+    """Fewer stages, where they would take more than `room` bytes in 2 bytes an element."""
+
+    def fit(cut: dict[str, Any], halves: int) -> dict[str, Any]:
+        stage = 2 * cut["BLOCK_K"] * (blocks.rows + halves * cut["BLOCK_N"])
+        return cut | {"num_stages": max(1, min(cut["num_stages"], room // stage))}
+
+    return Blocks(blocks.rows, fit(blocks.gate_up, 2), fit(blocks.down, 1))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    driver: Any = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def _cut(
@@ -91,8 +114,9 @@ class Pairs(NamedTuple):
 
 def sort_pairs(ids: Tensor, experts: int, block_m: int) -> Pairs:
     """ids: int64 [T, top_k], contiguous, at least one."""
-    pairs, width = ids.numel(), triton.next_power_of_2(experts)
-    rows = max(1, _TILE // width)
+    pairs, width = ids.numel(), max(32, triton.next_power_of_2(experts))  # histograms need 32
+    few = pairs <= _FEW
+    rows = max(1, (_TILE // 4 if few else _TILE) // width)
     chunk = rows * triton.next_power_of_2(triton.cdiv(pairs, rows * _CHUNKS))
     chunks = triton.cdiv(pairs, chunk)
     most = (pairs + min(experts, pairs) * (block_m - 1)) // block_m
@@ -101,9 +125,11 @@ def sort_pairs(ids: Tensor, experts: int, block_m: int) -> Pairs:
         for shape in ((chunks, width), (pairs,), (3, most))
     )
     sizes: dict[str, int] = {"CHUNK": chunk, "ROWS": rows, "EXPERTS": width}
-    _count[(chunks,)](ids, counts, pairs, **sizes, num_warps=8)
+    if not few:
+        _count[(chunks,)](ids, counts, pairs, **sizes, num_warps=8)
     _place[(chunks,)](
         ids, counts, order, blocks, pairs, chunks, most, **sizes, BLOCK_M=block_m,
+        FEW=max(256, triton.next_power_of_2(pairs)) if few else 0,
         BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
     )  # fmt: skip
     return Pairs(order, blocks)
@@ -142,20 +168,26 @@ def _hits(ids, first, pairs, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type
 @triton.jit(do_not_specialize=["pairs", "chunks", "most"])
 def _place(  # type: ignore[no-untyped-def]
     ids, counts, order, blocks, pairs, chunks, most, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk): puts its pairs behind those of the chunks before, and writes its share of
-    the blocks.
+    the blocks. FEW: there are at most so many pairs, which it counts itself; 0: `counts` has them.
     """
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
-    at = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, chunks, ROWS):
-        row = (first + tl.arange(0, ROWS))[:, None]
-        part = tl.load(counts + row * EXPERTS + expert[None, :], mask=row < chunks, other=0)
-        total += tl.sum(part, 0)
-        at += tl.sum(tl.where(row < chunk, part, 0), 0)
+    if FEW:
+        each = tl.arange(0, FEW)
+        chosen = tl.load(ids + each, mask=each < pairs, other=0).to(tl.int32)
+        total = tl.histogram(chosen, EXPERTS, mask=each < pairs)
+        at = tl.histogram(chosen, EXPERTS, mask=each < tl.minimum(chunk * CHUNK, pairs))
+    else:
+        total = tl.zeros((EXPERTS,), tl.int32)
+        at = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, chunks, ROWS):
+            row = (first + tl.arange(0, ROWS))[:, None]
+            part = tl.load(counts + row * EXPERTS + expert[None, :], mask=row < chunks, other=0)
+            total += tl.sum(part, 0)
+            at += tl.sum(tl.where(row < chunk, part, 0), 0)
     end = tl.cumsum(total, 0)
     at += end - total
     for first in range(0, CHUNK, ROWS):

@@ -15,6 +15,7 @@ from memsaver.common.hash import GOLDEN, MUL1, MUL2
 
 _BLOCK = 2048  # vocabulary entries of a program
 _DELIVERED = 1024  # tokens of a program
+_SENT = 4096  # elements of a program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
@@ -63,6 +64,24 @@ def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         )
         torch.cuda.current_stream().synchronize()
     return host_tokens, host_logprobs
+
+
+def send(tensor: Tensor) -> Tensor:
+    """A copy in pinned host memory, which is there when the current stream has come so far; made as
+    by `deliver`. tensor: contiguous, on a GPU.
+    """
+    sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    count = tensor.numel()
+    if count:
+        with torch.cuda.device_of(tensor):
+            _send[(triton.cdiv(count, _SENT),)](tensor, sent, count, BLOCK=_SENT)
+    return sent
+
+
+@triton.jit
+def _send(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from kvcache.pools import (
     SWAKVPool,
     TokenPool,
 )
-from memsaver import MemorySaver, OutOfMemory
+from memsaver import LeaseError, MemorySaver, OutOfMemory
 from memsaver.common.rounding import round_up
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
@@ -61,7 +61,9 @@ class Elastic:
         """least, most: tokens."""
         self.pool, self.allocator, self.saver = pool, allocator, saver
         self.least, self.most = least, most
+        self.winding_down = False  # who waits for memory gets what no request wants
         self._ask_at = 0.0
+        self._left = most  # tokens that were left to the pool when it last gave some back
 
     def shrink(self) -> None:
         """Keeps memory for one sequence; no page may have an owner."""
@@ -74,18 +76,22 @@ class Elastic:
 
     def hurry(self) -> None:
         """Has the next step look, whenever one looked last: there are new requests."""
-        self._ask_at = 0.0
+        self._ask_at, self._left = 0.0, self.most
 
-    def grow(self, wanted: Callable[[], int]) -> None:
+    def fit(self, wanted: Callable[[], int], gather: Callable[[int], bool]) -> None:
         """Takes what is free now, up to the tokens that are wanted, in steps worth a call of the
         driver, which is asked now and then: while another process pins or maps memory, it takes its
-        time to answer.
+        time to answer. While winding down it gives back what is not wanted any more, in such steps.
+
+        gather: moves what is used to so many first pages, if it has room there.
         """
         if (began := time.monotonic()) < self._ask_at:
             return
-        missing = min(wanted(), self.most) - self.pool.size
-        if missing > 0:
-            self._take(missing)
+        tokens = max(self.pool.page_size, min(wanted(), self.most))
+        if tokens > self.pool.size:
+            self._take(tokens - self.pool.size)
+        elif self.winding_down and min(self._left, self.pool.size) - tokens >= self.most // 16:
+            self._give_back(tokens, gather)
         now = time.monotonic()
         self._ask_at = now + max(_ASKED, 10 * (now - began))
 
@@ -95,6 +101,17 @@ class Elastic:
         if more >= min(missing, self.most // 16):
             with contextlib.suppress(OutOfMemory):  # somebody else was faster
                 self._resize(self.pool.size + more)
+
+    def _give_back(self, tokens: int, gather: Callable[[int], bool]) -> None:
+        """Leaves the pool as it is where that cannot be."""
+        self._left = tokens  # on a GPU it may keep more: the rest of an extent
+        with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
+            if gather(tokens // self.pool.page_size):
+                self.allocator.limit(tokens)
+                try:
+                    self.pool.resize(tokens)
+                finally:
+                    self.follow()
 
     def _resize(self, tokens: int) -> None:
         self.pool.resize(tokens)

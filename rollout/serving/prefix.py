@@ -149,6 +149,18 @@ class PrefixBlocks:
     def forget(self, swapped: Swapped) -> None:
         """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
 
+    def gather(self, pages: int) -> bool:
+        """Moves what running sequences hold to the first `pages` pages, and forgets the rest of the
+        cache; False, with no page moved, where there is no room.
+        """
+        if self.cache is None:
+            return self.blocks.gather(pages) is not None
+        self.cache.evict(self.cache.evictable_size)
+        renamed = self.blocks.gather(pages)
+        if renamed is not None:
+            self.cache.rename(renamed)
+        return renamed is not None
+
     def loads(self) -> tuple[Transfer, ...]:
         """Copies to the device under way, which a forward waits for."""
         return ()

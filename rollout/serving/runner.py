@@ -23,6 +23,7 @@ from rollout.ops.attention_plan import AttentionPlan, BatchShape
 from rollout.parallel import TensorParallel
 from rollout.serving.graphs import DecodeGraphs
 from rollout.serving.kv_setup import Cache
+from rollout.serving.routing import RoutingRecorder
 from rollout.serving.sampler import SamplingBatch, likeliest, sample
 from rollout.serving.samples import Sample, Step
 from rollout.weights.store import WeightStore
@@ -53,6 +54,7 @@ class ModelRunner:
         self._window, self._sliding = cache.window, cache.sliding
         self._attention = attention
         self.graphs: DecodeGraphs | None = None
+        self.recorder: RoutingRecorder | None = None
 
     @property
     def capturable(self) -> bool:
@@ -63,6 +65,13 @@ class ModelRunner:
             and self._cache.capturable
             and all(mixer.capturable for mixer in self.config.mixers)
         )
+
+    def record_routing(self, tokens: int) -> None:
+        """Has steps of at most so many tokens leave their experts with `recorder`; before any
+        capture. ValueError: the model has none.
+        """
+        mlps = (layer.mlp for layer in self._weights.layers)
+        self.recorder = RoutingRecorder(mlps, tokens, self.device)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:

@@ -10,6 +10,7 @@ from kvcache import ReqHandle
 from kvcache.tiers import Transfer
 from rollout.serving.beam import BeamSearch
 from rollout.serving.preemption import Swapped
+from rollout.serving.routing import RoutedExperts, SampleRouting
 from rollout.types import Completion, FinishReason, SamplingParams
 
 
@@ -39,6 +40,7 @@ class Sample:
     score: float | None = None
     swapped: Swapped | None = None  # what waits on the host while the sample waits for pages
     remote: bool = False
+    routing: SampleRouting = field(default_factory=SampleRouting)
 
     @property
     def name(self) -> str:
@@ -69,12 +71,14 @@ class Sample:
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
+        whole = self.routing.end == self.length - 1  # not where a prompt was given up
         return Completion(
             token_ids=self.output,
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             weight_versions=self.versions,
             score=self.score,
+            routed_experts=self.routing.joined() if whole else None,
         )
 
 
@@ -158,6 +162,20 @@ class Step:
     @property
     def tokens(self) -> int:
         return len(self.decode) + self.prefilled
+
+    def record(self, experts: RoutedExperts) -> None:
+        """Gives each sample the experts of its tokens, which are packed as the forward has them.
+        Branches of a beam search change places, and get none.
+        """
+        at = 0
+        for sample in self.decode:
+            if sample.beams is None:
+                sample.routing.add(sample.length - 1, experts[at : at + 1])
+            at += 1
+        for chunk in self.chunks:
+            if chunk.sample.beams is None:
+                chunk.sample.routing.add(chunk.start, experts[at : at + chunk.length])
+            at += chunk.length
 
 
 @dataclass(kw_only=True)

@@ -172,6 +172,9 @@ class SglangRollout:
     abort_update = in_scheduler(HostedRollout.abort_update)
     digest = in_scheduler(HostedRollout.digest)
     report = in_scheduler(HostedRollout.report)
+    as_partner = in_scheduler(HostedRollout.as_partner)
+    hand_over_to = in_scheduler(HostedRollout.hand_over_to)
+    wind_down = in_scheduler(HostedRollout.wind_down)
     drain_events = in_scheduler(HostedRollout.drain_events)
     take_usage = in_scheduler(HostedRollout.take_usage)
 

@@ -4,9 +4,10 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,11 @@ class WeightStore(WeightArena):
         dtype: torch.dtype,
         saver: "MemorySaver",
         tag: str = WEIGHTS,
+        constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
+        """constants: names and shapes of what is read with the weights and is none: fp32, outside
+        of the tag, 0 until it is read.
+        """
         arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         base = saver.offset_of(arena)
         params = chain.from_iterable(group.params for group in groups)
@@ -131,6 +136,10 @@ class WeightStore(WeightArena):
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)
+        self.constants = {
+            name: torch.zeros(shape, dtype=torch.float32, device=saver.device)
+            for name, shape in constants.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """View of a parameter as this rank stores it, a tied name or a fused tensor."""
@@ -156,9 +165,12 @@ class WeightStore(WeightArena):
         unexpected: list[str] = []
         for name, tensor in tensors:
             found = known.get(self.manifest.aliases.get(name, name))
+            if name in self.constants:
+                self.load_constant(name, tensor, source)
+                loaded[name] += tensor.numel()
+            elif found is None and not is_unused(name):
+                unexpected.append(name)
             if found is None:
-                if not is_unused(name):
-                    unexpected.append(name)
                 continue
             target, stored = found
             if tuple(tensor.shape) != stored.shape:
@@ -168,13 +180,23 @@ class WeightStore(WeightArena):
                 for piece in self._slices[target]:
                     self._copy(piece, stored, tensor)
                 loaded[target] += stored.volume
-        missing = [name for name, shape in self._shapes.items() if loaded[name] != math.prod(shape)]
+        sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
+        sizes |= {name: each.numel() for name, each in self.constants.items()}
+        missing = [name for name, size in sizes.items() if loaded[name] != size]
         if missing or unexpected:
             raise ValueError(
                 f"{source} does not fit config.json: missing {shorten(missing)}, "
                 f"unexpected {shorten(unexpected)}"
             )
         self.define(0)
+
+    def load_constant(self, name: str, tensor: Tensor, source: str) -> None:
+        """ValueError: it has another shape."""
+        constant = self.constants[name]
+        if tensor.shape != constant.shape:
+            text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for"
+            raise ValueError(f"{source}: {text} {tuple(constant.shape)}")
+        constant.copy_(tensor)
 
     def _in_files(self) -> Iterator[tuple[str, tuple[str, Stored]]]:
         """Every name that a file may have: the parameter, and which part of it that is."""

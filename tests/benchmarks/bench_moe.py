@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollout.ops.experts import mix_experts, top_experts
+from rollout.ops.experts import Routing, mix_experts
 from tests.benchmarks.common import Scale, device_us, make_scale, parser, report
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -51,7 +51,7 @@ def draw(scale: Scale, tokens: int) -> Experts:
         made = torch.empty(shape, dtype=torch.bfloat16, device=scale.device)
         return made.normal_(generator=generator)
 
-    ids, weights = top_experts(normal(tokens, experts), top_k, normalise=True)
+    ids, weights = Routing(top_k=top_k, normalise=True).choose(normal(tokens, experts))
     gate_up = normal(experts, 2 * inner, hidden).mul_(hidden**-0.5)
     down = normal(experts, hidden, inner).mul_(inner**-0.5)
     return Experts(normal(tokens, hidden), ids, weights.bfloat16(), gate_up, down)

@@ -4,13 +4,15 @@ logits of the whole vocabulary, beside the same passes over padded ones, and ove
 
 The packaged recipe's step (fp32 masters and Adam, bf16 forward, 64 sequences of 512 tokens, or with
 `--random` of 1 to 512, micro batches of 16 or as given), random weights, one process. One trainer
-end to end, then one padded, of the same weights; their log-probabilities and gradients are
-compared, and the log-probabilities with those of a trainer in fp32.
+after the other, of the same weights: end to end with MLPs computed again, as the recipe has it, end
+to end, padded, and padded over whole logits; their log-probabilities and gradients are compared,
+and the log-probabilities with those of a trainer in fp32.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import tempfile
 from collections.abc import Callable
@@ -45,7 +47,7 @@ from trainer_bridge.training.scoring import (
 )
 
 PROMPT, TEMPERATURE = 24, 1.0
-WAYS = ("end to end", "padded", "padded, whole logits")
+WAYS = ("end to end, MLPs again", "end to end", "padded", "padded, whole logits")
 Score = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 
 
@@ -69,12 +71,14 @@ class Passes:
     """One trainer; what it does by `score`, in its own words, is what `Trainer` does itself."""
 
     def __init__(self, config: TrainerConfig, batch: SequenceBatch, way: str) -> None:
-        self.config, self.batch, self._whole = config, batch, way == WAYS[2]
+        again = "mlp" if way == WAYS[0] else "none"
+        config = dataclasses.replace(config, activation_checkpointing=again)
+        self.config, self.batch, self._whole = config, batch, way == WAYS[3]
         runtime = Runtime.open(config.device)
-        if way != WAYS[0]:
+        if way not in WAYS[:2]:
             runtime = dataclasses.replace(runtime, packed_attention=None)
         self.runtime, self.trainer = runtime, Trainer(config, runtime=runtime)
-        assert packs(self.trainer.model) == (way == WAYS[0])
+        assert packs(self.trainer.model) == (way in WAYS[:2])
 
     def score(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         model = self.trainer.model
@@ -130,6 +134,7 @@ def measured(scale: Scale, run: Callable[[], object]) -> dict[str, float]:
     included.
     """
     settle()
+    gc.collect()  # the trainer before
     torch.cuda.empty_cache()
     if scale.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -188,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
             times[f"update_actor, {way}"] = measured(scale, passes.update)
             passes.trainer.close()
             del passes
-        exact = Passes(dataclasses.replace(config, param_dtype=None), batch, WAYS[1])
+        exact = Passes(dataclasses.replace(config, param_dtype=None), batch, WAYS[2])
         apart = compare(found, flat(exact.scored()), layers)
         exact.trainer.close()
     print(f"{len(batch)} sequences, {batch.num_tokens} response tokens; apart: {apart}")

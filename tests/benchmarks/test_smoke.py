@@ -27,11 +27,13 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_sync": (["--cases", "one", "two"], {"floors", "copies", "IPC buckets", *bench_sync.TWO}),
     "bench_generate": ([], {"ms", "gap"}),
     "bench_switch": ([], {"runs"}),
+    "bench_hand_over": (["--steps", "3"], {"tiny"}),
     "bench_gap": ([], {"rows"}),
     "bench_score": ([], {"passes", "apart"}),
     "bench_optimizer": ([], {"update"}),
     "bench_vllm": ([], set()),
     "bench_moe": ([], {"tokens"}),
+    "bench_replay": ([], {"ms", "gaps"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
 ON_GPU = {
@@ -41,7 +43,8 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-for _long in ("bench_kvcache", "bench_sync", "bench_switch"):  # what they run has tests of its own
+LONG = ("bench_kvcache", "bench_sync", "bench_switch", "bench_hand_over", "bench_replay")
+for _long in LONG:  # what they run has tests of its own
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 

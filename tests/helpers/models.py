@@ -71,6 +71,12 @@ MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 20,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
 }  # fmt: skip
+# experts in all layers but the first, in groups
+DEEPSEEK_MOE: dict[str, Any] = {
+    "first_k_dense_replace": 1, "num_hidden_layers": 3, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 
 
 def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -85,6 +91,9 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             # a norm begins with gain 1
             parameter.copy_(noise + parameter if "norm" in name else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
 
 

@@ -5,16 +5,19 @@ over one ledger and over two.
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
+import torch
 
 from kvcache import ReqHandle
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from tests.helpers.effort import rounds
 from tests.helpers.kvcache.blocks import make_blocks
 
 ROWS = 6
 LONGEST = 32
-STEPS = ("admit", "fork", "release", "truncate", "slide", "extend")
+STEPS = ("admit", "fork", "release", "truncate", "slide", "gather", "extend")
 
 
 class Block:
@@ -61,6 +64,8 @@ class Forest:
             self.extend(list(self.model)[-1:], [dice.randint(0, 9)])
         elif step == "slide":
             self.slide(dice.sample(live, dice.randint(0, len(live))))
+        elif step == "gather":
+            self.gather(dice.randint(0, self.pages))
         elif step == "extend":
             batch = dice.sample(live, dice.randint(0, len(live)))
             self.extend(batch, [dice.choice([0, 1, 1, 1, 2, 5]) for _ in batch])
@@ -107,6 +112,24 @@ class Forest:
             first = self.first_seen(len(sequence.tokens)) // self.ps
             self.seen["left"] += first - sequence.behind
             sequence.behind = first
+
+    def gather(self, pages: int) -> None:
+        """Then nobody reads what comes after these pages."""
+        if self.window or self.two:
+            return
+        before, allocator = self.real.state(self.model), self.real.allocator
+        renamed = self.real.manager.gather(pages)
+        if self._held(full=True) > pages:
+            assert renamed is None and self.real.state(self.model) == before
+            return
+        self.seen["gathered"] += 1
+        assert renamed is not None
+        assert isinstance(allocator, PagedTokenToKVPoolAllocator)
+        allocator.limit(pages * self.ps)
+        for buffer in chain.from_iterable(map(self.real.pool.get_kv_buffer, range(2))):
+            buffer[(pages + 1) * self.ps :] = torch.nan
+        self.real.manager.check_integrity()
+        allocator.limit(self.pages * self.ps)
 
     def truncate(self, handle: ReqHandle, length: int) -> None:
         sequence = self.model[handle]
@@ -213,11 +236,12 @@ def test_a_long_random_walk(page_size: int, window: int | None, two: bool) -> No
     dice = random.Random(page_size)
     forest = Forest(page_size, window, two)
     for _ in range(rounds(400, 20_000)):
-        forest.step(dice, [1, 2, 2, 1, 5, 6] if window else [1, 2, 3, 1, 0, 6])
+        forest.step(dice, [1, 2, 2, 1, 5, 0, 6] if window else [1, 2, 3, 1, 0, 1, 6])
     assert forest.seen["refused"] >= 5, forest.seen
     assert page_size == 1 or forest.seen["1 copies"] + forest.seen["2 copies"] >= 5, forest.seen
     # two or more in one call
     assert page_size == 1 or window or forest.seen["2 copies"] >= 5, forest.seen
+    assert window or forest.seen["gathered"] >= 5, forest.seen
     assert not window or min(forest.seen["left"], forest.seen["no cut"]) >= 1, forest.seen
 
 

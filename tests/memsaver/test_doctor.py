@@ -396,9 +396,12 @@ def test_a_torch_that_breaks_on_looking_for_gpus_is_a_failed_check(
     assert_tells(look("GPUs", choose_target(None)), "fail", "driver mismatch", "nvidia-smi")
 
 
-def test_sharing_sees_other_memory(device: str, fds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_sees_other_memory(
+    device: str, collected: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on = torch.device(device)
     assert gpu.sharing(on)[0] == "ok"
+    fds = settled_fds()  # those, too, that a process's first call of the driver opens for good
     backend: Any = type(make_backend(on))
 
     def import_fd(self: Any, fd: int) -> int:

@@ -142,6 +142,10 @@ def to_and_fro(world: World) -> None:
     world.saver.resume("loose")
 
 
+def give_kept(world: World) -> None:
+    world.saver.release_kept(world.receiver.pool_ticket())
+
+
 OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = {
     "grow": (nothing, grow),
     "grow from the pool": (keep_one, lambda world: world.saver.resume("loose")),
@@ -160,6 +164,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = 
     "trim": (pause_keep, lambda world: world.saver.trim()),
     "attach": (nothing, attach_and_close),
     "attach, at the peer": (nothing, attach_and_close),
+    "hand over what is kept": (keep_one, give_kept),
     "hand over": (nothing, to_and_fro),
     "hand over, at the receiver": (nothing, to_and_fro),
 }

@@ -79,6 +79,46 @@ def test_a_receiver_that_cannot_take_what_comes_keeps_no_descriptor(device: str)
         assert saver.report().pool_bytes == 3 * SIZE
 
 
+def test_what_is_kept_goes_over_as_far_as_is_wished_and_the_rest_to_the_driver(
+    device: str, other: RemoteSaver
+) -> None:
+    saver, mine = MemorySaver(device), []
+    for part in range(4):
+        mine.append(saver.empty(SIZE // 4, torch.uint8, tag=f"part{part}").fill_(9))
+    before = held_by_both(device, other)
+    saver.pause(release="keep")
+    saver.release_kept(other.pool, most=SIZE // 2 + 1)
+    saver.check_integrity()
+    assert saver.report().committed_bytes == 0
+    assert other.report().pool_bytes == other.report().committed_bytes == SIZE // 2
+    assert before - held_by_both(device, other) == SIZE // 2
+    saver.resume()
+    saver.pause(release="keep")
+    saver.release_kept()
+    assert saver.report().committed_bytes == 0 and other.report().pool_bytes == SIZE // 2
+    with pytest.raises(ValueError, match="cannot go to"):
+        saver.resume()
+        saver.pause(release="keep")
+        saver.release_kept(memsaver.PoolTicket(**{**vars(other.pool), "device_key": "GPU-1"}))
+    assert saver.report().pool_bytes == SIZE
+
+
+@pytest.mark.parametrize("fate", ["refuses", "is gone"])
+def test_what_nobody_takes_over_goes_to_the_driver(fate: str, device: str) -> None:
+    saver, _ = giver(device)
+    with remote_saver(device, nbytes=SIZE, limit=SIZE) as other:  # which its tag fills
+        before = held_by_both(device, other)
+        if fate == "is gone":
+            os.kill(other.pid, signal.SIGKILL)
+        saver.pause(release="keep")
+        saver.release_kept(other.pool)
+        assert saver.report().committed_bytes == 0
+        saver.check_integrity()
+        if fate == "refuses":
+            assert before - held_by_both(device, other) == SIZE
+            assert other.report().pool_bytes == 0
+
+
 def test_what_another_process_made_can_be_leased_and_handed_to_a_third(
     device: str, other: RemoteSaver
 ) -> None:

@@ -123,6 +123,9 @@ class Actor:
         release = self.random.choice(("driver", "keep", "hand_over"))
         to = self.random.choice(self.others).pool if release == "hand_over" else None
         self.saver.pause(*tags, release=release, to=to)
+        if release == "keep" and self.random.randrange(2):
+            most = self.random.choice((None, SIZES[0]))
+            self.saver.release_kept(self.random.choice(self.others).pool, most)
 
     def resume(self) -> None:
         self.saver.resume()

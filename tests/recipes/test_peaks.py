@@ -48,6 +48,14 @@ def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
     assert found["park"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
 
 
+def test_pages_that_leave_the_page_pool_for_a_tag_count_once() -> None:
+    found = collect(
+        ["park", "wake"],
+        rollout=[usage({"the page pool": 10}, used=50), usage({"weights": 12}, 1, 1, used=53)],
+    )["wake"]
+    assert found["processes"] == {"rollout": 13} and found["device_bytes"] == 53
+
+
 def test_what_comes_while_another_goes_comes_into_its_place() -> None:
     """Moments leave behind the answers, and a pool grows; 2 more in torch meanwhile."""
     found = collect(

@@ -82,6 +82,13 @@ def test_the_recipe_reaches_trainer_and_engine(
         "alias": False,
     }
     plain = prepare(recipes.load("tiny"), tmp_path)
+    undecided = prepare(recipes.load("tiny", ["cycle.keep=auto"]), tmp_path)
+    assert trainer_config(undecided).leaving == ()
+    ppo = ["algorithm=ppo", "ppo.kl_coef=0.1", "cycle.keep=[critic]", "cycle.alias=never"]
+    everything = prepare(recipes.load("tiny-ppo", ppo), tmp_path)
+    assert trainer_config(everything).leaving == ("params", "optim", "critic_optim", "reference")
+    served = prepare(recipes.load("tiny", ["cycle.keep=[]", "cycle.alias=always"]), tmp_path)
+    assert trainer_config(served).leaving == ("optim",)
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
     expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))

@@ -15,13 +15,22 @@ from typing import Any
 
 import pytest
 
+from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.recipe.loading import load
 from recipes.run import continue_run, start_run
 from recipes.watch.reading import read_run
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
-from tests.helpers.recipes.runs import SMALL, MakeRun, has_pictures, rows, same_rows, trace
+from tests.helpers.recipes.runs import (
+    SMALL,
+    MakeRun,
+    has_pictures,
+    rows,
+    same_rows,
+    trace,
+    without_pictures,
+)
 from trainer_bridge.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +47,7 @@ STAGES = [
     *("restore_params", "compute_log_prob", "compute_reward"),
     *("restore_optim", "compute_advantages", "update_actor"),
 ]
+REPLAY = "grpo.router_replay=true"
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
 EXPERTS = ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
 EXPERTS += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
@@ -65,13 +75,48 @@ def test_the_task_is_learnt_also_on_held_out_problems(tiny: Path) -> None:
     assert found[0]["exact_match"] < 0.2 and found[-1]["exact_match"] > 0.5
 
 
+def test_what_leaves_beside_work_and_a_pool_that_winds_down_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One named key. Answers are long enough for the pool to look again."""
+    words = [*SMALL, "steps=1", "eval.every=0", "sampling.max_tokens=30", "checkpoint.every=0"]
+    resized, resize = list[tuple[int, int]](), TokenPool.resize
+
+    def spy(pool: TokenPool, tokens: int) -> int:
+        resized.append((pool.size, tokens))
+        return resize(pool, tokens)
+
+    monkeypatch.setattr(TokenPool, "resize", spy)
+    with without_pictures():
+        start_run("tiny", words, tmp_path / "plain")
+        assert not resized
+        start_run("tiny", [*words, "cycle.overlap=[params,optim]"], tmp_path / "beside")
+    one, other = (rows(tmp_path / name, "train") for name in ("plain", "beside"))
+    for key in ("tokens", "reward", "response_length", "ended"):
+        assert [row[key] for row in one] == [row[key] for row in other]
+    assert other[0]["hidden_seconds"] > 0
+    assert any(after < before for before, after in resized if after > 64)
+
+
 @pytest.mark.extended
-def test_a_mixture_of_experts_learns_the_task(tmp_path: Path) -> None:
-    start_run("tiny", [*LEARNT, *EXPERTS], tmp_path / "run")
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_mixture_of_experts_learns_the_task(replay: bool, tmp_path: Path) -> None:
+    start_run("tiny", [*LEARNT, *EXPERTS, *([REPLAY] if replay else [])], tmp_path / "run")
     train = rows(tmp_path / "run", "train")
     rewards = [row["reward"] for row in train]
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
     assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
+
+
+def test_the_engines_routing_is_replayed(tmp_path: Path) -> None:
+    """Of a model without near ties it is the trainer's own; the gap to that is reported, too."""
+    few = ["steps=3", "eval.every=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2"]
+    start_run("tiny", [*few, *EXPERTS, REPLAY], tmp_path / "run")
+    train = rows(tmp_path / "run", "train")
+    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
+    assert ["gap_mean_unreplayed" in row for row in train] == [True, False, True]
+    assert 0 < train[0]["gap_max_unreplayed"] <= GAP_MAX
+    assert "compute_log_prob_unreplayed" in train[0]["stages"]
 
 
 def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:

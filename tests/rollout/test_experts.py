@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.ops.experts import mix_experts, top_experts
+from rollout.ops.experts import Routing, mix_experts
 from tests.helpers.effort import some
 
 # Triton's interpreter
@@ -39,7 +39,7 @@ def draw(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    ids, weights = top_experts(normal(tokens, experts), top_k, normalise=True)
+    ids, weights = Routing(top_k=top_k, normalise=True).choose(normal(tokens, experts))
     gate_up = normal(experts, 2 * inner, hidden) * hidden**-0.5
     down = normal(experts, hidden, inner) * inner**-0.5
     return normal(tokens, hidden), ids, weights, gate_up, down
@@ -63,6 +63,25 @@ def test_kernels_equal_the_reference(
         assert out.dtype == expected.dtype == dtype and out.is_contiguous()
         apart = (out.float() - expected.float()).abs() / expected.float().abs().clamp(min=1)
         assert float(apart.max()) < most
+
+
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 7), (300, 128), (4100, 20)])
+def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
+    pairs: int, experts: int, device: str
+) -> None:
+    from rollout.ops.experts_triton import sort_pairs
+
+    generator = torch.Generator().manual_seed(pairs)
+    ids = torch.randint(0, experts, (pairs, 1), generator=generator).to(device)
+    found = sort_pairs(ids, experts, 16)
+    assert torch.equal(found.order.long(), ids.flatten().sort(stable=True).indices)
+    expected, first = list[tuple[int, int, int]](), 0
+    for expert, count in enumerate(ids.flatten().bincount(minlength=experts).tolist()):
+        end = first + count
+        expected += [(expert, begin, end) for begin in range(first, end, 16)]
+        first = end
+    blocks = found.blocks.T.tolist()
+    assert [(expert, *rows) for expert, *rows in blocks if rows[1]] == expected
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -98,8 +117,8 @@ def test_a_token_gets_the_same_bits_in_every_batch(device: str) -> None:
 
 def test_the_likeliest_experts_are_weighed_by_their_probabilities(device: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 3.5, 0.0]], device=device)
-    ids, weights = top_experts(logits.bfloat16(), 2, normalise=False)
+    ids, weights = Routing(top_k=2, normalise=False).choose(logits.bfloat16())
     assert ids.tolist() == [[1, 2], [2, 0]] and weights.dtype == torch.float32
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
-    _, normalised = top_experts(logits, 2, normalise=True)
+    _, normalised = Routing(top_k=2, normalise=True).choose(logits)
     torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))

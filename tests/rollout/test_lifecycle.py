@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memsaver import OutOfMemory, StateError
+from memsaver import LeaseError, OutOfMemory, StateError
 from rollout import Engine, KVTiers, WeightUpdateError
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.answers import GREEDY, check, ids, random_prompts
@@ -157,8 +157,9 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
             at_once.append(len(engine.scheduler.running))
         else:
             saver.limit_bytes = None
-            if device != "cpu" and engine.cache.elastic is not None:
-                engine.cache.elastic.grow(lambda: whole_size)
+            if device != "cpu" and (elastic := engine.cache.elastic) is not None:
+                elastic.hurry()  # a GPU's steps end before it would look again
+                elastic.fit(lambda: whole_size, lambda pages: False)
 
     for _ in range(2):
         engine.sleep(level=1)
@@ -200,6 +201,73 @@ def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size
     hybrid = Engine.from_pretrained(saved("qwen3_next")[0], elastic=True)
     tiered = Engine.from_pretrained(path, elastic=True, tiers=KVTiers(host_ratio=1.0))
     assert hybrid.cache.elastic is tiered.cache.elastic is None
+
+
+def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(
+    path: Path, device: str
+) -> None:
+    """Answers of many lengths, forked from prompts with common beginnings; what is given back has
+    no memory. On a GPU whole pieces of 1 GiB go, and at last one is left.
+    """
+    rng, whole_size = random.Random(1), 1 << 12 if device == "cpu" else 1 << 22
+    sizes = {"kv_tokens": whole_size, "max_context_len": 256, "max_running": 64, "page_size": 4}
+    engine = Engine.from_pretrained(path, device=device, elastic=True, **sizes)
+    fixed = Engine.from_pretrained(path, device=device, **sizes)
+    pool, saver = engine.kv_pool, engine.saver
+    (common,) = random_prompts([40])
+    prompts = [
+        [*common[: rng.randint(0, 40)], *each]
+        for each in random_prompts([rng.randint(1, 30) for _ in range(16)])
+    ]
+    params = [
+        replace(GREEDY, max_tokens=length, n=rng.randint(1, 3), temperature=rng.choice([0, 0.8]))
+        for length in [*(rng.randint(2, 30) for _ in range(15)), 90]
+    ]
+    params = [replace(each, seed=number) for number, each in enumerate(params)]
+    expected = ids(fixed.generate(prompts, params))
+    seen = list[int]()
+
+    def watch(done: int, total: int, tokens: int) -> None:
+        seen.append(pool.size)
+        if seen[-1] != seen[-2:][0]:
+            engine.check_integrity()
+            assert saver.report().tags["kv_cache"].committed_bytes >= pool.nbytes
+
+    for turn in range(2):
+        engine.sleep(level=1)
+        engine.wake_up(partly=bool(turn))
+        if turn:
+            saver.limit_bytes = saver.report().committed_bytes + (1 << 21)
+        engine.wind_down()
+        seen.append(pool.size)  # a GPU's, larger than all that is wanted, shrinks at once
+        assert ids(engine.generate(prompts, params, watch)) == expected
+        saver.limit_bytes = None
+        if device == "cpu" or not turn:
+            assert seen[-1] < max(seen) // 2
+        seen.clear()
+    assert ids(engine.generate(prompts, params)) == expected  # it has grown again
+    engine.sleep(level=1)
+    engine.wake_up()
+    assert ids(engine.generate(prompts, params, watch)) == expected
+    assert {*seen} == {whole_size}
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("no", 1, 1, {}), LeaseError("a peer maps it")])
+def test_a_pool_that_cannot_give_back_stays_as_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 12)
+    before, asked = answers(engine), list[int]()
+
+    def fail(tag: str, nbytes: int) -> None:
+        asked.append(nbytes)
+        raise error
+
+    monkeypatch.setattr(engine.saver, "resize", fail)
+    engine.wind_down()
+    assert answers(engine) == before and len(asked) == 1
+    engine.check_integrity()
+    assert engine.kv_pool.size == 1 << 12 and not engine.cache.withheld_pages
 
 
 @pytest.mark.soak

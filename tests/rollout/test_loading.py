@@ -14,8 +14,9 @@ from rollout.model.config import ModelConfig
 from rollout.model.loading import load_model_config
 from rollout.model.mlp import ExpertsConfig, GatedConfig
 from rollout.model.rotary import inverse_frequencies, rotary_tables
+from rollout.ops.experts import Routing
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
-from tests.helpers.rollout.answers import LLAMA3
+from tests.helpers.rollout.answers import LLAMA3, YARN
 
 V3, NEXT = "deepseek_v3", "qwen3_next"
 
@@ -34,8 +35,13 @@ def save_config(path: Path, kind: str) -> None:
     edit_config(path, remove=remove, architectures=[KINDS[kind][1].__name__])
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
+MOE_V3: dict[str, Any] = {
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+}  # fmt: skip
+WIDE = {"wide_router": True, "wide_weights": True, "shared": 24, "shared_gate": False}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
             "layer_types .*use_sliding_window",
         ),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-        ("llama", {"rope_parameters": YARN}, "rope_type='yarn'"),
+        ("llama", {"rope_parameters": DYNAMIC}, "rope_type='dynamic'"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -68,11 +74,9 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
         ),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
-        (
-            V3,
-            {"first_k_dense_replace": 1},
-            "first_k_dense_replace=1 makes layers 1..1 mixtures of experts.*dense",
-        ),
+        (V3, MOE_V3 | {"n_group": 3}, "n_group=3 must divide the 8 experts, and topk_group=2"),
+        (V3, MOE_V3 | {"n_group": 8}, "n_group=8 leaves groups of 1 experts"),
+        (V3, MOE_V3 | {"num_experts_per_tok": 5}, "topk_group=2 these are too few"),
         (V3, {"num_key_value_heads": 2}, "num_key_value_heads=2.*num_attention_heads=4"),
         (V3, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
         (
@@ -80,13 +84,11 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "mscale_all_d
             {"q_lora_rank": None, "attention_bias": True},
             "attention_bias=True.*q_lora_rank=None",
         ),
-        (V3, {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "rope_type='yarn'"),
-        (V3, {"rope_parameters": LINEAR}, "mscale_all_dim=1.0"),
         (V3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (
             "deepseek_v2",
-            {"first_k_dense_replace": 1},
-            "first_k_dense_replace=1 makes layers 1..1 mixtures of experts",
+            MOE_V3 | {"topk_method": "noaux_tc"},
+            "topk_method='noaux_tc' is not supported",
         ),
         (
             "qwen3_moe",
@@ -154,13 +156,41 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "expected"),
     [
-        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}, {"normalise": True}),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, {"normalise": False}),
-        ("mixtral", {}, {"normalise": True, "wide_weights": True, "inner": 80}),
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}, {}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, {"routing": Routing(top_k=2, normalise=False)}),
+        ("mixtral", {}, {"wide_weights": True, "inner": 80}),
         (
             NEXT,
             {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
-            {"normalise": True, "shared": 512},
+            {"shared": 512},
+        ),
+        (
+            V3,
+            MOE_V3 | {"routed_scaling_factor": 1.5},
+            {
+                "routing": Routing(
+                    top_k=2,
+                    normalise=True,
+                    sigmoid=True,
+                    groups=4,
+                    top_groups=2,
+                    judges=2,
+                    scale=1.5,
+                ),
+                "bias": True,
+            }
+            | WIDE,
+        ),
+        (
+            "deepseek_v2",
+            MOE_V3 | {"topk_method": "group_limited_greedy", "n_shared_experts": 2},
+            {"routing": Routing(top_k=2, normalise=False, groups=4, top_groups=2)}
+            | {**WIDE, "shared": 48},
+        ),
+        (
+            "deepseek_v2",
+            MOE_V3,
+            {"routing": Routing(top_k=2, normalise=False)} | WIDE,
         ),
     ],
 )
@@ -170,7 +200,8 @@ def test_layers_are_experts_where_transformers_has_them(
     save_config(tmp_path, kind)
     edit_config(tmp_path, **changes)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    experts = ExpertsConfig(**{"experts": 8, "top_k": 2, "inner": 24} | expected)
+    usual = {"experts": 8, "inner": 24, "routing": Routing(top_k=2, normalise=True)}
+    experts = ExpertsConfig(**usual | expected)
     sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
     assert any(sparse)
     assert load_model_config(tmp_path).mlps == tuple(
@@ -241,6 +272,9 @@ def test_stop_tokens(
         {"rope_type": "default", "rope_theta": 1e4},
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
         LLAMA3,
+        YARN,
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False, "beta_fast": 20},
+        YARN | {"attention_factor": 1.1, "original_max_position_embeddings": 64},
     ],
 )
 def test_rotary_tables_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:

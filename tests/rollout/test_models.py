@@ -16,8 +16,8 @@ import torch
 
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import some
-from tests.helpers.models import MLA, greedy, save_tiny
-from tests.helpers.rollout.answers import LLAMA3, check, ids, random_prompts
+from tests.helpers.models import DEEPSEEK_MOE, MLA, greedy, save_tiny
+from tests.helpers.rollout.answers import LLAMA3, YARN, check, ids, random_prompts
 from tests.helpers.rollout.poison import check_idle, poison
 from tests.helpers.rollout.saved import Saved
 
@@ -66,6 +66,7 @@ def random_experts(seed: int) -> tuple[str, dict[str, Any]]:
 
 MODELS: list[tuple[str, dict[str, Any], int]] = some(
     ("llama", {"rope_parameters": LLAMA3}, 16),
+    ("qwen3", {"rope_parameters": YARN}, 16),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}, 16),
     (
         "llama",
@@ -91,7 +92,12 @@ MODELS: list[tuple[str, dict[str, Any], int]] = some(
         16,
     ),
     (V3, {"num_attention_heads": 6, "num_key_value_heads": 6, "rope_parameters": LLAMA3}, 16),
-    (V2, {"q_lora_rank": None, "v_head_dim": 24}, 16),
+    (V2, {"q_lora_rank": None, "v_head_dim": 24, "rope_parameters": YARN}, 16),
+    (V3, {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}, 16),
+    (V3, DEEPSEEK_MOE | {"norm_topk_prob": True}, 16),
+    (V3, DEEPSEEK_MOE | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}, 16),
+    (V2, DEEPSEEK_MOE | {"topk_method": "group_limited_greedy", "n_shared_experts": 2}, 16),
+    (V2, DEEPSEEK_MOE | {"n_routed_experts": 9, "first_k_dense_replace": 0}, 16),
     (NEXT, {"layer_types": FIVE, "num_hidden_layers": 5, "tie_word_embeddings": True}, 16),
     (NEXT, {"layer_types": [FULL, LINEAR], "attention_bias": True, **CONV}, 16),
     (

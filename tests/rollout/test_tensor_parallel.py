@@ -9,11 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from rollout import Completion, Engine, EngineConfig, KVTiers, SamplingParams
+from rollout.model import load_model_config
 from rollout.parallel import TensorParallel
 from tests.helpers.models import MLA
 from tests.helpers.peers import Failed, Peer
@@ -44,6 +46,10 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.3, top_p=0.95, n=2, seed=5)
 
 
+def config(path: str) -> dict[str, Any]:
+    return CONFIG | {"return_routed_experts": load_model_config(path).has_experts}
+
+
 def answers(engine: Engine) -> list[Completion]:
     prompts = random_prompts((90, 1, 17, 60))  # the first step ends no prompt
     found = [engine.generate(prompts, params) for params in (GREEDY, SAMPLED)]
@@ -66,7 +72,7 @@ def generate(rank: int, paths: list[str]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for size, group in groups(rank).items():
         engines = [
-            Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **CONFIG)
+            Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **config(path))
             for path in paths
         ]
         found[size] = [answers(engine) for engine in engines]
@@ -87,11 +93,13 @@ def found(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[di
 def test_answers_are_those_of_one_rank(
     paths: list[str], found: list[dict[int, Any]], model: int
 ) -> None:
-    alone = answers(Engine.from_pretrained(paths[model], **CONFIG))
+    alone = answers(Engine.from_pretrained(paths[model], **config(paths[model])))
     for size in SIZES:
         for rank in range(4):
             mine = found[rank][size][model]
             assert_same(mine, alone)
+            for one, other in zip(mine, alone, strict=True):
+                assert np.array_equal(one.routed_experts, other.routed_experts)
             pairs = zip(mine, alone, strict=True)
             gap = torch.cat(
                 [torch.tensor(a.logprobs) - torch.tensor(b.logprobs) for a, b in pairs]

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import random
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,47 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 
+PLAIN = """
+import sys
+from pathlib import Path
+
+import torch
+import vllm
+
+path, saved = sys.argv[1:]
+llm = vllm.LLM(
+    path, enable_sleep_mode=True, skip_tokenizer_init=True, gpu_memory_utilization=0.2,
+    max_model_len=256, compilation_config={"mode": 0, "cudagraph_capture_sizes": [1, 2, 4]},
+)
+params = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+asked = [{"prompt_token_ids": [5, 9, 77, number]} for number in range(4)]
+
+def answers():
+    llm.reset_prefix_cache()
+    return [list(each.outputs[0].token_ids) for each in llm.generate(asked, params)]
+
+def used():
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+def allocator(worker):
+    from vllm.device_allocator import get_mem_allocator_instance
+    return type(get_mem_allocator_instance()).__module__
+
+if __name__ == "__main__":
+    assert llm.collective_rpc(allocator) == ["memsaver.compat.vllm"]
+    first, awake = answers(), used()
+    for level in (1, 2, 1, 2):
+        llm.sleep(level)
+        asleep = used()
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        assert used() < awake - 4
+        llm.wake_up(tags=["kv_cache"])
+        assert asleep < awake - 8 and answers() == first, (level, asleep, awake)
+    Path(saved).write_text("done")
+"""
 SHAPE: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -221,3 +264,29 @@ def test_the_example_learns(tmp_path: Path) -> None:
     rewards = [float(each) for each in re.findall(r"^step \d+: reward (\S+)$", done.stdout, re.M)]
     assert len(rewards) == 20, done.stderr[-2000:]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
+
+
+def test_a_plain_vllm_sleeps_on_our_tags(tmp_path: Path) -> None:
+    """Installed and named, no more: both levels, answers as before, the engine in a process of its
+    own. Its KV cache has most of 0.2 of a GPU of 80 GB.
+    """
+    path = write_model(
+        tmp_path / "model", "llama", hidden_size=256, head_dim=64, max_position_embeddings=256
+    )
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        plugins = tomllib.load(file)["project"]["entry-points"]["vllm.general_plugins"]
+    installed = tmp_path / "site" / "memsaver-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: memsaver\nVersion: 1\n")
+    lines = [f"{name} = {where}" for name, where in plugins.items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    script, saved = tmp_path / "plain.py", tmp_path / "saved"
+    script.write_text(PLAIN)
+    path_of = os.pathsep.join([str(installed.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path_of, "VLLM_PLUGINS": "memsaver"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), path, str(saved)],
+        capture_output=True, text=True, timeout=150, env=env,
+    )  # fmt: skip
+    assert saved.exists(), done.stdout[-1500:] + done.stderr[-3000:]

@@ -123,10 +123,11 @@ def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(
     )
     dealt = deal(batch, 0, 1, size, packed=True)
     micros = [lay_out(batch, rows, CPU, size, packed=True) for rows in dealt]
-    tokens, unit = [micro.input_ids.shape[1] for micro in micros], max(lengths) * min(size, 16) / 16
+    tokens = [micro.input_ids.shape[1] for micro in micros]
+    unit = 8 * math.ceil(max(lengths) * min(size, 16) / 16 / 8)
     assert tokens == sorted(tokens, reverse=True)
-    assert all(count % math.ceil(unit) == 0 for count in tokens)
-    assert sum(tokens) < sum(lengths) + len(tokens) * math.ceil(unit)
+    assert all(count % unit == 0 for count in tokens)
+    assert sum(tokens) < sum(lengths) + len(tokens) * unit
     assert [row for micro in micros for row in micro.rows if row >= 0] == [*chain(*dealt)]
 
 
@@ -153,20 +154,21 @@ def test_a_padded_micro_batch_says_which_logits_predict_which_token() -> None:
 def test_sequences_end_to_end_say_where_each_lies_and_which_logits_predict_which_token() -> None:
     batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
     micro = lay_out(batch, [1, -1, 0, 2], CPU, 3, packed=True)
-    assert micro.input_ids.tolist() == [[4, 8, 9, 10, 0, 1, 2, 3, 7, 5, 6]]
+    assert micro.input_ids.tolist() == [[4, 8, 9, 10, 0, 1, 2, 3, 7, 5, 6, *[0] * 5]]  # 16
     assert asked(micro) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 7, 7)]
     assert micro.kept.tolist() == [0, 1, 2, 7]
     assert micro.packing is not None
-    assert micro.packing.lengths == (4, 1, 4, 2)
-    assert micro.packing.bounds.tolist() == [0, 4, 5, 9, 11]
+    assert micro.packing.lengths == (4, 1, 4, 2, 5)
+    assert micro.packing.bounds.tolist() == [0, 4, 5, 9, 11, 16]
     assert micro.packing.bounds.dtype == torch.int32
-    assert micro.packing.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1]]
+    places = [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, *range(5)]
+    assert micro.packing.position_ids.tolist() == [places]
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {1: [0.1, 0.2, 0.3], 0: [0.4], 2: []}
     nothing = lay_out(batch, [-1, 2], CPU, 3, packed=True)  # a rank may get no more
-    assert (len(nothing.target), nothing.input_ids.shape) == (0, (1, 3))
-    filled = lay_out(batch, [1, 0, 2], CPU, 16, packed=True)  # a sixteenth is a longest
-    assert filled.packing is not None and filled.packing.lengths == (4, 4, 2, 2)
-    assert (filled.rows, filled.input_ids.shape) == ((1, 0, 2, -1), (1, 12))
+    assert (len(nothing.target), nothing.input_ids.shape) == (0, (1, 8))
+    filled = lay_out(batch, [1, 0, 2], CPU, 16, packed=True)
+    assert filled.packing is not None and filled.packing.lengths == (4, 4, 2, 6)
+    assert (filled.rows, filled.input_ids.shape) == ((1, 0, 2, -1), (1, 16))
     assert asked(filled) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 6, 7)]
 
 

@@ -36,10 +36,15 @@ class World:
         self.roomy = roomy
         self.beside = set[str]()  # what was told to come back beside other work
         self.partly = False
+        self.into: list[str] = []  # who hands what over, to what
 
     def at(self, call: str) -> None:
         if call in self.fail_at:
             raise self.error
+
+    def note(self, giver: str, into: str) -> None:
+        if into:
+            self.into.append(f"{giver}: {into}")
 
     def take(self, tag: str) -> None:
         self.held.add(tag)
@@ -61,8 +66,9 @@ class FakeTrainer:
     def empty_cache(self) -> None:
         self.world.at("empty_cache")
 
-    def park(self, *tags: str, wait: bool = True) -> None:
+    def park(self, *tags: str, wait: bool = True, into: str = "") -> None:
         assert len(tags) == 1 or not wait
+        self.world.note(tags[0], into)
         for tag in tags:
             self.world.at(f"park_{tag}")
             if tag == "params" and "weights" in self.world.held:
@@ -100,8 +106,9 @@ class FakeRollout:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def sleep(self, level: int, tags: Any) -> None:
+    def sleep(self, level: int, tags: Any, into: str = "") -> None:
         self.world.at("sleep")
+        self.world.note("rollout", into)
         self.world.held -= set(tags)
         if "weights" in tags:
             self.world.version, self.world.reason = None, f"asleep at level {level}"
@@ -111,6 +118,9 @@ class FakeRollout:
         self.world.at(f"wake_{tags[0]}")
         for tag in tags:
             self.world.take(tag)
+
+    def wind_down(self) -> None:
+        self.world.at("wind_down")
 
     def abort_update(self, reason: str) -> None:
         self.world.at("abort_update")
@@ -197,6 +207,40 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
         assert seen[begun:] == [
             s for s in stages.split() if version == 1 or s.removeprefix("restore_") not in kept
         ]
+
+
+@pytest.mark.parametrize(
+    ("options", "into"),
+    [
+        ({}, "optim: weights, params: kv_cache, rollout: params"),
+        (MODELS, "critic_optim: weights, params: kv_cache, rollout: params"),
+        (LENT, "optim: kv_cache"),
+        ({"keep": ("params", "optim")}, ""),
+        ({"keep": ("kv_cache", "cuda_graph")}, "optim: weights, rollout: params"),
+        ({"overlap": ("optim",)}, ""),
+        ({"hand_over": False}, ""),
+    ],
+)
+def test_what_leaves_goes_to_what_the_other_side_takes_next(
+    options: dict[str, Any], into: str
+) -> None:
+    """All of a tag to one, so no more is kept than what replaces it; nothing where none waits."""
+    world = World(options.get("critic", False), roomy=True)
+    cycle = pair(world, **{"hand_over": True, **options})
+    for version in (1, 2):
+        world.into = []
+        cycle.to_rollout(version)
+        cycle.to_score()
+        cycle.to_train()
+        assert ", ".join(world.into) == into
+
+
+@pytest.mark.parametrize(("keep", "into"), [((), "params"), (("params",), "optim")])
+def test_what_comes_back_first_takes_what_the_rollout_had(keep: tuple[str], into: str) -> None:
+    cycle = pair(world := World(roomy=True), hand_over=True, keep=keep)
+    cycle.to_rollout(1)
+    cycle.to_train()
+    assert world.into[-1] == f"rollout: {into}"
 
 
 @pytest.mark.parametrize(

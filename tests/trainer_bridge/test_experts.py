@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from rollout import Engine
+from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
 from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import arrives, bits
@@ -32,9 +35,9 @@ def balance_loss(model: Any, batch: SequenceBatch) -> Tensor:
     return COEFFICIENT * out.aux_loss
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["layers", "mlp"])
 def test_a_mixture_learns_as_by_transformers(
-    checkpointing: bool, device: str, tmp_path: Path, make_trainer: Any
+    checkpointing: str, device: str, tmp_path: Path, make_trainer: Any
 ) -> None:
     path = write_model(tmp_path, "qwen3_moe", num_experts=5, mlp_only_layers=[0])
     model = reference(path)
@@ -73,7 +76,7 @@ def test_padding_and_fillers_are_not_balanced() -> None:
     padded = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=False)
     assert padded.real.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
     packed = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=True)
-    assert packed.real.tolist() == [[True] * 4 + [False] + [True] * 2]
+    assert packed.real.tolist() == [[True] * 4 + [False] + [True] * 2 + [False]]
 
 
 def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: Any) -> None:
@@ -86,6 +89,8 @@ def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: A
     [
         ("qwen3_moe", {"num_experts": 9, "num_experts_per_tok": 1}),
         ("mixtral", {"num_local_experts": 3}),
+        ("deepseek_v3", {**MLA, **DEEPSEEK_MOE, "head_dim": 8}),
+        ("deepseek_v2", {**MLA, **DEEPSEEK_MOE, "head_dim": 8}),
         ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
     ],
 )
@@ -95,3 +100,23 @@ def test_every_expert_arrives(
     """Also those that got no token; two ranks in test_two_ranks.py."""
     path = write_model(tmp_path, family, **changes)
     assert arrives(make_trainer(path), path)
+
+
+@pytest.mark.parametrize("files", [True, False])
+def test_biases_of_routers_stay_fp32(files: bool, tmp_path: Path, make_trainer: Any) -> None:
+    """Those of the files, on both sides, whatever the weights are; 0 of a random model."""
+    fields = {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "moe_intermediate_size": 24}
+    path = write_model(tmp_path, "deepseek_v3", **fields)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    expected = load_file(tmp_path / "model.safetensors")[name]
+    assert float(expected.abs().min()) > 0 and not torch.equal(expected, expected.bfloat16())
+    if not files:
+        (tmp_path / "model.safetensors").unlink()
+        expected = torch.zeros(8)
+    engine = Engine.from_pretrained(path, dtype=torch.bfloat16, load_weights=False)
+    trainer = make_trainer(path, dtype="bfloat16", random_init=not files)
+    trainer.connect([engine])
+    trainer.update_actor(make_batch(2))
+    trainer.sync_weights(1)
+    for found in (engine.store.constants[name], trainer.model.get_buffer(name)):
+        assert found.dtype == torch.float32 and torch.equal(found, expected)

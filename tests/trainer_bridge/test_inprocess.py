@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import logging
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.types import Manifest
 from tests.helpers.memory import family_bytes, memory_maps, settled_fds
 from tests.helpers.peers import Gone, Peer
+from tests.helpers.rollout.answers import ids
 from tests.helpers.trainer_bridge.engines import PipedEngine
 from tests.helpers.trainer_bridge.layouts import (
     decoder_groups,
@@ -59,9 +61,11 @@ def committed(side: Any) -> dict[str, int]:
     return {tag: entry.committed_bytes for tag, entry in side.report().tags.items()}
 
 
-def cycles(trainer: Trainer, engine: Engine, alias: bool, count: int = 3) -> list[list[list[int]]]:
+def cycles(
+    trainer: Trainer, engine: Engine, alias: bool, count: int = 3, hand_over: bool = False
+) -> list[list[list[int]]]:
     """Tokens of each round; the trainer learns in between."""
-    cycle, seen = Cycle(trainer, engine, alias=alias), []
+    cycle, seen = Cycle(trainer, engine, alias=alias, hand_over=hand_over), []
     for version in range(1, count + 1):
         receipt = cycle.to_rollout(version)
         assert receipt.version == engine.weights_version == version
@@ -71,6 +75,46 @@ def cycles(trainer: Trainer, engine: Engine, alias: bool, count: int = 3) -> lis
         cycle.to_train()
         trainer.update_actor(make_batch(4, seed=version))
     return seen
+
+
+def test_params_come_back_as_the_last_answers_leave_room(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides have one device, that the pool fills while all answers are made."""
+    sizes = {"kv_tokens": 2048, "page_size": 4, "max_context_len": 128, "max_running": 64}
+    prompts = [[5, 6, 7]] * 31 + [[8]]
+    params = [dataclasses.replace(SAMPLED, max_tokens=12)] * 31
+    params.append(dataclasses.replace(SAMPLED, max_tokens=110))
+    with open_inprocess(config(model_path), sizes) as (trainer, engine):
+        Cycle(trainer, engine).to_rollout(1)
+        expected = ids(engine.generate(prompts, params))
+    with open_inprocess(config(model_path), {**sizes, "elastic": True}) as (trainer, engine):
+        savers, seen = (trainer.saver, engine.saver), list[tuple[bool, int]]()
+        held = trainer.saver.report().tags
+
+        def free() -> int:
+            return room - sum(saver.backend.committed_bytes for saver in savers)
+
+        def watch(done: int, total: int, tokens: int) -> None:
+            seen.append((trainer.saver.is_paused("params"), engine.kv_pool.size))
+            time.sleep(0.006)
+
+        room = sum(held[tag].committed_bytes for tag in ("params", "optim"))
+        room += engine.saver.report().tags["weights"].live_bytes
+        room += held["params"].committed_bytes // 2
+        monkeypatch.setattr("memsaver.vmm.memfd.available_memory", free)
+        cycle = Cycle(trainer, engine, overlap=["params", "optim"])
+        cycle.to_rollout(1)
+        cycle.begin_return()
+        assert ids(engine.generate(prompts, params, watch)) == expected
+        fullest = max(size for _, size in seen)
+        assert all(paused for paused, size in seen if size == fullest)
+        assert not seen[-1][0] and seen[-1][1] < fullest // 2, "params are there before the answers"
+        engine.check_integrity()
+        cycle.to_score()
+        trainer.compute_log_prob(make_batch(4))
+        cycle.to_train()
+        trainer.update_actor(make_batch(4))
 
 
 def test_a_sync_that_breaks_poisons_the_engine(
@@ -99,6 +143,27 @@ def test_a_sync_that_breaks_poisons_the_engine(
         trainer.restore()
         Cycle(trainer, engine).to_rollout(2)
         assert engine.unavailable_reason() is None, "a sync that commits heals"
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_what_is_handed_over_is_not_asked_of_the_driver(
+    alias: bool, model_path: str, device: str
+) -> None:
+    """The same tokens, though the pages come with the other side's bytes; nothing is kept."""
+    seen, asked = [], []
+    for hand_over in (False, True):
+        with open_inprocess(config(model_path, device=device), ENGINE, alias=alias) as sides:
+            saver = sides[0].saver
+            assert saver is not None
+            seen.append(cycles(*sides, alias, hand_over=hand_over))
+            made = (each.statistics()["create"].nbytes for each in (saver, sides[1].saver))
+            asked.append(sum(made))
+            for each in (saver, sides[1].saver):
+                assert each.report().pool_bytes == 0
+                each.check_integrity()
+            params = saver.report().tags["params"].committed_bytes
+    assert seen[0] == seen[1]
+    assert asked[0] - asked[1] >= 4 * params, "two of three rounds, on both ways"
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -110,7 +110,7 @@ def plain_lora(path: str, trainer: Trainer) -> Any:
     return model
 
 
-@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "layers"}])
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_adapters_learn_and_as_plain_adamw(
     tied: bool, changes: dict[str, Any], tmp_path: Path, make_trainer: Make

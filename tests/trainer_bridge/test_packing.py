@@ -121,12 +121,14 @@ def test_the_kernel_attends_as_the_formula_does(
     lengths: list[int], heads: int, groups: int, widths: tuple[int, int]
 ) -> None:
     """In bf16 output, probabilities and their gradients are rounded once each: 4 eps of the largest
-    number, which norms bound from above.
+    number, which norms bound from above. Where a token sees itself alone, gradients of query and
+    key are the rounding of what cancels: output and the gradient of value.
     """
     found, exact = attended(lengths, heads, groups, widths, "cuda:0", torch.bfloat16)
+    largest = max(float(each.norm()) for each in exact)
     for one, other in zip(found, exact, strict=True):
-        allowed = 4 * torch.finfo(torch.bfloat16).eps * float(other.norm())
-        assert float((one.double() - other).norm()) <= allowed
+        scale = largest if set(lengths) == {1} else float(other.norm())
+        assert float((one.double() - other).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * scale
 
 
 def of_lengths(prompts: list[int], responses: list[int]) -> SequenceBatch:
@@ -190,7 +192,8 @@ def test_values_adapters_and_recomputed_layers_are_those_of_padded_sequences(
     more: dict[str, Any] = {"critic": CriticConfig(), "lora": lora, "reference": True}
     found = []
     for packed in (True, False):
-        trainer = make_trainer(path, packed=packed, activation_checkpointing=packed, **more)
+        again = "layers" if packed else "none"
+        trainer = make_trainer(path, packed=packed, activation_checkpointing=again, **more)
         batch = value_batch(7)
         metrics = [trainer.update_actor(batch), trainer.update_critic(batch)]
         first = [trainer.compute_ref_log_prob(batch), trainer.compute_log_prob(batch)]

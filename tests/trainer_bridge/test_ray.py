@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from memsaver import StateError
 from rollout import SamplingParams
+from tests.helpers.effort import rounds
 from tests.helpers.faults import dying_trainer, killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes, memfd_bytes
 from tests.helpers.ray_cluster import CPUS, RayCluster, until
@@ -38,7 +42,7 @@ GAP = 5e-5
 
 
 def on(device: str, path: str) -> TrainerConfig:
-    return config(path, device=device)
+    return config(path, device=device, leaving=("params", "optim"))
 
 
 def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed_in_a_sync(
@@ -61,11 +65,12 @@ def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed
 
 
 def copy(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
-    """Two rounds with an update in each."""
+    """Two rounds with an update in each, in which both sides hand their memory over."""
     stages: list[str] = []
     full = trainer.report().committed_bytes
     assert full > 0 and rollout.report().committed_bytes == 0
-    cycle = Cycle(trainer, rollout, on_stage=lambda name, start, end: stages.append(name))
+    note = lambda name, start, end: stages.append(name)  # noqa: E731
+    cycle = Cycle(trainer, rollout, on_stage=note, hand_over=True)
     for version in (1, 2):
         receipt = cycle.to_rollout(version)
         assert receipt.version == rollout.weights_version == version
@@ -167,6 +172,42 @@ def test_a_rollout_killed_when_half_is_written(
         assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
     wait_gone(pids)
     until(lambda: family_bytes("cpu") <= before)  # of a GPU, processes that are gone hold nothing
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["trainer", "rollout"])
+def test_a_side_killed_at_any_moment_of_hand_overs_takes_nothing_along(
+    victim: str, device: str, model_path: str, ray_cluster: RayCluster
+) -> None:
+    batch, before = make_batch(4), family_bytes("cpu")
+    rng = random.Random(victim)
+    for _ in range(rounds(3, 30)):
+        with open_ray(on(device, model_path), ENGINE) as sides:
+            trainer, rollout = sides
+            pids = {"trainer": trainer.call("pid"), "rollout": rollout.call("pid")}
+            scores = trainer.compute_log_prob(batch)
+            cycle = Cycle(*sides, hand_over=True)
+            kill = threading.Timer(rng.uniform(0.1, 0.5), os.kill, (pids[victim], signal.SIGKILL))
+            with pytest.raises((CycleError, ActorDied), match=f"the {victim} actor died"):
+                for version in range(1, 1000):
+                    if version == 3:
+                        kill.start()
+                    cycle.to_rollout(version)
+                    rollout.generate(PROMPTS, SAMPLED)
+                    cycle.to_train()
+            if victim == "rollout":
+                trainer.restore()
+                assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
+                held = sum(tag.committed_bytes for tag in trainer.report().tags.values())
+            else:
+                rollout.sleep(level=2)
+                held = sum(tag.committed_bytes for tag in rollout.report().tags.values())
+                assert held == 0
+            left = next(pid for side, pid in pids.items() if side != victim)
+            if device == "cpu":
+                until(lambda left=left, held=held: memfd_bytes([left]) == held)
+        wait_gone([*pids.values()])
+        until(lambda: family_bytes("cpu") <= before)
 
 
 def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(

@@ -25,15 +25,22 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
 from trainer_bridge.sync.consensus import group_consensus
 from trainer_bridge.trainer import Trainer
+from trainer_bridge.training.host_room import reserve_parked
 
 
 class TrainerActor(ActorBase):
     """A `Trainer` with a saver of its own, in a process of its own."""
 
     held: Trainer
+    _saver: MemorySaver | None = None
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
+
+    def reserve(self, ranks: int) -> None:
+        """Begin to obtain host memory for what will be parked, as one of so many ranks."""
+        self._saver = MemorySaver(device=self.config.device)
+        reserve_parked(self.config, ranks, self._saver)
 
     def build(
         self,
@@ -44,7 +51,7 @@ class TrainerActor(ActorBase):
         """Make the trainer. seat: this one's among several ranks. The rest is `Trainer`'s."""
         self._join(seat, self.config.device)
         self._key = None if seat is None else seat.key
-        saver = MemorySaver(device=self.config.device)
+        saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
     def connect(self, rollout: RemoteRollout) -> None:
@@ -66,6 +73,11 @@ class RemoteTrainer(RemoteGroup):
         """Make the trainer of every rank, all at the same time."""
         self.call_each("build", [(layout, shard_dims, seat) for seat in seats(self)])
 
+    def reserve(self) -> None:
+        """Have every rank begin to obtain host memory for what will be parked; waits for nobody."""
+        for rank in self.ranks:
+            rank.start("reserve", len(self.ranks))
+
     def connect(self, rollout: RemoteRollout) -> None:
         """Each rank speaks for the engine rank of its device."""
         self.call_each("connect", [(target,) for target in rollout.each()])
@@ -78,6 +90,8 @@ class RemoteTrainer(RemoteGroup):
     park = on_every_rank(Trainer.park)
     restore = on_every_rank(Trainer.restore)
     empty_cache = on_every_rank(Trainer.empty_cache)
+    as_partner = on_one_rank(Trainer.as_partner)
+    hand_over_to = on_one_rank(Trainer.hand_over_to)
     sync_weights = on_every_rank(Trainer.sync_weights)
     share_weights = on_every_rank(Trainer.share_weights)
     save_checkpoint = on_every_rank(Trainer.save_checkpoint)
@@ -111,8 +125,11 @@ class RemoteRollout(RemoteGroup):
 
     sleep = on_every_rank(Engine.sleep)
     wake_up = on_every_rank(Engine.wake_up)
+    wind_down = on_every_rank(Engine.wind_down)
     served_version = on_every_rank(Engine.served_version)
     abort_update = on_every_rank(Engine.abort_update)
+    as_partner = on_one_rank(Engine.as_partner)
+    hand_over_to = on_one_rank(Engine.hand_over_to)
     weight_layout = on_one_rank(Engine.weight_layout)
     begin_update = on_one_rank(Engine.begin_update)
     verify_update = on_one_rank(Engine.verify_update)

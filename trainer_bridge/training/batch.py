@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from memsaver.common.rounding import round_up
 from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
 _NEAR = 0.75
 _PARTS = 16  # of a chunk: one more or less, at most, goes to a filler
+_ALIGNED = 8  # tokens: gradients of weights are sums over them, which tensor cores read by 16 bytes
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 
@@ -29,7 +33,8 @@ class MicroBatch:
     input_ids: int64 [B, L]. real: bool [B, L], False for padding and fillers. packing: where the
     sequences lie end to end; None: padded. kept: int64 [K], the positions whose logits are needed.
     row, column, target: int64 [N], the token targets[n] is predicted by the logits at (row[n],
-    kept[column[n]]), sequence by sequence.
+    kept[column[n]]), sequence by sequence. routed: int16 [B * L, layers, top_k], the experts to go
+    to, -1 where they are not known; None: nowhere.
     """
 
     rows: tuple[int, ...]
@@ -41,6 +46,7 @@ class MicroBatch:
     row: Tensor
     column: Tensor
     target: Tensor
+    routed: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
         """Returns what a model of transformers is called with."""
@@ -72,6 +78,10 @@ class SequenceBatch:
     to each of its tokens. `update_actor` needs old_logprobs and advantages (ref_logprobs with
     `kl_loss_coef`), `update_critic` values and returns, a score none. temperature: of the sampling;
     it divides the logits.
+
+    routed_experts: integers [K, layers with experts, top_k], the experts of the K tokens before a
+    sequence's last (`Completion.routed_experts`), None for a sequence of which none are known. The
+    policy then goes to these, in scores as in updates, and chooses for the other tokens itself.
     """
 
     prompt_ids: list[list[int]]
@@ -81,11 +91,12 @@ class SequenceBatch:
     ref_logprobs: list[list[float]] | None = None
     values: list[list[float]] | None = None
     returns: list[list[float]] | None = None
+    routed_experts: Sequence[NDArray[Any] | None] | None = None
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         count = len(self.prompt_ids)
-        for name in ("response_ids", "advantages", *PER_TOKEN):
+        for name in ("response_ids", "advantages", "routed_experts", *PER_TOKEN):
             value = getattr(self, name)
             if value is not None and len(value) != count:
                 raise ValueError(
@@ -99,6 +110,10 @@ class SequenceBatch:
         for name in (*PER_TOKEN, "advantages"):
             self._check_tokens(name)
         check_temperature(self.temperature)
+        for i, routed in enumerate(self.routed_experts or ()):
+            if routed is not None and len(routed) >= self.lengths[i]:
+                text = f"routed_experts {i} are of {len(routed)} tokens"
+                raise ValueError(f"{text}, the sequence has {self.lengths[i] - 1} before its last")
 
     def _check_tokens(self, name: str) -> None:
         entries = getattr(self, name)
@@ -130,7 +145,7 @@ class SequenceBatch:
 
     def select(self, rows: Sequence[int]) -> Self:
         """Returns a batch of these sequences, in this order."""
-        fields = ("prompt_ids", "response_ids", "advantages", *PER_TOKEN)
+        fields = ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN)
         chosen: dict[str, Any] = {}
         for name in fields:
             if (value := getattr(self, name)) is not None:
@@ -218,7 +233,7 @@ def lay_out(
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
     if packed:
-        unit = -(-min(size, _PARTS) * batch.max_length // _PARTS)
+        unit = round_up(-(-min(size, _PARTS) * batch.max_length // _PARTS), _ALIGNED)
         if spare := -sum(map(len, chain(prompts, responses))) % unit:
             rows, prompts, responses = [*rows, -1], [*prompts, [0] * spare], [*responses, []]
     sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
@@ -248,6 +263,8 @@ def lay_out(
             bounds=integers([0, *accumulate(lengths)], torch.int32),
             position_ids=integers([[*chain.from_iterable(map(range, lengths))]]),
         )
+    each = lengths if packed else (max(lengths),) * len(lengths)
+    routed = _routed(batch, rows, lengths, each)
     return MicroBatch(
         rows=tuple(rows),
         counts=tuple(map(len, responses)),
@@ -258,7 +275,26 @@ def lay_out(
         row=integers(row),
         column=integers([column[position] for position in at]),
         target=integers([*chain.from_iterable(responses)]),
+        routed=None if routed is None else torch.from_numpy(routed).to(device),
     )
+
+
+def _routed(
+    batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int], places: Sequence[int]
+) -> NDArray[np.int16] | None:
+    """Lays `routed_experts` out: int16 [sum(places), layers, top_k]. places: of each of `rows`, as
+    many as it has tokens or more.
+    """
+    given = batch.routed_experts or ()
+    known = next((each for each in given if each is not None), None)
+    if known is None:
+        return None
+    found = np.full((sum(places), *known.shape[1:]), -1, dtype=np.int16)
+    for row, length, place, end in zip(rows, lengths, places, accumulate(places), strict=True):
+        if row >= 0 and (routed := given[row]) is not None:
+            last = end - place + length - 1
+            found[last - len(routed) : last] = routed
+    return found
 
 
 def check_tokens(batch: SequenceBatch, model: Any) -> None:

@@ -18,8 +18,11 @@ BLOCK_ELEMENTS = 1 << 22
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
     """Computes the buffers of the meta model anew on the CPU (the same bits for every device) by
-    modules made again.
+    modules made again. Those that checkpoints hold are fp32 zeros, until a checkpoint is read.
     """
+    for name, buffer in stored_buffers(model).items():
+        zeros = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], zeros)
     for path, module in model.named_modules():
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if not names:
@@ -30,6 +33,18 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         fresh = dict(type(module)(module.config).named_buffers())
         for name in names:
             setattr(module, name, fresh[name].to(device))
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that checkpoints hold, by name: DeepSeek-V3's routers add one to scores.
+    They are constants here.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}"] = buffer
+    return found
 
 
 def randomise_weights(

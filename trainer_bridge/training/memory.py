@@ -12,7 +12,7 @@ from torch import Tensor
 from memsaver import MemorySaver
 from memsaver.common.rounding import round_up
 
-_ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
+ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
 _END = 256  # bytes: a rollout's weights end so, and who borrows pages needs all of them
 
 
@@ -31,7 +31,7 @@ def side_by_side(
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     if starts is None:
-        starts = [0, *accumulate(round_up(size, _ALIGN) for size in sizes)][: len(sizes)]
+        starts = [0, *accumulate(round_up(size, ALIGN) for size in sizes)][: len(sizes)]
     ends = (start + size for start, size in zip(starts, sizes, strict=True))
     end = round_up(max(ends, default=0), _END)
     if saver is None:

@@ -8,7 +8,8 @@ needlessly.
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from memsaver import MemorySaver
 from memsaver.common.hash import hash_text
@@ -27,6 +29,7 @@ from trainer_bridge.sync.layout import byte_offsets
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.training.head import score_in_head
+from trainer_bridge.training.initial import stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_layers,
@@ -64,7 +67,7 @@ def build_model(
     or laid out so, and wrong targets of adapters.
     """
     check_directory(config.model_path)
-    model = _meta_model(config, runtime.attention)
+    model = meta_model(config, runtime.attention)
     pack_if_possible(model, runtime.packed_attention)
     if value_head:
         _put_value_head(model, config)
@@ -112,12 +115,12 @@ def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def linear_layer_names(model_path: str) -> set[str]:
     """Tells what adapters of this model may target, from its config.json alone."""
-    return linear_names(_meta_model(TrainerConfig(model_path=model_path)))
+    return linear_names(meta_model(TrainerConfig(model_path=model_path)))
 
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
     """Raises a ValueError where this model's parameters cannot lie as a rollout's do."""
-    byte_offsets(layout, dict(_meta_model(config).named_parameters()))
+    byte_offsets(layout, dict(meta_model(config).named_parameters()))
 
 
 def reshard(model: nn.Module) -> None:
@@ -129,7 +132,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
+def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
+    """Returns the model of `config.model_path` without memory, adapters included.
+
+    attention: transformers' name of it; None leaves the choice to transformers.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
@@ -143,9 +150,32 @@ def _meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Modul
         )
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
-    if config.activation_checkpointing:
+    if config.activation_checkpointing == "layers":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif config.activation_checkpointing == "mlp":
+        _compute_mlps_again(model)
     return model
+
+
+def _compute_mlps_again(model: Any) -> None:
+    """Has the backward pass compute each layer's MLP again, whose activations are most of a layer's
+    bytes and cheap, but for its last product, of which nothing is kept.
+    """
+    for layer in model.get_decoder().layers:
+        if (mlp := getattr(layer, "mlp", None)) is None:
+            kind = model.config.model_type
+            raise ValueError(
+                f"activation_checkpointing=mlp: {kind} has layers without a module mlp; use layers"
+            )
+        forward = mlp.forward
+        again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        mlp.forward = partial(_again_with_gradient, forward, again)
+
+
+def _again_with_gradient(
+    forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **more: Any
+) -> Any:
+    return (again if torch.is_grad_enabled() else forward)(*args, **more)
 
 
 def _put_value_head(model: Any, config: TrainerConfig) -> None:
@@ -298,7 +328,11 @@ def _load_weights(
         name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
     }
     other = names - params.keys()  # tied ones, too
-    files.check({name: tuple(param.shape) for name, param in params.items()}, ignore=other)
+    buffers = stored_buffers(model)
+    wanted = {name: tuple(each.shape) for name, each in {**params, **buffers}.items()}
+    files.check(wanted, ignore=other)
+    for name, buffer in buffers.items():
+        buffer.copy_(files.box(name, [0] * buffer.ndim, buffer.shape))
     for name, param in params.items():
         shard = into.get(param, local_shard(param))
         if shard.numel():

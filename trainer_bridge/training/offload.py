@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from memsaver import MemorySaver
 from memsaver.errors import HostMemoryError, OutOfMemory, StateError
+from rollout.partner import Partner, handing_over
 
 # Seconds that memory which has just been given back is left to others: an engine that waits for
-# more looks every 20 ms, and what comes back early is only a gain where it does not.
-_OTHERS_TURN = 0.1
+# more looks every 20 ms, and what comes back early is only a gain where it does not. Then, seconds
+# between two looks whether there is room.
+_OTHERS_TURN, _LOOK = 0.1, 0.1
+_SPARE = 1 << 30  # bytes of a GPU that what comes back early leaves to the steps of others
 
 Version = Callable[[], Hashable]
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A pause or resume beside other work. before: what was parked then."""
+    """A pause or resume beside other work. before: what was parked then. behind: what comes first.
+    awaited: somebody waits for it.
+    """
 
     tags: tuple[str, ...]
     before: frozenset[str]
-    done: Future[None]
+    behind: tuple[Future[None], ...] = ()
+    done: Future[None] = field(default_factory=Future)
+    awaited: threading.Event = field(default_factory=threading.Event)
 
 
 class Parking:
@@ -36,6 +45,7 @@ class Parking:
     """
 
     def __init__(self, saver: MemorySaver | None) -> None:
+        self.partner: Partner | None = None  # the engine of this device
         self._saver = saver
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
@@ -58,8 +68,9 @@ class Parking:
         self._tags[tag] = version
         self._memory_of[tag] = beside if empty else (tag, *beside)
 
-    def park(self, *tags: str, wait: bool = True) -> None:
-        """Move the tags (none: all) to the host and free their memory.
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+        """Move the tags (none: all) to the host and free their memory, into this tag of the
+        partner's as far as it needs it.
 
         wait: False begins to copy and returns; their memory is freed when the copy is there, and
         until then they must not be written.
@@ -72,20 +83,22 @@ class Parking:
                 if (version := self._tags[tag]) is not None and tag not in self._parked:
                     self._saver.mark_clean(tag, version())
             if memory := self._memory(chosen):  # of none the saver would pause all
-                self._saver.pause(*memory, content="host")
+                with handing_over(self._saver, self.partner, into) as release:
+                    self._saver.pause(*memory, content="host", release=release)
         elif (saver := self._saver) is not None:
             memory = self._memory([tag for tag in chosen if tag not in before])
             saver.backend.synchronize()  # what still writes the tags
             fresh, self._pinned = set(memory) - self._pinned, self._pinned | set(memory)
-            self._begin(chosen, before, lambda: _move_out(saver, memory, fresh))
+            done = self._thread.submit(_move_out, saver, memory, fresh)
+            self._begun.append(_Begun(chosen, before, done=done))
         self._parked |= set(chosen)
 
     def restore(self, *tags: str, wait: bool = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
 
-        wait: False returns at once, and they come behind what was begun before; where memory is
-        short then, the tags stay parked.
+        wait: False returns at once, and they come behind what was begun before, as soon as there is
+        room; where there is none until somebody waits for them, the tags stay parked.
         """
         if wait:
             self.finish()
@@ -94,12 +107,20 @@ class Parking:
             if wait:  # of none the saver would resume all
                 saver.resume(*memory)
             else:
-                pause = _OTHERS_TURN if self._begun else 0.0
-                self._begin(chosen, frozenset(self._parked), lambda: _move_in(saver, memory, pause))
+                held = saver.report().tags
+                needed = sum(held[tag].live_bytes for tag in memory)
+                needed += _SPARE if saver.device.type == "cuda" else 0
+                first = _OTHERS_TURN if self._begun else 0.0
+                behind = tuple(each.done for each in self._begun)
+                begun = _Begun(chosen, frozenset(self._parked), behind)
+                self._thread.submit(self._bring, saver, begun, memory, needed, first)
+                self._begun.append(begun)
         self._parked -= set(chosen)
 
     def finish(self) -> None:
         """Waits for what was begun, and raises what became of it."""
+        for each in self._begun:
+            each.awaited.set()
         wait([each.done for each in self._begun])  # an interrupt here leaves it begun
         begun, self._begun = self._begun, []
         for each in begun:
@@ -126,10 +147,22 @@ class Parking:
                     f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first"
                 )
 
-    def _begin(
-        self, tags: tuple[str, ...], before: frozenset[str], work: Callable[[], None]
+    def _bring(
+        self, saver: MemorySaver, begun: _Begun, tags: Sequence[str], needed: int, pause: float
     ) -> None:
-        self._begun.append(_Begun(tags, before, self._thread.submit(work)))
+        """Resumes the tags where there is room; else looks again, until somebody waits for them and
+        it tries at last.
+        """
+        try:
+            awaited, due = begun.awaited.wait(pause), all(each.done() for each in begun.behind)
+            if due and (awaited or saver.free_bytes >= needed):
+                with contextlib.nullcontext() if awaited else contextlib.suppress(OutOfMemory):
+                    saver.resume(*tags)
+                    return begun.done.set_result(None)
+            # not a loop: at the end of Python, or of the trainer, no more work is taken
+            self._thread.submit(self._bring, saver, begun, tags, needed, _LOOK)
+        except BaseException as error:
+            begun.done.set_exception(error)
 
     def _memory(self, tags: Sequence[str]) -> tuple[str, ...]:
         return tuple(chain.from_iterable(self._memory_of[tag] for tag in tags))
@@ -154,11 +187,6 @@ def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -
         if copy is not None:
             copy.synchronize()
         saver.pause(tag, content="host", streams=())
-
-
-def _move_in(saver: MemorySaver, tags: Sequence[str], pause: float) -> None:
-    time.sleep(pause)
-    saver.resume(*tags)
 
 
 def _pin(saver: MemorySaver, tags: Collection[str]) -> None:

@@ -56,7 +56,7 @@ class MLAConfig(MixerConfig):
     @classmethod
     def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
         """Reads a Hugging Face config; ValueError names the key of what is not computed here."""
-        _refuse_unsupported(config, rope)
+        _refuse_unsupported(config)
         return cls(
             num_heads=config.num_attention_heads,
             q_rank=config.q_lora_rank,
@@ -109,24 +109,13 @@ class MLAConfig(MixerConfig):
         return LatentAttention(self, index, parts)
 
 
-def _refuse_unsupported(config: Any, rope: RopeConfig) -> None:
-    dense = config.first_k_dense_replace
-    layers = config.num_hidden_layers
+def _refuse_unsupported(config: Any) -> None:
     heads = config.num_attention_heads
-    if dense < layers:
-        raise ValueError(
-            f"first_k_dense_replace={dense} makes layers {dense}..{layers - 1} mixtures of "
-            f"experts, which are not supported here; use a model of dense layers alone: "
-            f"first_k_dense_replace={layers}"
-        )
     if config.num_key_value_heads != heads:
         raise ValueError(
             f"num_key_value_heads={config.num_key_value_heads} is not supported with latent "
             f"attention; supported: as many as num_attention_heads={heads}"
         )
-    mscale = config.rope_parameters.get("mscale_all_dim")
-    if mscale and rope.rope_type != "default":
-        raise ValueError(f"mscale_all_dim={mscale} is not supported; supported: 0")
 
 
 class LatentAttention:
@@ -148,7 +137,7 @@ class LatentAttention:
         assert isinstance(parts.pool, MLATokenToKVPool)
         self._layer, self._pool = index, parts.pool
         self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
-        self._scale = (config.nope_dim + config.rope_dim) ** -0.5
+        self._scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.score_scale
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         first = F.linear(x, self._first, self._first_bias)

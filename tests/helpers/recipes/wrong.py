@@ -125,17 +125,22 @@ OUT_OF_RANGE = {
         "cycle.overlap=[reference]", "overlap=[reference]: names unknown tags reference; known: par"
     ),
     "cycle.alias": wrong("cycle.alias=yes", "cycle.alias=True: must be one of auto, always, never"),
+    "trainer.activation_checkpointing": wrong(
+        "trainer.activation_checkpointing=true",
+        "activation_checkpointing=True: must be one of layers, mlp, none",
+    ),
+    "cycle.hand_over": wrong("cycle.hand_over=no", "cycle.hand_over=False: must be auto or never"),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
     *(
         "engine.cuda_graphs",
         "trainer.lr_decay",
-        "trainer.activation_checkpointing",
         "trainer.optimizer_offload",
         "task.system_prompt",
     ),
     *("grpo.normalize_std", "ppo.normalize_advantages"),
+    *("grpo.router_replay", "ppo.router_replay"),
 ]
 
 LATENT = " model.config.".join([
@@ -290,6 +295,7 @@ CONTRADICTIONS = [
     wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
     wrong("cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
+    wrong("grpo.router_replay=true", "the model has no experts to choose"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
     wrong(
         "algorithm=ppo cycle.keep=[reference,critic]",

@@ -17,6 +17,9 @@ LLAMA3: dict[str, Any] = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
 }  # fmt: skip
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128,
+}  # fmt: skip
 GAP = 5e-5
 """How far two fp32 computations of one log-probability of these models may be apart. Each goes
 through about 15 products, one behind the other, of sums of at most 80 terms, in an order of its

@@ -8,13 +8,18 @@ import ctypes
 import gc
 import itertools
 import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver import BackendError, HostMemoryError
+from memsaver import BackendError, HostMemoryError, MemorySaver
 from memsaver.backup.on_host import HostBackup
 from memsaver.vmm import pinned_arena, pinned_pages
 from memsaver.vmm.pinned_arena import UNIT, HostArena, Piece
@@ -45,7 +50,10 @@ def resident() -> int:
 @settings(max_examples=40)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 3 * HUGE_PAGE))
+        st.tuples(
+            st.sampled_from(["take", "take", "give", "trim", "reserve", "stop"]),
+            st.integers(1, 3 * HUGE_PAGE),
+        )
     )
 )
 def test_pieces_never_overlap_and_nothing_is_lost(
@@ -54,6 +62,10 @@ def test_pieces_never_overlap_and_nothing_is_lost(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned_arena, "SEGMENT", segment)
         _check_steps(steps)
+
+
+def nothing() -> None:
+    pass
 
 
 def _check_steps(steps: list[tuple[str, int]]) -> None:
@@ -68,6 +80,10 @@ def _check_steps(steps: list[tuple[str, int]]) -> None:
             arena.give(held.pop(number % len(held))[0])
         elif step == "trim":
             arena.trim()
+        elif step == "reserve":  # goes on beside the next steps
+            arena.reserve(2 * number, nothing)
+        elif step == "stop":
+            arena.stop()
         pieces = sorted(piece for taken, _ in held for piece in taken)
         assert all(a.address + a.nbytes <= b.address for a, b in itertools.pairwise(pieces))
         assert all(
@@ -85,6 +101,104 @@ def _check_steps(steps: list[tuple[str, int]]) -> None:
         arena.give(taken)
     arena.trim()
     assert (arena.used_bytes, arena.committed_bytes) == (0, 0)
+
+
+class SlowlyPinned(Pinned):
+    """Pins so many ranges, then waits for leave to go on."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.leave, self.begun = threading.Semaphore(at_once), threading.Semaphore(0)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.begun.release()
+        assert self.leave.acquire(timeout=20)
+        super().pin(address, nbytes)
+
+
+def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
+    pinned, bound = SlowlyPinned(2), list[int]()
+    arena = HostArena(pinned)
+    arena.reserve(6 * HUGE_PAGE, lambda: bound.append(threading.get_ident()))
+    first = arena.take(2 * HUGE_PAGE)  # there are two
+    with ThreadPoolExecutor(1) as others:
+        taking = others.submit(arena.take, 4 * HUGE_PAGE)
+        assert arena.committed_bytes == 2 * HUGE_PAGE and not taking.done()
+        arena.reserve(4 * HUGE_PAGE, nothing)  # which are on their way
+        pinned.leave.release(20)
+        rest = taking.result(20)
+    assert arena.used_bytes == arena.committed_bytes == 6 * HUGE_PAGE == sum(pinned.ranges.values())
+    assert len(bound) == 6 and threading.get_ident() not in bound
+    arena.give([*first, *rest])
+    arena.reserve(6 * HUGE_PAGE, nothing)
+    assert arena.trim() == 6 * HUGE_PAGE and not pinned.ranges
+
+
+def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is under way comes, and is there for others; a take obtains what it needs itself."""
+    monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
+    pinned = SlowlyPinned(0)
+    arena = HostArena(pinned)
+    arena.reserve(50 * HUGE_PAGE, nothing)
+    assert pinned.begun.acquire(timeout=20)
+    with ThreadPoolExecutor(1) as others:
+        stopping = others.submit(arena.stop)
+        assert not stopping.done()
+        while not stopping.done():
+            pinned.leave.release()
+            time.sleep(0.02)
+    there = arena.committed_bytes
+    assert HUGE_PAGE <= there <= 40 * HUGE_PAGE
+    pinned.leave.release(50)
+    arena.give(arena.take(there + HUGE_PAGE))
+    assert arena.committed_bytes == there + HUGE_PAGE == arena.trim()
+
+
+def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
+    arena = HostArena(Pinned(), budget_bytes=8 * MIB)
+    arena.reserve(10 * MIB, nothing)
+    arena.stop()
+    assert arena.committed_bytes == 0
+    with pytest.raises(HostMemoryError, match="budget is 8.0 MiB"):
+        arena.take(10 * MIB)
+    pinned, begun = Pinned(), list[int]()
+
+    def pin(address: int, nbytes: int) -> None:
+        begun.append(address)
+        raise BackendError("pinning host memory failed: CUDA_ERROR_OUT_OF_MEMORY")
+
+    arena = HostArena(pinned)
+    monkeypatch.setattr(pinned, "pin", pin)
+    arena.reserve(40 * HUGE_PAGE, nothing)
+    with pytest.raises(HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        arena.take(UNIT)
+    assert len(begun) < 10, "the first refusal ends it"
+    assert not pinned.ranges and arena.committed_bytes == 0
+
+
+def test_an_interpreter_that_ends_waits_for_no_more_than_what_is_under_way() -> None:
+    """All of it would take 200 s."""
+    code = """
+import time
+from memsaver.vmm import pinned_arena
+from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.pinned_pages import HUGE_PAGE
+
+class Slow:
+    def pin(self, address, nbytes): time.sleep(1)
+    def unpin(self, address): pass
+
+pinned_arena.SEGMENT = HUGE_PAGE
+HostArena(Slow()).reserve(400 * HUGE_PAGE, lambda: None)
+print(time.time(), flush=True)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0 and not ran.stderr
+    assert time.time() - float(ran.stdout) < 100
 
 
 def test_memory_is_there_at_once_and_used_again() -> None:
@@ -206,3 +320,16 @@ def test_a_forked_child_does_not_have_it() -> None:
         os._exit(any(start <= piece.address < end for start, end in ranges))
     assert os.waitpid(pid, 0)[1] == 0
     arena.give([piece])
+
+
+def test_a_child_forked_beside_a_reservation_has_an_arena_of_its_own() -> None:
+    saver = MemorySaver()
+    saver.reserve_host(saver.host_arena.committed_bytes + 64 * MIB)
+    if (pid := os.fork()) == 0:
+        own = MemorySaver()
+        tensor = own.empty(MIB, tag="t", content="host").fill_(3)
+        own.pause()
+        own.resume()
+        os._exit(not bool((tensor == 3).all()))
+    assert os.waitpid(pid, 0)[1] == 0
+    saver.close()  # ends what it began

@@ -79,7 +79,7 @@ def hybrid(*kinds: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (FIELDS, ["trainer.activation_checkpointing=true", "lora.rank=8"]),
+        (FIELDS, ["trainer.activation_checkpointing=layers", "lora.rank=8"]),
         (hybrid(*[FULL, LINEAR] * 5, FULL), ["sampling.max_tokens=20"]),
         (FIELDS, []),
         (HYBRID | {"num_hidden_layers": 20}, []),

@@ -1,0 +1,103 @@
+"""Host memory for what a trainer parks: known before it is built, obtained while it is."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsaver import MemorySaver
+from memsaver.vmm import pinned_pages
+from memsaver.vmm.pinned_pages import HUGE_PAGE
+from tests.helpers.trainer_bridge.models import config, write_model
+from trainer_bridge import Cycle, LoraConfig, Trainer, open_inprocess
+from trainer_bridge.config import CriticConfig
+from trainer_bridge.remote.actor import TrainerActor
+from trainer_bridge.tags import TRAINER_TAGS
+from trainer_bridge.training.host_room import parked_bytes
+
+CASES: dict[str, dict[str, Any]] = {
+    "masters": {"param_dtype": "bfloat16"},
+    "bf16": {"dtype": "bfloat16"},
+    "adapters": {"lora": LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))},
+    "ppo": {"critic": CriticConfig(), "reference": True, "param_dtype": "bfloat16"},
+    "offload": {"optimizer_offload": True, "param_dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(params=CASES)
+def changes(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return CASES[request.param]
+
+
+def test_it_is_what_the_tags_hold(changes: dict[str, Any], model_path: str) -> None:
+    """But for the ends of blocks, and where a value head takes the place of the vocabulary."""
+    saver = MemorySaver()
+    trainer = Trainer(config(model_path, **changes), saver)
+    trainer.restore()
+    held = {tag: each.live_bytes for tag, each in saver.report().tags.items()}
+    assert "adapters" not in held or changes["lora"]
+    held["params"] += held.pop("adapters", 0)
+    for tag in TRAINER_TAGS:
+        found = parked_bytes(config(model_path, **changes, leaving=(tag,)), 1)
+        if tag in held:
+            slack = 0.3 * found if tag.startswith("critic") else 1024
+            assert abs(found - held[tag]) <= slack, tag
+    trainer.close()
+    saver.close()
+
+
+def test_each_rank_has_its_rows(tmp_path: Path) -> None:
+    leaving = {"leaving": ("params", "optim")}
+    path = write_model(tmp_path)
+    whole = parked_bytes(config(path, **leaving), 1)
+    assert whole / 2 <= parked_bytes(config(path, **leaving), 2) <= 0.55 * whole
+    assert parked_bytes(config(path), 1) == 0
+
+
+@pytest.fixture
+def obtained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every piece of host memory from here on; there is none before."""
+    sizes_seen, obtain = list[int](), pinned_pages.obtain
+
+    def spy(sizes: list[int], pinner: Any) -> list[int]:
+        sizes_seen.extend(sizes)
+        return obtain(sizes, pinner)
+
+    monkeypatch.setattr(pinned_pages, "obtain", spy)
+    gc.collect()  # what other tests have saved
+    MemorySaver().host_arena.trim()
+    return sizes_seen
+
+
+def test_an_actor_begins_before_it_is_built(model_path: str, obtained: list[int]) -> None:
+    actor = TrainerActor(config(model_path, leaving=("params", "optim")))
+    actor.call("reserve", 1)
+    MemorySaver().host_arena.give(MemorySaver().host_arena.take(1))  # there when this is
+    assert obtained == [HUGE_PAGE]
+    actor.call("build")
+    actor.call("park")
+    assert obtained == [HUGE_PAGE]
+    actor.call("close")
+    assert actor.held.saver is not None
+    actor.held.saver.close()
+
+
+@pytest.mark.parametrize("overlap", [(), ("params", "optim")])
+def test_what_leaves_finds_its_host_memory_there(
+    overlap: tuple[str, ...], model_path: str, obtained: list[int]
+) -> None:
+    leaving = config(model_path, leaving=("params", "optim"))
+    engine = {"kv_tokens": 512, "elastic": bool(overlap)}
+    with open_inprocess(leaving, engine) as (trainer, rollout):
+        Cycle(trainer, rollout, overlap=overlap).to_rollout(1)
+        trainer.restore()
+        assert sum(obtained) == -(-parked_bytes(leaving, 1) // HUGE_PAGE) * HUGE_PAGE
+    obtained.clear()
+    MemorySaver().host_arena.trim()
+    keep = ["params", "optim", "weights", "kv_cache"]
+    with open_inprocess(config(model_path), engine) as (trainer, rollout):
+        Cycle(trainer, rollout, keep=keep).to_rollout(1)
+        assert not obtained
