@@ -30,7 +30,7 @@ LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100", "qwen3-30b-a3b-8
     ],
 )
 def test_every_recipe_and_plan_is_planned_and_fits_its_gpus(file: Path) -> None:
-    # if it fits handed over, what is decided fits (tests/recipes/planner/test_switch.py)
+    # if it fits handed over, what is decided fits (test_switch.py)
     plan = plan_of(recipes.load(file, ["cycle.keep=[]"]), file.stem, gpu=None)
     assert plan.fits == (file.stem not in NOT_YET), plan.needs
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
