@@ -54,6 +54,10 @@ class HostedEngine(Protocol):
         """Forget all keys and values; StateError while a request holds some."""
         ...
 
+    def refill_kv_state(self) -> None:
+        """Write again what lies beside the KV cache, whose content a sleep lost."""
+        ...
+
 
 class HostedRollout(EngineBase):
     """All of a `Rollout` but `generate`. Not thread-safe: one call at a time."""
@@ -141,6 +145,8 @@ class HostedRollout(EngineBase):
             for buffer, saved in self._buffers:
                 buffer.copy_(saved, non_blocking=True)
             self._buffers_lost = False
+        if {*asleep} & {*self._hosted.tags_behind(KV_CACHE)}:
+            self._hosted.refill_kv_state()
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""

@@ -133,3 +133,6 @@ class HostedScheduler:
         """Forget all keys and values; StateError while a request holds some."""
         if not self._scheduler.flush_cache(empty_cache=False):
             raise StateError("SGLang's requests hold keys of the present weights; let them finish")
+
+    def refill_kv_state(self) -> None:
+        """SGLang keeps nothing beside its KV cache but what a request writes."""

@@ -101,6 +101,10 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise StateError("vLLM's requests hold keys of the present weights; let them finish")
 
+    def refill_kv_state(self) -> None:
+        """vLLM's worker does so after a wake-up: tables of addresses, scales of an fp8 cache."""
+        self.worker.model_runner.post_kv_cache_wake_up()
+
     def run(
         self,
         prompts: Sequence[Sequence[int]],

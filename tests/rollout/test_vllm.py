@@ -144,6 +144,7 @@ def test_sleeps_and_updates(make: Callable[..., tuple[VllmRollout, str]], device
     assert rollout.engine.resets > resets  # type: ignore[attr-defined]
     rollout.sleep(2)
     rollout.wake_up()
+    assert rollout.engine.tables.tolist() == [7] * 16  # type: ignore[attr-defined]
     assert "sleep(level=2)" in str(rollout.unavailable_reason())
     trainer.sync_weights(2)
     same(model, written)

@@ -38,6 +38,7 @@ METHODS = {
     ("LLMEngine", "has_unfinished_requests"): ["self"],
     ("LLMEngine", "abort_request"): ["self", "request_ids"],
     ("Worker", "get_model"): ["self"],
+    ("GPUModelRunner", "post_kv_cache_wake_up"): ["self"],
     ("CuMemAllocator", "get_instance"): [],
 }
 NEAR = ("config", "vllm")

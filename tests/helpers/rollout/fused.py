@@ -144,6 +144,8 @@ class FusedEngine:
 
         self.model = FusedModel(config, biased, normed, make)
         self.kv_cache = self.saver.empty((1 << 16,), torch.uint8, tag=KV_CACHE)
+        self.tables = self.saver.empty((16,), torch.uint8, tag=KV_CACHE)
+        self.refill_kv_state()
         self.resets = 0
 
     def tags_behind(self, tag: str) -> list[str]:
@@ -157,6 +159,9 @@ class FusedEngine:
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
+
+    def refill_kv_state(self) -> None:
+        self.tables.fill_(7)
 
     def run(self, prompts: Any, params: Any, on_step: Any) -> None:
         raise AssertionError("this engine has no forward pass")
