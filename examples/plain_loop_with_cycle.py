@@ -13,11 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from memsaver import MemorySaver
-from memsaver.common.device_ids import place_of
 from rollout import Engine, SamplingParams
-from trainer_bridge import Cycle
-from trainer_bridge.sync.shards import fsdp_shards
-from trainer_bridge.sync.weight_sync import WeightSync
+from trainer_bridge import Cycle, module_sync
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -61,12 +58,7 @@ class Side:
             optimizer.state[weight]["step"] = torch.tensor(0.0)
             for name in ("exp_avg", "exp_avg_sq"):
                 optimizer.state[weight][name] = self.on_tag("optim", torch.zeros_like(weight))
-        sources = {name: weight.detach() for name, weight in model.named_parameters()}
-        shards = []
-        for name, source in sources.items():
-            shards += fsdp_shards(name, source.shape, "float32", world=1)
-        place = place_of(self.saver.device)
-        self.sync_weights = WeightSync(shards, lambda: sources, [engine], place=place).sync
+        self.sync_weights = module_sync(dict(model.named_parameters()), [engine]).sync
 
     def on_tag(self, tag: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.saver.empty(tensor.shape, tensor.dtype, tag=tag, content="host").copy_(tensor)

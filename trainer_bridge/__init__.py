@@ -1,7 +1,6 @@
 """The trainer, and the bridge to a rollout on the same device: weight sync and the wake-up cycle.
 
-`Trainer`, `open_inprocess` and `open_ray` are loaded when first used: they bring torch's FSDP, the
-last one also ray.
+What brings torch's FSDP, or ray, is loaded when first used.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from trainer_bridge.training.batch import SequenceBatch
 
 if TYPE_CHECKING:
     from trainer_bridge.coordinator import open_inprocess, open_ray
+    from trainer_bridge.sync.module import module_sync
     from trainer_bridge.trainer import Trainer
 
 _LATER = {
     "Trainer": "trainer_bridge.trainer",
+    "module_sync": "trainer_bridge.sync.module",
     "open_inprocess": "trainer_bridge.coordinator",
     "open_ray": "trainer_bridge.coordinator",
 }
@@ -36,6 +37,7 @@ __all__ = [
     "SequenceBatch",
     "Trainer",
     "TrainerConfig",
+    "module_sync",
     "open_inprocess",
     "open_ray",
 ]

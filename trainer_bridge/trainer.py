@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.device_ids import place_of
@@ -22,8 +21,8 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.cast_copy import OnPart
 from trainer_bridge.sync.consensus import Consensus, group_consensus
 from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.module import Shards
 from trainer_bridge.sync.page_share import PageShare
-from trainer_bridge.sync.shards import SourceShard, dtensor_shards
 from trainer_bridge.sync.transport.routes import Transport
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
@@ -46,7 +45,6 @@ from trainer_bridge.training.optimizer import after_load, build_optimizer, optim
 from trainer_bridge.training.replay import replay
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
-from trainer_bridge.training.shards import local_shard
 from trainer_bridge.training.streamed import StreamedAdamW
 
 
@@ -125,10 +123,8 @@ class Trainer:
             self._add_params()
             self._parking.add(OPTIM, empty=config.optimizer_offload)
             self.critic = self._value_model()
-            self._params, self._layout = base_params(self.model), layout
+            self._shards, self._layout = Shards(base_params(self.model)), layout
             self._factors: Mapping[str, LowRank] = {}
-            self._shards: dict[str, Tensor] = {}
-            self._addresses: list[int] = []
             self._sync: WeightSync | None = None
             self._share: PageShare | None = None
             undo.pop_all()
@@ -265,7 +261,7 @@ class Trainer:
         if self._sync is not None:
             self._sync.close()
         self._sync = WeightSync(
-            self._my_shards(),
+            self._shards.described(),
             self.shards,
             targets,
             consensus,
@@ -341,11 +337,7 @@ class Trainer:
         """Returns this rank's rows of every parameter by checkpoint name, without adapters; tied
         ones once. It is the same dict until a shard moves.
         """
-        addresses = [_address(param) for param in self._params.values()]
-        if addresses != self._addresses:
-            self._shards = {name: local_shard(param) for name, param in self._params.items()}
-            self._addresses = addresses
-        return self._shards
+        return self._shards.tensors()
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Saves what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
@@ -403,13 +395,6 @@ class Trainer:
         if self._sync is not None:
             self._sync.close()
         self._runtime.close()
-
-    def _my_shards(self) -> list[SourceShard]:
-        rank, found = dist.get_rank(), []
-        for name, param in self._params.items():
-            assert isinstance(param, DTensor)
-            found += [shard for shard in dtensor_shards(name, param) if shard.rank == rank]
-        return found
 
     def _logprobs(
         self, model: nn.Module, batch: SequenceBatch, asked: float | None
@@ -524,9 +509,3 @@ class Trainer:
         if self.saver is not None and self.saver.leases(PARAMS):
             text = f"{method}() would change parameters that a rollout serves"
             raise StateError(f"{text}; put its weights to sleep first")
-
-
-def _address(param: Tensor) -> int:
-    """Returns the local shard's address. `to_local` takes a hundred times as long, every time."""
-    assert isinstance(param, DTensor)
-    return param._local_tensor.data_ptr()

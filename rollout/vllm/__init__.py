@@ -1,5 +1,6 @@
 """vLLM as the generating engine: its memory on our tags, its weights written in place."""
 
+from rollout.vllm.engine import VllmEngine
 from rollout.vllm.rollout import VllmRollout
 
-__all__ = ["VllmRollout"]
+__all__ = ["VllmEngine", "VllmRollout"]

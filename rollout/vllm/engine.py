@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -40,7 +40,24 @@ class VllmEngine:
 
     name = "vLLM"
 
-    def __init__(self, path: str | Path, options: dict[str, Any]) -> None:
+    def __init__(self, llm: Any) -> None:
+        """llm: a `vllm.LLM` with `enable_sleep_mode`. StateError where its memory is not on our
+        tags.
+        """
+        import vllm
+
+        self.vllm, self.llm = vllm, llm
+        places = importlib.import_module("vllm.device_allocator")
+        self.allocator: Any = places.get_mem_allocator_instance()
+        if not hasattr(self.allocator, "saver"):
+            raise StateError(
+                "vLLM's memory is on its own allocator, not on our tags; start the program with "
+                "VLLM_PLUGINS=memsaver"
+            )
+        self.worker: Any = llm.collective_rpc(lambda worker: worker)[0]
+
+    @classmethod
+    def start(cls, path: str | Path, options: dict[str, Any]) -> Self:
         """options: of `vllm.LLM`. StateError where vLLM's own allocator is in use already, or its
         engine would be another process; ValueError without the package.
         """
@@ -53,11 +70,7 @@ class VllmEngine:
         memsaver.compat.install(_ALLOCATOR)
         import vllm
 
-        self.vllm = vllm
-        self.llm = vllm.LLM(model=str(path), enable_sleep_mode=True, **options)
-        places = importlib.import_module("vllm.device_allocator")
-        self.allocator: Any = places.get_mem_allocator_instance()
-        self.worker: Any = self.llm.collective_rpc(lambda worker: worker)[0]
+        return cls(vllm.LLM(model=str(path), enable_sleep_mode=True, **options))
 
     @property
     def model(self) -> nn.Module:

@@ -59,7 +59,7 @@ class VllmRollout(HostedRollout):
                 f"device={device}: vLLM in this process takes its first GPU; set "
                 f"CUDA_VISIBLE_DEVICES, and device=cuda"
             )
-        engine = VllmEngine(
+        engine = VllmEngine.start(
             path,
             {
                 "dtype": str(dtype).removeprefix("torch."),

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from trainer_bridge.sync.module import module_sync
 from trainer_bridge.sync.shards import fsdp_shards, local_box
 
 
@@ -73,3 +74,9 @@ def test_boxes_are_chunks_of_chunks_in_the_order_of_sharing(
 def test_what_is_no_box_is_refused(placements: list[Placement], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local_box((8, 8), placements, (2, 2), (0, 0))
+
+
+def test_what_is_computed_of_a_parameter_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"wq: no parameter, .* renamed at most"):
+        module_sync({"wk": weight, "wq": weight.T}, [])

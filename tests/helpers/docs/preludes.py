@@ -101,6 +101,29 @@ def _weight_sync(folder: Path) -> Iterator[Names]:
     saver.close()
 
 
+def _other_trainers(folder: Path) -> Iterator[Names]:
+    """model: with torchtitan's kind of names; adapter: gives them Hugging Face's; a rollout."""
+    from types import SimpleNamespace
+
+    from transformers import AutoModelForCausalLM
+
+    from rollout import Engine
+
+    path = write_model(folder / "model")
+    ours = AutoModelForCausalLM.from_pretrained(path)
+    yield {
+        "model": SimpleNamespace(
+            named_parameters=lambda: [(f"titan.{n}", p) for n, p in ours.named_parameters()]
+        ),
+        "adapter": SimpleNamespace(
+            to_hf=lambda named: {n.removeprefix("titan."): p for n, p in named.items()}
+        ),
+        "rollout": (rollout := Engine.from_pretrained(path, kv_tokens=64, load_weights=False)),
+    }
+    assert rollout.served_version() == 1
+    rollout.saver.close()
+
+
 def _compat(folder: Path) -> Iterator[Names]:
     yield {}
     memsaver.compat.uninstall()
@@ -113,6 +136,7 @@ PRELUDES: dict[str, Prelude] = {
     "docs/compat.md": _compat,
     "docs/how-to/decoding.md": _model,
     "docs/how-to/own-loop.md": _model,
+    "docs/how-to/other-trainers.md": _other_trainers,
     "docs/how-to/own-model.md": _model,
     "docs/how-to/two-engines.md": _model,
 }

@@ -1,0 +1,60 @@
+"""vLLM as TRL sees it: weights that are loaded, sleep and wake up, and answers without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import AutoConfig
+
+from tests.helpers.rollout.fused import FusedEngine
+from vllm import device_allocator
+
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+
+class RequestOutput(SimpleNamespace):
+    pass
+
+
+class LLM:
+    """calls: what was asked of its sleep mode, in order."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.options, self.calls = options, list[Any]()
+        config = AutoConfig.from_pretrained(model)
+        self.fused = FusedEngine(config, "cpu", normed=False, biased=True)
+        device_allocator.instance = SimpleNamespace(saver=self.fused.saver)
+        self.worker = SimpleNamespace(get_model=lambda: self.fused.model)
+        runner = SimpleNamespace(model=self.fused.model)
+        driver = SimpleNamespace(model_runner=runner)
+        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=driver))
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        return [method(self.worker)]
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(("sleep", level))
+        self.fused.saver.pause(*self.fused.saver.tags, content="discard")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", *(tags or ())))
+        chosen = [tag for tag in tags or self.fused.saver.tags if self.fused.saver.is_paused(tag)]
+        if chosen:
+            self.fused.saver.resume(*chosen)
+
+    def reset_prefix_cache(self) -> bool:
+        self.fused.reset_prefix_cache()
+        return True
+
+    def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool = True) -> list[Any]:
+        """Answers each prompt with token 7."""
+        if any(map(self.fused.saver.is_paused, self.fused.saver.tags)):
+            raise RuntimeError("generate while asleep")
+        self.calls.append("generate")
+        logprobs = [{7: SimpleNamespace(logprob=-1.5, rank=1)}]
+        answer = SimpleNamespace(token_ids=[7], logprobs=logprobs)
+        ids = [prompt["prompt_token_ids"] for prompt in prompts]
+        return [SimpleNamespace(prompt_token_ids=each, outputs=[answer]) for each in ids]

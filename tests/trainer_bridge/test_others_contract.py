@@ -1,0 +1,91 @@
+"""What docs/how-to/other-trainers.md says of verl and torchtitan, by their sources: nothing of them
+is imported. Where they are not installed, put the wheels' folders on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from rollout.model import parameter_shapes
+from tests.helpers.models import save_tiny
+from tests.helpers.rollout.wheel import Wheel
+
+VERL, TITAN = Wheel("verl"), Wheel("torchtitan")
+with_verl = pytest.mark.skipif(VERL.folder is None, reason="verl is not installed")
+with_titan = pytest.mark.skipif(TITAN.folder is None, reason="torchtitan is not installed")
+# file of verl -> what it says
+WORDS = {
+    "workers/rollout/vllm_rollout/vllm_async_server.py": [
+        '"enable_sleep_mode": self.config.enable_sleep_mode',
+        "self.engine.sleep(level=self._resolve_sleep_level())",
+        "self.engine.wake_up(tags=tags or self._get_wake_up_tags())",
+        "        return 2",
+    ],
+    "workers/rollout/vllm_rollout/vllm_rollout.py": ["BucketedWeightSender("],
+    "workers/rollout/sglang_rollout/async_sglang_server.py": ['"enable_memory_saver": True'],
+    "workers/engine_workers.py": [
+        'self.rollout.resume(tags=["weights"])',
+        'self.rollout.resume(tags=["kv_cache"])',
+        "self.actor.engine.get_per_tensor_param(",
+    ],
+    "workers/rollout/base.py": ["_ROLLOUT_REGISTRY = {"],
+    "trainer/main_ppo.py": ['ray_init_kwargs.get("runtime_env", {})', "OmegaConf.merge("],
+}
+
+
+@with_verl
+@pytest.mark.parametrize("place", WORDS)
+def test_verl_sleeps_and_wakes_its_engines_by_their_own_calls(place: str) -> None:
+    assert VERL.folder is not None
+    text = (VERL.folder / place).read_text()
+    assert [word for word in WORDS[place] if word not in text] == []
+
+
+@with_verl
+def test_a_call_of_verls_workers_brings_no_answer() -> None:
+    """What a class in verl's registry would need for a sync in place."""
+    (server,) = VERL.classes("vLLMHttpServer")
+    (call,) = [
+        node
+        for node in server.body
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "collective_rpc"
+    ]
+    assert not any(isinstance(node, ast.Return) for node in ast.walk(call))
+
+
+def torchtitan_names() -> dict[str, str]:
+    """Hugging Face's name of a Qwen3 -> torchtitan's, of the table in its adapter."""
+    (adapter,) = TITAN.classes("Qwen3StateDictAdapter")
+    (table,) = [
+        node.value
+        for node in ast.walk(adapter)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "self.from_hf_map"
+    ]
+    names: dict[str, str] = ast.literal_eval(table)
+    return names
+
+
+@with_titan
+def test_torchtitans_adapter_renames_a_dense_qwen3(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=False)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
+    names = torchtitan_names()
+    ours = {re.sub(r"\.\d+\.", ".{}.", name) for name in parameter_shapes(tmp_path)[0]}
+    assert ours - names.keys() == set()
+    assert len({names[name] for name in ours}) == len(ours)
+    (adapter,) = TITAN.classes("Qwen3StateDictAdapter")
+    assert "hf_state_dict[new_key] = value\n" in ast.unparse(adapter) + "\n"
+
+
+@with_titan
+def test_torchtitans_generators_never_sleep() -> None:
+    assert TITAN.folder is not None
+    text = (TITAN.folder / "experiments/rl/actors/generator.py").read_text()
+    assert "engine_kwargs = dict(" in text and "enable_sleep_mode" not in text
+    llama = (TITAN.folder / "models/llama3/state_dict_adapter.py").read_text()
+    assert "value = self._permute(value, n_heads)" in llama

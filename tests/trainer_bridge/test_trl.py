@@ -1,0 +1,188 @@
+"""TRL's own class that has a vLLM beside the trainer, with our sync in place of its: what reaches
+the weights, and when. Its sources are TRL's wheel, its vLLM is a stand-in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memsaver import StateError
+from tests.helpers.docs.pages import ROOT
+from tests.helpers.models import save_tiny
+from tests.helpers.rollout.wheel import Wheel
+from trainer_bridge import trl
+
+WHEEL = Wheel("trl")
+pytestmark = pytest.mark.skipif(WHEEL.folder is None, reason="trl is not installed")
+TRAINERS = ("grpo_trainer", "rloo_trainer", "distillation_trainer")
+SETTINGS = {"use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"}
+
+
+def test_its_trainers_sync_by_the_attribute_that_is_replaced() -> None:
+    assert WHEEL.folder is not None
+    for name in TRAINERS:
+        text = (WHEEL.folder / "trainer" / f"{name}.py").read_text()
+        assert "self.vllm_generation = VLLMGeneration(" in text
+        assert "self.vllm_generation.sync_weights()" in text
+        config = (WHEEL.folder / "trainer" / f"{name.replace('trainer', 'config')}.py").read_text()
+        assert {word for word in SETTINGS if f"    {word}: " not in config} == set()
+
+
+class Empty(ModuleType):
+    """A package that has every class, each without anything in it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@pytest.fixture
+def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(ROOT / "tests/helpers/rollout/stand_in_vllm")
+    for name in ("pandas", "datasets"):
+        if importlib.util.find_spec(name) is None:
+            monkeypatch.setitem(sys.modules, name, Empty(name))
+    for name in ("utils.network_utils", "distributed.weight_transfer.nccl_engine"):  # of servers
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", Empty(f"vllm.{name}"))
+    yield importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
+        del sys.modules[name]  # those of before come back
+
+
+@pytest.fixture
+def made(generation_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from accelerate import Accelerator
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # it sets them; what they were comes back
+        monkeypatch.delenv(name)
+    model = save_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
+    model.name_or_path = str(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    generation = generation_class(model, accelerator, None, mode="colocate", enable_sleep_mode=True)
+    yield generation
+    generation.llm.fused.close()
+
+
+def change(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.25)
+
+
+def loaded(generation: Any) -> dict[str, torch.Tensor]:
+    """What TRL's own sync puts into vLLM, and into the parameters of the present."""
+    type(generation).sync_weights(generation)
+    return generation.llm.fused.model.tensors()
+
+
+def test_what_is_generated_with_is_what_the_trainer_has(made: Any) -> None:
+    """In place, before each `generate` that finds the weights asleep, as TRL's own would."""
+    llm, model = made.llm, made.model
+    sync = trl.use(SimpleNamespace(vllm_generation=made))
+    weights = llm.fused.model
+    seen = []
+    for _ in range(3):
+        llm.calls.clear()
+        answers = made.generate([[1, 2], [3]], None, 1)
+        assert answers[1] == [[7], [7]] and answers[2] == [[[-1.5]], [[-1.5]]]
+        expected = [("wake_up", "weights"), ("wake_up", "kv_cache"), "generate", ("sleep", 2)]
+        assert llm.calls == expected
+        receipt = sync.receipt
+        assert receipt is not None and receipt.digests != tuple(seen[-1:])
+        seen += receipt.digests
+        change(model)
+    made.sync_weights()
+    written = weights.tensors()
+    assert sync.receipt is not None and sync.receipt.version == 4
+    change(model)
+    different = loaded(made)
+    assert any(not torch.equal(written[name], each) for name, each in different.items())
+    made.sync_weights()
+    written = weights.tensors()
+    expected_now = loaded(made)
+    for name, each in expected_now.items():
+        assert torch.equal(written[name], each), name
+
+
+def test_parameters_that_are_replaced_are_found_again(made: Any) -> None:
+    """accelerate shards a model when training begins: its parameters are others then."""
+    sync = trl.use(SimpleNamespace(vllm_generation=made))
+    made.sync_weights()
+    with torch.no_grad():
+        for module in made.model.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                if name == "weight" and param.ndim == 1:
+                    module.weight = torch.nn.Parameter(param + 1)
+    made.sync_weights()
+    written = made.llm.fused.model.tensors()
+    for name, each in loaded(made).items():
+        assert torch.equal(written[name], each), name
+    assert sync.receipt is not None and sync.receipt.version == 2
+
+
+def test_a_sync_that_fails_is_made_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = trl.use(SimpleNamespace(vllm_generation=made))
+    verify = sync.rollout.verify_update
+
+    def after_a_flip(receipt: Any) -> Any:
+        next(made.llm.fused.model.parameters()).view(-1)[3] += 1
+        return verify(receipt)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sync.rollout, "verify_update", after_a_flip)
+        with pytest.raises(Exception, match="failed verification"):
+            made.generate([[1]], None, 1)
+    assert "generate" not in made.llm.calls
+    made.generate([[1]], None, 1)
+    assert made.llm.calls[-2:] == ["generate", ("sleep", 2)]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("mode", "server", 'vllm_mode="colocate"'),
+        ("enable_sleep_mode", False, "vllm_enable_sleep_mode=True"),
+        ("tensor_parallel_size", 2, "vllm_tensor_parallel_size=2: .* use 1"),
+        ("model", SimpleNamespace(peft_config={}), "adapters"),
+    ],
+)
+def test_refusals(made: Any, attribute: str, value: object, words: str) -> None:
+    setattr(made, attribute, value)
+    with pytest.raises(ValueError, match=words):
+        trl.use(SimpleNamespace(vllm_generation=made))
+
+
+def test_other_sharding_and_another_allocator_are_refused(made: Any) -> None:
+    with pytest.raises(ValueError, match="use_vllm=True"):
+        trl.use(SimpleNamespace())
+    trl.use(SimpleNamespace(vllm_generation=made))
+    kind = type(made.accelerator.distributed_type).DEEPSPEED
+    made.accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=False)
+    with pytest.raises(ValueError, match="DEEPSPEED: .* fsdp_version: 2"):
+        made.sync_weights()
+    made.accelerator = SimpleNamespace(distributed_type="NO")
+    made.model.to("meta")
+    with pytest.raises(ValueError, match="is not on cpu, .* fsdp_offload_params: false"):
+        made.sync_weights()
+    sys.modules["vllm"].device_allocator.instance = SimpleNamespace()
+    with pytest.raises(StateError, match="VLLM_PLUGINS=memsaver"):
+        trl.use(SimpleNamespace(vllm_generation=made))

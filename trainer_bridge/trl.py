@@ -1,0 +1,91 @@
+"""Has the vLLM that TRL runs beside its trainer (`vllm_mode="colocate"`) take its weights in place:
+the trainer's parameters, or its FSDP2 shards, are written into vLLM's, and verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from memsaver.vmm import empty_torch_cache
+from rollout.hosted import HostedRollout
+from rollout.vllm import VllmEngine
+from trainer_bridge.sync.module import module_sync
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
+
+_WRAPPED = "_checkpoint_wrapped_module."
+
+
+class InPlaceSync:
+    """Stands in for `VLLMGeneration.sync_weights`. receipt: of the last sync."""
+
+    def __init__(self, generation: Any) -> None:
+        self.receipt: SyncReceipt | None = None
+        self._generation = generation
+        engine = VllmEngine(generation.llm)
+        self.rollout = HostedRollout(engine, generation.model.name_or_path)
+        self._versions = count(1)
+        self._ids: list[int] = []
+        self._sync: WeightSync | None = None
+
+    def __call__(self) -> None:
+        """Wake vLLM's weights up, and replace them. What fails leaves them to be synced again."""
+        generation = self._generation
+        empty_torch_cache(self.rollout.saver.device)
+        generation.llm.wake_up(tags=["weights"])
+        self.receipt = self._connected().sync(next(self._versions))
+        generation._llm_weights_sleeping = False
+
+    def _connected(self) -> WeightSync:
+        """A sync of the parameters as they are now: accelerate shards them when training begins."""
+        named = self._generation.model.named_parameters()
+        params = {name.replace(_WRAPPED, ""): param for name, param in named}
+        ids = [id(param) for param in params.values()]
+        if self._sync is None or ids != self._ids:
+            _check_sharding(self._generation.accelerator)
+            self._check_devices(params)
+            if self._sync is not None:
+                self._sync.close()
+            self._sync, self._ids = module_sync(params, [self.rollout]), ids
+        return self._sync
+
+    def _check_devices(self, params: Mapping[str, Tensor]) -> None:
+        device = self.rollout.saver.device
+        if away := [name for name, param in params.items() if param.device != device]:
+            raise ValueError(
+                f"{away[0]} is not on {device}, where vLLM is; set fsdp_offload_params: false, or "
+                "use TRL's own sync"
+            )
+
+
+def use(trainer: Any) -> InPlaceSync:
+    """Makes each weight sync of this trainer one in place. On every rank, before `train()`.
+
+    trainer: TRL's, of any kind that has a `vllm_generation` (GRPO, RLOO, distillation). ValueError
+    for what it cannot be done with, a StateError where vLLM's memory is not on our tags.
+    """
+    generation = getattr(trainer, "vllm_generation", None)
+    if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:
+        raise ValueError(
+            'a sync in place needs use_vllm=True, vllm_mode="colocate" and '
+            "vllm_enable_sleep_mode=True in the trainer's config"
+        )
+    if generation.tensor_parallel_size > 1:
+        size = f"vllm_tensor_parallel_size={generation.tensor_parallel_size}"
+        raise ValueError(f"{size}: a sync in place is for whole models; use 1, or TRL's own sync")
+    if hasattr(generation.model, "peft_config"):
+        raise ValueError("a sync in place has no adapters of PEFT's; use TRL's own sync")
+    generation.sync_weights = sync = InPlaceSync(generation)
+    return sync
+
+
+def _check_sharding(accelerator: Any) -> None:
+    kind = accelerator.distributed_type
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and not accelerator.is_fsdp2:
+        raise ValueError(
+            f"{kind.value}: a sync in place needs whole parameters or FSDP2's; set "
+            "fsdp_version: 2, or use TRL's own sync"
+        )
