@@ -5,12 +5,10 @@ the weights, and when. Its sources are TRL's wheel, its vLLM is a stand-in.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from memsaver import StateError
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.models import save_tiny
 from tests.helpers.rollout.wheel import Wheel
+from tests.helpers.trainer_bridge.others import Empty, missing_for_trl
 from trainer_bridge import trl
 
 WHEEL = Wheel("trl")
@@ -38,28 +37,14 @@ def test_its_trainers_sync_by_the_attribute_that_is_replaced() -> None:
         assert {word for word in SETTINGS if f"    {word}: " not in config} == set()
 
 
-class Empty(ModuleType):
-    """A package that has every class, each without anything in it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
 @pytest.fixture
 def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(ROOT / "tests/helpers/rollout/stand_in_vllm")
-    for name in ("pandas", "datasets"):
-        if importlib.util.find_spec(name) is None:
-            monkeypatch.setitem(sys.modules, name, Empty(name))
+    for name, module in missing_for_trl().items():
+        monkeypatch.setitem(sys.modules, name, module)
     for name in ("utils.network_utils", "distributed.weight_transfer.nccl_engine"):  # of servers
         monkeypatch.setitem(sys.modules, f"vllm.{name}", Empty(f"vllm.{name}"))
     yield importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
