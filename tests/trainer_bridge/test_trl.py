@@ -5,6 +5,7 @@ the weights, and when. Its sources are TRL's wheel, its vLLM is a stand-in.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from memsaver import StateError
-from tests.helpers.docs.pages import ROOT
 from tests.helpers.models import save_tiny
+from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.wheel import Wheel
-from tests.helpers.trainer_bridge.others import Empty, missing_for_trl
+from tests.helpers.trainer_bridge.others import STAND_IN, missing_for_trl
 from trainer_bridge import trl
 
 WHEEL = Wheel("trl")
@@ -42,11 +45,9 @@ def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(ROOT / "tests/helpers/rollout/stand_in_vllm")
+    monkeypatch.syspath_prepend(STAND_IN)
     for name, module in missing_for_trl().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("utils.network_utils", "distributed.weight_transfer.nccl_engine"):  # of servers
-        monkeypatch.setitem(sys.modules, f"vllm.{name}", Empty(f"vllm.{name}"))
     yield importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
         del sys.modules[name]  # those of before come back
@@ -171,3 +172,39 @@ def test_other_sharding_and_another_allocator_are_refused(made: Any) -> None:
     sys.modules["vllm"].device_allocator.instance = SimpleNamespace()
     with pytest.raises(StateError, match="VLLM_PLUGINS=memsaver"):
         trl.use(SimpleNamespace(vllm_generation=made))
+
+
+def rank_of_two(rank: int, folder: str) -> int:
+    """A rank of FSDP2, sharded when vLLM is there already, as by accelerate."""
+    sys.path.insert(0, STAND_IN)
+    sys.modules.update(missing_for_trl())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is made already
+    from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = VLLMGeneration(model, Accelerator(cpu=True), None, enable_sleep_mode=True)
+    sync = trl.use(SimpleNamespace(vllm_generation=made))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        change(model)
+        made.generate([[1, 2]], None, 1)
+    made.sync_weights()
+    weights = made.llm.fused.model
+    written = weights.tensors()
+    weights.load_weights([(name, each.full_tensor()) for name, each in model.named_parameters()])
+    for name, each in weights.tensors().items():
+        assert torch.equal(written[name], each), name
+    assert sync.receipt is not None
+    made.llm.fused.close()
+    return sync.receipt.version
+
+
+@pytest.mark.extended
+def test_two_ranks_of_fsdp2_write_into_both_engines(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "qwen2", tie_word_embeddings=True)
+    ranks = start_ranks(rank_of_two, 2, tmp_path / "meet", str(tmp_path / "model"))
+    assert results(ranks) == [3, 3]

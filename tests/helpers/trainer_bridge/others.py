@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
+
+from tests.helpers.docs.pages import ROOT
+
+STAND_IN = str(ROOT / "tests/helpers/rollout/stand_in_vllm")
 
 
 class Empty(ModuleType):
@@ -22,7 +26,9 @@ class Empty(ModuleType):
 
 
 def missing_for_trl() -> dict[str, ModuleType]:
-    """What TRL imports beside its generation, for data sets, as far as it is not installed."""
-    names = ("pandas", "datasets")
-    absent = (name for name in names if importlib.util.find_spec(name) is None)
-    return {name: Empty(name) for name in absent if name not in sys.modules}
+    """What TRL imports for data sets and for servers, as far as it is not installed."""
+    names = ["pandas", "datasets"]
+    absent = [name for name in names if name not in sys.modules and not find_spec(name)]
+    if STAND_IN in sys.path:  # it has no servers
+        absent += ["vllm.utils.network_utils", "vllm.distributed.weight_transfer.nccl_engine"]
+    return {name: Empty(name) for name in absent}
