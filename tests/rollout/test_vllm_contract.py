@@ -33,6 +33,8 @@ FIELDS = {
 METHODS = {
     ("LLM", "collective_rpc"): ["self", "method"],
     ("LLM", "reset_prefix_cache"): ["self"],
+    ("LLM", "sleep"): ["self", "level"],
+    ("LLM", "wake_up"): ["self", "tags"],
     ("LLMEngine", "add_request"): ["self", "request_id", "prompt", "params"],
     ("LLMEngine", "step"): ["self"],
     ("LLMEngine", "has_unfinished_requests"): ["self"],

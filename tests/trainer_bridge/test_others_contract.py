@@ -25,6 +25,7 @@ WORDS = {
         "self.engine.sleep(level=self._resolve_sleep_level())",
         "self.engine.wake_up(tags=tags or self._get_wake_up_tags())",
         "        return 2",
+        "if weight_transfer_backend not in {None, VERL_DELTA_WEIGHT_TRANSFER_BACKEND}:",
     ],
     "workers/rollout/vllm_rollout/vllm_rollout.py": ["BucketedWeightSender("],
     "workers/rollout/sglang_rollout/async_sglang_server.py": ['"enable_memory_saver": True'],

@@ -40,6 +40,12 @@ def test_its_trainers_sync_by_the_attribute_that_is_replaced() -> None:
         assert {word for word in SETTINGS if f"    {word}: " not in config} == set()
 
 
+def test_its_servers_get_weights_by_one_backend_of_vllms() -> None:
+    assert WHEEL.folder is not None
+    text = (WHEEL.folder / "generation" / "vllm_client.py").read_text()
+    assert "packed_nccl_broadcast_producer" in text and "WeightTransferTrainerFactory" not in text
+
+
 @pytest.fixture
 def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
