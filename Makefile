@@ -30,8 +30,8 @@ setup: $(READY)
 $(READY): .venv/.run
 	@echo "set-up: ray, pytest, hypothesis, ruff, mypy (about 100 MB, once)"
 	$(PIP) -c constraints.txt -e '.[cuda,ray,models,plots,dev]'
-	@echo "set-up: sources of other trainers, whose contracts are checked (4 MB, without what they need)"
-	$(PIP) --no-deps trl==1.16.0 verl==0.9.1 torchtitan==0.3.0
+	@echo "set-up: sources of other trainers, whose contracts are checked (4 MB)"
+	$(PIP) --no-deps --upgrade --target .venv/others trl==1.16.0 verl==0.9.1 torchtitan==0.3.0
 	touch $@
 
 demo: .venv/.run

@@ -1,5 +1,5 @@
 """What docs/how-to/other-trainers.md says of verl and torchtitan, by their sources: nothing of them
-is imported. Where they are not installed, put the wheels' folders on PYTHONPATH.
+is imported. `make setup` brings their sources.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.helpers.models import save_tiny
 from tests.helpers.rollout.wheel import Wheel
 
 VERL, TITAN = Wheel("verl"), Wheel("torchtitan")
-with_verl = pytest.mark.skipif(VERL.folder is None, reason="verl is not installed")
-with_titan = pytest.mark.skipif(TITAN.folder is None, reason="torchtitan is not installed")
+with_verl = pytest.mark.skipif(VERL.may_skip, reason="verl is not installed")
+with_titan = pytest.mark.skipif(TITAN.may_skip, reason="torchtitan is not installed")
 # file of verl -> what it says
 WORDS = {
     "workers/rollout/vllm_rollout/vllm_async_server.py": [

@@ -25,7 +25,7 @@ from tests.helpers.trainer_bridge.others import STAND_IN, missing_for_trl
 from trainer_bridge import trl
 
 WHEEL = Wheel("trl")
-pytestmark = pytest.mark.skipif(WHEEL.folder is None, reason="trl is not installed")
+pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
 TRAINERS = ("grpo_trainer", "rloo_trainer", "distillation_trainer")
 SETTINGS = {"use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"}
 
@@ -51,7 +51,7 @@ def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.setattr(sys, "path", [STAND_IN, *sys.path, str(WHEEL.folder.parent)])
     for name, module in missing_for_trl().items():
         monkeypatch.setitem(sys.modules, name, module)
     yield importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
@@ -182,7 +182,8 @@ def test_other_sharding_and_another_allocator_are_refused(made: Any) -> None:
 
 def rank_of_two(rank: int, folder: str) -> int:
     """A rank of FSDP2, sharded when vLLM is there already, as by accelerate."""
-    sys.path.insert(0, STAND_IN)
+    assert WHEEL.folder is not None
+    sys.path[:] = [STAND_IN, *sys.path, str(WHEEL.folder.parent)]
     sys.modules.update(missing_for_trl())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is made already
