@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tests.helpers.docs.pages import ROOT
 
-
 BROUGHT = ROOT / ".venv" / "others"
 """Where `make setup` puts what is read only. Last on a path: a wheel there has folders `tests` and
 `scripts`.
