@@ -94,7 +94,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "seed": setup.recipe.seed,
     }
     if section.kind != "native":
-        return own
+        return {**own, **(section.options or {})}
     tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
     # Tensor-parallel ranks decide alike.
     preemption: Preemption = "cheapest" if tensor == 1 else "swap"

@@ -43,15 +43,31 @@ class TorchUse:
         )
 
 
-def empty_torch_cache(device: torch.device) -> None:
-    """Give torch's cached blocks back to the device, once its work is done; nothing to do on the
-    CPU.
+_workspaces_in_graphs = False
 
-    cuBLAS's workspaces too: torch keeps those for ever, and one that lies in a cached block keeps
-    the whole segment, which may be as large as a batch's logits. The next multiplication takes new
-    ones.
+
+def hold_workspaces() -> None:
+    """Keep cuBLAS's workspaces of this process from now on: graphs that others captured, as vLLM's,
+    write to them, and to what lies there next if they are gone.
+    """
+    global _workspaces_in_graphs
+    _workspaces_in_graphs = True
+
+
+def clear_workspaces() -> None:
+    """Have cuBLAS take new workspaces, where none is held: torch keeps those it has for ever, and
+    one in a cached block keeps the whole segment, which may be as large as a batch's logits.
+    """
+    torch.cuda.synchronize()
+    if not _workspaces_in_graphs:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def empty_torch_cache(device: torch.device) -> None:
+    """Give torch's cached blocks back to the device, once its work is done, cuBLAS's workspaces
+    too; nothing to do on the CPU.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+        with torch.cuda.device(device):
+            clear_workspaces()
+            torch.cuda.empty_cache()

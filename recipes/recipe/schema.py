@@ -29,6 +29,7 @@ _GOOD = {
     "steps": "steps=3",
     "task.name": "task.name=toy",
     "model.config": "model.config.model_type=qwen3",
+    "engine.options": "engine.options.attention_backend=triton",
 }
 
 

@@ -85,11 +85,15 @@ class EngineSection(Section):
     host_to_device_ratio: float = 0.0  # host memory below the pool, in sizes of the pool; 0: none
     tensor_parallel_size: int = 1  # devices that share one engine
     prefix_states: int = 16  # of models with linear layers: prompts whose states are kept; 0: off
+    options: dict[str, Any] | None = None  # further ones of `vllm.LLM`, or SGLang's `Engine`
 
     def rules(self) -> Iterator[Rule]:
         yield Rule("kind", *one_of("native", *HOSTED))
         if self.kind in HOSTED:
             yield from self._rules_of_hosted(HOSTED[self.kind])
+        else:
+            words, none = "are of engine.kind=vllm and sglang", "set engine.options=null"
+            yield Rule("options", self.options is None, words, none)
         tokens, fraction, page = self.kv_tokens, self.mem_fraction_static, self.page_size
         either = "set engine.kv_tokens=null, or engine.mem_fraction_static=null"
         words = f"excludes engine.kv_tokens={tokens}"

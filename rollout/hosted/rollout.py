@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.signals import held
-from memsaver.vmm import empty_torch_cache
+from memsaver.vmm import empty_torch_cache, hold_workspaces
 from rollout.engine_base import EngineBase
 from rollout.hosted.layout import manifest_of
 from rollout.hosted.recording import record
@@ -66,6 +66,7 @@ class HostedRollout(EngineBase):
         """path: the model's directory. ValueError where the model's weights are not plain copies of
         a checkpoint's; names the first parameter that is not.
         """
+        hold_workspaces()
         self._hosted = engine
         self.saver: MemorySaver = engine.saver
         self._buffers = _beside_parameters(engine.model, self.saver.device)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memsaver.vmm import clear_workspaces
 from rollout.tags import CUDA_GRAPH
 
 if TYPE_CHECKING:
@@ -111,11 +112,11 @@ class DecodeGraphs:
             decode(ids, positions, rows, logits)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        _forget_workspaces()
+        clear_workspaces()  # it takes a new one from the graph's pool while capturing
         pool: Any = self._pool.id  # typed as torch.cuda.graph's own kind of pool
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             decode(ids, positions, rows, logits)
-        _forget_workspaces()
+        clear_workspaces()  # and from elsewhere afterwards
         self.captures += 1
         return graph
 
@@ -133,11 +134,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _forget_workspaces() -> None:
-    """Make cuBLAS take its workspace anew: from the graph's pool while capturing, from elsewhere
-    afterwards.
-    """
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()

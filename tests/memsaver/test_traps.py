@@ -11,6 +11,7 @@ anew (pytorch#186213): test_processes.
 from __future__ import annotations
 
 import gc
+from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.vmm import torch_usage
 from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds
 from tests.helpers.peers import Peer
@@ -237,3 +239,21 @@ def test_memory_that_a_stream_still_writes_goes_to_no_other(dies: str) -> None:
     assert bool((second == 2).all())
     del second
     saver.close()
+
+
+def test_workspaces_that_graphs_of_others_hold_are_never_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's graphs are captured with cuBLAS's workspace of outside the graph's pool: freed, they
+    write to memory that is not there.
+    """
+    cleared: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clear = partial(cleared.append, "all")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    monkeypatch.setattr(torch_usage, "_workspaces_in_graphs", False)
+    torch_usage.clear_workspaces()
+    assert cleared == ["all"]
+    torch_usage.hold_workspaces()
+    torch_usage.clear_workspaces()
+    assert cleared == ["all"]

@@ -36,6 +36,7 @@ HAVE_RUN = {
     "qwen2.5-0.5b",
     "qwen2.5-1.5b",
     "qwen2.5-7b",
+    "qwen2.5-7b-fp32",
 }
 # What the driver calls total.
 GPU_BYTES = {"h100-80gb": 79.6 * GIB, "h200-141gb": 140.4 * GIB, "b200-192gb": 179 * GIB}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,9 @@ def test_the_recipe_reaches_trainer_and_engine(
     assert trainer_config(everything).leaving == ("params", "optim", "critic_optim", "reference")
     served = prepare(recipes.load("tiny", ["cycle.keep=[]", "cycle.alias=always"]), tmp_path)
     assert trainer_config(served).leaving == ("optim",)
+    vllm = replace(plain.recipe.engine, kind="vllm", options={"async_scheduling": False})
+    hosted = replace(plain, recipe=replace(plain.recipe, engine=vllm, device="cuda:0"))
+    assert not engine_arguments(hosted)["async_scheduling"]
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
     expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))

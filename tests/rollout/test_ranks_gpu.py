@@ -5,6 +5,7 @@ different sizes.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def sleep_and_wake(rank: int, paths: list[str]) -> list[dict[str, Any]]:
     """By vocabulary: answers at each size of the ladder before, after a sleep of either level, and
     of a fresh engine; another process fills the memory with 0xFF meanwhile.
     """
+    multiprocessing.current_process().daemon = False  # which may have a process of its own
     scribbler = Scribbler(f"cuda:{rank}")
     try:
         return [_through_sleeps(rank, path, scribbler) for path in paths]

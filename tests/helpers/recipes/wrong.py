@@ -101,6 +101,9 @@ OUT_OF_RANGE = {
         "must lie between 0 and 1",
     ),
     "engine.kind": wrong("engine.kind=trtllm", "kind=trtllm: must be one of native, vllm"),
+    "engine.options": wrong(
+        "engine.options.attention_backend=triton", "are of engine.kind=vllm and sglang"
+    ),
     "engine.sleep_level": wrong(
         "engine.sleep_level=3", "must be 1 (keep on the host) or 2 (discard)"
     ),
