@@ -24,7 +24,10 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_backup": ([], {"pinned copy", "marked clean", "swap 16 GiB", "disk"}),
     "bench_memory_host": ([], {"kernel's own", "memsaver, driver", "memsaver, keep"}),
     "bench_kvcache": ([], {f"{name}, CPU" for name in bench_kvcache.CASES}),
-    "bench_sync": (["--cases", "one", "two"], {"floors", "copies", "IPC buckets", *bench_sync.TWO}),
+    "bench_sync": (
+        ["--shape", "qwen3-30b-a3b", "--cases", "one", "two"],
+        {"floors", "memsaver", "parked", "copies", "IPC buckets", *bench_sync.TWO},
+    ),
     "bench_generate": ([], {"ms", "gap"}),
     "bench_switch": ([], {"runs"}),
     "bench_hand_over": (["--steps", "3"], {"tiny"}),

@@ -16,26 +16,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import GenerationConfig, PreTrainedConfig
 
-from tests.benchmarks.common import GIB, MIB, TINY, Figure, Figures, Scale, figures, qwen_config
+from recipes.recipe.sides import shapes as known_shapes
+from recipes.setup.models import meta_model
+from tests.benchmarks.common import GIB, MIB, TINY, Figure, Figures, Scale, figures
 from tests.helpers.peers import Failed, Gone, Peer, server
 from tests.helpers.ranks import start_ranks
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
-# split along dimension 1; norms are on every rank; the rest: 0
-_COLUMNS = ("o_proj.weight", "down_proj.weight")
+# norms and routers are on every tensor-parallel rank; dimensions that are split otherwise than
+# along 0
+_WHOLE = ("norm.weight", "mlp.gate.weight")
+_COLUMNS = {
+    "o_proj.weight": 1,
+    "down_proj.weight": 1,
+    "experts.gate_up_proj": 1,
+    "experts.down_proj": 2,
+}
+_TINY_EXPERTS = {
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 TARGET = torch.bfloat16  # of every engine
 WARMUP, RANKS = 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A trainer's parameters. dtype: as torch names it, "bfloat16" or "float32"."""
+    """A trainer's parameters. dtype: as torch names it, "bfloat16" or "float32". shapes: 339 of
+    Qwen2.5-7B.
+    """
 
     dtype: str
+    config: PreTrainedConfig
     shapes: Shapes
 
     @property
@@ -48,13 +66,20 @@ class Source:
         return count(self.shapes)
 
     @property
-    def layers(self) -> int:
-        return sum(name.endswith("q_proj.weight") for name in self.shapes)
-
-    @property
     def copied(self) -> int:
         """Bytes that one pass reads and writes."""
         return self.params * (self.torch_dtype.itemsize + TARGET.itemsize)
+
+    @property
+    def experts(self) -> bool:
+        return any(".experts." in name for name in self.shapes)
+
+    def save(self, folder: str) -> Path:
+        """A model directory without weights."""
+        path = Path(folder) / "model"
+        self.config.save_pretrained(path)
+        GenerationConfig(eos_token_id=None).save_pretrained(path)
+        return path
 
     def __str__(self) -> str:
         return f"{self.dtype} -> bfloat16, {self.params / 1e9:.2f} G"
@@ -75,13 +100,28 @@ class SyncScale(Scale):
         return torch.device("cuda", rank) if self.on_gpu else self.device
 
 
-def sync_scale(scale: Scale, layers: Sequence[int], repeats: int) -> SyncScale:
-    """layers: of the bf16 and of the fp32 source, at the 7B shape."""
-    changes = [TINY if scale.tiny else {"num_hidden_layers": number} for number in layers]
-    pairs = zip(("bfloat16", "float32"), changes, strict=True)
-    sources = tuple(Source(dtype=dtype, shapes=qwen_shapes("7b", **each)) for dtype, each in pairs)
+def sync_scale(
+    scale: Scale, shape: str, layers: Mapping[str, int | None], repeats: int
+) -> SyncScale:
+    """shape: as a recipe's `model.shape`. layers: of the source of each dtype; None: the shape's
+    own.
+    """
+    sources = tuple(_source(scale, shape, *each) for each in layers.items())
     sizes = {"repeats": scale.choose(repeats, 1), "bucket": scale.choose(2 * GIB, 5000)}
     return SyncScale(**vars(scale), sources=sources, **sizes)
+
+
+def _source(scale: Scale, shape: str, dtype: str, layers: int | None) -> Source:
+    fields = dict(known_shapes()[shape])
+    if scale.tiny:
+        fields |= TINY
+        fields |= _TINY_EXPERTS if "num_experts" in fields else {}
+    elif layers is not None:
+        fields["num_hidden_layers"] = layers
+    model = meta_model(fields | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None})
+    model.config.architectures = [type(model).__name__]
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    return Source(dtype=dtype, config=model.config, shapes=shapes)
 
 
 def synced(
@@ -114,13 +154,6 @@ def synced(
 # ---------------------------------------------------------------- shapes and boxes
 
 
-def qwen_shapes(size: str, **changes: Any) -> Shapes:
-    """Names and shapes in the checkpoint's order; 339 at "7b"."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(qwen_config(size, **changes))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
 def count(shapes: Shapes) -> int:
     """Elements of all parameters."""
     return sum(math.prod(shape) for shape in shapes.values())
@@ -128,9 +161,9 @@ def count(shapes: Shapes) -> int:
 
 def tp_dim(name: str) -> int | None:
     """The dimension that tensor parallel splits; None: every rank holds it whole."""
-    if name.endswith("norm.weight"):
+    if name.endswith(_WHOLE):
         return None
-    return 1 if name.endswith(_COLUMNS) else 0
+    return next((dim for end, dim in _COLUMNS.items() if name.endswith(end)), 0)
 
 
 def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
@@ -138,12 +171,13 @@ def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
     its slices of them and the norms whole. Shards are halves along dimension 0; aligned: along the
     engine's slices, norms along 0.
     """
-    sizes = {None: 0, 0: 0, 1: 0}  # by the dimension that is split
+    sizes = {None: 0, False: 0, True: 0}  # by whether it is split otherwise than along 0
     for name, shape in shapes.items():
         assert all(length % RANKS == 0 for length in shape), (
             f"{name} {shape} does not divide by {RANKS}"
         )
-        sizes[tp_dim(name)] += math.prod(shape)
+        dim = tp_dim(name)
+        sizes[None if dim is None else dim > 0] += math.prod(shape)
     norms, rows, columns = sizes.values()
     if needs == "replica":
         return (norms + rows + columns) // 2, (norms + rows + columns) // 2
