@@ -28,6 +28,7 @@ import torch
 
 from memsaver import doctor_gpu as gpu
 from memsaver.common.host_limits import container_memory, meminfo
+from memsaver.compat import engines
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
 from memsaver.native import build, shim
@@ -324,6 +325,7 @@ _LIMITS = "in a container or virtual machine look at its limits (memory, ulimit 
 _PINNING = f"free some host memory; {_LIMITS}"
 _TORCH = "install torch anew: pip install --force-reinstall 'torch>=2.11'"
 _TRITON = "install triton anew: pip install --force-reinstall 'triton>=3.6'"
+_ENGINE = "try `python -c 'import vllm'`, or sglang, and look at what it says"
 _BINDING = "pip install --force-reinstall 'memsaver[cuda]'"
 
 CHECKS = [
@@ -353,6 +355,8 @@ CHECKS = [
     Row("regions on the GPU", "gpu", gpu.regions, _LOOK),
     Row("CUDA graphs", "gpu", gpu.graph, _LOOK),
     Row("pinned memory", "gpu", gpu.pinned, _PINNING),
+    Row("vLLM", "machine", engines.vllm, _ENGINE),
+    Row("SGLang", "machine", engines.sglang, _ENGINE),
 ]
 
 if __name__ == "__main__":

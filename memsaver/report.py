@@ -45,6 +45,7 @@ class Report:
     backup_bytes: int
     tags: dict[str, TagReport]
     others: dict[str, int] = field(default_factory=dict)
+    """What stays while all tags are asleep, of this process and others, by name (GPU only)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from recipes.setup.preparation import Setup, prepare
 from recipes.watch.live import make_view
 from recipes.watch.monitor import Monitor
 from recipes.watch.run_folder import RunFolder, claimed
+from rollout.tags import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.remote import RemoteGroup
 
@@ -124,8 +125,9 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     view.note(opening)
     try:
         with ExitStack() as stack:
-            plan = stack.enter_context(_switch(setup, folder.path))
-            early = recipe.cycle.overlap == "auto"  # a pool that grows is laid out otherwise
+            plan = stack.enter_context(deciding(setup, folder, monitor))
+            own, overlap = recipe.engine.kind == "native", recipe.cycle.overlap
+            early = own and overlap == "auto"  # a pool that grows is laid out otherwise
             if early:
                 recipe = _decided(recipe, plan, monitor)
                 setup = dataclasses.replace(setup, recipe=recipe)
@@ -166,14 +168,14 @@ def _decided(recipe: Recipe, plan: Callable[[], Decided], monitor: Monitor) -> R
 
 
 @contextmanager
-def _switch(setup: Setup, run_dir: Path) -> Iterator[Callable[[], Decided]]:
-    """Gives what decides `cycle.keep` and `cycle.overlap`."""
+def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Callable[[], Decided]]:
+    """Gives what decides `cycle.keep` and `cycle.overlap`; with another project's engine, once that
+    is there and what it holds outside of its tags is measured.
+    """
     recipe, keep = setup.recipe, setup.recipe.cycle.keep
+    own = recipe.engine.kind == "native"
     overlap = [] if recipe.cycle.overlap == "auto" else recipe.cycle.overlap
-    if recipe.engine.kind != "native":
-        line = f"stays: nothing that cycle.keep does not name; no plan knows {recipe.engine.kind}"
-        yield lambda: (recipe.cycle.named, [], [line])
-    elif keep != "auto" and (recipe.cycle.overlap != "auto" or setup.device == "cpu"):
+    if keep != "auto" and (not own or recipe.cycle.overlap != "auto" or setup.device == "cpu"):
         yield lambda: (keep, overlap, [])
     elif setup.device == "cpu":
         stays = recipe.keepable_tags()
@@ -183,8 +185,20 @@ def _switch(setup: Setup, run_dir: Path) -> Iterator[Callable[[], Decided]]:
         import torch
 
         total = torch.cuda.get_device_properties(setup.device).total_memory
-        with plan_beside(run_dir, total, recipe.cycle.alias) as decided:
-            yield decided
+        how = folder.path, total, recipe.cycle.alias
+        if own:
+            with plan_beside(*how) as decided:
+                yield decided
+        else:
+            yield lambda: _measured(folder, monitor, *how)
+
+
+def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Decided:
+    folder.write_outside(monitor.outside())
+    with plan_beside(*how) as decided:
+        keep, overlap, lines = decided()
+    # graphs are among what was measured, as if they always stayed
+    return [*keep, CUDA_GRAPH] if keep else [], overlap, lines
 
 
 def _told(write: Callable[[], str | None]) -> str | None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import importlib
 import sys
 
+from memsaver.compat.engines import IN_PROCESS, require
 from memsaver.errors import StateError
 from memsaver.vmm.registrations import keep_graphs_unregistered
+
+__all__ = ["IN_PROCESS", "hook_sglang", "install", "require", "uninstall"]
 
 _OURS = {
     "torch_memory_saver": "memsaver.compat.torch_memory_saver",

@@ -21,6 +21,7 @@ from memsaver.native.shim import Operation
 from memsaver.vmm import dlpack, nvml
 from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.torch_usage import outside_tags
 from memsaver.vmm.workers import workers
 
 # Bytes that are copied at a time beside other work, 1.3 ms over the link, and how many are queued:
@@ -261,15 +262,15 @@ class CudaBackend(Backend):
         torch.cuda.empty_cache()
 
     def other_holders(self) -> dict[str, int]:
-        """Tells who else holds memory of this GPU: torch's cache, and what neither this saver nor
-        torch accounts for.
+        """Tells who else holds memory of this GPU: torch outside of tags, and what neither this
+        saver nor torch accounts for.
         """
         free, total = torch.cuda.mem_get_info(self.device)
-        allocated = torch.cuda.memory_allocated(self.device)
-        cache = self.cached_bytes
-        own = self.committed_bytes + allocated + cache
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        outside = outside_tags(segments, self.device.index)
+        own = self.committed_bytes + sum(outside.values())
         rest = nvml.holders(self.device_key, max(0, total - free - own), own)
-        return {"torch's cache": cache, "torch's tensors": allocated, **rest}
+        return outside | rest
 
     def error_name(self, code: int) -> str:
         return _error_text(code)

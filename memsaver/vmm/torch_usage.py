@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
 
 import torch
+
+from memsaver.native import shim
+
+
+def outside_tags(segments: Iterable[Mapping[str, Any]], index: int) -> dict[str, int]:
+    """Bytes that torch holds of this GPU on no tag of any saver of this process, asleep or not:
+    cached, of tensors, or of pools of others' (captured graphs' temporaries).
+
+    segments: torch's `memory_snapshot`.
+    """
+    cache, tensors, pools = 0, 0, 0
+    for each in segments:
+        if each["device"] != index or shim.library().ms_find(each["address"]) >= 0:
+            continue
+        if tuple(each["segment_pool_id"]) != (0, 0):
+            pools += each["total_size"]
+        else:
+            tensors += each["allocated_size"]
+            cache += each["total_size"] - each["allocated_size"]
+    return {"torch's cache": cache, "torch's tensors": tensors, "torch's private pools": pools}
 
 
 class TorchUse:

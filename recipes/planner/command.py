@@ -23,6 +23,7 @@ from recipes.recipe.loading import find_recipe, load
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import described_model, longest_prompt, with_alias_decided
 from recipes.tasks import make_task
+from recipes.watch.run_folder import RunFolder
 
 
 def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) -> int:
@@ -36,10 +37,9 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
     if into is not None and not (into / "recipe.yaml").is_file():
         raise RecipeError(f"--into {into}: holds no run (no recipe.yaml); give the folder of a run")
     recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
-    if (kind := recipe.engine.kind) != "native":
-        rule = "no plan knows what this engine takes"
-        raise RecipeError(f"engine.kind={kind}: {rule}; set engine.kind=native")
-    plan = plan_of(recipe, name, gpu=options.gpu, staged=not options.unstaged, prompt=prompt)
+    outside = None if into is None else RunFolder(into).outside()
+    how = {"staged": not options.unstaged, "prompt": prompt, "outside": outside}
+    plan = plan_of(recipe, name, gpu=options.gpu, **how)
     print_plan(plan)
     if picture is not None:
         with writable(f"--picture {picture}"):
@@ -54,12 +54,18 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
 
 
 def plan_of(
-    recipe: Recipe, name: str, *, gpu: str | None, staged: bool = True, prompt: int | None = None
+    recipe: Recipe,
+    name: str,
+    *,
+    gpu: str | None,
+    staged: bool = True,
+    prompt: int | None = None,
+    outside: int | None = None,
 ) -> Plan:
     """The plan of a recipe, with its own model and longest prompt.
 
     A model that is not on this machine yet has the shape that the recipe names beside it, and
-    prompts are guessed.
+    prompts are guessed. outside: as of `make_plan`.
     """
     recipe, card = placed(recipe, gpu)
     fields: dict[str, Any]
@@ -76,7 +82,8 @@ def plan_of(
         with tempfile.TemporaryDirectory() as folder:
             describe_random_model(fields, toy_tokenizer([]), Path(folder))
             recipe = with_alias_decided(recipe, Path(folder))
-    return plan_switch(recipe, name, gpu=card, staged=staged, fields=fields, prompt_tokens=prompt)
+    how: dict[str, Any] = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
+    return plan_switch(recipe, name, gpu=card, fields=fields, **how)
 
 
 Decided = tuple[list[str], list[str], list[str]]

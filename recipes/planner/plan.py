@@ -13,6 +13,7 @@ from memsaver.vmm import pinned_pages
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
 from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
+from recipes.planner.hosted import outside_of
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
 from recipes.recipe import FieldError, Recipe
@@ -66,7 +67,8 @@ class Plan:
     """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
     processes; host_room: the most that they may take there, None: not known. kv_tokens: of one
     engine rank's pool; most_kv_tokens: so many would still fit at every stage. notes: what was
-    assumed.
+    assumed. outside: bytes of a hosted engine and of contexts that are on no tag, as "assumed" and
+    as "measured"; None: native.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Plan:
     notes: tuple[str, ...]
     switch: Switch | None = None
     host_room: float | None = None
+    outside: dict[str, int | None] | None = None
 
     @property
     def peak(self) -> StagePlan:
@@ -98,7 +101,7 @@ class Plan:
         """For plan.json. device_bytes as `Peaks` counts processes: without contexts; used_bytes
         with them.
         """
-        names = ("devices", "fits", "kv_tokens", "most_kv_tokens")
+        names = ("devices", "fits", "kv_tokens", "most_kv_tokens", "outside")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
         stages = [stage.as_json() for stage in self.stages]
@@ -114,10 +117,11 @@ def make_plan(
     staged: bool = True,
     prompt_tokens: int | None = None,
     fields: Mapping[str, Any] | None = None,
+    outside: int | None = None,
 ) -> Plan:
     """recipe: its switch decided (`plan_switch`). gpu: as of `placed`. staged: False wakes all of
     the engine before the sync, as others do. prompt_tokens: of the longest prompt. fields: of the
-    model's config, in place of the recipe's own.
+    model's config, in place of the recipe's own. outside: what a run measured (`outside_of`).
 
     Raises RecipeError for a recipe that no plan can be made of, and ValueError in a process that is
     part of a torch.distributed group.
@@ -125,6 +129,12 @@ def make_plan(
     recipe, card = placed(recipe, gpu)
     model = dict(fields or recipe.model.random_fields())
     notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
+    found: dict[str, int | None] | None = None
+    if (kind := recipe.engine.kind) != "native":
+        found = {"assumed": outside_of(card, None), "measured": outside}
+        card = card._replace(contexts=outside_of(card, outside))
+        how = "assumed: a run measures it" if outside is None else "as the run measured it"
+        notes = [f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"]
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
@@ -156,6 +166,7 @@ def make_plan(
         needs=(),
         notes=tuple(notes),
         host_room=_host_room(recipe, per_machine),
+        outside=found,
     )
     return dataclasses.replace(plan, needs=tuple(_needs(plan, recipe)))
 

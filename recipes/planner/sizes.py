@@ -11,6 +11,7 @@ from memsaver.common.rounding import round_up
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.engine import LEAST, EngineSizes
 from recipes.planner.gpus import Gpu
+from recipes.planner.hosted import LOGITS, hosted_pool, hosted_weights
 from recipes.planner.tracing import PAGE
 from recipes.recipe import Recipe
 from recipes.setup.models import meta_model
@@ -32,7 +33,7 @@ def engine_sizes(
     """One rank's bytes; the tokens that its KV pool holds; and the bytes of one token in it."""
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    size = recipe.engine.tensor_parallel_size
+    size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.kind != "native"
     known = _known(model, size)
     if known is None:  # an even share
         parameters = sum(param.numel() for param in model.parameters())
@@ -40,26 +41,36 @@ def engine_sizes(
         inner = fields["intermediate_size"] // size
         widths = [2 * inner, inner]
     else:
-        weights = rank_weights(recipe, known, dtype)
+        own = rank_weights(recipe, known, dtype)
+        weights = hosted_weights(known, dtype) if hosted else own
         hidden = known.hidden_size
         widths = max((mlp.widths(hidden, size) for mlp in known.mlps), key=sum)
     kept = rank_kept(recipe, model.config, dtype)
     states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
     if tokens is None:
-        tokens = max(0, tokens_in_share(recipe, kept, weights, gpu.total, prompt_tokens))
+        tokens = demanded_tokens(recipe, prompt_tokens)
+        if not hosted:
+            share = tokens_in_share(recipe, kept, weights, gpu.total, prompt_tokens)
+            tokens = max(0, share)
     padded = tokens + recipe.engine.page_size
     kv_cache = round_up(padded * kept.bytes_per_token + states, PAGE)
+    if hosted:
+        layers = fields["num_hidden_layers"]
+        kv_cache = hosted_pool(recipe, kept, padded * kept.bytes_per_token, layers)
     running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
     inner = sum(widths) + 8 * fields["hidden_size"]
     prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
-    step = max(running * vocabulary * 4 + 2 * MIB, prefill * inner * dtype.itemsize)
+    logits = running * vocabulary * (LOGITS if hosted else 4)
+    step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
+    # what a hosted engine holds outside of its tags is among the plan's contexts
+    idle, graphs = (0, False) if hosted else (IDLE, recipe.engine.cuda_graphs)
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
         kv_cache=kv_cache,
         wanted=_wanted(recipe, kept.bytes_per_token, prompt_tokens),
-        cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if recipe.engine.cuda_graphs else 0,
-        idle=IDLE,
-        generating=IDLE + gpu.workspace + round_up(step, PAGE),
+        cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if graphs else 0,
+        idle=idle,
+        generating=idle + gpu.workspace + round_up(step, PAGE),
     )
     return sizes, tokens, kept.bytes_per_token
 

@@ -12,6 +12,7 @@ from recipes.watch.history import kind_of, seconds_beside, spans_of_moves
 from recipes.watch.live import View
 from recipes.watch.peaks import Peaks
 from recipes.watch.run_folder import RunFolder
+from rollout.tags import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 
 if TYPE_CHECKING:
@@ -106,6 +107,20 @@ class Monitor:
         """
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
         self.sync = {name: getattr(receipt, name) for name in names}
+
+    def outside(self) -> int:
+        """Returns bytes used of the one device, by anyone, that lie neither on the trainer's tags
+        nor on the engine's of weights and KV cache.
+        """
+        used = 0
+        on_tags = 0
+        for owner, side in self._sources.items():
+            usage = side.take_usage()
+            used = max(used, usage.device_used_bytes or 0)
+            for tag, nbytes in usage.tags.items():
+                if owner.startswith("trainer") or tag.startswith((WEIGHTS, KV_CACHE)):
+                    on_tags += nbytes
+        return used - on_tags
 
     @property
     def hidden_seconds(self) -> float:

@@ -4,6 +4,7 @@ recipe.yaml     the recipe as resolved, readable by `load`
 metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), flushed as they come
 trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
 environment.json  date, host, GPUs and versions
+outside.json    bytes outside of all tags at the start, with another project's engine
 reward.png, memory.png
 restarts.jsonl  one line a time that the run went on by itself after it had lost a worker
 checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from memsaver import Event
 
 LOCK = ".lock"
+OUTSIDE = "outside.json"
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 QUERY = {"name": "name", "memory": "memory.total", "driver": "driver_version"}
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
@@ -184,6 +186,16 @@ class RunFolder:
         step = self.last_checkpoint_step() if self.has_checkpoint() else 0
         restart = {"time": time.time(), "restart": number, "after_step": step, "cause": cause}
         self._append("restarts.jsonl", restart)
+
+    def write_outside(self, nbytes: int) -> None:
+        """nbytes: as `Monitor.outside` says, of the session that begins."""
+        with self.writing(OUTSIDE):
+            replace_text(self.path / OUTSIDE, json.dumps({"bytes": nbytes}) + "\n")
+
+    def outside(self) -> int | None:
+        """Returns what the newest session measured; None without one."""
+        file = self.path / OUTSIDE
+        return int(json.loads(file.read_text())["bytes"]) if file.is_file() else None
 
     def _append(self, name: str, row: Row) -> None:
         """A half line is dropped when the run goes on."""

@@ -125,6 +125,9 @@ def planned_and_measured(run: Run) -> Table | None:
     if not rows:
         return None
     gpu, size = run.plan.get("gpu"), run.plan.get("gpu_bytes")
+    if outside := run.plan.get("outside"):
+        sizes = outside["assumed"], outside["measured"]
+        rows.append(("outside of tags, at the start", *_compared(*sizes, size)))
     on = f" on {gpu} ({format_bytes(size)})" if gpu and size else ""
     caption = (
         f"The planner's bytes of each stage{on} beside the largest that any step measured. ✗: the "

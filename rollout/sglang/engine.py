@@ -9,12 +9,9 @@ import atexit
 import contextlib
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +19,9 @@ from typing import Any
 
 import memsaver.compat
 from memsaver import StateError
+from memsaver.compat import require
 from rollout.sglang.scheduler import ANSWER, run_scheduler
 
-_OLDEST = (0, 5, 16)
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
 _IO = "sglang.srt.managers.io_struct"
 
@@ -36,7 +33,7 @@ class SglangEngine:
         """options: of `sglang.Engine`. ValueError without the package, or for several schedulers;
         RuntimeError where the scheduler ends while it starts.
         """
-        require_sglang()
+        require("sglang")
         _require_one(options)
         memsaver.compat.hook_sglang()
         # sglang.Engine stands for it, and is no class
@@ -173,14 +170,3 @@ def _require_one(options: dict[str, Any]) -> None:
     for name in ("tp_size", "dp_size", "pp_size", "nnodes"):
         if options.get(name, 1) != 1:
             raise ValueError(f"{name}={options[name]}: one scheduler holds all weights; use 1")
-
-
-def require_sglang() -> None:
-    """ValueError where the package is not there, or older than what was read."""
-    if importlib.util.find_spec("sglang") is None:
-        raise ValueError("engine.kind=sglang needs the package sglang; run: pip install sglang")
-    version = importlib.metadata.version("sglang")
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST:
-        raise ValueError(
-            f"sglang {version} is older than 0.5.16; run: pip install 'sglang>=0.5.16'"
-        )

@@ -7,10 +7,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import importlib.metadata
-import importlib.util
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,11 +16,10 @@ from torch import Tensor, nn
 
 import memsaver.compat
 from memsaver import MemorySaver, StateError
+from memsaver.compat import IN_PROCESS, require
 from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _ALLOCATOR = "vllm.device_allocator.cumem"
-_OLDEST = (0, 24)
-_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 # they leave the weights where `load_weights` puts them
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
@@ -61,11 +57,11 @@ class VllmEngine:
         """options: of `vllm.LLM`. StateError where vLLM's own allocator is in use already, or its
         engine would be another process; ValueError without the package.
         """
-        require_vllm()
-        if os.environ.setdefault(_IN_PROCESS, "0") != "0":
+        require("vllm")
+        if os.environ.setdefault(IN_PROCESS, "0") != "0":
             raise StateError(
-                f"{_IN_PROCESS}={os.environ[_IN_PROCESS]} puts vLLM's engine into another process, "
-                f"whose weights this one cannot offer; set {_IN_PROCESS}=0"
+                f"{IN_PROCESS}={os.environ[IN_PROCESS]} puts vLLM's engine into another process, "
+                f"whose weights this one cannot offer; set {IN_PROCESS}=0"
             )
         memsaver.compat.install(_ALLOCATOR)
         import vllm
@@ -152,12 +148,3 @@ class VllmEngine:
         atexit.unregister(self.allocator.release_pools)
         self.saver.close()
         type(self.allocator).instance = None
-
-
-def require_vllm() -> None:
-    """ValueError where the package is not there, or older than what was read."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError("engine.kind=vllm needs the package vllm; run: pip install vllm")
-    version = importlib.metadata.version("vllm")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
-        raise ValueError(f"vllm {version} is older than 0.24; run: pip install 'vllm>=0.24'")

@@ -19,6 +19,7 @@ import torch
 from memsaver import doctor
 from memsaver import doctor_gpu as gpu
 from memsaver.common import host_limits
+from memsaver.compat import IN_PROCESS
 from memsaver.doctor import CHECKS, Check, Row, examine, report, run_check
 from memsaver.doctor_gpu import Target, choose_target
 from memsaver.native import build
@@ -236,6 +237,9 @@ REFUSED = raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}
 NO_DRIVER = {"memsaver.doctor_gpu.LIBCUDA": "libno-such-driver.so.1"}
 NO_DEVICE = NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path("/no/nvidiactl")}
+FIND, VERSION = "importlib.util.find_spec", "importlib.metadata.version"
+VLLM = {FIND: lambda name: name, VERSION: lambda name: "0.24.0"}  # `true` imports it
+VLLM |= {"memsaver.compat.engines.sys.executable": shutil.which("true"), IN_PROCESS: None}
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
 """The check; what it is asked about; what is different, of the process (dotted) or of the
 environment; what it says.
@@ -358,6 +362,17 @@ CASES: list[Case] = [
         {REFILL: answer(None)},
         "fail",
         ("back changed",),
+    ),
+    ("vLLM", HERE, {FIND: lambda name: None}, "skip", ("not installed; only engine.kind=vllm",)),
+    ("vLLM", HERE, VLLM | {VERSION: lambda name: "0.23.1"}, "warn", ("'vllm>=0.24'",)),
+    ("vLLM", HERE, VLLM | {IN_PROCESS: "1"}, "warn", ("0.24.0", f"unset {IN_PROCESS}")),
+    ("vLLM", HERE, VLLM | {IN_PROCESS: "0"}, "ok", ("0.24.0",)),
+    (
+        "SGLang",
+        HERE,
+        {FIND: lambda name: name, VERSION: lambda name: "0.5.16", IN_PROCESS: "1"},
+        "warn",
+        ("0.5.16, does not import: ModuleNotFoundError: No module named 'sglang'", "anew"),
     ),
     (
         "regions on the CPU",

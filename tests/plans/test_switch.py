@@ -5,8 +5,10 @@ a process of its own.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,11 @@ from recipes.planner.plan import Plan, StagePlan, Switch
 from recipes.planner.switch import decide
 from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
+from recipes.run import deciding
 from recipes.setup.models import meta_model
 from recipes.setup.pool import pool_grows
-from recipes.setup.preparation import prepare
+from recipes.setup.preparation import prepare, with_alias_decided
+from recipes.watch.run_folder import RunFolder
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}
@@ -150,6 +154,33 @@ def test_a_run_has_its_switch_planned_beside_it(
     with plan_beside(tmp_path, 80 * GIB, "never") as decided:
         keep, overlap, lines = decided()
     assert keep == overlap == [] and lines[0].endswith("there is no plan: exit status 1")
+
+
+def test_a_run_with_another_engine_is_planned_with_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is planned before the engine is there; then so many bytes more leave no room."""
+    recipe = recipes.load(FEW[0], [*FEW[1:], "engine.kind=vllm"])
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
+    gpu = SimpleNamespace(total_memory=20 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    setup: Any = SimpleNamespace(recipe=with_alias_decided(recipe, tmp_path), device="cuda:0")
+    kept = []
+    for outside in (2 * GIB, 12 * GIB):
+        monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
+        with deciding(setup, RunFolder(tmp_path), monitor) as decided:
+            keep, overlap, lines = decided()
+        written = json.loads((tmp_path / "plan.json").read_text())
+        assert written["outside"]["measured"] == outside and overlap == []
+        assert {stage["used_bytes"] > outside for stage in written["stages"]} == {True}
+        kept.append(keep)
+        assert lines[0].startswith("stays: ")
+    assert kept[0] == ["params", "optim", "weights", "kv_cache", "cuda_graph"]
+    assert "optim" not in kept[1]
+    named = replace(recipe, cycle=replace(recipe.cycle, keep=["params"]))
+    setup.recipe = named
+    with deciding(setup, RunFolder(tmp_path), monitor) as decided:
+        assert decided() == (["params"], [], [])
 
 
 def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:

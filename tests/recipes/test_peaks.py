@@ -4,10 +4,14 @@ the device.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from memsaver import MemorySaver, Usage
+from recipes.watch.live import View
+from recipes.watch.monitor import Monitor
 from recipes.watch.peaks import Peaks
+from recipes.watch.run_folder import RunFolder
 
 
 def usage(tags: dict[str, int], torch: int = 0, peak: int = 0, used: int | None = None) -> Usage:
@@ -102,3 +106,13 @@ def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else() -> None:
     found = saver.take_usage()
     assert found.tags == {"kv_cache": 0} and found.host_bytes >= kept.nbytes
     saver.close()
+
+
+def test_what_is_on_no_tag_of_a_plan(tmp_path: Path) -> None:
+    """Graphs' tag, workspaces and contexts; the trainer's tags and both of the engine's are not."""
+    monitor = Monitor(RunFolder(tmp_path), View())
+    engine = {"weights:discard": 30, "kv_cache:discard": 20, "cuda_graph:host": 7, "workspace": 3}
+    for owner, tags in {"trainer": {"params": 10, "optim": 20}, "rollout": engine}.items():
+        side: Any = Side(usage(tags, torch=5, used=100))
+        monitor.watch(owner, side)
+    assert monitor.outside() == 100 - 10 - 20 - 30 - 20

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from memsaver import StateError
+from memsaver.compat import require
 from rollout import Completion, SamplingParams
 from rollout.engines import build_engine
 from rollout.sglang import SglangRollout
-from rollout.sglang.engine import SglangEngine, require_sglang
+from rollout.sglang.engine import SglangEngine
 from rollout.sglang.requests import completion, sglang_params
 from rollout.tags import KV_CACHE, WEIGHTS
 from tests.helpers.models import save_tiny
@@ -203,10 +204,10 @@ def test_engines_by_name(path: str) -> None:
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_sglang()
+    require("sglang")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.9")
     with pytest.raises(ValueError, match=r"sglang 0.5.9 is older than 0.5.16; run: pip install"):
-        require_sglang()
+        require("sglang")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package sglang; run: pip install"):
-        require_sglang()
+        require("sglang")

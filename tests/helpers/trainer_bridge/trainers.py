@@ -78,7 +78,7 @@ class TrainerRank(Peer):
         calls, theirs = server.Pipe()
         super().__init__(_trainer, theirs, setting)
         theirs.close()
-        self._served = threading.Thread(target=_serve, args=(calls, target, lock), daemon=True)
+        self._served = threading.Thread(target=serve, args=(calls, target, lock), daemon=True)
         self._served.start()
 
     def end(self) -> None:
@@ -90,7 +90,7 @@ class TrainerRank(Peer):
         self.process.close()
 
 
-def _serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
+def serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
     """Call the target as the rank asks, until it has gone."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

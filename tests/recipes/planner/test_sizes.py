@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.common.rounding import round_up
-from recipes.planner.gpus import find_gpu
+from recipes.planner.gpus import GIB, find_gpu
 from recipes.planner.sizes import engine_sizes
 from recipes.planner.tracing import PAGE
 from recipes.recipe.sides import shapes
@@ -84,3 +84,22 @@ def test_a_step_of_experts_holds_what_each_makes_of_a_token() -> None:
     sizes, _, _ = engine_sizes(recipe, shapes()["qwen3-30b-a3b"], GPU, prompt_tokens=100)
     step = 2048 * (8 * (768 + 2048) + 8 * 2048) * 2
     assert sizes.generating == sizes.idle + GPU.workspace + round_up(step, PAGE)
+
+
+def test_a_hosted_engine_takes_what_was_measured() -> None:
+    """What vLLM freed at the 7B shape, to the tenth that was printed; the cache of 10.5 GiB is its
+    own figure. Padding of the vocabulary counts (65 rows more fit into its last page, 128 do not);
+    graphs and idle memory are among the contexts.
+    """
+    fields = shapes()["qwen2.5-7b"]
+    tokens = int(10.5 * GIB / 57344) // 16 * 16  # 2 x 28 layers x 4 heads x 128 elements of bf16
+    words = ["model.dtype=bfloat16", f"engine.kv_tokens={tokens}", "device=auto"]
+    recipe = recipes.load("tiny", [*words, "engine.kind=vllm"])
+    sizes, found, per_token = engine_sizes(recipe, fields, GPU, prompt_tokens=9)
+    assert (found, per_token, sizes.cuda_graph, sizes.idle) == (tokens, 57344, 0, 0)
+    assert abs((sizes.weights + sizes.kv_cache) / GIB - 24.9) < 0.15
+    padded = engine_sizes(recipe, fields | {"vocab_size": 152192}, GPU, prompt_tokens=9)[0]
+    more = engine_sizes(recipe, fields | {"vocab_size": 152129}, GPU, prompt_tokens=9)[0]
+    assert more.weights == padded.weights > sizes.weights
+    with pytest.raises(recipes.RecipeError, match="windows or states .* engine.kind=native"):
+        engine_sizes(recipe, MODELS["sliding"], GPU, prompt_tokens=9)

@@ -267,6 +267,10 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         ("sync_weights", "98.0 MiB", "not measured", "–", ""),
         ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
     ]
+    outside = {"assumed": 3 * 2**30, "measured": 2 * 2**30}
+    found = tables.planned_and_measured(Run(rows=rows, plan={**plan, "outside": outside}))
+    last = ("outside of tags, at the start", "3.00 GiB", "2.00 GiB", "+50.0 %", "✓")
+    assert found.rows[-1] == last
     assert tables.planned_and_measured(Run(rows=rows)) is None
     assert tables.planned_and_measured(Run(plan=plan)) is None
 
