@@ -71,6 +71,7 @@ class HostedRollout(EngineBase):
         self.saver: MemorySaver = engine.saver
         self._buffers = _beside_parameters(engine.model, self.saver.device)
         self._buffers_lost = False
+        self._tables_lost = False
         self.store = self._laid_out(path)
         self._update = WeightUpdate(self.store, self.saver, engine.reset_prefix_cache)
 
@@ -142,18 +143,23 @@ class HostedRollout(EngineBase):
         behind = chain.from_iterable(map(self._hosted.tags_behind, self._known(tags)))
         if asleep := [name for name in behind if self.saver.is_paused(name)]:
             self.saver.resume(*asleep)
-        if self.store.tag in asleep and self._buffers_lost:
+        self._tables_lost |= not {*asleep}.isdisjoint(self._hosted.tags_behind(KV_CACHE))
+        # what failed halfway the last time is made up for
+        if self._buffers_lost and not self._sleeps(WEIGHTS):
             for buffer, saved in self._buffers:
                 buffer.copy_(saved, non_blocking=True)
             self._buffers_lost = False
-        if {*asleep} & {*self._hosted.tags_behind(KV_CACHE)}:
+        if self._tables_lost and not self._sleeps(KV_CACHE):
             self._hosted.refill_kv_state()
+            self._tables_lost = False
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""
         reasons = []
         if paused := [tag for tag in TAGS if self._sleeps(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
+        elif self._buffers_lost or self._tables_lost:
+            reasons.append("the last wake-up failed halfway (call wake_up)")
         if self.store.version is None:
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
         return "; ".join(reasons) or None

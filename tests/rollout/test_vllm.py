@@ -151,6 +151,39 @@ def test_sleeps_and_updates(make: Callable[..., tuple[VllmRollout, str]], device
     trainer.close()
 
 
+@pytest.mark.parametrize("place", ["refill_kv_state", "buffers"])
+def test_a_wake_up_that_fails_halfway_is_made_up_for(
+    make: Callable[..., tuple[VllmRollout, str]],
+    device: str,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory is awake by then, what lies in it is not what it was: nothing is served."""
+    rollout, path = make()
+    trainer = synced(rollout, path, device)
+    engine: Any = rollout.engine
+    tables, cache = engine.tables.clone(), engine.model.cos_sin_cache.clone()
+    rollout.sleep(2)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        owner = engine if place == "refill_kv_state" else torch.Tensor
+        patched.setattr(owner, place if owner is engine else "copy_", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            rollout.wake_up()
+    assert not any(map(rollout.saver.is_paused, (WEIGHTS, KV_CACHE)))
+    trainer.sync_weights(2)
+    with pytest.raises(StateError, match="failed halfway"):
+        rollout.generate([[1]], SamplingParams(max_tokens=1))
+    rollout.wake_up()
+    assert torch.equal(engine.tables, tables)
+    assert torch.equal(engine.model.cos_sin_cache, cache)
+    assert rollout.unavailable_reason() is None
+    trainer.close()
+
+
 def test_a_write_that_is_not_what_the_writer_says(
     make: Callable[..., tuple[VllmRollout, str]], device: str
 ) -> None:
