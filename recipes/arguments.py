@@ -93,7 +93,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "cuda_graphs": section.cuda_graphs,
         "seed": setup.recipe.seed,
     }
-    if section.kind != "native":
+    if section.hosted:
         return {**own, **(section.options or {})}
     tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
     # Tensor-parallel ranks decide alike.

@@ -126,8 +126,8 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     try:
         with ExitStack() as stack:
             plan = stack.enter_context(deciding(setup, folder, monitor))
-            own, overlap = recipe.engine.kind == "native", recipe.cycle.overlap
-            early = own and overlap == "auto"  # a pool that grows is laid out otherwise
+            # a pool that grows is laid out otherwise
+            early = recipe.cycle.overlap == "auto" and not recipe.engine.hosted
             if early:
                 recipe = _decided(recipe, plan, monitor)
                 setup = dataclasses.replace(setup, recipe=recipe)
@@ -173,9 +173,9 @@ def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Call
     is there and what it holds outside of its tags is measured.
     """
     recipe, keep = setup.recipe, setup.recipe.cycle.keep
-    own = recipe.engine.kind == "native"
+    hosted = recipe.engine.hosted
     overlap = [] if recipe.cycle.overlap == "auto" else recipe.cycle.overlap
-    if keep != "auto" and (not own or recipe.cycle.overlap != "auto" or setup.device == "cpu"):
+    if keep != "auto" and (hosted or recipe.cycle.overlap != "auto" or setup.device == "cpu"):
         yield lambda: (keep, overlap, [])
     elif setup.device == "cpu":
         stays = recipe.keepable_tags()
@@ -186,11 +186,11 @@ def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Call
 
         total = torch.cuda.get_device_properties(setup.device).total_memory
         how = folder.path, total, recipe.cycle.alias
-        if own:
+        if hosted:
+            yield lambda: _measured(folder, monitor, *how)
+        else:
             with plan_beside(*how) as decided:
                 yield decided
-        else:
-            yield lambda: _measured(folder, monitor, *how)
 
 
 def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Decided:

@@ -85,8 +85,9 @@ class EngineBase:
         for memory. Without effect where a KV cache has one size.
         """
 
-    def report(self) -> Report:
-        return self.saver.report()
+    def report(self, *, others: bool = True) -> Report:
+        """See `MemorySaver.report`."""
+        return self.saver.report(others=others)
 
     def drain_events(self) -> list[Event]:
         return self.saver.drain_events()

@@ -22,7 +22,7 @@ class Partner:
     @classmethod
     def of(cls, saver: MemorySaver) -> Self:
         """Returns what another side is told of this saver, all of whose tags are made."""
-        tags = saver.report().tags.items()
+        tags = saver.report(others=False).tags.items()
         return cls(
             ticket=saver.pool_ticket(),
             nbytes={tag: saver.backend.round_up(entry.live_bytes) for tag, entry in tags},

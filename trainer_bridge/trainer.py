@@ -375,9 +375,9 @@ class Trainer:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
         self._adapters.save(directory, self.config.model_path)
 
-    def report(self) -> Report | None:
-        """Returns the memory of the tags; None without a saver."""
-        return None if self.saver is None else self.saver.report()
+    def report(self, *, others: bool = True) -> Report | None:
+        """See `MemorySaver.report`; None without a saver."""
+        return None if self.saver is None else self.saver.report(others=others)
 
     def drain_events(self) -> list[Event]:
         return [] if self.saver is None else self.saver.drain_events()

@@ -92,7 +92,7 @@ def headroom(saver: MemorySaver, nbytes: int) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
-    most = saver.report().committed_bytes + max(0, saver.backend.device_free_bytes - nbytes)
+    most = saver.backend.committed_bytes + max(0, saver.backend.device_free_bytes - nbytes)
     with _lock:
         limits = _limits.setdefault(saver, _Limits(saver.limit_bytes))
         limits.open.append(most)

@@ -136,7 +136,7 @@ class CuMemAllocator:
 
     def get_current_usage(self) -> int:
         """Bytes of all tensors on the tags, asleep or not."""
-        tags = (saver.report().tags.values() for saver in self._savers)
+        tags = (saver.report(others=False).tags.values() for saver in self._savers)
         return sum(tag.live_bytes for tag in itertools.chain.from_iterable(tags))
 
     def release_pools(self) -> None:

@@ -27,8 +27,8 @@ class Accounts:
         self._backend, self._pool, self._tags = backend, pool, tags
         self._torch_use = TorchUse(backend.device)
 
-    def report(self, leases: Callable[[str], Collection[int]]) -> Report:
-        """leases: of a tag, those that map it."""
+    def report(self, leases: Callable[[str], Collection[int]], others: bool) -> Report:
+        """leases: of a tag, those that map it. others: whether to ask who they are."""
         tags = {arena.tag: _report(arena, len(leases(arena.tag))) for arena in self._tags}
         return Report(
             device=str(self._backend.device),
@@ -37,7 +37,7 @@ class Accounts:
             pool_bytes=self._pool.held_bytes,
             backup_bytes=sum(tag.backup_bytes for tag in tags.values()),
             tags=tags,
-            others=self._backend.other_holders(),
+            others=self._backend.other_holders() if others else {},
         )
 
     def usage(self) -> Usage:

@@ -75,11 +75,11 @@ def hold_workspaces() -> None:
     _workspaces_in_graphs = True
 
 
-def clear_workspaces() -> None:
+def clear_workspaces(device: torch.device | None = None) -> None:
     """Have cuBLAS take new workspaces, where none is held: torch keeps those it has for ever, and
     one in a cached block keeps the whole segment, which may be as large as a batch's logits.
     """
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     if not _workspaces_in_graphs:
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -89,6 +89,5 @@ def empty_torch_cache(device: torch.device) -> None:
     too; nothing to do on the CPU.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            clear_workspaces()
-            torch.cuda.empty_cache()
+        clear_workspaces(device)
+        torch.cuda.empty_cache()

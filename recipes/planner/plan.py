@@ -129,12 +129,11 @@ def make_plan(
     recipe, card = placed(recipe, gpu)
     model = dict(fields or recipe.model.random_fields())
     notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
-    found: dict[str, int | None] | None = None
-    if (kind := recipe.engine.kind) != "native":
+    found = None
+    if recipe.engine.hosted:
         found = {"assumed": outside_of(card, None), "measured": outside}
-        card = card._replace(contexts=outside_of(card, outside))
-        how = "assumed: a run measures it" if outside is None else "as the run measured it"
-        notes = [f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"]
+        card, note = _with_outside(card, recipe.engine.kind, outside)
+        notes = [note]
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
@@ -169,6 +168,13 @@ def make_plan(
         outside=found,
     )
     return dataclasses.replace(plan, needs=tuple(_needs(plan, recipe)))
+
+
+def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]:
+    """Returns the card, whose contexts are all that lies outside of tags, and the plan's note."""
+    card = card._replace(contexts=outside_of(card, measured))
+    how = "assumed: a run measures it" if measured is None else "as the run measured it"
+    return card, f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"
 
 
 def _host_room(recipe: Recipe, per_machine: int) -> float | None:

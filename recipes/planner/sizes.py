@@ -33,7 +33,7 @@ def engine_sizes(
     """One rank's bytes; the tokens that its KV pool holds; and the bytes of one token in it."""
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.kind != "native"
+    size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.hosted
     known = _known(model, size)
     if known is None:  # an even share
         parameters = sum(param.numel() for param in model.parameters())

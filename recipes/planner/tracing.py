@@ -217,7 +217,7 @@ def _flash_scratch(query: Tensor, key: Tensor, heads: int, rows: int) -> list[in
 class Unreported:
     """Tells a run's monitor of no memory: what is planned is read from the log."""
 
-    def report(self) -> Report:
+    def report(self, *, others: bool) -> Report:
         return Report(
             device="planned",
             limit_bytes=None,

@@ -87,6 +87,11 @@ class EngineSection(Section):
     prefix_states: int = 16  # of models with linear layers: prompts whose states are kept; 0: off
     options: dict[str, Any] | None = None  # further ones of `vllm.LLM`, or SGLang's `Engine`
 
+    @property
+    def hosted(self) -> bool:
+        """Whether the engine is another project's."""
+        return self.kind != "native"
+
     def rules(self) -> Iterator[Rule]:
         yield Rule("kind", *one_of("native", *HOSTED))
         if self.kind in HOSTED:

@@ -78,8 +78,7 @@ def pool_grows(recipe: Recipe, config: Any) -> bool:
 
     engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
     alone = engine.tensor_parallel_size == 1 and not engine.host_to_device_ratio
-    alone = alone and engine.kind == "native"
-    return alone and rank_kept(recipe, config, dtype).pages_tell_all
+    return alone and not engine.hosted and rank_kept(recipe, config, dtype).pages_tell_all
 
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:

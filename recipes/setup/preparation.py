@@ -58,7 +58,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     with described_model(recipe, task) as (model_dir, tokenizer):
         _check_lora(recipe.lora, model_dir)
         longest = longest_prompt(recipe, task, tokenizer)
-        if recipe.engine.kind == "native":
+        if not recipe.engine.hosted:
             model = _model_config(recipe, model_dir)
             _check_replay(recipe, model)
             kv_tokens = pool_tokens(recipe, device, model, longest)
@@ -99,7 +99,7 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     from trainer_bridge import TrainerConfig
     from trainer_bridge.training import check_layout
 
-    if recipe.engine.kind != "native":
+    if recipe.engine.hosted:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
@@ -199,7 +199,7 @@ def resolve_device(recipe: Recipe) -> str:
 def _check_packages(recipe: Recipe) -> None:
     needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
     kind = recipe.engine.kind
-    needed += [(f"engine.kind={kind}", kind, "")] if kind != "native" else []
+    needed += [(f"engine.kind={kind}", kind, "")] if recipe.engine.hosted else []
     for key, module, extra in [*needed, ("model", "transformers", "models")]:
         if importlib.util.find_spec(module) is None:
             remedy = (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Watched(Protocol):
     """A side whose memory is read; see `Trainer` and `Engine`."""
 
-    def report(self) -> Report: ...
+    def report(self, *, others: bool) -> Report: ...
 
     def drain_events(self) -> list[Event]: ...
 
@@ -141,7 +141,7 @@ class Monitor:
             events = side.drain_events()
             self.folder.add_events(owner, events)
             self._moves += spans_of_moves(events)
-            for tag, entry in side.report().tags.items():
+            for tag, entry in side.report(others=False).tags.items():
                 sizes = entry.committed_bytes, entry.backup_bytes
                 shown[tag] = max(shown.get(tag, (0, 0)), sizes)
         self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}

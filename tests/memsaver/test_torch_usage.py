@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 
 from memsaver import MemorySaver
@@ -34,3 +35,12 @@ def test_segments_on_a_tag_are_the_tags_asleep_or_not() -> None:
             assert found == dict(zip(names, (15, 15, 7), strict=True))
             saver.pause("weights", content="discard")
     assert outside_tags(listed, 0)["torch's private pools"] == 64 + 7
+
+
+def test_a_report_asks_who_else_holds_memory_only_where_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with contextlib.closing(MemorySaver("cpu")) as saver:
+        monkeypatch.setattr(saver.backend, "other_holders", lambda: {"somebody": 5})
+        assert saver.report().others == {"somebody": 5}
+        assert saver.report(others=False).others == {}

@@ -248,7 +248,7 @@ def test_workspaces_that_graphs_of_others_hold_are_never_freed(
     write to memory that is not there.
     """
     cleared: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     clear = partial(cleared.append, "all")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
     monkeypatch.setattr(torch_usage, "_workspaces_in_graphs", False)

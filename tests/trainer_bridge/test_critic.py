@@ -27,7 +27,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import CriticConfig, SequenceBatch, Trainer
-from trainer_bridge.training.shards import local_shard
+from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]
 BOTH: dict[str, Any] = {"critic": CriticConfig(learning_rate=5e-3), "reference": True}

@@ -25,8 +25,8 @@ from trainer_bridge import Trainer
 from trainer_bridge.sync.boxes import torch_dtype
 from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
 from trainer_bridge.sync.rank_copies import RankCopies
+from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.weight_sync import WeightSync
-from trainer_bridge.training.shards import local_shard
 
 Make = Callable[..., PageTarget]
 

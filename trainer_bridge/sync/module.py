@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from memsaver.common.device_ids import place_of
 from rollout.protocols import SyncTarget
 from trainer_bridge.sync.consensus import Alone, group_consensus
-from trainer_bridge.sync.shards import SourceShard, dtensor_shards
+from trainer_bridge.sync.shards import SourceShard, dtensor_shards, local_shard
 from trainer_bridge.sync.weight_sync import WeightSync
 
 
@@ -84,5 +84,4 @@ def _stored(param: Tensor) -> Tensor:
 
 
 def _local(param: Tensor) -> Tensor:
-    local = param.detach()
-    return local.to_local() if isinstance(local, DTensor) else local
+    return local_shard(param) if isinstance(param, DTensor) else param.detach()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -28,6 +29,16 @@ class SourceShard:
     start: Ints
     shape: Ints
     rank: int
+
+
+def local_shard(param: Tensor) -> Tensor:
+    """Returns this rank's rows of a sharded parameter (or moment), without gradient; writing to it
+    writes the shard.
+    """
+    assert isinstance(param, DTensor)
+    local = param.detach()
+    assert isinstance(local, DTensor)
+    return local.to_local()
 
 
 def local_box(

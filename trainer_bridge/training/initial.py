@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from memsaver.common.hash import hash_text
 from trainer_bridge.sync.boxes import Box
+from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.training.lora import base_params
-from trainer_bridge.training.shards import local_shard, shard_box
+from trainer_bridge.training.shards import shard_box
 
 # Random numbers of one generator; a rank that needs some of them draws all.
 BLOCK_ELEMENTS = 1 << 22

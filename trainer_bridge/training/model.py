@@ -26,6 +26,7 @@ from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.layout import byte_offsets
+from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.training.head import score_in_head
@@ -41,7 +42,7 @@ from trainer_bridge.training.lora import (
 from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.packing import pack_if_possible
 from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.shards import like_shard, local_shard, shard_box
+from trainer_bridge.training.shards import like_shard, shard_box
 
 
 def build_model(

@@ -107,7 +107,7 @@ class Parking:
             if wait:  # of none the saver would resume all
                 saver.resume(*memory)
             else:
-                held = saver.report().tags
+                held = saver.report(others=False).tags
                 needed = sum(held[tag].live_bytes for tag in memory)
                 needed += _SPARE if saver.device.type == "cuda" else 0
                 first = _OTHERS_TURN if self._begun else 0.0
@@ -193,6 +193,6 @@ def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
     """Pins beforehand what copies of these tags take: that lasts seconds, in which a save would
     hold the saver. The arena keeps it.
     """
-    held = saver.report().tags
+    held = saver.report(others=False).tags
     arena = saver.host_arena
     arena.give(arena.take(sum(held[tag].live_bytes for tag in tags)))

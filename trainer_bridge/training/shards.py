@@ -9,16 +9,6 @@ from trainer_bridge.sync.boxes import Box
 from trainer_bridge.sync.shards import local_box
 
 
-def local_shard(param: Tensor) -> Tensor:
-    """Returns this rank's rows of a sharded parameter (or moment), without gradient; writing to it
-    writes the shard.
-    """
-    assert isinstance(param, DTensor)
-    local = param.detach()
-    assert isinstance(local, DTensor)
-    return local.to_local()
-
-
 def like_shard(local: Tensor, param: Tensor) -> DTensor:
     """Returns `local` as this rank's shard of a tensor sharded like `param`."""
     assert isinstance(param, DTensor)

@@ -15,7 +15,7 @@ import memsaver
 from rollout import Engine
 from tests.helpers.trainer_bridge.models import make_batch
 from trainer_bridge import Trainer
-from trainer_bridge.training.shards import local_shard
+from trainer_bridge.sync.shards import local_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
