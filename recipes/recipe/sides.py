@@ -89,7 +89,7 @@ class EngineSection(Section):
 
     @property
     def hosted(self) -> bool:
-        """Whether the engine is another project's."""
+        """True for another project's engine."""
         return self.kind != "native"
 
     def rules(self) -> Iterator[Rule]:
