@@ -95,7 +95,7 @@ def test_every_shape_has_its_figures_and_what_was_never_run_says_so(
 def test_a_recipe_is_short_and_begins_with_what_it_is_for_and_its_command(
     packaged: dict[str, Recipe],
 ) -> None:
-    for name, recipe in packaged.items():
+    for name in packaged:
         lines = (PACKAGE / f"{name}.yaml").read_text().splitlines()
         head = next(number for number, line in enumerate(lines) if not line.startswith("#"))
         assert 2 <= head <= 9 and len(lines) - head <= 28, name
