@@ -1,4 +1,4 @@
-"""What surrounds the products of experts in training, in Triton: each kernel reads and writes a row
+"""Kernels around the products of experts in training, in Triton: each reads and writes a row
 once.
 """
 
