@@ -188,8 +188,8 @@ class LoraSection(Section):
     def rules(self) -> Iterator[Rule]:
         yield Rule("rank", *at_least(0), "set lora.rank=0 (off)")
         words = "must be a multiple of 8 for adapters of experts"
-        good = self.rank % 8 == 0 or "experts" not in self.target_modules
-        yield Rule("rank", good, words, f"set lora.rank={self.rank + -self.rank % 8}")
+        whole = self.rank % 8 == 0 or "experts" not in self.target_modules
+        yield Rule("rank", whole, words, f"set lora.rank={self.rank + -self.rank % 8}")
         yield Rule("alpha", *rules.POSITIVE)
         names, words = self.target_modules, f"must be different names of {', '.join(LORA_MODULES)}"
         good = names and len({*names} & {*LORA_MODULES}) == len(names)

@@ -111,7 +111,7 @@ def _pair_gradients(  # type: ignore[no-untyped-def]
         made = (slope * weight).to(of_rows.dtype.element_ty)
         tl.store(of_rows + place * hidden + column, made, mask=inside)
         total += tl.sum(slope * row, 0)
-    tl.store(of_weights + pair, total.to(of_weights.dtype.element_ty))
+    tl.store(of_weights + pair, total)
 
 
 @triton.jit

@@ -60,9 +60,11 @@ class LoraStack(nn.Module):
     def __init__(self, stack: Tensor, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         experts, rows, columns = stack.shape
-        made = {"dtype": dtype, "device": stack.device}
-        self.lora_a = nn.Parameter(torch.empty(experts, config.rank, columns, **made))
-        self.lora_b = nn.Parameter(torch.empty(experts, rows, config.rank, **made))
+        on = stack.device
+        self.lora_a = nn.Parameter(
+            torch.empty(experts, config.rank, columns, dtype=dtype, device=on)
+        )
+        self.lora_b = nn.Parameter(torch.empty(experts, rows, config.rank, dtype=dtype, device=on))
         self.scale = config.scale
         self.adapted = True
 
@@ -70,9 +72,9 @@ class LoraStack(nn.Module):
 class Adapter(NamedTuple):
     """A frozen parameter and its factors: weight + scale * b @ a, matrices or stacks of them."""
 
-    weight: nn.Parameter
-    a: nn.Parameter
-    b: nn.Parameter
+    weight: Tensor
+    a: Tensor
+    b: Tensor
     scale: float
 
 
