@@ -21,8 +21,9 @@ from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.experts import mix_experts
 
 # Tokens, choices, experts, width.
-SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (300, 8, 128, 2056), (33, 2, 64, 16)])
-U = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # of the largest, of few sums and roundings
+SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (40, 8, 128, 2056), (33, 2, 64, 16)])
+# Of the largest, for few sums and roundings; Triton's interpreter cuts bf16 off.
+U = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-6}
 
 
 @pytest.fixture(params=["torch", "triton"])

@@ -27,7 +27,7 @@ def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     x: [T, H]. ids: int64 [T, k]; weights: [T, k], of x's dtype or fp32. Experts that are no plain
     gated ones go to transformers' own `grouped_mm`.
     """
-    if experts.has_bias or experts.is_transposed or not experts.has_gate:
+    if experts.has_bias or experts.is_transposed or not getattr(experts, "has_gate", True):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         out: Tensor = grouped_mm_experts_forward(experts, x, ids, weights)
