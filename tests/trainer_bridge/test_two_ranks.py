@@ -151,11 +151,17 @@ def adapted_experts(path: str) -> dict[str, Any]:
     other.save_checkpoint(f"{path}/adapters")
     other.sync_weights(1, check_finite=True)
     found, held = [weights(engine) for engine in engines], whole(other)
-    for name in (each for each in held if each.endswith("_proj") and found):
-        a, b = (held[f"{name}_lora.lora_{x}"] for x in "ab")
-        for got, base, *factors in zip(found[0][name], held[name], a, b, strict=True):
-            assert_merged(got, base, *factors, LORA_EXPERTS.scale)
-        assert not torch.equal(found[0][name], held[name])
+    merged = {name: value for name, value in held.items() if "lora_" not in name}
+    for name in merged:
+        path_of = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_lora"
+        if f"{path_of}.lora_a" in held:
+            a, b = (held[f"{path_of}.lora_{x}"] for x in "ab")
+            merged[name] = held[name] + LORA_EXPERTS.scale * b @ a
+            if found and a.ndim == 3:
+                for got, base, *factors in zip(found[0][name], held[name], a, b, strict=True):
+                    assert_merged(got, base, *factors, LORA_EXPERTS.scale)
+                assert not torch.equal(found[0][name], held[name])
+    result["parts"] = arrives_in_parts(other, path, merged, apart=2e-6)
     return result
 
 
@@ -387,6 +393,7 @@ def test_adapters_of_experts_learn_on_two_ranks_as_on_one(
     metrics = learn(alone)
     for result in results:
         assert_learning(result["adapted_experts"][number], metrics, bits(alone))
+        assert result["adapted_experts"][number]["parts"]
     alone.load_checkpoint(f"{path}/adapters")  # the same base, however it is sharded
     assert_same_bits(bits(alone), results[0]["adapted_experts"][number]["learned"])
 
