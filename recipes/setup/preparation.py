@@ -169,9 +169,9 @@ def _check_lora(section: LoraSection, model_dir: Path) -> None:
     """Its layers are the model's."""
     if not section.rank:
         return
-    from trainer_bridge.training import linear_layer_names
+    from trainer_bridge.training import lora_target_names
 
-    there = linear_layer_names(str(model_dir))
+    there = lora_target_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
         key, rule = "lora.target_modules", f"the model has no layers {', '.join(missing)}"
         has = shown([name for name in LORA_MODULES if name in there])

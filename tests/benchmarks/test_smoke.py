@@ -36,6 +36,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_optimizer": ([], {"update"}),
     "bench_vllm": ([], set()),
     "bench_moe": ([], {"tokens"}),
+    "bench_moe_train": ([], {"ms", "experts"}),
     "bench_replay": ([], {"ms", "gaps"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device

@@ -159,6 +159,20 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
     )
 
 
+def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone() -> None:
+    """What is kept for the backward pass is as much more as its elements are wider."""
+    fields = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64}
+    given = {"prompt_tokens": 9, "workspace_bytes": 0}
+    peaks = []
+    for dtype in ("float32", "bfloat16"):
+        words = [f"model.dtype={dtype}", "sampling.max_tokens=10", "cycle.overlap=[]"]
+        recipe = recipes.load("tiny", words)
+        stages = dry_run(recipe, fields, SIZES, **given).stages
+        peaks.append(stages["compute_log_prob"]["torch"]["trainer"])
+    assert 1.5 < peaks[0] / peaks[1] < 2.5
+
+
 def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
     more_than_are_planned = ["trainer.micro_batch_size=1", "ppo.mini_batches=4"]
     recipe = recipes.load("tiny-ppo", [*SMALL_PPO, *more_than_are_planned])

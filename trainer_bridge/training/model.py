@@ -29,15 +29,17 @@ from trainer_bridge.sync.layout import byte_offsets
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
+from trainer_bridge.training.experts import NAME as EXPERTS
+from trainer_bridge.training.experts import register_experts
 from trainer_bridge.training.head import score_in_head
 from trainer_bridge.training.initial import stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,
-    adapted_layers,
+    adapted_params,
     add_adapters,
     base_params,
     is_adapter,
-    linear_names,
+    target_names,
 )
 from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.packing import pack_if_possible
@@ -114,9 +116,9 @@ def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def linear_layer_names(model_path: str) -> set[str]:
+def lora_target_names(model_path: str) -> set[str]:
     """Tells what adapters of this model may target, from its config.json alone."""
-    return linear_names(meta_model(TrainerConfig(model_path=model_path)))
+    return target_names(meta_model(TrainerConfig(model_path=model_path)))
 
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
@@ -140,6 +142,7 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    register_experts()
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
     for random in ("attention_dropout", "router_jitter_noise"):
         if getattr(hf_config, random, 0.0):
@@ -147,7 +150,10 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
             setattr(hf_config, random, 0.0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=config.torch_model_dtype, attn_implementation=attention
+            hf_config,
+            dtype=config.torch_model_dtype,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS,
         )
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
@@ -346,10 +352,11 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 
     The same bits for the same seed and name, on any device and number of ranks.
     """
-    for path, layer in adapted_layers(model).items():
+    for name, adapter in adapted_params(model).items():
+        path = name.removesuffix(".weight")
         generator = torch.Generator().manual_seed(hash_text(f"{seed}/{path}") >> 1)
-        bound = 1 / math.sqrt(layer.in_features)
-        whole = torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator)
-        (row, column), (rows, columns) = shard_box(layer.lora_a)
-        local_shard(layer.lora_a).copy_(whole[row : row + rows, column : column + columns])
-        local_shard(layer.lora_b).zero_()
+        bound = 1 / math.sqrt(adapter.a.shape[-1])
+        whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
+        start, shape = shard_box(adapter.a)
+        local_shard(adapter.a).copy_(whole[start[0] : start[0] + shape[0]])
+        local_shard(adapter.b).zero_()

@@ -151,6 +151,10 @@ LATENT = " model.config.".join([
     "kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8",
     "v_head_dim=10",
 ])  # fmt: skip
+MIXTURE = " model.config.".join([
+    "algorithm=grpo", "model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2",
+    "moe_intermediate_size=32",
+])  # fmt: skip
 VLLM = "device=auto engine.kind=vllm"
 OF_VLLM = [
     wrong("engine.kind=vllm", "device=cpu: is not for vLLM's kernels", "set device=auto"),
@@ -238,6 +242,15 @@ CONTRADICTIONS = [
         "lora.target_modules=[q_proj,k_proj,v_proj,",
         ": the model has no layers q_proj, k_proj, v_proj; ",
         "set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]",
+    ),
+    wrong(
+        f"{MIXTURE} lora.target_modules=[experts] lora.rank=12",
+        "lora.rank=12: must be a multiple of 8 for adapters of experts; set lora.rank=16",
+    ),
+    wrong(
+        f"{MIXTURE} lora.rank=8",
+        "the model has no layers gate_proj, up_proj, down_proj; ",
+        "set lora.target_modules=[q_proj,k_proj,v_proj,o_proj,experts]",
     ),
     wrong(
         "trainer.optimizer_offload=true trainer.dtype=bfloat16",
