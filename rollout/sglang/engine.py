@@ -119,7 +119,7 @@ class SglangEngine:
         params: Sequence[dict[str, Any]],
         answers: Sequence[Answers],
     ) -> Iterable[Coroutine[Any, Any, None]]:
-        """What asks for all answers: one message where each prompt has one sample, so that the
+        """Returns what asks for all answers: one message where each prompt has one sample, so that the
         first batch is not what happened to have arrived. Several samples of a prompt are asked for
         when its prefix is cached.
         """
