@@ -119,9 +119,9 @@ class SglangEngine:
         params: Sequence[dict[str, Any]],
         answers: Sequence[Answers],
     ) -> Iterable[Coroutine[Any, Any, None]]:
-        """Returns what asks for all answers: one message where each prompt has one sample, so that the
-        first batch is not what happened to have arrived. Several samples of a prompt are asked for
-        when its prefix is cached.
+        """Returns what asks for all answers: one message where each prompt has one sample, so that
+        the first batch is not what happened to have arrived. Several samples of a prompt are asked
+        for when its prefix is cached.
         """
         if all(each["n"] == 1 for each in params):
             return [self._together(prompts, params, answers)]
