@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from recipes.planner.allocator import CachingAllocator
 from recipes.planner.attention import NAME as ATTENTION
 from recipes.planner.attention import PACKED_NAME as PACKED_ATTENTION
 from recipes.planner.attention import register_attention
-from recipes.planner.engine import EngineSizes, PlannedRollout, planned_usage
+from recipes.planner.engine import EngineSizes, HandedOver, PlannedRollout, planned_usage
 from recipes.planner.log import repeated_layers, replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
 from recipes.recipe import PpoSection, Recipe
@@ -101,8 +102,11 @@ class PlannedTrainer(Trainer):
     """
 
     leaving: tuple[str, ...] = ()
+    handed_over: set[HandedOver]
 
     def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+        if into is not None:
+            self.handed_over.add((tags, into))
         if wait:
             super().park(*tags)
         else:
@@ -166,12 +170,13 @@ def _on_one_device(one: Usage, other: Usage) -> tuple[Usage, Usage]:
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """stages: of a step after the first. tags: bytes of the trainer's while they have memory. host:
-    what it has on the host for good.
+    what it has on the host for good. handed_over: bytes of a step that go to the other side.
     """
 
     stages: Stages
     tags: dict[str, int]
     host: int
+    handed_over: int
 
 
 def dry_run(
@@ -200,7 +205,11 @@ def dry_run(
         host += copies * (host_larger - host)
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
     torch_use = replay(with_layers(saver.planned.log.entries, first, period, copies))
-    return DryRun(readings.peaks(sizes, torch_use, before), sizes, host)
+    both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
+    handed_over = sum(
+        min(sum(both[tag] for tag in tags), both[into]) for tags, into in rollout.handed_over
+    )
+    return DryRun(readings.peaks(sizes, torch_use, before), sizes, host, handed_over)
 
 
 def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -223,7 +232,7 @@ def _trace(
     """A step, and the way to the next one's rollout; how many readings there were before that."""
     readings = Readings(saver, rollout)
     with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
-        rollout.answered = trainer.leave
+        rollout.answered, trainer.handed_over = trainer.leave, rollout.handed_over
         monitor = Monitor(RunFolder(setup.model_dir), View())
         monitor.peaks = readings
         served = cast(Rollout, rollout)  # but for the methods of a sync
