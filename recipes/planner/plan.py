@@ -142,7 +142,8 @@ def make_plan(
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
     given: dict[str, Any] = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
-    run = dry_run(recipe, model, sizes, **given, staged=staged)
+    room = card.total - card.contexts
+    run = dry_run(recipe, model, sizes, **given, room=room, staged=staged)
     stay = {*recipe.cycle.keep, *([PARAMS] if recipe.cycle.alias == "always" else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
