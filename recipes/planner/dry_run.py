@@ -227,9 +227,8 @@ def dry_run(
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
     torch_use = replay(with_layers(saver.planned.log.entries, first, period, copies))
     both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
-    handed_over = sum(
-        min(sum(both[tag] for tag in tags), both[into]) for tags, into in rollout.handed_over
-    )
+    pairs = [(map(both.__getitem__, tags), both[into]) for tags, into in rollout.handed_over]
+    handed_over = sum(min(sum(given), taken) for given, taken in pairs)
     return DryRun(readings.peaks(sizes, torch_use, before, room), sizes, host, handed_over)
 
 
