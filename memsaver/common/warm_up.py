@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,28 +24,26 @@ class WarmUp:
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
         """device: current in the thread, if it is a GPU."""
-        self._jobs, self._device = tuple(jobs), device
+        gpu = device.type == "cuda"
+        self._device: Any = torch.cuda.device(device) if gpu else contextlib.nullcontext()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
-        if self._jobs:
+        # no daemon: the end of Python waits for a compiler, which it would crash
+        self._thread = threading.Thread(target=self._run, args=(jobs,), name="warm-up")
+        if jobs:
             self._thread.start()
 
     def close(self) -> None:
         """Waits for the job under way; those behind it are not done any more."""
         self._ended.set()
-        if self._jobs:
+        if self._thread.is_alive():
             self._thread.join()
 
-    def _run(self) -> None:
-        for job in self._jobs:
-            if self._ended.is_set():
-                return
-            try:
-                with _current(self._device):
+    def _run(self, jobs: Sequence[Job]) -> None:
+        with self._device:
+            for job in jobs:
+                if self._ended.is_set() or not threading.main_thread().is_alive():
+                    return
+                try:
                     job()
-            except Exception:
-                _log.debug("warm-up: %s failed, and is done when it is needed", job, exc_info=True)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+                except Exception:
+                    _log.debug("warm-up: %s failed: done when it is needed", job, exc_info=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ import json, sys, tempfile, torch, triton
 from pathlib import Path
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
+from memsaver.common.digest import Digest
 from trainer_bridge import TrainerConfig
 from trainer_bridge.ops.token_scores import token_scores
 from trainer_bridge.sync.cast_copy import CastCopy, Placement
@@ -57,21 +59,25 @@ for dtype, words, tokens in CASES:
     master, target = torch.zeros(16384), torch.zeros(16384, dtype=kind)
     placed = Placement(source=master, offset=0, dtype=kind, index_base=0)
     CastCopy([placed], "triton").start(target.view(torch.uint8))
+    Digest([(target, 0)], "triton").start()
     hidden, weight = (torch.zeros(n, 64, dtype=kind, requires_grad=True) for n in (tokens, words))
     labels = torch.zeros(tokens, dtype=torch.int64)
     token_scores(hidden, weight, labels, 0.7, "triton")[0].sum().backward()
     print(json.dumps([ahead, taken()]))
 """
-WHOLE_COPY = "('constexpr', True), ('constexpr', True), "  # COPY, ALIGNED
+# COPY either way, ALIGNED, VECTOR; BLOCK
+WHOLE = re.compile(r"\('constexpr', \w+\), \('constexpr', True\), \('constexpr', 8\)")
 CASES = [("bfloat16", 151936, 37), ("bfloat16", 300, 5), ("float32", 49152, 16)]
 
 
 def test_what_is_compiled_ahead_is_what_the_first_step_launches() -> None:
     lines = compile_alone(f"CASES = {CASES!r}\n{KEYS}").splitlines()
     assert len(lines) == len(CASES)
-    for ahead, launched in map(json.loads, lines):
-        assert [name for name, _ in ahead] == ["_reduce", "_to_gradient", "run_segments"]
+    for (dtype, *_), (ahead, launched) in zip(CASES, map(json.loads, lines), strict=True):
+        assert [name for name, _ in ahead] == ["_reduce", "_to_gradient", *["run_segments"] * 2]
         assert ahead == launched
+        whole = [bool(WHOLE.search(key)) for _, key in ahead]
+        assert whole == [False, False, *[dtype == "bfloat16"] * 2]
 
 
 def warming() -> list[threading.Thread]:
@@ -115,6 +121,13 @@ def test_a_job_that_fails_is_logged_and_the_next_one_is_done(
     assert {record.levelno for record in caplog.records} == {logging.DEBUG}
 
 
+def test_python_ends_after_the_job_under_way() -> None:
+    code = "import time, torch\nfrom memsaver.common.warm_up import WarmUp\n"
+    code += "done = lambda name: (time.sleep(0.5), print(name))\n"
+    code += "WarmUp([lambda: done(1), lambda: done(2)], torch.device('cpu'))"
+    assert compile_alone(code).split() == ["1"]
+
+
 def test_a_trainer_ends_its_thread_with_itself_also_where_it_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +169,7 @@ def test_a_first_step_compiles_nothing_that_was_compiled_ahead(
         for thread in warming():
             thread.join()
         ahead = [(name, key) for name, key, manual in compiled if manual]
-        assert [name for name, _ in ahead] == ["run_segments", "_reduce", "_to_gradient"]
+        assert [name for name, _ in ahead] == ["run_segments"] * 2 + ["_reduce", "_to_gradient"]
         compiled.clear()
         cycle = Cycle(trainer, rollout)
         cycle.to_rollout(1)
@@ -165,5 +178,5 @@ def test_a_first_step_compiles_nothing_that_was_compiled_ahead(
         trainer.compute_log_prob(batch)
         trainer.update_actor(batch)
         later = [(name, key) for name, key, _ in compiled]
-    copies = [key for name, key in later if name == "run_segments" and WHOLE_COPY in key]
-    assert not copies and not {"_reduce", "_to_gradient"} & {name for name, _ in later}
+    whole = [key for name, key in later if name == "run_segments" and WHOLE.search(key)]
+    assert not whole and not {"_reduce", "_to_gradient"} & {name for name, _ in later}

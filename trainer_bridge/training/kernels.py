@@ -17,16 +17,21 @@ def to_compile(config: TrainerConfig, device: torch.device, served: bool) -> lis
     """
     if device.type != "cuda":
         return []
-    scores: list[Job] = [partial(_scores, config, gradient) for gradient in (False, True)]
-    return scores if served else [partial(_sync, config), *scores]
+    copied = [] if served else [config.torch_model_dtype]
+    return [
+        *(partial(_sync, config, source) for source in (*copied, None)),
+        *(partial(_scores, config, gradient) for gradient in (False, True)),
+    ]
 
 
-def _sync(config: TrainerConfig) -> None:
-    """Whole vectors of shards, cast to what the model computes in, which rollouts serve."""
+def _sync(config: TrainerConfig, source: torch.dtype | None) -> None:
+    """Whole vectors of shards, cast to what the model computes in, which rollouts serve; without a
+    source their digest, which an engine's process finds in Triton's cache on the disk.
+    """
     from memsaver.common.cuts import Kind
     from memsaver.common.segments_triton import compile_rows
 
-    compile_rows(Kind(config.torch_model_dtype, config.torch_param_dtype, aligned=True))
+    compile_rows(Kind(source, config.torch_param_dtype, aligned=True))
 
 
 def _scores(config: TrainerConfig, gradient: bool) -> None:
