@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -236,6 +237,38 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     setup.recipe = replace(recipe, cycle=replace(recipe.cycle, **named))
     with deciding(setup, RunFolder(tmp_path), monitor) as plan:
         assert plan() == (["params"], [], True, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "planned"),
+    [
+        ("", True),
+        ("cycle.keep=[optim] cycle.overlap=[]", True),
+        ("cycle.keep=[optim] cycle.overlap=[] cycle.hand_over=never", False),
+        ("cycle.keep=[optim] cycle.overlap=[params]", False),
+        ("cycle.keep=[optim] cycle.hand_over=never", True),
+        ("engine.kind=vllm cycle.keep=[optim] cycle.hand_over=never", False),
+        ("engine.kind=vllm cycle.keep=[optim]", True),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_run_is_planned_where_a_key_is_left_to_auto(
+    words: str, planned: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipes.load("tiny", ["device=auto", "cycle.keep=auto", *words.split()])
+    gpu = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    found = object()
+    monkeypatch.setattr("recipes.run.plan_beside", lambda *_: nullcontext(lambda: found))
+    setup: Any = SimpleNamespace(recipe=recipe, device=device)
+    monitor: Any = None
+    with deciding(setup, RunFolder(tmp_path), monitor) as plan:
+        decided = plan()
+    if device == "cuda:0" and planned:
+        assert decided is found
+    else:
+        assert decided.keep == (recipe.keepable_tags() if not words else ["optim"])
+        assert not decided.hand_over
 
 
 def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
