@@ -1,5 +1,6 @@
 """One vLLM in a process of its own, for `bench_vllm`: its memory by its own allocator and its
-weights by its own loader, or its memory on our tags and its weights by our sync.
+weights by its own loader, or its memory on our tags and its weights by our sync. Or our own engine
+of the same model, for throughput alone.
 
 Prints figures as JSON lines, when it is told to go on.
 """
@@ -180,6 +181,34 @@ class Ours(Rival):
         self.rollout.engine.reset_prefix_cache()
 
 
+class Native(Ours):
+    """Our own engine, with weights drawn as vLLM draws dummy ones."""
+
+    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+        from rollout import Engine
+        from rollout.model import parameter_shapes
+
+        self.rollout = Engine.from_pretrained(
+            path,
+            device="cuda",
+            dtype=torch.bfloat16,
+            load_weights=False,
+            kv_tokens=kv_tokens,
+            max_running=SEQUENCES,
+            max_context_len=CONTEXT,
+            max_prefill_tokens=8192,
+            prefix_cache=False,
+        )
+        drawn = (
+            (name, torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-1e-3, 1e-3))
+            for name, shape in parameter_shapes(path)[0].items()
+        )
+        self.rollout.store.load(drawn, "drawn")
+
+    def forget(self) -> None:
+        """No prompt is known already."""
+
+
 def greedy(side: Rival) -> list[list[int]]:
     side.forget()
     return side.answers(64, 16, 0.0)
@@ -246,13 +275,16 @@ def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
 
 
 def main(
-    kinds: dict[str, Any], kind: str, path: str, kv_tokens: int, cycles: int, quick: bool
+    kinds: dict[str, Any], kind: str, path: str, kv_tokens: int, cycles: int, flags: list[str]
 ) -> None:
     started = time.perf_counter()
-    side = kinds[kind](path, kv_tokens, quick)
+    side = kinds[kind](path, kv_tokens, "quick" in flags)
     say("engine built", time.perf_counter() - started, "s")
     print("ready", flush=True)
     sys.stdin.readline()
+    if "throughput" in flags:
+        throughput(side, "with dummy weights")
+        return
     side.give(checkpoint(path))
     weights(side)
     first = greedy(side)
@@ -272,7 +304,7 @@ def run(kinds: dict[str, Any], words: list[str]) -> None:
     """Measure what the words of `bench_vllm` say, and end this process."""
     which, folder, kv, rounds, *flags = words
     try:
-        main(kinds, which, folder, int(kv), int(rounds), "quick" in flags)
+        main(kinds, which, folder, int(kv), int(rounds), flags)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise
@@ -282,4 +314,4 @@ def run(kinds: dict[str, Any], words: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    run({"ours": Ours, "rival": Rival}, sys.argv[1:])
+    run({"ours": Ours, "rival": Rival, "native": Native}, sys.argv[1:])
