@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.device_ids import place_of
+from memsaver.common.warm_up import WarmUp
 from memsaver.errors import StateError
 from rollout.partner import Partner
 from rollout.protocols import SyncTarget
@@ -37,6 +38,7 @@ from trainer_bridge.training.batch import (
 )
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.host_room import reserve_parked
+from trainer_bridge.training.kernels import to_compile
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import build_model, fill_weights, reshard, trained_params
@@ -103,6 +105,8 @@ class Trainer:
                 rule = "layout is for weights served as they are"
                 remedy = "with TrainerConfig.lora leave it away: they are merged"
                 raise ValueError(f"{rule}; {remedy}")
+            self._warm_up = WarmUp(to_compile(config, self.device, layout is not None), self.device)
+            undo.callback(self._warm_up.close)
             self._parking = Parking(saver)
             if saver is not None:
                 reserve_parked(config, runtime.world, saver)
@@ -391,6 +395,7 @@ class Trainer:
 
         The saver is its maker's.
         """
+        self._warm_up.close()
         self._parking.close()
         if self._sync is not None:
             self._sync.close()

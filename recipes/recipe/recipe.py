@@ -155,6 +155,12 @@ class Recipe(Section):
         return [tag for tag in TAGS if tag not in absent]
 
 
-def switching(recipe: Recipe, keep: Collection[str], overlap: Collection[str] = ()) -> Recipe:
-    """Returns the recipe with `cycle.keep` and `cycle.overlap` decided."""
-    return replace(recipe, cycle=replace(recipe.cycle, keep=list(keep), overlap=list(overlap)))
+def switching(
+    recipe: Recipe, keep: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
+) -> Recipe:
+    """Returns the recipe with `cycle.keep`, `cycle.overlap` and `cycle.hand_over` decided. What
+    leaves beside work is never handed over.
+    """
+    way = "always" if hand_over and not overlap else "never"
+    decided = replace(recipe.cycle, keep=list(keep), overlap=list(overlap), hand_over=way)
+    return replace(recipe, cycle=decided)

@@ -132,7 +132,9 @@ OUT_OF_RANGE = {
         "trainer.activation_checkpointing=true",
         "activation_checkpointing=True: must be one of layers, mlp, none",
     ),
-    "cycle.hand_over": wrong("cycle.hand_over=no", "cycle.hand_over=False: must be auto or never"),
+    "cycle.hand_over": wrong(
+        "cycle.hand_over=no", "cycle.hand_over=False: must be one of auto, always, never"
+    ),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
@@ -310,6 +312,10 @@ CONTRADICTIONS = [
     ),
     wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
     wrong("cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
+    wrong(
+        "cycle.overlap=[optim] cycle.hand_over=always",
+        "cycle.hand_over=always: is not for what leaves beside work, cycle.overlap=[optim]",
+    ),
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
     wrong("grpo.router_replay=true", "the model has no experts to choose"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
