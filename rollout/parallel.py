@@ -146,8 +146,8 @@ class TensorParallel:
         self._exchange(what, lambda: values.extend(all_gather_plain(value, self._group)))
         if others := [rank for rank, each in enumerate(values) if each != values[0]]:
             raise ValueError(
-                f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all "
-                f"ranks alike"
+                f"{what} of tensor-parallel ranks {others} differs from rank 0's; give all "
+                f"ranks the same"
             )
 
     # ---------------------------------------------------------------- failures

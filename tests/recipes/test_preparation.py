@@ -93,6 +93,7 @@ def test_the_recipe_reaches_trainer_and_engine(
     vllm = replace(plain.recipe.engine, kind="vllm", options={"async_scheduling": False})
     hosted = replace(plain, recipe=replace(plain.recipe, engine=vllm, device="cuda:0"))
     assert not engine_arguments(hosted)["async_scheduling"]
+    assert engine_arguments(hosted)["tensor_parallel_size"] == 1
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
     expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))
