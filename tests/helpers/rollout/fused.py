@@ -85,7 +85,7 @@ class FusedModel(nn.Module):
     """
 
     def __init__(
-        self, config: Any, biased: bool, normed: bool, make: Make, share: Share = Share()
+        self, config: Any, biased: bool, normed: bool, make: Make, share: Share = WHOLE
     ) -> None:
         super().__init__()
         self._make = make
