@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.plain import all_gather_plain
 from memsaver.common.signals import held
-from memsaver.vmm import empty_torch_cache, hold_workspaces
+from memsaver.vmm import empty_torch_cache
 from rollout.engine_base import EngineBase
 from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts
 from rollout.hosted.recording import record
@@ -75,7 +75,6 @@ class HostedRollout(EngineBase):
 
         Ranks that share a model make theirs, sleep, wake up and generate at the same time.
         """
-        hold_workspaces()
         self._hosted = engine
         group = engine.group
         self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)

@@ -10,7 +10,14 @@ import torch
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator
+from memsaver.vmm import torch_usage
 from tests.helpers.memory import Scribbler
+
+
+@pytest.fixture(autouse=True)
+def _forgets_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process holds from an installation on is not held in other tests."""
+    monkeypatch.setattr(torch_usage, "_workspaces_in_graphs", False)
 
 
 @pytest.fixture

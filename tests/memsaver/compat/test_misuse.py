@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from memsaver import compat
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.errors import StateError
+from memsaver.vmm import empty_torch_cache
 from memsaver.vmm.registrations import GRAPH_REGISTER
 from tests.helpers.memsaver.savers import ROOT, python
 
@@ -196,6 +198,26 @@ def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> 
     compat.uninstall()
     compat.uninstall()
     assert not set(NAMES) & set(sys.modules)
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", NAMES)
+def test_workspaces_stay_for_an_engine_in_a_loop_of_ones_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer of ours empties torch's cache at each turn; the engine's graphs write to cuBLAS's
+    workspaces.
+    """
+    cleared: list[str] = []
+    clear = partial(cleared.append, "all")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    for place in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, place, lambda *device: None)
+    empty_torch_cache(torch.device("cuda:0"))
+    assert cleared == ["all"]
+    compat.install(name)
+    empty_torch_cache(torch.device("cuda:0"))
+    assert cleared == ["all"]
 
 
 @pytest.mark.usefixtures("clean")

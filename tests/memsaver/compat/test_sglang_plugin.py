@@ -15,6 +15,7 @@ import torch
 
 from memsaver.compat.savers import Savers
 from memsaver.compat.sglang_plugin import SglangAdapter, register
+from memsaver.vmm import torch_usage
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,6 +52,7 @@ def test_named_it_makes_our_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "others, memsaver")
     adapter = made(enable=True)
     assert isinstance(adapter, SglangAdapter) and adapter.enabled
+    assert torch_usage._workspaces_in_graphs, "its graphs write to cuBLAS's workspaces"
     assert not isinstance(made(enable=False), SglangAdapter)
 
 
