@@ -11,8 +11,8 @@ import torch
 
 @contextlib.contextmanager
 def drawn_from(seed: int, device: torch.device) -> Iterator[None]:
-    """What is drawn inside from torch's and NumPy's own generators follows from `seed`; afterwards
-    they go on as if nothing had been drawn.
+    """Has torch's and NumPy's own generators begin at `seed` inside; afterwards they go on as if
+    nothing had been drawn.
 
     vLLM 0.24 samples requests without a seed from these (one of its runners from torch's, the other
     with seeds of NumPy's), and a trainer of this process may have drawn from them, as no other rank

@@ -8,8 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,6 @@ from memsaver import compat
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.errors import StateError
-from memsaver.vmm import empty_torch_cache
 from memsaver.vmm.registrations import GRAPH_REGISTER
 from tests.helpers.memsaver.savers import ROOT, python
 
@@ -203,21 +201,12 @@ def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> 
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("name", NAMES)
 def test_workspaces_stay_for_an_engine_in_a_loop_of_ones_own(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, clears_workspaces: Callable[[], bool]
 ) -> None:
-    """A trainer of ours empties torch's cache at each turn; the engine's graphs write to cuBLAS's
-    workspaces.
-    """
-    cleared: list[str] = []
-    clear = partial(cleared.append, "all")
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    for place in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, place, lambda *device: None)
-    empty_torch_cache(torch.device("cuda:0"))
-    assert cleared == ["all"]
+    """A trainer of ours empties torch's cache at each turn."""
+    assert clears_workspaces()
     compat.install(name)
-    empty_torch_cache(torch.device("cuda:0"))
-    assert cleared == ["all"]
+    assert not clears_workspaces()
 
 
 @pytest.mark.usefixtures("clean")
