@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from tests.helpers.rollout.fused import FusedEngine
@@ -29,9 +30,10 @@ class LLM:
         config, group = AutoConfig.from_pretrained(model), None
         if options.get("distributed_executor_backend") == "external_launcher":
             self.seat = os.environ["RANK"], os.environ["LOCAL_RANK"]
-            parallel_state.share_engines(options["tensor_parallel_size"])
-            ranks = parallel_state.get_tp_group()
-            group = ranks.cpu_group if ranks.world_size > 1 else None
+            if dist.is_initialized():
+                parallel_state.share_engines(options["tensor_parallel_size"])
+                ranks = parallel_state.get_tp_group()
+                group = ranks.cpu_group if ranks.world_size > 1 else None
         self.fused = FusedEngine(config, "cpu", normed=False, biased=True, group=group)
         device_allocator.instance = SimpleNamespace(saver=self.fused.saver)
         refill = self.fused.refill_kv_state
