@@ -22,6 +22,7 @@ from memsaver import MemorySaver, StateError
 from memsaver.compat import IN_PROCESS, require
 from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
+_SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 _ALLOCATOR = "vllm.device_allocator.cumem"
 # they leave the weights where `load_weights` puts them
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -174,13 +175,14 @@ def several_ranks() -> bool:
 def _launched() -> Iterator[dict[str, Any]]:
     """Gives what `vllm.LLM` takes to be one worker of the default group, which vLLM then finds.
 
-    It looks for its rank and its GPU where torchrun has put them; other launchers have not. Its
-    own all-reduce maps the other GPUs by CUDA's IPC: an actor of Ray does not see them.
+    It looks for its rank and its GPU where torchrun has put them; other launchers have not. NCCL
+    reduces: vLLM's own ways map the other GPUs' memory, and an actor of Ray does not see these.
     """
     if not several_ranks():
         yield {}
         return
     seat = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(torch.cuda.current_device())}
+    seat[_SYMMETRIC] = os.environ.get(_SYMMETRIC, "0")
     before = {name: os.environ.get(name) for name in seat}
     os.environ.update(seat)
     try:

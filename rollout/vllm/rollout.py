@@ -132,6 +132,7 @@ class VllmRollout(HostedRollout):
         if self._ranks.size == 1:
             yield
             return
+        self._ranks.check_others()  # vLLM's groups wait for half an hour
         seed = self._seeds.getrandbits(63)
         words = sha256(repr((asked, seed)).encode()).hexdigest()
         self._ranks.check_same("what is asked", words)

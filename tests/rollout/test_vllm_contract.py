@@ -68,6 +68,7 @@ def test_words_that_are_passed() -> None:
     text = "\n".join(text for path, text in places.items() if path.parent.name in NEAR)
     for word in ("processed_logprobs", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS"):
         assert word in text
+    assert "VLLM_ALLREDUCE_USE_SYMM_MEM" in at("vllm", "envs.py")
     assert "def get_mem_allocator_instance" in at("device_allocator", "__init__.py")
 
 

@@ -76,7 +76,6 @@ def train_and_answer(rank: int, path: str, size: int) -> dict[str, Any]:
         receipt = cycle.to_rollout(version)
         assert receipt.digests[rank] == rollout.digest() and rollout.served_version() == version
         seen.append((tokens(rollout), tokens(rollout, DRAWN)))
-        assert tokens(rollout) == seen[-1][0]
         cycle.to_train()
         assert rollout.report().committed_bytes == 0
         if version == 1:
@@ -132,7 +131,6 @@ def test_engines_in_actors_of_their_own(path: str, ray_cluster: RayCluster, size
             receipt = cycle.to_rollout(version)
             assert receipt.digests == tuple(rollout.call_all("digest"))
             seen.append(tokens(rollout))
-            assert tokens(rollout) == seen[-1]
             cycle.to_train()
             assert all(not each.report().committed_bytes for each in rollout.each())
             if version == 1:
