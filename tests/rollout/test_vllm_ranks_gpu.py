@@ -39,6 +39,8 @@ SIZES: dict[str, Any] = {
     "kv_tokens": 8192, "max_running": 32, "max_context_len": 256,
     "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
 }  # fmt: skip
+# so fast that one step changes what is answered
+LEARNS: dict[str, Any] = {"random_init": True, "param_dtype": "bfloat16", "learning_rate": 1e-2}
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=12, temperature=1, n=2, ignore_eos=True)  # without a seed
 PROMPTS = random_prompts((90, 1, 17, 60, 33, 2, 5, 71))
@@ -67,7 +69,7 @@ def train_and_answer(rank: int, path: str, size: int) -> dict[str, Any]:
     rollout = VllmRollout.from_pretrained(path, **settings, **SIZES)
     rollout.sleep(2)
     saver, seen = MemorySaver(device), []
-    config = TrainerConfig(model_path=path, device=device, random_init=True, param_dtype="bfloat16")
+    config = TrainerConfig(model_path=path, device=device, **LEARNS)
     trainer = Trainer(config, saver)
     trainer.connect([rollout])
     cycle = Cycle(trainer, rollout)
@@ -120,9 +122,7 @@ def test_engines_in_the_trainers_processes(path: str, tmp_path: Path, size: int)
 @pytest.mark.parametrize("size", [1, 2], ids=["replicas", "shared"])
 def test_engines_in_actors_of_their_own(path: str, ray_cluster: RayCluster, size: int) -> None:
     """As a recipe has them: each actor sees one GPU, which is its first."""
-    config = TrainerConfig(
-        model_path=path, device="cuda:0", random_init=True, param_dtype="bfloat16"
-    )
+    config = TrainerConfig(model_path=path, device="cuda:0", **LEARNS)
     engine = {"kind": "vllm", "tensor_parallel_size": size, **SIZES}
     with open_ray(config, engine, devices=2) as (trainer, rollout):
         assert len({each.weight_layout().place for each in rollout.each()}) == 2, "not two GPUs"
