@@ -93,9 +93,11 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "cuda_graphs": section.cuda_graphs,
         "seed": setup.recipe.seed,
     }
+    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
+    if section.kind == "vllm":
+        own["tensor_parallel_size"] = tensor
     if section.hosted:
         return {**own, **(section.options or {})}
-    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
     # Tensor-parallel ranks decide alike.
     preemption: Preemption = "cheapest" if tensor == 1 else "swap"
     return {

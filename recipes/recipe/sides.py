@@ -131,7 +131,8 @@ class EngineSection(Section):
         yield Rule("kv_cache_dtype", self.kv_cache_dtype == "auto", words)
         yield Rule("host_to_device_ratio", self.host_to_device_ratio == 0, own)
         words = f"puts {name}'s workers into processes of their own, {beside}"
-        yield Rule("tensor_parallel_size", self.tensor_parallel_size == 1, words)
+        one = self.tensor_parallel_size == 1 or self.kind == "vllm"
+        yield Rule("tensor_parallel_size", one, words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             context = model.max_position_embeddings
         else:
             kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
-            context = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
+            config = json.loads((model_dir / "config.json").read_text())
+            context = config["max_position_embeddings"]
+            _check_heads(recipe, config["num_attention_heads"])
         recipe = with_alias_decided(recipe, model_dir)
         _check_request(recipe, longest, kv_tokens, context)
         if recipe.model.path is None:
@@ -163,6 +165,12 @@ def _check_replay(recipe: Recipe, model: ModelConfig) -> None:
     if recipe.loop.router_replay and not model.has_experts:
         key = f"{recipe.algorithm}.router_replay"
         raise RecipeError(f"{key}=true: the model has no experts to choose; set {key}=false")
+
+
+def _check_heads(recipe: Recipe, heads: int) -> None:
+    if heads % (size := recipe.engine.tensor_parallel_size):
+        key = "engine.tensor_parallel_size"
+        raise RecipeError(f"{key}={size}: does not divide the model's {heads} heads; set {key}=1")
 
 
 def _check_lora(section: LoraSection, model_dir: Path) -> None:

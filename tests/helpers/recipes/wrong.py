@@ -166,11 +166,11 @@ OF_VLLM = [
     ),
     wrong(f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "kv_cache_dtype=fp8_e4m3: was not tried"),
     wrong(f"{VLLM} engine.host_to_device_ratio=1", "ratio=1.0: is the native engine's"),
+    wrong(f"{VLLM} driver=ray cluster.nnodes=2", "nnodes=2: takes several machines, and one was"),
     wrong(
         f"{VLLM} driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
-        "tensor_parallel_size=2: puts vLLM's workers into processes of their own",
+        "engine.kind=vllm: torch sees no GPU here",
     ),
-    wrong(f"{VLLM} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one was"),
     wrong(f"{VLLM} cycle.alias=always", "alias=always: is not for weights that vLLM's buffers"),
     wrong(f"{VLLM} cycle.overlap=[params]", "cycle.overlap=[params]: needs a KV cache that grows"),
     wrong(f"{VLLM} sampling.top_k=5", "sampling.top_k=5: cuts before vLLM takes"),
@@ -181,6 +181,11 @@ SGLANG = "device=auto engine.kind=sglang"
 OF_SGLANG = [
     wrong("engine.kind=sglang", "device=cpu: is not for SGLang's kernels", "set device=auto"),
     wrong(f"{SGLANG} sampling.top_k=5", "engine.kind=sglang: torch sees no GPU here"),
+    wrong(
+        f"{SGLANG} driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
+        "tensor_parallel_size=2: puts SGLang's workers into processes of their own",
+    ),
+    wrong(f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one was"),
     wrong(f"{SGLANG} cycle.alias=always", "alias=always: is not for weights that SGLang's"),
 ]
 CONTRADICTIONS = [
