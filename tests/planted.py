@@ -41,8 +41,8 @@ BUGS = [
     Bug(
         "two processes resume at once (lock left out)",
         "memsaver/tag/transaction.py",
-        "            with self._device_lock:\n                refills",
-        "            if True:\n                refills",
+        "        with self._device_lock:\n            refills",
+        "        if True:\n            refills",
     ),
     Bug(
         "a discarded tag keeps its version (stale version)",
@@ -176,9 +176,9 @@ BUGS = [
     Bug(
         "a restore that fails counts as done (missing undo)",
         "trainer_bridge/training/offload.py",
-        "                saver.resume(*memory)\n            else:",
+        "                saver.resume(*memory)\n            elif wait:",
         "                self._parked -= set(chosen)\n"
-        "                saver.resume(*memory)\n            else:",
+        "                saver.resume(*memory)\n            elif wait:",
     ),
     Bug(
         "the learning rate is that of the update before (off by one)",

@@ -182,8 +182,9 @@ class Cycle:
         self._park_all_but(tags)
         for tag in tags:
             if tag not in self._held:
+                wait: dict[str, Any] = {"wait": "memory"} if tag in self._behind else {}
                 with self._stage(f"restore_{tag}"):
-                    self._trainer.restore(tag)
+                    self._trainer.restore(tag, **wait)
                 self._held.add(tag)
         self.state = after
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from memsaver.backup import Backup, HostBackup
+from memsaver.common.signals import held
 from memsaver.errors import BackendError, LeaseError, StateError, format_bytes
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
+from memsaver.tag.arrival import Arrival
 from memsaver.tag.refill import Refill
 from memsaver.tag.save import Saving
 from memsaver.tag.swap import Swap, goes_piecewise
@@ -319,6 +321,10 @@ class Transactions:
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""
+        for arena in arenas:
+            if arena.arrival is not None:
+                with contextlib.suppress(BackendError):  # of no interest any more
+                    self.settle(arena.arrival)
         self._wait_unleased(arenas)
         if self.server is not None:
             self.server.close()  # peers see that, and let go of what they imported
@@ -345,6 +351,59 @@ class Transactions:
         except ShortOfMemory:
             if at_least is None or not self._resume_most(arenas, at_least):
                 raise
+
+    def begin_resume(
+        self, arenas: Sequence[Arena], arrival: Arrival, done: Callable[[float], None]
+    ) -> None:
+        """Resumes as ``resume`` does, but for content in host memory, which the arrival brings.
+        done: see `Arrival.start`.
+        """
+        try:
+            self._begin_resume(arenas, arrival, done)
+        except ShortOfMemory:
+            self._reclaim()
+            self._begin_resume(arenas, arrival, done)
+
+    def _begin_resume(
+        self, arenas: Sequence[Arena], arrival: Arrival, done: Callable[[float], None]
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            self._bring_all(arenas, undo, late=True)
+            arrival.start(done)
+            arrival.undo = undo.pop_all()
+        for arena in arenas:
+            arena.begin_arrival(arrival)
+
+    def settle(self, arrival: Arrival) -> None:
+        """Waits for an arrival, and checks what came: the tags are active then, or paused as they
+        were, and ``BackendError`` is raised each time.
+        """
+        if any(arena.arrival is arrival for arena in arrival.arenas):
+            try:
+                arrival.join()
+                for arena in arrival.arenas:
+                    arena.verify()
+            except Exception as error:
+                self._take_back(arrival, error)
+            else:
+                self._keep(arrival)
+        if arrival.failure is not None:
+            raise arrival.error() from arrival.failure
+
+    @held()
+    def _keep(self, arrival: Arrival) -> None:
+        arrival.undo.pop_all()
+        for arena in arrival.arenas:
+            arena.end_resume()
+
+    @held()
+    def _take_back(self, arrival: Arrival, why: Exception) -> None:
+        arrival.failure = why
+        with arrival.undo as undo:
+            for arena in arrival.arenas:
+                undo.callback(arena.lose)
+            # who was let at what had come may still be at work there
+            undo.callback(self._backend.synchronize)
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
         """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
@@ -407,18 +466,26 @@ class Transactions:
 
     def _resume(self, arenas: Sequence[Arena]) -> None:
         with contextlib.ExitStack() as undo:
-            # else two processes could take half each of what is enough for one
-            with self._device_lock:
-                refills = [self._bring(arena, undo) for arena in arenas]
-            for refill in refills:
-                refill.finish()
+            self._bring_all(arenas, undo)
             undo.pop_all()
         for arena in arenas:
             arena.end_resume()
 
-    def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Refill:
-        """Memory for all of the tag; content is on its way while the driver clears the rest."""
-        refill = Refill(self._backend, arena, undo)
+    def _bring_all(
+        self, arenas: Sequence[Arena], undo: contextlib.ExitStack, late: bool = False
+    ) -> None:
+        # else two processes could take half each of what is enough for one
+        with self._device_lock:
+            refills = [self._bring(arena, undo, late) for arena in arenas]
+        for refill in refills:
+            refill.finish()
+
+    def _bring(self, arena: Arena, undo: contextlib.ExitStack, late: bool) -> Refill:
+        """Memory for all of the tag; content is on its way while the driver clears the rest, unless
+        it comes late: what is on the host.
+        """
+        late &= isinstance(arena.backup, HostBackup)
+        refill = Refill(self._backend, arena, undo, late)
         refill.put(self._pool.take(refill.missing, undo))
         if isinstance(arena.backup, HostBackup):
             refill.put(self._pool.make(min(refill.missing, LARGEST), undo, arena.whole))

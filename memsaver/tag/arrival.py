@@ -1,0 +1,162 @@
+"""Content that comes back behind work, in the order in which that needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+
+from memsaver.backup import HostBackup
+from memsaver.common.ranges import Range, Ranges, cut
+from memsaver.common.signals import deliver
+from memsaver.errors import BackendError
+from memsaver.tag.arena import Arena
+from memsaver.vmm.backend import PIECE, Backend, Transfer
+from memsaver.vmm.workers import workers
+
+_POLL_SECONDS = 0.1
+
+
+class Arrival:
+    """Content on its way into tags that have memory again (``MemorySaver.begin_resume``).
+
+    Nobody may touch a tensor of theirs before ``wait`` has returned for it. An operation of the
+    saver on one of the tags waits for all of it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        arenas: Sequence[Arena],
+        order: Sequence[torch.Tensor],
+        settle: Callable[[Arrival], None],
+    ) -> None:
+        """order: what is to come first. settle: `Transactions.settle`, under the saver's lock."""
+        self.arenas = tuple(arenas)
+        self.undo = contextlib.ExitStack()  # takes the memory away again
+        self.failure: Exception | None = None
+        self._backend, self._settle = backend, settle
+        wanted = [(each.data_ptr(), each.nbytes) for each in order]
+        saved = sorted(chain.from_iterable(map(_saved, arenas)))
+        self._pieces = [parts for _, parts in cut(_in_order(saved, wanted), PIECE)]
+        self._queued: list[Future[Any]] = [Future() for _ in self._pieces]
+        self._copied: Future[Any] = Future()
+        self._spans = sorted(
+            (at, at + nbytes, number)
+            for number, parts in enumerate(self._pieces)
+            for at, nbytes in parts
+        )
+
+    def start(self, done: Callable[[float], None]) -> None:
+        """Has a thread begin. done: is told the seconds that all copies took, unless they fail."""
+        workers("arrivals", 1).submit(self._copy, done)
+
+    def wait(
+        self,
+        tensors: Sequence[torch.Tensor] | None = None,
+        streams: Sequence[torch.cuda.Stream] = (),
+    ) -> None:
+        """Waits until the bytes of these tensors (None: of everything) are there, and no others'.
+
+        streams: of a GPU: they wait, and the caller only until the copies are queued. Raises
+        ``BackendError`` where a copy failed, with its cause: the tags are paused again then, their
+        content is kept, and ``resume`` brings it.
+        """
+        if tensors is None:
+            self._settle(self)
+        elif not self.arrived:
+            for number in sorted(set(self._numbers(tensors))):
+                self._wait(number, streams)
+
+    def _wait(self, number: int, streams: Sequence[torch.cuda.Stream]) -> None:
+        try:
+            event = self._queued[number].result()
+        except Exception:
+            self._settle(self)  # raises it
+            raise
+        if event is None:
+            return
+        for stream in streams:
+            stream.wait_event(event)
+        if not streams:
+            event.synchronize()
+
+    @property
+    def arrived(self) -> bool:
+        """All copies are done."""
+        return self._copied.done() and self._copied.exception() is None
+
+    def join(self) -> None:
+        """Waits for the copies; raises what became of them. An interrupt does no harm."""
+        while wait([self._copied], _POLL_SECONDS).not_done:
+            deliver()
+        self._copied.result()
+
+    def error(self) -> BackendError:
+        """What is raised for `failure`."""
+        tags = ", ".join(repr(arena.tag) for arena in self.arenas)
+        return BackendError(
+            f"content did not come back to {tags}: {self.failure}; it is kept, and the memory is "
+            "given up: resume again"
+        )
+
+    def _numbers(self, tensors: Sequence[torch.Tensor]) -> Iterator[int]:
+        for each in tensors:
+            first, end = each.data_ptr(), each.data_ptr() + each.nbytes
+            begin = max(0, bisect_right(self._spans, (first,)) - 1)
+            for at, until, number in self._spans[begin : bisect_left(self._spans, (end,))]:
+                if at < end and until > first:
+                    yield number
+
+    def _copy(self, done: Callable[[float], None]) -> None:
+        started, rest = time.perf_counter(), iter(self._queued)
+        try:
+            pieces = map(self._transfers, self._pieces)
+            self._backend.feed(pieces, lambda event: next(rest).set_result(event), inward=True)
+            done(time.perf_counter() - started)
+            self._copied.set_result(None)
+        except BaseException as error:
+            for each in (*rest, self._copied):
+                each.set_exception(error)
+
+    def _transfers(self, parts: Ranges) -> list[Transfer]:
+        return [*chain.from_iterable(map(self._from_host, parts))]
+
+    def _from_host(self, part: Range) -> Iterator[Transfer]:
+        at, nbytes = part
+        for arena in self.arenas:
+            if 0 <= (offset := at - arena.address) < arena.reservation.nbytes:
+                assert isinstance(arena.backup, HostBackup)
+                for to, source, size in arena.backup.part(offset, nbytes):
+                    yield arena.address + to, source, size
+
+
+def _saved(arena: Arena) -> Iterator[Range]:
+    """Yields (address, nbytes) of what the host keeps; what was trimmed meanwhile has no memory."""
+    if isinstance(arena.backup, HostBackup):
+        for offset, nbytes in arena.backup.ranges:
+            if (size := min(nbytes, arena.committed_when_paused - offset)) > 0:
+                yield arena.address + offset, size
+
+
+def _in_order(ranges: Ranges, wanted: Ranges) -> list[Range]:
+    """Returns sorted ``ranges``, cut where those wanted begin and end: what is wanted comes first,
+    in its order, then the rest in its own.
+    """
+    edges = sorted({edge for at, nbytes in wanted for edge in (at, at + nbytes)})
+    parts: list[Range] = []
+    for at, nbytes in ranges:
+        inside = edges[bisect_right(edges, at) : bisect_left(edges, at + nbytes)]
+        parts += [(a, b - a) for a, b in pairwise([at, *inside, at + nbytes])]
+    first = (
+        range(bisect_left(parts, (at,)), bisect_left(parts, (at + nbytes,)))
+        for at, nbytes in wanted
+    )
+    numbers = dict.fromkeys(chain(chain.from_iterable(first), range(len(parts))))
+    return [parts[number] for number in numbers]
