@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from memsaver import BackendError, MemorySaver, OutOfMemory, StateError
 from memsaver.tag import arrival as arrivals
 from tests.helpers.alarms import interrupted
 from tests.helpers.effort import rounds
+from tests.helpers.memsaver.arrivals import gated
 from tests.helpers.memsaver.savers import MIB, every_call, large, until
 
 SIZES = (3 * MIB, 1, 5 * MIB + 7, 64, 2 * MIB)
@@ -30,43 +29,6 @@ def filled(
     """Tensors of random bytes on a tag, and the same elsewhere."""
     tensors = [saver.empty(size, torch.uint8, tag=tag, content=content) for size in sizes]
     return tensors, [each.random_(0, 256).clone() for each in tensors]
-
-
-class Gate:
-    """Stands before the copies of an arrival, and lets as many pieces pass as it is told."""
-
-    def __init__(self, saver: MemorySaver) -> None:
-        self._feed = saver.backend.feed
-        self._let = threading.Semaphore(0)
-        self.passed = list[int]()  # first addresses, piece by piece
-        self.failing: Exception | None = None
-
-    def feed(self, pieces: Any, queued: Any, inward: bool) -> None:
-        self._feed(self._gated(pieces), queued, inward)
-
-    def _gated(self, pieces: Any) -> Iterator[Any]:
-        for piece in pieces:
-            assert self._let.acquire(timeout=60)
-            if self.failing is not None:
-                raise self.failing
-            self.passed.append(piece[0][0])
-            yield piece
-
-    def let(self, count: int) -> None:
-        self._let.release(count)
-
-
-@contextmanager
-def gated(saver: MemorySaver, piece: int = MIB) -> Iterator[Gate]:
-    """Inside, pieces of at most so many bytes come when they are let."""
-    gate = Gate(saver)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver.backend, "feed", gate.feed)
-        patch.setattr(arrivals, "PIECE", piece)
-        try:
-            yield gate
-        finally:
-            gate.let(1000)
 
 
 def test_what_is_waited_for_is_there_while_the_rest_is_on_its_way(device: str) -> None:
@@ -131,7 +93,7 @@ def test_every_operation_on_a_tag_waits_for_all_of_it_and_others_do_not(device: 
 
 
 @given(data=st.data())
-@settings(max_examples=rounds(25, 1000), deadline=None)
+@settings(max_examples=rounds(100, 2000), deadline=None)
 def test_bits_are_those_of_a_plain_resume_in_every_order(data: st.DataObject) -> None:
     saver = MemorySaver("cpu")
     sizes = data.draw(st.lists(st.integers(1, 40_000), min_size=1, max_size=12))

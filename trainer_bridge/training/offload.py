@@ -37,7 +37,7 @@ class _Begun:
     tags: tuple[str, ...]
     before: frozenset[str]
     behind: tuple[Future[Any], ...] = ()
-    done: Future[Arrival | None] = field(default_factory=Future)
+    done: Future[Any] = field(default_factory=Future)
     awaited: threading.Event = field(default_factory=threading.Event)
 
 
