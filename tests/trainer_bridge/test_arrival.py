@@ -23,7 +23,7 @@ from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]
 PIECE = 1 << 10
-UNTIED = {"tie_word_embeddings": False}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "down_proj"))
 VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -114,7 +114,7 @@ def test_what_needs_everything_waits_for_everything(
     trainer, batch = make_trainer(model_path), make_batch(2)
     before = bits(trainer)
     assert trainer.saver is not None
-    work = {
+    work: Callable[[], Any] = {
         "update_actor": partial(trainer.update_actor, batch),
         "save_checkpoint": partial(trainer.save_checkpoint, str(tmp_path / "c")),
     }.get(verb, getattr(trainer, verb))
