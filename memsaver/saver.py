@@ -323,12 +323,6 @@ class MemorySaver:
         with self._operation():
             self._transactions.settle(arrival)
 
-    def _arrived(self, arena: Arena) -> Arena:
-        """The arena when all that is coming to it is there."""
-        if arena.arrival is not None:
-            self._transactions.settle(arena.arrival)
-        return arena
-
     def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
         """Pause one tag and resume another at once: the memory of the first serves the second.
 
@@ -385,7 +379,8 @@ class MemorySaver:
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
-            return read_saved(self._arrived(self._tags.at(tensor.data_ptr())), tensor, zero_copy)
+            arena = self._transactions.arrived(self._tags.at(tensor.data_ptr()))
+            return read_saved(arena, tensor, zero_copy)
 
     # ---------------------------------------------------------------- size
 
@@ -587,7 +582,7 @@ class MemorySaver:
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()
-        return self._arrived(self._tags.get(tag))
+        return self._transactions.arrived(self._tags.get(tag))
 
     def _active(self, tag: str, what: str) -> Arena:
         """A tag with memory of its own; ``StateError``, ``LeaseError``."""
@@ -599,13 +594,13 @@ class MemorySaver:
 
     def _select(self, tags: tuple[str, ...]) -> list[Arena]:
         self._require_open()
-        return [*map(self._arrived, self._tags.select(tags))]
+        return [*map(self._transactions.arrived, self._tags.select(tags))]
 
     def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
         """The tag's arena, made on first use; ``enter``: with one more region, before any pause."""
         with held(), self._lock:
             self._require_open()
-            arena = self._arrived(self._tags.open(tag, content))
+            arena = self._transactions.arrived(self._tags.open(tag, content))
             if enter:
                 arena.enter()
         return arena

@@ -33,7 +33,6 @@ from memsaver.tag import reaper
 from memsaver.vmm.backend import Backend, Reservation
 
 if TYPE_CHECKING:
-    from memsaver.tag.arrival import Arrival
     from memsaver.tag.borrowed import BorrowedPages
 
 CONTENTS = ("discard", "host", "disk")
@@ -82,7 +81,6 @@ class Arena:
         self.whole = True  # resume with one extent: another tag is not to use it
         self.elastic = False  # never with one extent
         self.backup: Backup | None = None
-        self.arrival: Arrival | None = None
         # what the owner calls the content, until the next pause
         self.version: Hashable | None = None
         self.clean_copy: CleanCopy | None = None
@@ -216,19 +214,17 @@ class Arena:
 
     def end_resume(self, missing: int = 0) -> None:
         """Memory and content are there again, but for ``missing`` bytes at the end."""
-        self.backup, self.sums, self.arrival, self.missing = None, None, None, missing
+        self.backup, self.sums, self.missing = None, None, missing
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
-    def begin_arrival(self, arrival: Arrival) -> None:
+    def begin_arrival(self) -> None:
         """Memory is there again, and content on its way; frees still work, allocations do not."""
         self._step("begin_arrival")
-        self.arrival = arrival
 
     def lose(self) -> None:
         """The arrival has failed, and its memory is gone; the content is still kept."""
         self._step("lose")
-        self.arrival = None
 
     def in_pieces(self, elastic: bool = False) -> None:
         """The next resume may take several extents. elastic: all later ones, too."""

@@ -47,11 +47,10 @@ class Arrival:
         self._pieces = [parts for _, parts in cut(_in_order(saved, wanted), PIECE)]
         self._queued: list[Future[Any]] = [Future() for _ in self._pieces]
         self._copied: Future[Any] = Future()
-        self._spans = sorted(
-            (at, at + nbytes, number)
-            for number, parts in enumerate(self._pieces)
-            for at, nbytes in parts
-        )
+        self._spans: list[tuple[int, int, int]] = []  # from, until, number of the piece
+        for number, parts in enumerate(self._pieces):
+            self._spans += [(at, at + nbytes, number) for at, nbytes in parts]
+        self._spans.sort()
 
     def start(self, done: Callable[[float], None]) -> None:
         """Has a thread begin. done: is told the seconds that all copies took, unless they fail."""
@@ -99,7 +98,7 @@ class Arrival:
         self._copied.result()
 
     def error(self) -> BackendError:
-        """What is raised for `failure`."""
+        """Returns what is raised for `failure`."""
         tags = ", ".join(repr(arena.tag) for arena in self.arenas)
         return BackendError(
             f"content did not come back to {tags}: {self.failure}; it is kept, and the memory is "
@@ -149,7 +148,7 @@ def _in_order(ranges: Ranges, wanted: Ranges) -> list[Range]:
     """Returns sorted ``ranges``, cut where those wanted begin and end: what is wanted comes first,
     in its order, then the rest in its own.
     """
-    edges = sorted({edge for at, nbytes in wanted for edge in (at, at + nbytes)})
+    edges = sorted({*chain.from_iterable((at, at + nbytes) for at, nbytes in wanted)})
     parts: list[Range] = []
     for at, nbytes in ranges:
         inside = edges[bisect_right(edges, at) : bisect_left(edges, at + nbytes)]

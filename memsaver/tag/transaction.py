@@ -55,6 +55,7 @@ class Transactions:
         """
         self.saving = Saving(backend, debug, disk_dir, tags)
         self.server: ShareServer | None = None
+        self._arrivals: list[Arrival] = []
         self._backend = backend
         self._pool = pool
         self._device_lock = device_lock(backend.device_key)
@@ -321,10 +322,9 @@ class Transactions:
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""
-        for arena in arenas:
-            if arena.arrival is not None:
-                with contextlib.suppress(BackendError):  # of no interest any more
-                    self.settle(arena.arrival)
+        for arrival in tuple(self._arrivals):
+            with contextlib.suppress(BackendError):  # of no interest any more
+                self.settle(arrival)
         self._wait_unleased(arenas)
         if self.server is not None:
             self.server.close()  # peers see that, and let go of what they imported
@@ -371,14 +371,22 @@ class Transactions:
             self._bring_all(arenas, undo, late=True)
             arrival.start(done)
             arrival.undo = undo.pop_all()
+        self._arrivals += [arrival] if arenas else []
         for arena in arenas:
-            arena.begin_arrival(arrival)
+            arena.begin_arrival()
+
+    def arrived(self, arena: Arena) -> Arena:
+        """Returns the arena when all that is on its way to it is there."""
+        for arrival in tuple(self._arrivals):
+            if arena in arrival.arenas:
+                self.settle(arrival)
+        return arena
 
     def settle(self, arrival: Arrival) -> None:
         """Waits for an arrival, and checks what came: the tags are active then, or paused as they
         were, and ``BackendError`` is raised each time.
         """
-        if any(arena.arrival is arrival for arena in arrival.arenas):
+        if arrival in self._arrivals:
             try:
                 arrival.join()
                 for arena in arrival.arenas:
@@ -392,12 +400,14 @@ class Transactions:
 
     @held()
     def _keep(self, arrival: Arrival) -> None:
+        self._arrivals.remove(arrival)
         arrival.undo.pop_all()
         for arena in arrival.arenas:
             arena.end_resume()
 
     @held()
     def _take_back(self, arrival: Arrival, why: Exception) -> None:
+        self._arrivals.remove(arrival)
         arrival.failure = why
         with arrival.undo as undo:
             for arena in arrival.arenas:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -261,27 +261,37 @@ def test_streams_wait_for_their_pieces_and_the_host_for_none() -> None:
     queues behind it sees the bytes. One event a piece.
     """
     saver = MemorySaver("cuda:0")
-    nbytes = large("cuda:0") // 8
+    nbytes, size = large("cuda:0") // 8, arrivals.PIECE
     tensors, before = filled(saver, [nbytes] * 4)
+    first, expected = tensors[3][:size], before[3][:size].sum(dtype=torch.int64)
+    backend, events = saver.backend, list[Any]()
+    feed, busy, side = backend.feed, torch.cuda.Stream(), torch.cuda.Stream()
     saver.pause()
-    backend: Any = saver.backend
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(backend._copies[1]):
-        torch.cuda._sleep(int(3e9))  # more than a second
-    arrival = saver.begin_resume("p", order=tensors[::-1])
-    first = tensors[3][: arrivals.PIECE]
-    arrival.wait([first], [side])
-    with torch.cuda.stream(side):
-        sums = first.sum(dtype=torch.int64), before[3][: arrivals.PIECE].sum(dtype=torch.int64)
-        seen = side.record_event()
-    assert not seen.query() and not backend._copies[1].query()  # nobody has waited
-    events = {id(arrival._queued[number].result()) for number in range(len(arrival._queued))}
-    assert len(events) == len(arrival._pieces) == 4 * nbytes // arrivals.PIECE
-    seen.synchronize()
-    assert sums[0].item() == sums[1].item()
-    arrival.wait(tensors[::-1], [torch.cuda.current_stream()])
-    assert all(map(torch.equal, tensors, before))
-    arrival.wait()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(int(2e9))  # a second
+        backend.start_copy([], inward=True)  # copies that begin from here on wait for it
+
+    def noted(pieces: Any, queued: Callable[[Any], None], inward: bool) -> None:
+        def note(event: Any) -> None:
+            events.append(event)
+            queued(event)
+
+        feed(pieces, note, inward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "feed", noted)
+        arrival = saver.begin_resume("p", order=tensors[::-1])
+        arrival.wait([first], [side])
+        with torch.cuda.stream(side):
+            found = first.sum(dtype=torch.int64)
+            seen = side.record_event()
+        assert not seen.query() and not busy.query() and not arrival.arrived  # nobody has waited
+        arrival.wait(tensors, [torch.cuda.current_stream()])
+        assert all(map(torch.equal, tensors, before))
+        seen.synchronize()
+        assert torch.equal(found, expected)
+        arrival.wait()
+    assert len({id(event) for event in events}) == len(events) == 4 * nbytes // size
     saver.check_integrity()
     saver.close()
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from memsaver import BackendError, OutOfMemory, StateError
+from memsaver import BackendError, MemorySaver, OutOfMemory, StateError
 from tests.helpers.memsaver.arrivals import gated
 from tests.helpers.memsaver.savers import until
-from tests.helpers.trainer_bridge.models import make_batch, write_model
+from tests.helpers.ranks import results, start_ranks
+from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.sync.shards import local_shard
@@ -181,3 +182,25 @@ def test_moments_come_behind_parameters_that_are_on_their_way(
     on_params = [abs(at - base) < size // 2 for at in gate.passed]
     assert on_params == sorted(on_params, reverse=True)
     assert_same_bits(bits(trainer), bits(twin))
+
+
+def worker(rank: int, path: str) -> bool:
+    settings = config(path, device=f"cuda:{rank}")
+    saver = MemorySaver(settings.device)
+    trainer, twin = Trainer(settings, saver), Trainer(settings)
+    for step in range(2):
+        batch = make_batch(5, seed=step)
+        with gated(saver, PIECE) as gate, ThreadPoolExecutor(1) as thread:
+            there_and_back(trainer, "params", "optim")
+            thread.submit(gate.trickle)
+            assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
+            assert trainer.update_actor(batch) == twin.update_actor(batch)
+        assert_same_bits(bits(trainer), bits(twin))
+    return True
+
+
+@pytest.mark.gpus(2)
+def test_streams_that_gather_for_nccl_wait_too(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", **UNTIED)
+    ranks = start_ranks(worker, 2, tmp_path / "store", path, backend="nccl")
+    assert results(ranks) == [True, True]
