@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -231,6 +232,19 @@ def test_short_of_memory_nothing_changes_and_close_ends_what_is_on_its_way(devic
     with pytest.raises(StateError, match="closed"):
         saver.resume()
     del tensors
+
+
+def test_a_saver_that_nobody_refers_to_ends_when_its_copies_have(device: str) -> None:
+    saver = MemorySaver(device)
+    backend, (tensors, _) = saver.backend, filled(saver, [MIB] * 3)
+    saver.pause()
+    with gated(saver) as gate:
+        saver.begin_resume()
+        del saver, tensors
+        gc.collect()
+        assert backend.committed_bytes >= 3 * MIB  # it is written to
+        gate.let(1000)
+        until(lambda: gc.collect() >= 0 and not backend.committed_bytes)
 
 
 @pytest.mark.alone

@@ -50,9 +50,10 @@ class Gate:
 @contextmanager
 def gated(saver: MemorySaver, piece: int = MIB) -> Iterator[Gate]:
     """Inside, pieces of at most so many bytes come when they are let."""
-    gate = Gate(saver)
+    backend, gate = saver.backend, Gate(saver)
+    del saver  # it may end inside
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver.backend, "feed", gate.feed)
+        patch.setattr(backend, "feed", gate.feed)
         patch.setattr(arrivals, "PIECE", piece)
         try:
             yield gate
