@@ -304,9 +304,9 @@ class MemorySaver:
         ``BackendError`` where content did not come. Until then ``mem_pool`` cannot allocate there.
         """
         with self._operation(), self._resuming(tags) as arenas:
-            arrival = Arrival(self.backend, arenas, order, self._settle_arrival)
             done = partial(self._recorder.record_all, "arrive", arenas)
-            self._transactions.begin_resume(arenas, arrival, done)
+            arrival = Arrival(self.backend, arenas, order, self._settle_arrival, done)
+            self._transactions.resume(arenas, arrival=arrival)
             return arrival
 
     @contextlib.contextmanager

@@ -41,8 +41,8 @@ BUGS = [
     Bug(
         "two processes resume at once (lock left out)",
         "memsaver/tag/transaction.py",
-        "        with self._device_lock:\n            refills",
-        "        if True:\n            refills",
+        "            with self._device_lock:\n                refills",
+        "            if True:\n                refills",
     ),
     Bug(
         "a discarded tag keeps its version (stale version)",

@@ -36,12 +36,15 @@ class Arrival:
         arenas: Sequence[Arena],
         order: Sequence[torch.Tensor],
         settle: Callable[[Arrival], None],
+        done: Callable[[float], None],
     ) -> None:
-        """order: what is to come first. settle: `Transactions.settle`, under the saver's lock."""
+        """order: what is to come first. settle: `Transactions.settle`, under the saver's lock.
+        done: is told the seconds that all copies took, unless they fail.
+        """
         self.arenas = tuple(arenas)
         self.undo = contextlib.ExitStack()  # takes the memory away again
         self.failure: Exception | None = None
-        self._backend, self._settle = backend, settle
+        self._backend, self._settle, self._done = backend, settle, done
         wanted = [(each.data_ptr(), each.nbytes) for each in order]
         saved = sorted(chain.from_iterable(map(_saved, arenas)))
         self._pieces = [parts for _, parts in cut(_in_order(saved, wanted), PIECE)]
@@ -52,9 +55,9 @@ class Arrival:
             self._spans += [(at, at + nbytes, number) for at, nbytes in parts]
         self._spans.sort()
 
-    def start(self, done: Callable[[float], None]) -> None:
-        """Has a thread begin. done: is told the seconds that all copies took, unless they fail."""
-        workers("arrivals", 1).submit(self._copy, done)
+    def start(self) -> None:
+        """Has a thread begin."""
+        workers("arrivals", 1).submit(self._copy)
 
     def wait(
         self,
@@ -100,10 +103,8 @@ class Arrival:
     def error(self) -> BackendError:
         """Returns what is raised for `failure`."""
         tags = ", ".join(repr(arena.tag) for arena in self.arenas)
-        return BackendError(
-            f"content did not come back to {tags}: {self.failure}; it is kept, and the memory is "
-            "given up: resume again"
-        )
+        why = f"content did not come back to {tags}: {self.failure}"
+        return BackendError(f"{why}; it is kept, and the memory is given up: resume again")
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> Iterator[int]:
         for each in tensors:
@@ -113,12 +114,12 @@ class Arrival:
                 if at < end and until > first:
                     yield number
 
-    def _copy(self, done: Callable[[float], None]) -> None:
+    def _copy(self) -> None:
         started, rest = time.perf_counter(), iter(self._queued)
         try:
             pieces = map(self._transfers, self._pieces)
             self._backend.feed(pieces, lambda event: next(rest).set_result(event), inward=True)
-            done(time.perf_counter() - started)
+            self._done(time.perf_counter() - started)
             self._copied.set_result(None)
         except BaseException as error:
             for each in (*rest, self._copied):

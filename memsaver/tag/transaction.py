@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -338,42 +338,25 @@ class Transactions:
 
     # ---------------------------------------------------------------- back
 
-    def resume(self, arenas: Sequence[Arena], at_least: int | None = None) -> None:
+    def resume(
+        self,
+        arenas: Sequence[Arena],
+        at_least: int | None = None,
+        arrival: Arrival | None = None,
+    ) -> None:
         """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to
-        give; at_least: when there are not even so many bytes for the one tag.
+        give; at_least: when there are not even so many bytes for the one tag. arrival: brings what
+        the host has of the content, beside what comes next.
         """
         with contextlib.suppress(ShortOfMemory):
-            self._resume(arenas)
+            self._resume(arenas, arrival)
             return
         self._reclaim()
         try:
-            self._resume(arenas)
+            self._resume(arenas, arrival)
         except ShortOfMemory:
             if at_least is None or not self._resume_most(arenas, at_least):
                 raise
-
-    def begin_resume(
-        self, arenas: Sequence[Arena], arrival: Arrival, done: Callable[[float], None]
-    ) -> None:
-        """Resumes as ``resume`` does, but for content in host memory, which the arrival brings.
-        done: see `Arrival.start`.
-        """
-        try:
-            self._begin_resume(arenas, arrival, done)
-        except ShortOfMemory:
-            self._reclaim()
-            self._begin_resume(arenas, arrival, done)
-
-    def _begin_resume(
-        self, arenas: Sequence[Arena], arrival: Arrival, done: Callable[[float], None]
-    ) -> None:
-        with contextlib.ExitStack() as undo:
-            self._bring_all(arenas, undo, late=True)
-            arrival.start(done)
-            arrival.undo = undo.pop_all()
-        self._arrivals += [arrival] if arenas else []
-        for arena in arenas:
-            arena.begin_arrival()
 
     def arrived(self, arena: Arena) -> Arena:
         """Returns the arena when all that is on its way to it is there."""
@@ -387,33 +370,28 @@ class Transactions:
         were, and ``BackendError`` is raised each time.
         """
         if arrival in self._arrivals:
+            failure = None
             try:
                 arrival.join()
                 for arena in arrival.arenas:
                     arena.verify()
             except Exception as error:
-                self._take_back(arrival, error)
-            else:
-                self._keep(arrival)
+                failure = error
+            self._end(arrival, failure)
         if arrival.failure is not None:
             raise arrival.error() from arrival.failure
 
     @held()
-    def _keep(self, arrival: Arrival) -> None:
+    def _end(self, arrival: Arrival, failure: Exception | None) -> None:
         self._arrivals.remove(arrival)
-        arrival.undo.pop_all()
-        for arena in arrival.arenas:
-            arena.end_resume()
-
-    @held()
-    def _take_back(self, arrival: Arrival, why: Exception) -> None:
-        self._arrivals.remove(arrival)
-        arrival.failure = why
+        arrival.failure = failure
         with arrival.undo as undo:
+            if failure is None:
+                undo.pop_all()
             for arena in arrival.arenas:
-                undo.callback(arena.lose)
-            # who was let at what had come may still be at work there
-            undo.callback(self._backend.synchronize)
+                undo.callback(arena.end_resume if failure is None else arena.lose)
+            if failure is not None:  # who was let at what had come may still be at work there
+                undo.callback(self._backend.synchronize)
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
         """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
@@ -474,21 +452,21 @@ class Transactions:
             self._revoke(self._pool.extents)
         self._backend.reclaim()
 
-    def _resume(self, arenas: Sequence[Arena]) -> None:
+    def _resume(self, arenas: Sequence[Arena], arrival: Arrival | None) -> None:
         with contextlib.ExitStack() as undo:
-            self._bring_all(arenas, undo)
-            undo.pop_all()
+            # else two processes could take half each of what is enough for one
+            with self._device_lock:
+                refills = [self._bring(arena, undo, arrival is not None) for arena in arenas]
+            for refill in refills:
+                refill.finish()
+            if arrival is not None:
+                arrival.start()
+            kept = undo.pop_all()
         for arena in arenas:
-            arena.end_resume()
-
-    def _bring_all(
-        self, arenas: Sequence[Arena], undo: contextlib.ExitStack, late: bool = False
-    ) -> None:
-        # else two processes could take half each of what is enough for one
-        with self._device_lock:
-            refills = [self._bring(arena, undo, late) for arena in arenas]
-        for refill in refills:
-            refill.finish()
+            arena.end_resume() if arrival is None else arena.begin_arrival()
+        if arrival is not None and arenas:
+            arrival.undo = kept
+            self._arrivals.append(arrival)
 
     def _bring(self, arena: Arena, undo: contextlib.ExitStack, late: bool) -> Refill:
         """Memory for all of the tag; content is on its way while the driver clears the rest, unless

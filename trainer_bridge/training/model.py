@@ -318,7 +318,10 @@ def await_shards(model: nn.Module, arrive: Arrive) -> None:
 def _await(group: Any, arrive: Arrive, module: nn.Module, args: object) -> None:
     streams = []
     if group.device.type == "cuda":
-        streams = [torch.cuda.current_stream(), group.comm_ctx.all_gather_copy_in_stream]
+        streams = [
+            torch.cuda.current_stream(group.device),
+            group.comm_ctx.all_gather_copy_in_stream,
+        ]
     arrive(_shards(group), streams)
 
 
