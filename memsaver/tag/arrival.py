@@ -14,7 +14,7 @@ import torch
 
 from memsaver.backup import HostBackup
 from memsaver.common.ranges import Range, Ranges, cut
-from memsaver.common.signals import deliver
+from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import PIECE, Backend, Transfer
@@ -44,6 +44,7 @@ class Arrival:
         self.arenas = tuple(arenas)
         self.undo = contextlib.ExitStack()  # takes the memory away again
         self.failure: Exception | None = None
+        self.arrived = False  # all copies are done
         self._backend, self._settle, self._done = backend, settle, done
         wanted = [(each.data_ptr(), each.nbytes) for each in order]
         saved = sorted(chain.from_iterable(map(_saved, arenas)))
@@ -73,32 +74,20 @@ class Arrival:
         if tensors is None:
             self._settle(self)
         elif not self.arrived:
-            for number in sorted(set(self._numbers(tensors))):
-                self._wait(number, streams)
-
-    def _wait(self, number: int, streams: Sequence[torch.cuda.Stream]) -> None:
-        try:
-            event = self._queued[number].result()
-        except Exception:
-            self._settle(self)  # raises it
-            raise
-        if event is None:
-            return
-        for stream in streams:
-            stream.wait_event(event)
-        if not streams:
-            event.synchronize()
-
-    @property
-    def arrived(self) -> bool:
-        """All copies are done."""
-        return self._copied.done() and self._copied.exception() is None
+            try:
+                events = _results([self._queued[each] for each in self._numbers(tensors)])
+            except Exception:
+                self._settle(self)  # raises it
+                raise
+            for event in events:
+                for stream in streams:
+                    stream.wait_event(event)
+                if not streams:
+                    event.synchronize()
 
     def join(self) -> None:
-        """Waits for the copies; raises what became of them. An interrupt does no harm."""
-        while wait([self._copied], _POLL_SECONDS).not_done:
-            deliver()
-        self._copied.result()
+        """Waits for the copies; raises what became of them."""
+        _results([self._copied])
 
     def error(self) -> BackendError:
         """Returns what is raised for `failure`."""
@@ -106,13 +95,15 @@ class Arrival:
         why = f"content did not come back to {tags}: {self.failure}"
         return BackendError(f"{why}; it is kept, and the memory is given up: resume again")
 
-    def _numbers(self, tensors: Sequence[torch.Tensor]) -> Iterator[int]:
+    def _numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Returns the pieces that these lie in."""
+        found = set[int]()
         for each in tensors:
             first, end = each.data_ptr(), each.data_ptr() + each.nbytes
             begin = max(0, bisect_right(self._spans, (first,)) - 1)
-            for at, until, number in self._spans[begin : bisect_left(self._spans, (end,))]:
-                if at < end and until > first:
-                    yield number
+            spans = self._spans[begin : bisect_left(self._spans, (end,))]
+            found |= {number for at, until, number in spans if at < end and until > first}
+        return sorted(found)
 
     def _copy(self) -> None:
         started, rest = time.perf_counter(), iter(self._queued)
@@ -120,6 +111,7 @@ class Arrival:
             pieces = map(self._transfers, self._pieces)
             self._backend.feed(pieces, lambda event: next(rest).set_result(event), inward=True)
             self._done(time.perf_counter() - started)
+            self.arrived = True
             self._copied.set_result(None)
         except BaseException as error:
             for each in (*rest, self._copied):
@@ -135,6 +127,16 @@ class Arrival:
                 assert isinstance(arena.backup, HostBackup)
                 for to, source, size in arena.backup.part(offset, nbytes):
                     yield arena.address + to, source, size
+
+
+@held()
+def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Waits for all; returns what is not None. An interrupt comes between two looks: in the middle
+    of one it would leave a future locked.
+    """
+    while wait(futures, _POLL_SECONDS).not_done:
+        deliver()
+    return [value for each in futures if (value := each.result()) is not None]
 
 
 def _saved(arena: Arena) -> Iterator[Range]:

@@ -93,6 +93,7 @@ def test_every_operation_on_a_tag_waits_for_all_of_it_and_others_do_not(device: 
     saver.close()
 
 
+@pytest.mark.soak
 @given(data=st.data())
 @settings(max_examples=rounds(100, 2000), deadline=None)
 def test_bits_are_those_of_a_plain_resume_in_every_order(data: st.DataObject) -> None:
@@ -247,6 +248,7 @@ def test_a_saver_that_nobody_refers_to_ends_when_its_copies_have(device: str) ->
         until(lambda: gc.collect() >= 0 and not backend.committed_bytes)
 
 
+@pytest.mark.soak
 @pytest.mark.alone
 def test_an_interrupt_at_any_moment_leaves_a_legal_state() -> None:
     saver = MemorySaver("cpu")

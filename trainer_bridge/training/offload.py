@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memsaver import Arrival, MemorySaver
+from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from rollout.partner import Partner, handing_over
 
@@ -153,11 +154,13 @@ class Parking:
             if tensors is None:
                 self._arriving.remove(each)
 
+    @held()  # an interrupt in the middle of a look would leave a future locked
     def _end_begun(self) -> None:
         """Waits for the copies out of what was begun, and for the memory of what comes back."""
         for each in self._begun:
             each.awaited.set()
-        wait([each.done for each in self._begun])  # an interrupt here leaves it begun
+        while wait([each.done for each in self._begun], _LOOK).not_done:
+            deliver()  # which leaves it begun
         for each in tuple(self._begun):
             if (error := each.done.exception()) is None:
                 if (arrival := each.done.result()) is not None:
