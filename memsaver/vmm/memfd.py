@@ -9,7 +9,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 
 import torch
@@ -19,7 +19,7 @@ from memsaver.common.libc import MAP_FAILED, libc
 from memsaver.errors import BackendError
 from memsaver.native import cpu_hook, shim
 from memsaver.native.shim import Operation
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Transfer, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.workers import workers
 
@@ -139,6 +139,16 @@ class HostBackend(Backend):
         started = time.perf_counter()
         self.copy(transfers)
         done(time.perf_counter() - started)
+
+    def feed(
+        self,
+        pieces: Iterable[Sequence[Transfer]],
+        queued: Callable[[Waitable | None], None],
+        inward: bool,
+    ) -> None:
+        for piece in pieces:
+            self.copy(piece)
+            queued(None)
 
     @property
     def device_free_bytes(self) -> int:

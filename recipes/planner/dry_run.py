@@ -44,7 +44,7 @@ from rollout import Rollout
 from trainer_bridge import Cycle
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import Runtime
+from trainer_bridge.training import Runtime, Wait
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
@@ -119,7 +119,7 @@ class PlannedTrainer(Trainer):
             super().park(*self.leaving)
         self.leaving = ()
 
-    def restore(self, *tags: str, wait: bool = True) -> None:
+    def restore(self, *tags: str, wait: Wait = True) -> None:
         if not wait and self.leaving:
             self.returning = tags
         else:

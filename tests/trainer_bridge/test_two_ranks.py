@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import memsaver
 from rollout import Engine
+from tests.helpers.memsaver.arrivals import gated
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import (
     config,
@@ -235,12 +237,16 @@ def worker(rank: int, path: str, out: str) -> None:
         "learned": bits(trainer, whole=True),
         "weights": whole(trainer),
     }
-    before = bits(trainer)
+    before = bits(trainer), trainer.compute_log_prob(make_batch(3))
     trainer.park()
     # Takes what was freed; a rank can have no process of its own.
     torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-    trainer.restore()
-    assert_same_bits(bits(trainer), before)
+    with gated(saver, 200) as gate, ThreadPoolExecutor(1) as thread:
+        trainer.restore(wait="memory")
+        thread.submit(gate.trickle)
+        assert trainer.compute_log_prob(make_batch(3)) == before[1]  # each unit as it arrives
+        trainer.restore()
+    assert_same_bits(bits(trainer), before[0])
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)

@@ -8,7 +8,7 @@ needlessly.
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -45,6 +45,8 @@ from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.packing import pack_if_possible
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.shards import like_shard, shard_box
+
+Arrive = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
 
 def build_model(
@@ -300,6 +302,37 @@ def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
         for param in chain.from_iterable(held):
             if param._module_info.param_name in NAMES:
                 param.reset_sharded_param()
+
+
+def shards_in_order(model: nn.Module) -> list[Tensor]:
+    """Returns this rank's shards as they lie on tags, in the order in which a forward of a decoder
+    gathers them: the root's, the embedding's, the layers', the head's.
+    """
+    return [*chain.from_iterable(map(_shards, _groups(model)))]
+
+
+def await_shards(model: nn.Module, arrive: Arrive) -> None:
+    """Has `arrive` called before each FSDP unit's forward, with what it gathers and the streams
+    that do (none on the CPU).
+    """
+    for group in _groups(model):
+        for module in group.modules:
+            hook = partial(_await, group, arrive)
+            module.register_forward_pre_hook(hook, prepend=True)  # before FSDP's
+
+
+def _await(group: Any, arrive: Arrive, module: nn.Module, args: object) -> None:
+    streams = []
+    if group.device.type == "cuda":
+        streams = [
+            torch.cuda.current_stream(group.device),
+            group.comm_ctx.all_gather_copy_in_stream,
+        ]
+    arrive(_shards(group), streams)
+
+
+def _shards(group: Any) -> list[Tensor]:
+    return [param._sharded_param_data for param in group.fsdp_params]
 
 
 def _keep_fp32_gradients(model: nn.Module) -> None:
