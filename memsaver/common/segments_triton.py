@@ -39,12 +39,9 @@ def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int 
 
 
 def compile_rows(kind: Kind) -> None:
-    """Compiles what `launch_rows` starts for plain rows of this kind, a program for each: copies
-    from an address on, digests of tables that hold addresses.
-    """
-    base = 0 if kind.source is None else 1 << 40
+    """Compiles what `launch_rows` starts for plain rows of this kind, a program for each."""
     run_segments.warmup(
-        torch.int64, torch.int64, base, 0, 1, **instance(kind), num_warps=WARPS, grid=(1,)
+        torch.int64, torch.int64, 0, 0, 1, **instance(kind), num_warps=WARPS, grid=(1,)
     )
 
 
@@ -145,7 +142,7 @@ def _run(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["partials", "base", "first", "last"])
 def run_segments(  # type: ignore[no-untyped-def]
-    rows, partials, base, first, last,
+    rows, partials, base: tl.int64, first, last,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +221,7 @@ def _grid(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["partials", "base", "first", "last"])
 def run_grids(  # type: ignore[no-untyped-def]
-    shapes, rows, partials, base, first, last,
+    shapes, rows, partials, base: tl.int64, first, last,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
