@@ -13,20 +13,23 @@ import torch
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl
 from rollout.model.params import one
-from rollout.model.sharding import Split, decoder_splits, shard_groups
+from rollout.model.sharding import Split, shard_groups
 from rollout.types import Manifest
 from rollout.weights import arena as weights_module
 from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
+from tests.helpers.rollout.splits import decoder_splits
 
 
 def pieces(
-    name: str, shape: tuple[int, ...], size: int, head_dim: int = 2
+    name: str, shape: tuple[int, ...], size: int, head_dim: int = 2, experts: int = 1
 ) -> list[list[tuple[tuple[int, ...], Any]]]:
     """For every rank the (start, shape) of what it stores."""
     found = []
     for rank in range(size):
-        (group,) = shard_groups([one(name, *shape)], decoder_splits(head_dim), rank, size)
+        (group,) = shard_groups(
+            [one(name, *shape)], decoder_splits(head_dim, size, experts), rank, size
+        )
         found.append([(piece.start, piece.shape) for piece in group.params[0].whole.pieces])
     return found
 
@@ -93,12 +96,14 @@ def test_what_cannot_be_shared_evenly_is_named(
 
 def layout(name: str, shape: tuple[int, ...], rank: int, size: int) -> Manifest:
     groups = [one("first", 7), one(name, *shape), one("last", 2)]
-    return build_manifest(shard_groups(groups, decoder_splits(2), rank, size), {}, torch.bfloat16)
+    return build_manifest(
+        shard_groups(groups, decoder_splits(2, size), rank, size), {}, torch.bfloat16
+    )
 
 
 def test_one_rank_stores_the_whole_model() -> None:
     groups = [one("mlp.experts.gate_up_proj", 2, 4, 3), one("model.embed_tokens.weight", 5, 3)]
-    assert shard_groups(groups, decoder_splits(2), 0, 1) == groups
+    assert shard_groups(groups, decoder_splits(2, 1), 0, 1) == groups
 
 
 def test_halves_of_a_fused_tensor_lie_in_one_stored_tensor() -> None:
@@ -124,10 +129,10 @@ def test_padded_rows_are_zeros_of_the_manifest() -> None:
 
 
 def test_every_element_is_stored_by_somebody() -> None:
-    for shape, split in (((12, 4), Split(dim=0, unit=2)), ((7, 4), Split(dim=0, padded=True))):
+    for shape, split in (((12, 4), Split(dim=0, units=(2,))), ((7, 4), Split(dim=0, padded=True))):
         seen = torch.zeros(shape, dtype=torch.int64)
         for rank in range(3):
-            (group,) = shard_groups([one("p", *shape)], {"p": split}, rank, 3)
+            (group,) = shard_groups([one("p", *shape)], {"p": [split]}, rank, 3)
             assert math.prod(group.params[0].shape) == -(-shape[0] // 3) * 4
             for piece in group.params[0].whole.pieces:
                 seen[
@@ -178,7 +183,7 @@ def test_digests_number_elements_of_whole_parameters(
     whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES}
     groups = [one(name, *shape) for name, shape in SHAPES]
     for rank in range(size):
-        shards = shard_groups(groups, decoder_splits(2), rank, size)
+        shards = shard_groups(groups, decoder_splits(2, size), rank, size)
         store = WeightStore(shards, {}, torch.bfloat16, MemorySaver(device=device))
         store.load(whole.items(), "test")
         assert store.digest() == numbered(store, whole), (rank, size)
