@@ -71,14 +71,13 @@ def whole_params(trainer: Trainer) -> dict[str, Tensor]:
     return {name: param.detach().full_tensor() for name, param in named}
 
 
-def arrives_in_parts(trainer: Trainer, path: str) -> bool:
+def arrives_in_parts(trainer: Trainer, path: str, experts: int = 1) -> bool:
     """Whether each rank of a tensor-parallel engine has every bit of its part after a sync; all
-    ranks of the trainer are its ranks, too.
+    ranks of the trainer are its ranks, too. experts: see `EngineConfig.expert_parallel`.
     """
-    group = dist.group.WORLD
-    engine = Engine.from_pretrained(
-        path, kv_tokens=64, tensor_parallel_size=dist.get_world_size(), group=group
-    )
+    size = dist.get_world_size()
+    sizes = {"tensor_parallel_size": size, "expert_parallel": experts}
+    engine = Engine.from_pretrained(path, kv_tokens=64, group=dist.group.WORLD, **sizes)
     trainer.connect([engine])
     trainer.sync_weights(2)
     whole, same = whole_params(trainer), []
