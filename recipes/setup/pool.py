@@ -87,6 +87,9 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
     from rollout.weights import arena_nbytes
 
     size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
+    if experts > 1 and not model.has_experts:
+        key, rule = "engine.expert_parallel", "the model has no experts to divide"
+        raise RecipeError(f"{key}={experts}: {rule}; set {key}=1")
     try:
         return arena_nbytes(rank_groups(model, 0, size, experts), dtype)
     except ValueError as error:
