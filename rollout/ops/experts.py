@@ -99,7 +99,7 @@ def mix_experts(
     if use_triton(impl, x.device):
         from rollout.ops.experts_triton import mix_experts_triton
 
-        return mix_experts_triton(x, ids, weights, gate_up, down, share)
+        return mix_experts_triton(x, ids, weights, gate_up, down, *share)
     out = x.new_zeros((*ids.shape, x.shape[1]))
     for expert in set(ids.unique().tolist()) & {*range(share.first, share.first + len(down))}:
         token, choice = (ids == expert).nonzero(as_tuple=True)

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.ops.activation_triton import gated
-from rollout.ops.experts import Share
 
 _TILE = 16384  # elements of a program's table of pairs and experts
 _CHUNKS = 128  # programs that sort, about
@@ -23,9 +22,9 @@ _FEW = 4096  # pairs that each program counts for itself, to spare a kernel
 
 
 def mix_experts_triton(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, share: Share
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int, total: int
 ) -> Tensor:
-    """Same contract as `mix_experts`."""
+    """Same contract as `mix_experts`; first, total: its `share`."""
     assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
     if not experts:
@@ -33,16 +32,16 @@ def mix_experts_triton(
     out = torch.empty_like(x)
     if tokens:
         with torch.cuda.device_of(x):
-            blocks = product_blocks(ids.numel(), share.total, x)
-            pairs = sort_pairs(ids, experts, blocks.rows, share.first)
+            blocks = product_blocks(ids.numel(), total, x)
+            pairs = sort_pairs(ids, experts, blocks.rows, first)
             act = x.new_empty((ids.numel(), inner))
             _launch(x, gate_up, act, pairs, top_k, blocks, gate=True)
             each = x.new_empty((ids.numel(), hidden))
             _launch(act, down, each, pairs, top_k, blocks, gate=False)
             block = min(1024, triton.next_power_of_2(hidden))
             _sum[(tokens, triton.cdiv(hidden, block))](
-                each, weights, ids, out, hidden, share.first, experts, TOP_K=top_k, BLOCK=block,
-                ALL=experts == share.total, enable_fp_fusion=False,
+                each, weights, ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=block,
+                ALL=experts == total, enable_fp_fusion=False,
             )  # fmt: skip
     return out
 

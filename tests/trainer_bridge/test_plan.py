@@ -368,10 +368,10 @@ def test_each_engine_rank_gets_its_experts_alone(experts: int, replicas: int) ->
     shards = []
     for number, (name, shape) in itertools.product(range(replicas * 4), shapes.items()):
         at = divmod(number, 4)
-        box = local_box(shape, [Replicate(), Shard(0)], (replicas, 4), at)
+        start, size = local_box(shape, [Replicate(), Shard(0)], (replicas, 4), at)
         shards.append(
             SourceShard(
-                name=name, global_shape=shape, dtype="float32", rank=number, **box._asdict()
+                name=name, global_shape=shape, dtype="float32", rank=number, start=start, shape=size
             )
         )
     places = [f"GPU-{rank}" for rank in range(4 * replicas)]

@@ -89,12 +89,10 @@ class AttentionConfig(MixerConfig):
         queries = [Split(dim=0, units=(self.query_rows // self.num_heads * dim,))]
         keys = [Split(dim=0, units=(dim,), copies=True)]
         rows = {"q": queries, "k": keys, "v": keys}
-        found = {
-            f"self_attn.{name}_proj.{kind}": split
-            for name, split in rows.items()
-            for kind in ("weight", "bias")
-        }
-        return {**found, "self_attn.o_proj.weight": [Split(dim=1, units=(dim,))]}
+        found: dict[str, list[Split]] = {"self_attn.o_proj.weight": [Split(dim=1, units=(dim,))]}
+        for kind in ("weight", "bias"):
+            found |= {f"self_attn.{name}_proj.{kind}": split for name, split in rows.items()}
+        return found
 
     def of_rank(self, size: int) -> AttentionConfig:
         return replace(

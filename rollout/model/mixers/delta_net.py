@@ -69,7 +69,7 @@ class DeltaNetConfig(MixerConfig):
         ]
 
     def splits(self) -> Splits:
-        """By key heads, each with the value heads that share it."""
+        """Shares by key heads, each with the value heads that share it."""
         keys, values = self.key_dim, self.shared * self.value_dim
         units = {
             "in_proj_qkvz.weight": (2 * keys + 2 * values,),
