@@ -152,11 +152,13 @@ class ExpertsConfig(MLPConfig):
 
     def splits(self, size: int, experts: int) -> Splits:
         each = size // experts
-        mine = [Split(dim=0, uneven=True, count=experts, stride=each)] if experts > 1 else []
+        whole = [Split(dim=0, uneven=True, count=experts, stride=each)] if experts > 1 else []
+        # [experts, gate rows then up rows, hidden]
+        rows = [Split(dim=1, units=(1, 1), count=each)] if each > 1 else []
+        columns = [Split(dim=2, count=each)] if each > 1 else []
         return {
-            # [experts, gate rows then up rows, hidden]
-            "mlp.experts.gate_up_proj": [*mine, Split(dim=1, units=(1, 1), count=each)],
-            "mlp.experts.down_proj": [*mine, Split(dim=2, count=each)],
+            "mlp.experts.gate_up_proj": [*whole, *rows],
+            "mlp.experts.down_proj": [*whole, *columns],
             **shared_inner(f"mlp.{self.shared_name}"),
         }
 

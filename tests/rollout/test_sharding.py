@@ -61,6 +61,31 @@ def test_two_ranks(name: str, shape: tuple[int, ...], expected: object) -> None:
     assert pieces(name, shape, 2) == expected
 
 
+@pytest.mark.parametrize(
+    ("experts", "held"),
+    [
+        (1, [(0, 5)] * 4),
+        (2, [(0, 3), (0, 3), (3, 2), (3, 2)]),  # neighbours have the same ones
+        (4, [(0, 2), (2, 2), (4, 1), None]),
+    ],
+)
+def test_experts_in_parts(experts: int, held: list[tuple[int, int] | None]) -> None:
+    """Five experts over four ranks; inner channels over the ranks of a part."""
+    inner = 2 * experts
+    gate_up = pieces("mlp.experts.gate_up_proj", (5, 16, 3), 4, experts=experts)
+    down = pieces("mlp.experts.down_proj", (5, 3, 8), 4, experts=experts)
+    for rank, mine in enumerate(held):
+        expected, columns = [], []
+        if mine is not None:
+            first, size = mine
+            at = rank % (4 // experts) * inner
+            expected = [((first, half + at, 0), (size, inner, 3)) for half in (0, 8)]
+            columns = [((first, 0, at), (size, 3, inner))]
+        whole = experts == 4 and mine is not None
+        assert gate_up[rank] == ([((first, 0, 0), (size, 16, 3))] if whole else expected)
+        assert down[rank] == columns
+
+
 def test_ranks_beyond_the_kv_heads_hold_copies_in_order() -> None:
     starts = [rank[0][0][0] for rank in pieces("self_attn.k_proj.weight", (4, 3), 8)]
     assert starts == [0, 0, 0, 0, 2, 2, 2, 2], "query heads 0..3 share KV head 0"

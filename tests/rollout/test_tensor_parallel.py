@@ -314,6 +314,17 @@ def test_what_cannot_be_shared_is_refused_at_load(
         Engine.from_pretrained(saved(kind, **overrides)[0], tensor_parallel_size=2, **CONFIG)
 
 
+def test_a_dense_model_has_no_experts_to_divide(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engine.TensorParallel", Alone)
+    sizes = {"tensor_parallel_size": 2, "expert_parallel": 2}
+    with pytest.raises(ValueError, match="expert_parallel=2 is for mixtures of experts"):
+        Engine.from_pretrained(paths[0], **sizes, **CONFIG)
+    with pytest.raises(ValueError, match="expert_parallel=3 must divide tensor_parallel_size=4"):
+        EngineConfig(tensor_parallel_size=4, expert_parallel=3)
+
+
 def test_a_group_is_needed_and_swapping_tiers_are_taken(paths: list[str]) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs Engine"):
         Engine.from_pretrained(paths[0], tensor_parallel_size=2)
