@@ -48,10 +48,10 @@ def random_mixture(seed: int) -> Model:
         rng.choice([1, 2, 3, 5, 8, 16, 31, 40]),
         (rng.choice([1, 2]), rng.choice(SIZES)),
     )
-    top_k, inner = rng.randint(1, min(8, experts)), rng.randint(1, 8)
+    top_k, inner = rng.randint(1, min(8, experts)), rng.randint(2, 8)
     # what four ranks divide, or two of them, or one
     inner *= max(size // part for size, part in zip(SIZES, parts, strict=True))
-    found = {"num_experts_per_tok": top_k, "hidden_size": rng.choice([48, 36])}
+    found = {"num_experts_per_tok": top_k, "hidden_size": rng.choice([48, 40])}
     if kind == "mixtral":
         found |= {"num_local_experts": experts, "head_dim": 12}
         return kind, {**found, "intermediate_size": inner}, parts
@@ -136,12 +136,12 @@ def groups(rank: int) -> dict[int, dist.ProcessGroup]:
     return found
 
 
-def generate(rank: int, paths: list[str]) -> dict[int, Any]:
-    """By size: the answers of every model."""
+def generate(rank: int, paths: list[str], divided: list[tuple[int, int]]) -> dict[int, Any]:
+    """By size: the answers of every model. divided: `expert_parallel` of each."""
     found: dict[int, Any] = {}
     for size, group in groups(rank).items():
         found[size] = []
-        for path, (_, _, parts) in zip(paths, MODELS, strict=True):
+        for path, parts in zip(paths, divided, strict=True):
             sizes = {"tensor_parallel_size": size, "expert_parallel": parts[SIZES.index(size)]}
             engine = Engine.from_pretrained(path, group=group, **sizes, **config(path))
             found[size].append(answers(engine))
@@ -155,7 +155,8 @@ def paths(saved: Saved) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
-    return results(start_ranks(generate, 4, tmp_path_factory.mktemp("meet") / "store", paths))
+    store, divided = tmp_path_factory.mktemp("meet") / "store", [parts for _, _, parts in MODELS]
+    return results(start_ranks(generate, 4, store, paths, divided), 400)
 
 
 @pytest.mark.parametrize("model", range(len(MODELS)), ids=[kind for kind, _, _ in MODELS])
