@@ -116,8 +116,8 @@ class Pairs(NamedTuple):
     blocks: Tensor
 
 
-def sort_pairs(ids: Tensor, experts: int, block_m: int, begin: int = 0) -> Pairs:
-    """ids: int64 [T, top_k], contiguous, at least one. experts: held, those from `begin` on."""
+def sort_pairs(ids: Tensor, experts: int, block_m: int, base: int = 0) -> Pairs:
+    """ids: int64 [T, top_k], contiguous, at least one. experts: held, those from `base` on."""
     pairs, width = ids.numel(), max(32, triton.next_power_of_2(experts))  # histograms need 32
     few = pairs <= _FEW
     rows = max(1, (_TILE // 4 if few else _TILE) // width)
@@ -130,9 +130,9 @@ def sort_pairs(ids: Tensor, experts: int, block_m: int, begin: int = 0) -> Pairs
     )
     sizes: dict[str, int] = {"CHUNK": chunk, "ROWS": rows, "EXPERTS": width}
     if not few:
-        _count[(chunks,)](ids, counts, pairs, begin, experts, **sizes, num_warps=8)
+        _count[(chunks,)](ids, counts, pairs, base, experts, **sizes, num_warps=8)
     _place[(chunks,)](
-        ids, counts, order, blocks, pairs, chunks, most, begin, experts, **sizes, BLOCK_M=block_m,
+        ids, counts, order, blocks, pairs, chunks, most, base, experts, **sizes, BLOCK_M=block_m,
         FEW=max(256, triton.next_power_of_2(pairs)) if few else 0,
         BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
     )  # fmt: skip
@@ -152,36 +152,39 @@ def _launch(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count(  # type: ignore[no-untyped-def]
-    ids, counts, pairs, begin, held, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+    ids, counts, pairs, base, held, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ):
     """Program (chunk): how many of its pairs go to each expert."""
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, CHUNK, ROWS):
         at = tl.program_id(0) * CHUNK + first
-        hit, _ = _hits(ids, at, pairs, begin, held, ROWS, EXPERTS)
+        hit, _, _ = _hits(ids, at, pairs, base, held, ROWS, EXPERTS)
         total += tl.sum(hit, 0)
     tl.store(counts + tl.program_id(0) * EXPERTS + expert, total)
 
 
 @triton.jit
-def _hits(ids, first, pairs, begin, held, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 [ROWS, EXPERTS], 1 where a pair goes to a held expert, and the pairs [ROWS]."""
+def _hits(ids, first, pairs, base, held, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [ROWS, EXPERTS], 1 where a pair goes to a held expert; the pairs [ROWS]; and which go
+    to one.
+    """
     pair = first + tl.arange(0, ROWS)
-    chosen = _held(ids, pair, pairs, begin, held)
-    return (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32), pair
+    chosen = _held(ids, pair, pairs, base, held)
+    hit = (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+    return hit, pair, chosen >= 0
 
 
 @triton.jit
-def _held(ids, pair, pairs, begin, held):  # type: ignore[no-untyped-def]
+def _held(ids, pair, pairs, base, held):  # type: ignore[no-untyped-def]
     """Number of each pair's expert among the held ones, int32; -1 where it is none of them."""
-    chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32) - begin
+    chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32) - base
     return tl.where((chosen >= 0) & (chosen < held), chosen, -1)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "most"])
 def _place(  # type: ignore[no-untyped-def]
-    ids, counts, order, blocks, pairs, chunks, most, begin, held, CHUNK: tl.constexpr,
+    ids, counts, order, blocks, pairs, chunks, most, base, held, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
@@ -192,11 +195,11 @@ def _place(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, EXPERTS)
     if FEW:
         each = tl.arange(0, FEW)
-        chosen = _held(ids, each, pairs, begin, held)
-        mine = chosen >= 0
+        chosen = _held(ids, each, pairs, base, held)
+        counted = chosen >= 0
         chosen = tl.maximum(chosen, 0)
-        total = tl.histogram(chosen, EXPERTS, mask=mine)
-        at = tl.histogram(chosen, EXPERTS, mask=mine & (each < chunk * CHUNK))
+        total = tl.histogram(chosen, EXPERTS, mask=counted)
+        at = tl.histogram(chosen, EXPERTS, mask=counted & (each < chunk * CHUNK))
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         at = tl.zeros((EXPERTS,), tl.int32)
@@ -208,9 +211,9 @@ def _place(  # type: ignore[no-untyped-def]
     end = tl.cumsum(total, 0)
     at += end - total
     for first in range(0, CHUNK, ROWS):
-        hit, pair = _hits(ids, chunk * CHUNK + first, pairs, begin, held, ROWS, EXPERTS)
+        hit, pair, here = _hits(ids, chunk * CHUNK + first, pairs, base, held, ROWS, EXPERTS)
         to = tl.sum(hit * (at[None, :] + tl.cumsum(hit, 0) - 1), 1)
-        tl.store(order + to, pair, mask=tl.sum(hit, 1) > 0)
+        tl.store(order + to, pair, mask=here)
         at += tl.sum(hit, 0)
 
     needed = (total + BLOCK_M - 1) // BLOCK_M
@@ -294,7 +297,7 @@ def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
-    each, weights, ids, out, hidden, begin, held, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    each, weights, ids, out, hidden, base, held, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of the hidden size): the sum over its choices, in their order. ALL:
@@ -308,7 +311,7 @@ def _sum(  # type: ignore[no-untyped-def]
         pair = token * TOP_K + choice
         mine = inside
         if not ALL:
-            mine = inside & (_held(ids, pair, pair + 1, begin, held) >= 0)
+            mine = inside & (_held(ids, pair, pair + 1, base, held) >= 0)
         value = tl.load(each + pair * hidden + column, mask=mine, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair)
         total += (value * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)

@@ -12,6 +12,7 @@ from torch import Tensor
 from memsaver.common.dispatch import Impl
 from rollout.model.sharding import held
 from rollout.ops.experts import Routing, Share, mix_experts
+from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 
 # Triton's interpreter
@@ -166,3 +167,34 @@ def test_the_likeliest_experts_are_weighed_by_their_probabilities(device: str) -
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
     _, normalised = Routing(top_k=2, normalise=True).choose(logits)
     torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))
+
+
+def test_what_knows_the_held_experts_compiles() -> None:
+    """The interpreter takes what the compiler does not: a loop that changes a variable's type."""
+    assert compile_alone(COMPILE).split() == ["_count", "_place", "_place", "_sum", "_sum"]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rollout.ops import experts_triton as kernels
+
+sizes = dict(CHUNK=32, ROWS=32, EXPERTS=32)
+place = sizes | dict(BLOCK_M=16, BLOCKS=8)
+each = dict(TOP_K=2, BLOCK=64)
+for kernel, constants in (
+    (kernels._count, sizes),
+    (kernels._place, place | dict(FEW=0)),
+    (kernels._place, place | dict(FEW=256)),
+    (kernels._sum, each | dict(ALL=True)),
+    (kernels._sum, each | dict(ALL=False)),
+):
+    types = dict(ids="*i64", each="*bf16", weights="*fp32", out="*bf16")
+    types |= dict.fromkeys(("counts", "order", "blocks"), "*i32")
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.fn.__name__)
+"""
