@@ -121,7 +121,15 @@ def config(path: str) -> dict[str, Any]:
 
 
 def answers(engine: Engine) -> list[Completion]:
-    found = [engine.generate(PROMPTS, params) for params in (GREEDY, SAMPLED)]
+    """Asleep once amid the greedy ones, which are preempted and begin again."""
+
+    def nap(done: int, total: int, tokens: int) -> None:
+        if tokens >= 9 and not engine.scheduler.preemptions:
+            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.wake_up()
+
+    found = [engine.generate(PROMPTS, GREEDY, on_progress=nap), engine.generate(PROMPTS, SAMPLED)]
+    assert engine.scheduler.preemptions
     engine.check_integrity()
     return [sample for out in found for request in out for sample in request]
 
