@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ TOLERANCE = 2**-5  # of the largest output: bf16 rounds products, factors and th
 Run = Callable[[], Tensor]
 
 
-class Experts(NamedTuple):
+@dataclass(frozen=True)
+class Experts:
     """x [T, H], choices and weights [T, k], stacked weights. share: which of all they are."""
 
     x: Tensor
@@ -61,7 +63,8 @@ def draw(scale: Scale, tokens: int) -> Experts:
 
 
 def mix(case: Experts, impl: Impl) -> Tensor:
-    return mix_experts(*case[:5], impl=impl, share=case.share)
+    tensors = case.x, case.ids, case.weights, case.gate_up, case.down
+    return mix_experts(*tensors, impl=impl, share=case.share)
 
 
 def kernels(case: Experts) -> Run:
@@ -73,10 +76,10 @@ def first_rank(case: Experts) -> dict[str, Experts]:
     experts, _, inner = case.down.shape
     gate_up = case.gate_up.unflatten(1, (2, inner))[:, :, : inner // 2].flatten(1, 2).contiguous()
     down = case.down[:, :, : inner // 2].contiguous()
-    few = case._replace(gate_up=case.gate_up[: experts // 2], down=case.down[: experts // 2])
+    few = replace(case, gate_up=case.gate_up[: experts // 2], down=case.down[: experts // 2])
     return {
-        "a rank of TP 2": case._replace(gate_up=gate_up, down=down),
-        "a rank of EP 2": few._replace(share=Share(0, experts)),
+        "a rank of TP 2": replace(case, gate_up=gate_up, down=down),
+        "a rank of EP 2": replace(few, share=Share(0, experts)),
     }
 
 
@@ -98,10 +101,10 @@ def rivals() -> dict[str, Callable[[Experts], Run]]:
 def check(case: Experts, run: Run) -> float:
     """The largest difference from the reference in fp32, in parts of the largest output."""
     count = min(64, len(case.x))
-    few = case._replace(
-        x=case.x[:count].float(), ids=case.ids[:count], weights=case.weights[:count].float()
+    few = replace(
+        case, x=case.x[:count].float(), ids=case.ids[:count], weights=case.weights[:count].float()
     )
-    exact = mix(few._replace(gate_up=case.gate_up.float(), down=case.down.float()), "torch")
+    exact = mix(replace(few, gate_up=case.gate_up.float(), down=case.down.float()), "torch")
     apart = float((run()[:count] - exact).abs().max() / exact.abs().max())
     assert apart <= TOLERANCE, f"{apart} of the largest output apart"
     return apart
