@@ -108,4 +108,5 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "kv_cache_dtype": section.kv_cache_dtype,
         "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,
         "tensor_parallel_size": tensor,
+        "expert_parallel": section.expert_parallel,
     }

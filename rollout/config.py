@@ -47,8 +47,10 @@ class EngineConfig:
     neither.
     seed: of the requests that bring none.
     tensor_parallel_size: processes that share the model, each with an engine of this config and
-    `Engine(..., group=)`; for attention with heads in every layer, without double sparsity and FP4.
-    kv_tokens is what each of them holds.
+    `Engine(..., group=)`, without double sparsity and FP4. kv_tokens is what each of them holds.
+    expert_parallel: so many parts are made of each layer's experts, a divisor of
+    tensor_parallel_size; the ranks of one part share its experts' inner channels. 1: every rank has
+    inner channels of every expert.
     """
 
     kv_tokens: int = 4096
@@ -69,6 +71,7 @@ class EngineConfig:
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         for key in (
@@ -77,6 +80,7 @@ class EngineConfig:
             "max_running",
             "max_prefill_tokens",
             "tensor_parallel_size",
+            "expert_parallel",
         ):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
@@ -104,6 +108,11 @@ class EngineConfig:
         if self.tiers is not None and not self.prefix_cache:
             raise ValueError(
                 "tiers are part of the prefix cache; use prefix_cache=True with them, or tiers=None"
+            )
+        if self.tensor_parallel_size % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel={self.expert_parallel} must divide "
+                f"tensor_parallel_size={self.tensor_parallel_size}"
             )
         if self.tensor_parallel_size > 1 and (
             self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"

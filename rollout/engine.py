@@ -82,8 +82,9 @@ class Engine(EngineBase):
         self.config = config
         self.saver = saver
         self.max_context_len = _context_len(model, config)
+        split = self._ranks.rank, self._ranks.size, config.expert_parallel
         self.store = WeightStore(
-            rank_groups(model, self._ranks.rank, self._ranks.size),
+            rank_groups(model, *split),
             aliases(model),
             dtype,
             saver,
@@ -98,7 +99,7 @@ class Engine(EngineBase):
             max_running=config.max_running,
             max_prefill_tokens=config.max_prefill_tokens,
         )
-        mine = rank_model(model, self._ranks.size)
+        mine = rank_model(model, *split)
         self.runner = ModelRunner(
             mine, self.store, self.cache, attention=config.attention, ranks=self._ranks
         )

@@ -34,7 +34,7 @@ def engine_sizes(
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.hosted
-    known = _known(model, size)
+    known = _known(model)
     if known is None:  # an even share
         parameters = sum(param.numel() for param in model.parameters())
         weights = parameters * dtype.itemsize // size
@@ -44,7 +44,8 @@ def engine_sizes(
         own = rank_weights(recipe, known, dtype)
         weights = hosted_weights(known, dtype, size) if hosted else own
         hidden = known.hidden_size
-        widths = max((mlp.widths(hidden, size) for mlp in known.mlps), key=sum)
+        experts = recipe.engine.expert_parallel
+        widths = max((mlp.widths(hidden, size, experts) for mlp in known.mlps), key=sum)
     kept = rank_kept(recipe, model.config, dtype)
     states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
     if tokens is None:
@@ -82,19 +83,15 @@ def _wanted(recipe: Recipe, token_bytes: int, prompt_tokens: int) -> int:
     return round_up(tokens * token_bytes, LEAST)
 
 
-def _known(model: Any, ranks: int) -> ModelConfig | None:
-    """Returns the model as the engine knows it; None: it cannot compute it, or not by several ranks
-    what is planned all the same (DeepSeek with experts).
-    """
+def _known(model: Any) -> ModelConfig | None:
+    """Returns the model as the engine knows it; None: it cannot compute it."""
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         try:
-            known = load_model_config(folder)
+            return load_model_config(folder)
         except ValueError:
             return None
-    latent = getattr(model.config, "kv_lora_rank", None)
-    return None if latent and known.has_experts and ranks > 1 else known
 
 
 def _graphs(

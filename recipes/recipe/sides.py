@@ -84,6 +84,7 @@ class EngineSection(Section):
     kv_cache_dtype: str = "auto"  # what the pool stores: auto is model.dtype
     host_to_device_ratio: float = 0.0  # host memory below the pool, in sizes of the pool; 0: none
     tensor_parallel_size: int = 1  # devices that share one engine
+    expert_parallel: int = 1  # parts made of each layer's experts; 1: devices share every expert
     prefix_states: int = 16  # of models with linear layers: prompts whose states are kept; 0: off
     options: dict[str, Any] | None = None  # further ones of `vllm.LLM`, or SGLang's `Engine`
 
@@ -106,7 +107,8 @@ class EngineSection(Section):
         if fraction is not None:
             ninety = "set engine.mem_fraction_static=0.9"
             yield Rule("mem_fraction_static", *rules.BETWEEN_0_AND_1, ninety)
-        yield Rule("page_size max_running max_prefill_tokens tensor_parallel_size", *at_least(1))
+        counts = "page_size max_running max_prefill_tokens tensor_parallel_size expert_parallel"
+        yield Rule(counts, *at_least(1))
         yield Rule("prefix_states", *at_least(0), "set engine.prefix_states=0 (off)")
         if tokens is not None:
             words = f"must be a positive multiple of engine.page_size={page}"
@@ -118,6 +120,9 @@ class EngineSection(Section):
         words = "excludes engine.kv_cache_dtype=fp4_e2m1"
         good = self.tensor_parallel_size == 1 or self.kv_cache_dtype != "fp4_e2m1"
         yield Rule("tensor_parallel_size", good, words, "set engine.kv_cache_dtype=auto")
+        words = f"must divide engine.tensor_parallel_size={self.tensor_parallel_size}"
+        good = self.tensor_parallel_size % max(1, self.expert_parallel) == 0
+        yield Rule("expert_parallel", good, words, "set engine.expert_parallel=1")
         words = "must be 1 (keep on the host) or 2 (discard)"
         yield Rule("sleep_level", self.sleep_level in (1, 2), words)
 

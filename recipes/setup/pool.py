@@ -82,13 +82,16 @@ def pool_grows(recipe: Recipe, config: Any) -> bool:
 
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of one rank's weights; all take the same. RecipeError for ranks that cannot be."""
+    """The bytes of rank 0's weights, none takes more. RecipeError for ranks that cannot be."""
     from rollout.model import rank_groups
     from rollout.weights import arena_nbytes
 
-    size = recipe.engine.tensor_parallel_size
+    size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
+    if experts > 1 and not model.has_experts:
+        key, rule = "engine.expert_parallel", "the model has no experts to divide"
+        raise RecipeError(f"{key}={experts}: {rule}; set {key}=1")
     try:
-        return arena_nbytes(rank_groups(model, 0, size), dtype)
+        return arena_nbytes(rank_groups(model, 0, size, experts), dtype)
     except ValueError as error:
         key = "engine.tensor_parallel_size"
         raise RecipeError(f"{key}={size}: {one_line(error)}; set {key}=1") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.params import Group, one, stack
+from rollout.model.sharding import Split, Splits, held
 from rollout.ops.activation import silu_mul
-from rollout.ops.experts import Routing, mix_experts
+from rollout.ops.experts import Routing, Share, mix_experts
 
 if TYPE_CHECKING:
     from rollout.weights.store import WeightStore
@@ -37,13 +38,23 @@ class MLPConfig(ABC):
         return {}
 
     @abstractmethod
+    def splits(self, size: int, experts: int) -> Splits:
+        """Returns how `size` tensor-parallel ranks share its parameters: by inner channels, experts
+        in so many parts of whole ones, each shared by `size / experts` ranks.
+        """
+
+    def of_rank(self, rank: int, size: int, experts: int) -> MLPConfig:
+        """Returns it as one rank computes it."""
+        return self
+
+    @abstractmethod
     def build(self, store: WeightStore, name: str) -> MLP:
         """Makes what computes it, over views of the weight store."""
 
     @abstractmethod
-    def widths(self, hidden_size: int, ranks: int) -> list[int]:
-        """Returns how many elements a token has in each tensor that lies in memory between the
-        first product and the last, on one of so many tensor-parallel ranks.
+    def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
+        """Returns how many elements a token has, at most, in each tensor that lies in memory
+        between the first product and the last, on one rank. size, experts: as of `splits`.
         """
 
 
@@ -61,13 +72,16 @@ class GatedConfig(MLPConfig):
             one(name + "down_proj.weight", hidden_size, self.inner),
         ]
 
+    def splits(self, size: int, experts: int) -> Splits:
+        return shared_inner("mlp.")
+
     def build(self, store: WeightStore, name: str) -> MLP:
         gate_up = store.tensor(name + "gate_up_proj.weight")
         down = store.tensor(name + "down_proj.weight")
         return lambda x: F.linear(silu_mul(F.linear(x, gate_up)), down)
 
-    def widths(self, hidden_size: int, ranks: int) -> list[int]:
-        inner = self.inner // ranks
+    def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
+        inner = self.inner // size
         return [2 * inner, inner]
 
 
@@ -78,7 +92,8 @@ class ExpertsConfig(MLPConfig):
     wide_router: its product is one of fp32. wide_weights: a token's weights stay fp32, and are not
     rounded to the model's dtype. bias: experts are compared with a constant fp32 bias. shared: a
     SwiGLU MLP of so many channels that every token goes through; None: there is none. shared_gate:
-    it is multiplied by the sigmoid of a product of its own (Qwen3-Next).
+    it is multiplied by the sigmoid of a product of its own (Qwen3-Next). first: the number of the
+    first expert that this rank holds.
     """
 
     experts: int
@@ -89,6 +104,7 @@ class ExpertsConfig(MLPConfig):
     bias: bool = False
     shared: int | None = None
     shared_gate: bool = True
+    first: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -134,11 +150,37 @@ class ExpertsConfig(MLPConfig):
             groups.append(one(name + "shared_expert_gate.weight", 1, hidden_size))
         return groups
 
+    def splits(self, size: int, experts: int) -> Splits:
+        each = size // experts
+        whole = [Split(dim=0, uneven=True, count=experts, stride=each)] if experts > 1 else []
+        # [experts, gate rows then up rows, hidden]
+        rows = [Split(dim=1, units=(1, 1), count=each)] if each > 1 else []
+        columns = [Split(dim=2, count=each)] if each > 1 else []
+        return {
+            "mlp.experts.gate_up_proj": [*whole, *rows],
+            "mlp.experts.down_proj": [*whole, *columns],
+            **shared_inner(f"mlp.{self.shared_name}"),
+        }
+
+    def of_rank(self, rank: int, size: int, experts: int) -> ExpertsConfig:
+        number = rank // (size // experts)
+        return replace(self, first=held(self.experts, experts, number)[0])
+
     def build(self, store: WeightStore, name: str) -> Experts:
         return Experts(self, store, name)
 
-    def widths(self, hidden_size: int, ranks: int) -> list[int]:
-        return [self.top_k * self.inner // ranks, self.top_k * hidden_size]
+    def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
+        return [self.top_k * self.inner * experts // size, self.top_k * hidden_size]
+
+
+def shared_inner(name: str) -> Splits:
+    """Returns how ranks share the inner channels of a SwiGLU MLP of this name."""
+    rows = [Split(dim=0)]
+    return {
+        f"{name}gate_proj.weight": rows,
+        f"{name}up_proj.weight": rows,
+        f"{name}down_proj.weight": [Split(dim=1)],
+    }
 
 
 class Experts:
@@ -170,7 +212,8 @@ class Experts:
         if self.routed is not None:
             self.routed[: len(ids)] = ids
         weights = weights if config.wide_weights else weights.to(x.dtype)
-        out = mix_experts(x, ids, weights, self._gate_up, self._down)
+        share = Share(config.first, config.experts)
+        out = mix_experts(x, ids, weights, self._gate_up, self._down, share=share)
         if self._shared is None:
             return out
         if self._shared_gate is None:

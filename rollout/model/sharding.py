@@ -5,52 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from rollout.model.params import Group, Param, Part, Piece
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Ranks share dimension `dim` evenly, in whole units of `unit` (a head).
+    """Ranks share dimension `dim` evenly, in whole units (a head, say).
 
-    parts: equal parts along `dim`, each shared for itself (gate and up in one tensor). copies:
-    where there are more ranks than units, several hold the same one. padded: the last ranks may
-    hold fewer rows (dim 0), and zeros instead.
+    units: the elements of a unit in each of the parts that lie one behind the other along `dim`,
+    and are shared alike (gate and up in one tensor: 1 and 1). copies: where there are more ranks
+    than units, several hold the same one. uneven: the last ranks may hold fewer, or none, as FSDP2
+    shares rows. padded: these store zeros instead (dim 0).
+    count: of the ranks that share; None: all. stride: so many neighbours hold the same.
     """
 
     dim: int
-    unit: int = 1
-    parts: int = 1
+    units: tuple[int, ...] = (1,)
     copies: bool = False
+    uneven: bool = False
     padded: bool = False
+    count: int | None = None
+    stride: int = 1
 
 
-def decoder_splits(head_dim: int) -> dict[str, Split]:
-    """Returns how the parameters of Llama, Qwen, Mixtral and Qwen3-MoE are split, by the end of
-    their names; others are not.
-    """
-    heads = Split(dim=0, unit=head_dim)
-    kv_heads = Split(dim=0, unit=head_dim, copies=True)
-    splits = {
-        "embed_tokens.weight": Split(dim=0, padded=True),
-        "lm_head.weight": Split(dim=0, padded=True),
-        "self_attn.o_proj.weight": Split(dim=1, unit=head_dim),
-        "mlp.gate_proj.weight": Split(dim=0),
-        "mlp.up_proj.weight": Split(dim=0),
-        "mlp.down_proj.weight": Split(dim=1),
-        # [experts, gate rows then up rows, hidden]
-        "mlp.experts.gate_up_proj": Split(dim=1, parts=2),
-        "mlp.experts.down_proj": Split(dim=2),
-    }
-    for kind in ("weight", "bias"):
-        splits |= {f"self_attn.q_proj.{kind}": heads}
-        splits |= {f"self_attn.{name}_proj.{kind}": kv_heads for name in "kv"}
-    return splits
+Splits = Mapping[str, Sequence[Split]]
+"""How parameters are split, by the end of their names, one dimension after the other; others are
+held by all ranks.
+"""
+VOCABULARY: Splits = {
+    name: [Split(dim=0, padded=True)] for name in ("embed_tokens.weight", "lm_head.weight")
+}
 
 
-def shard_groups(
-    groups: Sequence[Group], splits: Mapping[str, Split], rank: int, size: int
-) -> list[Group]:
+def shard_groups(groups: Sequence[Group], splits: Splits, rank: int, size: int) -> list[Group]:
     """`groups` as rank `rank` of `size` stores them.
 
     A ValueError names a parameter that cannot be shared evenly.
@@ -63,38 +52,66 @@ def shard_groups(
     return [replace(group, params=tuple(map(shard, group.params))) for group in groups]
 
 
-def _shard(param: Param, splits: Mapping[str, Split], rank: int, size: int) -> Param:
-    split = next((split for suffix, split in splits.items() if param.name.endswith(suffix)), None)
-    if split is None:
+def _shard(param: Param, splits: Splits, rank: int, size: int) -> Param:
+    found = next((each for suffix, each in splits.items() if param.name.endswith(suffix)), ())
+    if not found:
         return param
-    rows = param.shape[split.dim] // split.parts  # of one part
-    first, last, stored = _range(param, split, rank, size)
-    pieces = []
-    for part in range(split.parts if first < last else 0):
-        start = _with((0,) * len(param.shape), split.dim, part * rows + first)
-        at = _with((0,) * len(param.shape), split.dim, part * stored)
-        pieces.append(Piece(start=start, shape=_with(param.shape, split.dim, last - first), at=at))
-    shape = _with(param.shape, split.dim, stored * split.parts)
+    shape, origin = param.shape, (0,) * len(param.shape)
+    pieces = [Piece(start=origin, shape=shape, at=origin)]
+    for split in found:
+        runs, stored = _runs(param, split, rank, size)
+        shape = _with(shape, split.dim, stored)
+        cut = partial(_cut, dim=split.dim)
+        pieces = [cut(piece, *run) for piece, run in product(pieces, runs)]
     return Param(name=param.name, shape=shape, part=Part(shape=param.shape, pieces=tuple(pieces)))
 
 
-def _range(param: Param, split: Split, rank: int, size: int) -> tuple[int, int, int]:
-    """First and last (excluded) index of each part that the rank holds, and how many it stores."""
+def _cut(piece: Piece, start: int, size: int, at: int, dim: int) -> Piece:
+    return Piece(
+        start=_with(piece.start, dim, start),
+        shape=_with(piece.shape, dim, size),
+        at=_with(piece.at, dim, at),
+    )
+
+
+def _runs(
+    param: Param, split: Split, rank: int, size: int
+) -> tuple[list[tuple[int, int, int]], int]:
+    """Start, size and place of what the rank holds of each part, and the elements it stores."""
+    count = split.count or size
     length = param.shape[split.dim]
-    units, rest = divmod(length, split.parts * split.unit)
-    each = -(-units // size)
-    if not rest and (units % size == 0 or split.padded):
-        first, last = min(units, rank * each), min(units, (rank + 1) * each)
-    elif not rest and split.copies and size % units == 0:
-        first = rank * units // size
-        last = first + 1
-    else:
-        several = f" in units of {split.unit}" if split.unit > 1 else ""
+    units, rest = divmod(length, sum(split.units))
+    if rest or (
+        units % count and not (split.padded or split.uneven or _copied(split, units, count))
+    ):
+        several = f" in units of {sum(split.units)}" if max(split.units) > 1 else ""
         raise ValueError(
             f"{param.name}: dimension {split.dim} of {param.shape} cannot be shared{several} by "
-            f"{size} tensor-parallel ranks; choose a size that divides {units}"
+            f"{count} tensor-parallel ranks; choose a size that divides {units}"
         )
-    return first * split.unit, last * split.unit, each * split.unit
+    index = rank // split.stride % count
+    if units % count and _copied(split, units, count):
+        first, last = index * units // count, index * units // count + 1
+    else:
+        first, last = held(units, count, index)
+    stored = last - first if split.uneven else -(-units // count)
+    runs, before = [], 0
+    for unit in split.units if first < last else ():
+        runs.append((units * before + first * unit, (last - first) * unit, stored * before))
+        before += unit
+    return runs, stored * sum(split.units)
+
+
+def _copied(split: Split, units: int, count: int) -> bool:
+    return split.copies and count % units == 0
+
+
+def held(units: int, count: int, index: int) -> tuple[int, int]:
+    """First and last (excluded) of the units that number `index` of `count` holds: the last ones
+    may hold fewer, or none.
+    """
+    each = -(-units // count)
+    return min(units, index * each), min(units, (index + 1) * each)
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:

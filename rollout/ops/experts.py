@@ -3,6 +3,7 @@ references.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,27 +67,42 @@ class Routing:
         return grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
+class Share(NamedTuple):
+    """The experts that are held, of `total` ones: those from number `first` on."""
+
+    first: int
+    total: int
+
+
 def mix_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, impl: Impl = "auto"
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    impl: Impl = "auto",
+    share: Share | None = None,
 ) -> Tensor:
     """Sum of weights[t, j] * down[e] @ silu_mul(gate_up[e] @ x[t]), e = ids[t, j], over j.
 
     x: contiguous [T, H]. ids: int64 [T, k], no expert twice in a row. weights: [T, k], of x's dtype
     or fp32. gate_up: contiguous [E, 2I, H], gate rows first; down: contiguous [E, H, I], both of
-    x's dtype. Returns contiguous [T, H] of x's dtype.
+    x's dtype. share: they are these of all experts, and pairs of others count 0; None: they are
+    all. Returns contiguous [T, H] of x's dtype.
 
     Rounding points are those of transformers' `grouped_mm` and `batched_mm`: every product to x's
     dtype, the weighted one to the wider of both, the sum in fp32. By the kernels a token's result
     depends on no other token, and they launch the same work whatever `ids` says; the reference
     waits for them.
     """
+    share = share or Share(0, len(down))
     if use_triton(impl, x.device):
         from rollout.ops.experts_triton import mix_experts_triton
 
-        return mix_experts_triton(x, ids, weights, gate_up, down)
+        return mix_experts_triton(x, ids, weights, gate_up, down, *share)
     out = x.new_zeros((*ids.shape, x.shape[1]))
-    for expert in ids.unique().tolist():
+    for expert in set(ids.unique().tolist()) & {*range(share.first, share.first + len(down))}:
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        inner = silu_mul(F.linear(x[token], gate_up[expert]), "torch")
-        out[token, choice] = F.linear(inner, down[expert])
+        inner = silu_mul(F.linear(x[token], gate_up[expert - share.first]), "torch")
+        out[token, choice] = F.linear(inner, down[expert - share.first])
     return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -22,24 +22,27 @@ _FEW = 4096  # pairs that each program counts for itself, to spare a kernel
 
 
 def mix_experts_triton(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int, total: int
 ) -> Tensor:
-    """Same contract as `mix_experts`."""
+    """Same contract as `mix_experts`; first, total: its `share`."""
     assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
+    if not experts:
+        return torch.zeros_like(x)
     out = torch.empty_like(x)
     if tokens:
         with torch.cuda.device_of(x):
-            blocks = product_blocks(ids.numel(), experts, x)
-            pairs = sort_pairs(ids, experts, blocks.rows)
+            blocks = product_blocks(ids.numel(), total, x)
+            pairs = sort_pairs(ids, experts, blocks.rows, first)
             act = x.new_empty((ids.numel(), inner))
             _launch(x, gate_up, act, pairs, top_k, blocks, gate=True)
             each = x.new_empty((ids.numel(), hidden))
             _launch(act, down, each, pairs, top_k, blocks, gate=False)
             block = min(1024, triton.next_power_of_2(hidden))
             _sum[(tokens, triton.cdiv(hidden, block))](
-                each, weights, out, hidden, TOP_K=top_k, BLOCK=block, enable_fp_fusion=False
-            )
+                each, weights, ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=block,
+                ALL=experts == total, enable_fp_fusion=False,
+            )  # fmt: skip
     return out
 
 
@@ -103,7 +106,8 @@ def _cut(
 class Pairs(NamedTuple):
     """Pairs by expert.
 
-    order: int32 [pairs], pair t * top_k + j for choice j of token t, sorted by expert. blocks:
+    order: int32 [pairs], pair t * top_k + j for choice j of token t, sorted by expert; those of
+    experts that are not held are left out, and the end is undefined. blocks:
     int32 [3, most blocks]: expert, first row of `order`, and where the expert's rows end; first and
     end are 0 where there is no block.
     """
@@ -112,8 +116,8 @@ class Pairs(NamedTuple):
     blocks: Tensor
 
 
-def sort_pairs(ids: Tensor, experts: int, block_m: int) -> Pairs:
-    """ids: int64 [T, top_k], contiguous, at least one."""
+def sort_pairs(ids: Tensor, experts: int, block_m: int, base: int = 0) -> Pairs:
+    """ids: int64 [T, top_k], contiguous, at least one. experts: held, those from `base` on."""
     pairs, width = ids.numel(), max(32, triton.next_power_of_2(experts))  # histograms need 32
     few = pairs <= _FEW
     rows = max(1, (_TILE // 4 if few else _TILE) // width)
@@ -126,9 +130,9 @@ def sort_pairs(ids: Tensor, experts: int, block_m: int) -> Pairs:
     )
     sizes: dict[str, int] = {"CHUNK": chunk, "ROWS": rows, "EXPERTS": width}
     if not few:
-        _count[(chunks,)](ids, counts, pairs, **sizes, num_warps=8)
+        _count[(chunks,)](ids, counts, pairs, base, experts, **sizes, num_warps=8)
     _place[(chunks,)](
-        ids, counts, order, blocks, pairs, chunks, most, **sizes, BLOCK_M=block_m,
+        ids, counts, order, blocks, pairs, chunks, most, base, experts, **sizes, BLOCK_M=block_m,
         FEW=max(256, triton.next_power_of_2(pairs)) if few else 0,
         BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
     )  # fmt: skip
@@ -147,28 +151,42 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count(ids, counts, pairs, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count(  # type: ignore[no-untyped-def]
+    ids, counts, pairs, base, held, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+):
     """Program (chunk): how many of its pairs go to each expert."""
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, CHUNK, ROWS):
-        hit, _ = _hits(ids, tl.program_id(0) * CHUNK + first, pairs, ROWS, EXPERTS)
+        at = tl.program_id(0) * CHUNK + first
+        hit, _, _ = _hits(ids, at, pairs, base, held, ROWS, EXPERTS)
         total += tl.sum(hit, 0)
     tl.store(counts + tl.program_id(0) * EXPERTS + expert, total)
 
 
 @triton.jit
-def _hits(ids, first, pairs, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 [ROWS, EXPERTS], 1 where a pair goes to an expert, and the pairs [ROWS]."""
+def _hits(ids, first, pairs, base, held, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [ROWS, EXPERTS], 1 where a pair goes to a held expert; the pairs [ROWS]; and which go
+    to one.
+    """
     pair = first + tl.arange(0, ROWS)
-    chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    return (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32), pair
+    chosen = _held(ids, pair, pairs, base, held)
+    hit = (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+    return hit, pair, chosen >= 0
+
+
+@triton.jit
+def _held(ids, pair, pairs, base, held):  # type: ignore[no-untyped-def]
+    """Number of each pair's expert among the held ones, int32; -1 where it is none of them."""
+    chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32) - base
+    return tl.where((chosen >= 0) & (chosen < held), chosen, -1)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "most"])
 def _place(  # type: ignore[no-untyped-def]
-    ids, counts, order, blocks, pairs, chunks, most, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, FEW: tl.constexpr,
+    ids, counts, order, blocks, pairs, chunks, most, base, held, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk): puts its pairs behind those of the chunks before, and writes its share of
     the blocks. FEW: there are at most so many pairs, which it counts itself; 0: `counts` has them.
@@ -177,9 +195,11 @@ def _place(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, EXPERTS)
     if FEW:
         each = tl.arange(0, FEW)
-        chosen = tl.load(ids + each, mask=each < pairs, other=0).to(tl.int32)
-        total = tl.histogram(chosen, EXPERTS, mask=each < pairs)
-        at = tl.histogram(chosen, EXPERTS, mask=each < tl.minimum(chunk * CHUNK, pairs))
+        chosen = _held(ids, each, pairs, base, held)
+        counted = chosen >= 0
+        chosen = tl.maximum(chosen, 0)
+        total = tl.histogram(chosen, EXPERTS, mask=counted)
+        at = tl.histogram(chosen, EXPERTS, mask=counted & (each < chunk * CHUNK))
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         at = tl.zeros((EXPERTS,), tl.int32)
@@ -191,9 +211,9 @@ def _place(  # type: ignore[no-untyped-def]
     end = tl.cumsum(total, 0)
     at += end - total
     for first in range(0, CHUNK, ROWS):
-        hit, pair = _hits(ids, chunk * CHUNK + first, pairs, ROWS, EXPERTS)
+        hit, pair, here = _hits(ids, chunk * CHUNK + first, pairs, base, held, ROWS, EXPERTS)
         to = tl.sum(hit * (at[None, :] + tl.cumsum(hit, 0) - 1), 1)
-        tl.store(order + to, pair, mask=pair < pairs)
+        tl.store(order + to, pair, mask=here)
         at += tl.sum(hit, 0)
 
     needed = (total + BLOCK_M - 1) // BLOCK_M
@@ -276,15 +296,23 @@ def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _sum(each, weights, out, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (token, block of the hidden size): the sum over its choices, in their order."""
+def _sum(  # type: ignore[no-untyped-def]
+    each, weights, ids, out, hidden, base, held, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of the hidden size): the sum over its choices, in their order. ALL:
+    experts are held; else what others would make counts 0, and was not written.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        value = tl.load(each + pair * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        mine = inside
+        if not ALL:
+            mine = inside & (_held(ids, pair, pair + 1, base, held) >= 0)
+        value = tl.load(each + pair * hidden + column, mask=mine, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair)
         total += (value * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

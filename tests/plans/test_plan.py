@@ -39,6 +39,7 @@ FIELDS |= {
     "tie_word_embeddings": False,
 }
 HYBRID = FIELDS | {"model_type": "qwen3_next", "num_experts": 0, "head_dim": 32}
+ONE_KEY_HEAD = HYBRID | {"linear_num_key_heads": 1}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 LATENT = FIELDS | {"model_type": "deepseek_v3", "num_key_value_heads": 8}
@@ -243,7 +244,7 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) ->
         (["tiny", "--gpu", "h100-80gb:12"], "give a multiple of 8"),
         (["qwen2.5-32b-8xh100", "--gpu", "h100-80gb:1"], f"--gpu :1: {TP}=2: does not divide"),
         (["qwen2.5-7b-8xh100", f"{TP}=8"], f"choose a size that divides 28; set {TP}=1"),
-        ([*PAIR, f"model.config={json.dumps(HYBRID)}"], f"{TP}=2: tensor parallel needs plain"),
+        ([*PAIR, f"model.config={json.dumps(ONE_KEY_HEAD)}"], "in_proj_qkvz.weight: dimension 0"),
         (["tiny", "--into", "/nowhere"], "--into /nowhere: holds no run"),
         (["tiny", "--prompt-tokens", "0"], "--prompt-tokens 0: must be at least 1"),
         ([], "plan: names no recipe"),

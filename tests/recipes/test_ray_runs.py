@@ -106,6 +106,18 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_2"
 
 
+@pytest.mark.extended
+def test_a_mixture_divided_by_expert_learns(ray_cluster: RayCluster, tmp_path: Path) -> None:
+    """Five experts over two ranks, replayed by the trainer, who scores what the engine said."""
+    fields = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
+    words = [f"model.config.{key}={value}" for key, value in fields.items()]
+    words += ["model.config.moe_intermediate_size=32", "grpo.router_replay=true", "steps=3"]
+    sizes = ["engine.tensor_parallel_size=2", "engine.expert_parallel=2"]
+    assert main(["run", *TWO, *words, *sizes, "--run-dir", str(tmp_path)]) == 0
+    gaps = [row["gap_max"] for row in rows(tmp_path) if row["kind"] == "train"]
+    assert len(gaps) == 3 and max(gaps) <= 5e-5  # see test_run
+
+
 @pytest.mark.extended  # the restart itself: test_restarts.py
 def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it_is_stopped(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path

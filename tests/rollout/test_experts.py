@@ -2,11 +2,17 @@
 depend on.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 
-from rollout.ops.experts import Routing, mix_experts
+from memsaver.common.dispatch import Impl
+from rollout.model.sharding import held
+from rollout.ops.experts import Routing, Share, mix_experts
+from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 
 # Triton's interpreter
@@ -65,18 +71,24 @@ def test_kernels_equal_the_reference(
         assert float(apart.max()) < most
 
 
+@pytest.mark.parametrize("part", [(0, 1), (0, 0.5), (0.25, 1)])
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 7), (300, 128), (4100, 20)])
 def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
-    pairs: int, experts: int, device: str
+    pairs: int, experts: int, part: tuple[float, float], device: str
 ) -> None:
+    """part: the experts that are held, the others' pairs are left out."""
     from rollout.ops.experts_triton import sort_pairs
 
     generator = torch.Generator().manual_seed(pairs)
     ids = torch.randint(0, experts, (pairs, 1), generator=generator).to(device)
-    found = sort_pairs(ids, experts, 16)
-    assert torch.equal(found.order.long(), ids.flatten().sort(stable=True).indices)
+    begin, last = (int(share * experts) for share in part)
+    found = sort_pairs(ids, last - begin, 16, begin)
+    chosen, order = ids.flatten().sort(stable=True)
+    order = order[(chosen >= begin) & (chosen < last)]
+    assert torch.equal(found.order[: len(order)].long(), order)
     expected, first = list[tuple[int, int, int]](), 0
-    for expert, count in enumerate(ids.flatten().bincount(minlength=experts).tolist()):
+    counts = ids.flatten().bincount(minlength=experts)[begin:last].tolist()
+    for expert, count in enumerate(counts):
         end = first + count
         expected += [(expert, begin, end) for begin in range(first, end, 16)]
         first = end
@@ -97,6 +109,39 @@ def test_experts_without_tokens_are_not_read(impl: str, chosen: list[int], devic
     torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)
     none = mix_experts(x[:0], ids[:0], weights[:0], gate_up, down, impl)  # type: ignore[arg-type]
     assert none.shape == (0, 24)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(("tokens", "parts"), some((20, 1), (20, 2), (20, 6), whole=[(1500, 3)]))
+def test_ranks_of_an_expert_parallel_engine_add_up(
+    tokens: int, parts: int, impl: Impl, device: str
+) -> None:
+    """Each rank has some of five experts, the last of six none. Products are exact, and what is
+    not written is NaN: a rank's bits are those of all experts, where the others' weigh 0.
+    """
+    x, ids, _, gate_up, down = draw(tokens, 5, 3, 8, 8, device)
+    weights = torch.tensor([0.5, 0.25, 0.125], device=device).repeat(tokens, 1)
+    x, gate_up, down = (each.mul(2).round() for each in (x, gate_up, down.sign()))
+    total = torch.zeros_like(x)
+    for part in range(parts):
+        first, end = held(5, parts, part)
+        mine = slice(first, end)
+        with undefined_is_nan():
+            share = Share(first, 5)
+            out = mix_experts(x, ids, weights, gate_up[mine], down[mine], impl, share)
+        only = weights * ((ids >= first) & (ids < end))
+        assert torch.equal(out, mix_experts(x, ids, only, gate_up, down, impl))
+        total += out
+    torch.testing.assert_close(total, mix_experts(x, ids, weights, gate_up, down, "torch"))
+
+
+@contextmanager
+def undefined_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_token_gets_the_same_bits_in_every_batch(device: str) -> None:
@@ -122,3 +167,34 @@ def test_the_likeliest_experts_are_weighed_by_their_probabilities(device: str) -
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
     _, normalised = Routing(top_k=2, normalise=True).choose(logits)
     torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))
+
+
+def test_what_knows_the_held_experts_compiles() -> None:
+    """The interpreter takes what the compiler does not: a loop that changes a variable's type."""
+    assert compile_alone(COMPILE).split() == ["_count", "_place", "_place", "_sum", "_sum"]
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rollout.ops import experts_triton as kernels
+
+sizes = dict(CHUNK=32, ROWS=32, EXPERTS=32)
+place = sizes | dict(BLOCK_M=16, BLOCKS=8)
+each = dict(TOP_K=2, BLOCK=64)
+for kernel, constants in (
+    (kernels._count, sizes),
+    (kernels._place, place | dict(FEW=0)),
+    (kernels._place, place | dict(FEW=256)),
+    (kernels._sum, each | dict(ALL=True)),
+    (kernels._sum, each | dict(ALL=False)),
+):
+    types = dict(ids="*i64", each="*bf16", weights="*fp32", out="*bf16")
+    types |= dict.fromkeys(("counts", "order", "blocks"), "*i32")
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.fn.__name__)
+"""

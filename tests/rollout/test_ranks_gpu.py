@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rollout import Engine, SamplingParams
 from rollout.serving.graphs import ladder
 from tests.helpers.memory import Scribbler, process_bytes
-from tests.helpers.models import save_tiny
+from tests.helpers.models import DEEPSEEK_MOE, MLA, save_tiny
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.split import CONFIG, MODEL, TOKEN, Split, run_placed
@@ -26,14 +26,25 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = random_prompts((90, 1, 17, 60))
 
 
+# by expert and by inner channels; odd sizes, experts that two ranks do not divide, latent rows
+MIXTURES: list[tuple[str, dict[str, Any], int]] = [
+    ("qwen3_moe", {"num_experts": 5, "moe_intermediate_size": 23}, 2),
+    ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 8}, 1),
+    ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, 2),
+    ("deepseek_v3", MLA, 1),
+    ("deepseek_v3", {**MLA, **DEEPSEEK_MOE}, 2),
+]
+
+
 def alone(path: Path) -> Any:
     engine = Engine.from_pretrained(path, device="cuda:0", **CONFIG)
     return [request[0].token_ids for request in engine.generate(PROMPTS, GREEDY)]
 
 
-def share(rank: int, path: str) -> Any:
+def share(rank: int, path: str, experts: int = 1) -> Any:
+    sizes = {"tensor_parallel_size": 2, "expert_parallel": experts}
     engine = Engine.from_pretrained(
-        path, device=f"cuda:{rank}", tensor_parallel_size=2, group=dist.group.WORLD, **CONFIG
+        path, device=f"cuda:{rank}", group=dist.group.WORLD, **sizes, **CONFIG
     )
     answers = engine.generate(PROMPTS, GREEDY)
     assert engine.graphs is not None
@@ -45,6 +56,17 @@ def test_tensor_parallel_under_cuda_graphs(tmp_path: Path) -> None:
     first, second = results(
         start_ranks(share, 2, tmp_path / "store", str(tmp_path), backend="nccl")
     )
+    assert [each.token_ids for each in first[0]] == alone(tmp_path)
+    assert first == second and first[1] > 0
+
+
+@pytest.mark.parametrize(("kind", "overrides", "experts"), MIXTURES)
+def test_mixtures_and_latent_attention_under_cuda_graphs(
+    tmp_path: Path, kind: str, overrides: dict[str, Any], experts: int
+) -> None:
+    save_tiny(tmp_path, kind, **overrides)
+    ranks = start_ranks(share, 2, tmp_path / "store", str(tmp_path), experts, backend="nccl")
+    first, second = results(ranks)
     assert [each.token_ids for each in first[0]] == alone(tmp_path)
     assert first == second and first[1] > 0
 

@@ -13,20 +13,23 @@ import torch
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl
 from rollout.model.params import one
-from rollout.model.sharding import Split, decoder_splits, shard_groups
+from rollout.model.sharding import Split, shard_groups
 from rollout.types import Manifest
 from rollout.weights import arena as weights_module
 from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
+from tests.helpers.rollout.splits import decoder_splits
 
 
 def pieces(
-    name: str, shape: tuple[int, ...], size: int, head_dim: int = 2
+    name: str, shape: tuple[int, ...], size: int, head_dim: int = 2, experts: int = 1
 ) -> list[list[tuple[tuple[int, ...], Any]]]:
     """For every rank the (start, shape) of what it stores."""
     found = []
     for rank in range(size):
-        (group,) = shard_groups([one(name, *shape)], decoder_splits(head_dim), rank, size)
+        (group,) = shard_groups(
+            [one(name, *shape)], decoder_splits(head_dim, size, experts), rank, size
+        )
         found.append([(piece.start, piece.shape) for piece in group.params[0].whole.pieces])
     return found
 
@@ -56,6 +59,31 @@ def pieces(
 )
 def test_two_ranks(name: str, shape: tuple[int, ...], expected: object) -> None:
     assert pieces(name, shape, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("experts", "held"),
+    [
+        (1, [(0, 5)] * 4),
+        (2, [(0, 3), (0, 3), (3, 2), (3, 2)]),  # neighbours have the same ones
+        (4, [(0, 2), (2, 2), (4, 1), None]),
+    ],
+)
+def test_experts_in_parts(experts: int, held: list[tuple[int, int] | None]) -> None:
+    """Five experts over four ranks; inner channels over the ranks of a part."""
+    inner = 2 * experts
+    gate_up = pieces("mlp.experts.gate_up_proj", (5, 16, 3), 4, experts=experts)
+    down = pieces("mlp.experts.down_proj", (5, 3, 8), 4, experts=experts)
+    for rank, mine in enumerate(held):
+        expected, columns = [], []
+        if mine is not None:
+            first, size = mine
+            at = rank % (4 // experts) * inner
+            expected = [((first, half + at, 0), (size, inner, 3)) for half in (0, 8)]
+            columns = [((first, 0, at), (size, 3, inner))]
+        whole = experts == 4 and mine is not None
+        assert gate_up[rank] == ([((first, 0, 0), (size, 16, 3))] if whole else expected)
+        assert down[rank] == columns
 
 
 def test_ranks_beyond_the_kv_heads_hold_copies_in_order() -> None:
@@ -93,12 +121,14 @@ def test_what_cannot_be_shared_evenly_is_named(
 
 def layout(name: str, shape: tuple[int, ...], rank: int, size: int) -> Manifest:
     groups = [one("first", 7), one(name, *shape), one("last", 2)]
-    return build_manifest(shard_groups(groups, decoder_splits(2), rank, size), {}, torch.bfloat16)
+    return build_manifest(
+        shard_groups(groups, decoder_splits(2, size), rank, size), {}, torch.bfloat16
+    )
 
 
 def test_one_rank_stores_the_whole_model() -> None:
     groups = [one("mlp.experts.gate_up_proj", 2, 4, 3), one("model.embed_tokens.weight", 5, 3)]
-    assert shard_groups(groups, decoder_splits(2), 0, 1) == groups
+    assert shard_groups(groups, decoder_splits(2, 1), 0, 1) == groups
 
 
 def test_halves_of_a_fused_tensor_lie_in_one_stored_tensor() -> None:
@@ -124,10 +154,10 @@ def test_padded_rows_are_zeros_of_the_manifest() -> None:
 
 
 def test_every_element_is_stored_by_somebody() -> None:
-    for shape, split in (((12, 4), Split(dim=0, unit=2)), ((7, 4), Split(dim=0, padded=True))):
+    for shape, split in (((12, 4), Split(dim=0, units=(2,))), ((7, 4), Split(dim=0, padded=True))):
         seen = torch.zeros(shape, dtype=torch.int64)
         for rank in range(3):
-            (group,) = shard_groups([one("p", *shape)], {"p": split}, rank, 3)
+            (group,) = shard_groups([one("p", *shape)], {"p": [split]}, rank, 3)
             assert math.prod(group.params[0].shape) == -(-shape[0] // 3) * 4
             for piece in group.params[0].whole.pieces:
                 seen[
@@ -178,7 +208,7 @@ def test_digests_number_elements_of_whole_parameters(
     whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES}
     groups = [one(name, *shape) for name, shape in SHAPES]
     for rank in range(size):
-        shards = shard_groups(groups, decoder_splits(2), rank, size)
+        shards = shard_groups(groups, decoder_splits(2, size), rank, size)
         store = WeightStore(shards, {}, torch.bfloat16, MemorySaver(device=device))
         store.load(whole.items(), "test")
         assert store.digest() == numbered(store, whole), (rank, size)

@@ -1,10 +1,11 @@
-"""Engines of two and four ranks give one rank's answers: greedy and sampled tokens equal,
-log-probabilities in fp32.
+"""Engines of two and four ranks give transformers' greedy answers and one rank's sampled ones,
+log-probabilities in fp32; with experts divided by inner channels, by expert, and both.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,70 @@ import torch.distributed as dist
 from rollout import Completion, Engine, EngineConfig, KVTiers, SamplingParams
 from rollout.model import load_model_config
 from rollout.parallel import TensorParallel
-from tests.helpers.models import MLA
+from tests.helpers.effort import some
+from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.peers import Failed, Peer
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.rollout.answers import MEAN_GAP, assert_same, random_prompts
+from tests.helpers.rollout.answers import (
+    GAP,
+    MEAN_GAP,
+    STATES_GAP,
+    assert_same,
+    check,
+    random_prompts,
+)
 from tests.helpers.rollout.saved import Saved
 
+SIZES = (2, 4)
+V2, V3, NEXT, MOE = "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_moe"
+LATENT = {"num_key_value_heads": 8, "num_attention_heads": 8}
+LINEAR: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+Model = tuple[str, dict[str, Any], tuple[int, int]]
+"""What a tiny model differs in, and `expert_parallel` on two ranks and on four."""
+
+
+def random_mixture(seed: int) -> Model:
+    """Any family, 1 to 40 experts, a token goes to 1 to 8; more ranks than experts, too."""
+    rng = random.Random(seed)
+    kind = [MOE, "mixtral", NEXT, V2, V3][seed % 5]
+    experts, parts = (
+        rng.choice([1, 2, 3, 5, 8, 16, 31, 40]),
+        (rng.choice([1, 2]), rng.choice(SIZES)),
+    )
+    top_k, inner = rng.randint(1, min(8, experts)), rng.randint(2, 8)
+    # what four ranks divide, or two of them, or one
+    inner *= max(size // part for size, part in zip(SIZES, parts, strict=True))
+    found = {"num_experts_per_tok": top_k, "hidden_size": rng.choice([48, 40])}
+    if kind == "mixtral":
+        found |= {"num_local_experts": experts, "head_dim": 12}
+        return kind, {**found, "intermediate_size": inner}, parts
+    found |= {"moe_intermediate_size": inner, "num_experts": experts}
+    if kind == MOE:
+        return kind, {**found, "norm_topk_prob": rng.random() < 0.5}, parts
+    if kind == NEXT:
+        shared = 4 * rng.randint(1, 5)
+        return kind, {**LINEAR, **found, "shared_expert_intermediate_size": shared}, parts
+    experts = max(2, experts)  # V3 judges groups by two
+    inner = 4 * rng.randint(1, 6)  # the shared experts', too
+    found |= {"n_routed_experts": experts, "moe_intermediate_size": inner}
+    groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+    if experts == 16:
+        groups = {"num_experts_per_tok": min(top_k, 4), "topk_method": "group_limited_greedy"}
+    latent = {"q_lora_rank": rng.choice([None, 20]), "n_shared_experts": rng.choice([1, 2])}
+    return kind, {**MLA, **LATENT, **DEEPSEEK_MOE, **found, **groups, **latent}, parts
+
+
 # Two KV heads (copied where there are four ranks), 199 tokens of vocabulary (padded), biases, tied
-# and sliding.
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"attention_bias": True}),
-    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    ("qwen2", {"head_dim": 12}),
-    ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
-    ("qwen3_moe", {"moe_intermediate_size": 12}),
+# and sliding; latent rows; linear layers; experts that the ranks do not divide evenly, or not at
+# all (the last of four ranks has none of five).
+MODELS: list[Model] = [
+    ("llama", {"attention_bias": True}, (1, 1)),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}, (1, 1)),
+    ("qwen2", {"head_dim": 12}, (1, 1)),
+    ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}, (1, 1)),
+    (MOE, {"moe_intermediate_size": 12}, (1, 1)),
+    (MOE, {"moe_intermediate_size": 14}, (1, 2)),
+    (MOE, {"moe_intermediate_size": 11, "num_experts": 5, "mlp_only_layers": [0]}, (2, 4)),
     (
         "ministral",
         {
@@ -38,12 +89,31 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["full_attention", "sliding_attention"],
             "head_dim": 12,
         },
+        (1, 1),
     ),
+    (V2, MLA, (1, 1)),
+    (V3, {**MLA, "attention_bias": True}, (1, 1)),
+    (V3, {**MLA, **DEEPSEEK_MOE}, (2, 4)),
+    (NEXT, {**LINEAR, "attention_bias": True}, (1, 1)),
+    (
+        NEXT,
+        {
+            **LINEAR,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 13,
+            "shared_expert_intermediate_size": 12,
+        },
+        (2, 4),
+    ),
+    *map(random_mixture, some(*range(5), whole=range(5, 30))),
 ]
-SIZES = (2, 4)
 CONFIG: dict[str, Any] = {"kv_tokens": 384, "max_prefill_tokens": 48, "max_running": 8}
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.3, top_p=0.95, n=2, seed=5)
+
+
+PROMPTS = random_prompts((90, 1, 17, 60))  # the first step ends no prompt
 
 
 def config(path: str) -> dict[str, Any]:
@@ -51,8 +121,15 @@ def config(path: str) -> dict[str, Any]:
 
 
 def answers(engine: Engine) -> list[Completion]:
-    prompts = random_prompts((90, 1, 17, 60))  # the first step ends no prompt
-    found = [engine.generate(prompts, params) for params in (GREEDY, SAMPLED)]
+    """Asleep once amid the greedy ones, which are preempted and begin again."""
+
+    def nap(done: int, total: int, tokens: int) -> None:
+        if tokens >= 9 and not engine.scheduler.preemptions:
+            engine.sleep(unfinished="preempt", tags=["kv_cache"])
+            engine.wake_up()
+
+    found = [engine.generate(PROMPTS, GREEDY, on_progress=nap), engine.generate(PROMPTS, SAMPLED)]
+    assert engine.scheduler.preemptions
     engine.check_integrity()
     return [sample for out in found for request in out for sample in request]
 
@@ -67,37 +144,40 @@ def groups(rank: int) -> dict[int, dist.ProcessGroup]:
     return found
 
 
-def generate(rank: int, paths: list[str]) -> dict[int, Any]:
-    """By size: the answers of every model."""
+def generate(rank: int, paths: list[str], divided: list[tuple[int, int]]) -> dict[int, Any]:
+    """By size: the answers of every model. divided: `expert_parallel` of each."""
     found: dict[int, Any] = {}
     for size, group in groups(rank).items():
-        engines = [
-            Engine.from_pretrained(path, tensor_parallel_size=size, group=group, **config(path))
-            for path in paths
-        ]
-        found[size] = [answers(engine) for engine in engines]
+        found[size] = []
+        for path, parts in zip(paths, divided, strict=True):
+            sizes = {"tensor_parallel_size": size, "expert_parallel": parts[SIZES.index(size)]}
+            engine = Engine.from_pretrained(path, group=group, **sizes, **config(path))
+            found[size].append(answers(engine))
     return found
 
 
 @pytest.fixture(scope="module")
 def paths(saved: Saved) -> list[str]:
-    return [str(saved(kind, **overrides)[0]) for kind, overrides in MODELS]
+    return [str(saved(kind, **overrides)[0]) for kind, overrides, _ in MODELS]
 
 
 @pytest.fixture(scope="module")
 def found(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
-    return results(start_ranks(generate, 4, tmp_path_factory.mktemp("meet") / "store", paths))
+    store, divided = tmp_path_factory.mktemp("meet") / "store", [parts for _, _, parts in MODELS]
+    return results(start_ranks(generate, 4, store, paths, divided), 400)
 
 
-@pytest.mark.parametrize("model", range(len(MODELS)), ids=[kind for kind, _ in MODELS])
+@pytest.mark.parametrize("model", range(len(MODELS)), ids=[kind for kind, _, _ in MODELS])
 def test_answers_are_those_of_one_rank(
-    paths: list[str], found: list[dict[int, Any]], model: int
+    paths: list[str], found: list[dict[int, Any]], model: int, saved: Saved
 ) -> None:
+    kind, overrides, _ = MODELS[model]
     alone = answers(Engine.from_pretrained(paths[model], **config(paths[model])))
+    check(saved(kind, **overrides)[1], PROMPTS, [[each] for each in alone[: len(PROMPTS)]])
     for size in SIZES:
         for rank in range(4):
             mine = found[rank][size][model]
-            assert_same(mine, alone)
+            assert_same(mine, alone, STATES_GAP if kind == NEXT else GAP)
             for one, other in zip(mine, alone, strict=True):
                 assert np.array_equal(one.routed_experts, other.routed_experts)
             pairs = zip(mine, alone, strict=True)
@@ -213,8 +293,12 @@ class Alone(TensorParallel):
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
-        ("deepseek_v2", MLA, "needs plain attention in every layer"),
-        ("qwen3_next", {}, "needs plain attention in every layer"),
+        (
+            V2,
+            {**MLA, "num_attention_heads": 3, "num_key_value_heads": 3},
+            "q_b_proj.weight: .* by 2",
+        ),
+        (NEXT, {"linear_num_key_heads": 1}, "in_proj_qkvz.weight: .* in units of 112 by 2"),
         (
             "llama",
             {"num_attention_heads": 6, "num_key_value_heads": 3},
@@ -237,6 +321,17 @@ def test_what_cannot_be_shared_is_refused_at_load(
     monkeypatch.setattr("rollout.engine.TensorParallel", Alone)
     with pytest.raises(ValueError, match=message):
         Engine.from_pretrained(saved(kind, **overrides)[0], tensor_parallel_size=2, **CONFIG)
+
+
+def test_a_dense_model_has_no_experts_to_divide(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engine.TensorParallel", Alone)
+    sizes = {"tensor_parallel_size": 2, "expert_parallel": 2}
+    with pytest.raises(ValueError, match="expert_parallel=2 is for mixtures of experts"):
+        Engine.from_pretrained(paths[0], **sizes, **CONFIG)
+    with pytest.raises(ValueError, match="expert_parallel=3 must divide tensor_parallel_size=4"):
+        EngineConfig(tensor_parallel_size=4, expert_parallel=3)
 
 
 def test_a_group_is_needed_and_swapping_tiers_are_taken(paths: list[str]) -> None:

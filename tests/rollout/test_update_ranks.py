@@ -10,10 +10,11 @@ from torch import Tensor
 
 from memsaver import MemorySaver, attach
 from rollout.model.params import one
-from rollout.model.sharding import decoder_splits, shard_groups
+from rollout.model.sharding import shard_groups
 from rollout.types import WeightOffer, WriteReceipt
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
+from tests.helpers.rollout.splits import decoder_splits
 
 EMBED = "model.embed_tokens.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -29,7 +30,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 def store_of(rank: int, seed: int, saver: MemorySaver) -> WeightStore:
     groups = shard_groups(
-        [one(name, *shape) for name, shape in SHAPES.items()], decoder_splits(2), rank, SIZE
+        [one(name, *shape) for name, shape in SHAPES.items()], decoder_splits(2, SIZE), rank, SIZE
     )
     store = WeightStore(groups, {}, torch.float32, saver)
     store.load(weights(seed).items(), "a seed")

@@ -17,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.model.sharding import decoder_splits, shard_groups
+from rollout.model.sharding import shard_groups
 from rollout.types import ParamSlice
 from tests.helpers.effort import rounds
+from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of, digest_of
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
@@ -82,9 +83,10 @@ class World:
         aliases = {HEAD: EMBED} if layout.tied else {}
         initial = {name: first.base[theirs] for name, theirs in layout.stored.items()}
         self.engines = []
-        for size, dtype, where in layout.engines:
+        for size, experts, dtype, where in layout.engines:
             for number, (place, rank) in enumerate(where):
-                groups = shard_groups(layout.groups, decoder_splits(HEAD_DIM), number, size)
+                splits = decoder_splits(HEAD_DIM, size, experts)
+                groups = shard_groups(layout.groups, splits, number, size)
                 target = StoredWeights(groups, aliases, dtype, place, initial)
                 self.engines.append(Engine(target, rank, 0, dict.fromkeys(layout.shapes, first)))
         self.trainers = [self._trainer(number) for number in range(len(layout.places))]

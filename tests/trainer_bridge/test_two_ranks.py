@@ -18,6 +18,7 @@ import torch
 import memsaver
 from rollout import Engine
 from tests.helpers.memsaver.arrivals import gated
+from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import (
     config,
@@ -56,10 +57,16 @@ UNEVEN = {
 }
 CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2}
 STEPS = 2
-EXPERTS = (5, 1)  # 3 of a rank and 2 of the other; 1 and none; in a layer by columns
+# 3 experts of a rank and 2 of the other; 1 and none; in a layer by columns; latent attention
+EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1}),
+    ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}),
+    ("deepseek_v3", {**MLA, **DEEPSEEK_MOE, "num_hidden_layers": 2, "head_dim": 8}),
+]
 COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
 BLOCK = 5 * 33 + 7  # elements that are drawn at once, not a whole number of rows
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
+ADAPTED = (0, 1)  # of them
 LORA_EXPERTS = LoraConfig(rank=8, alpha=16.0, target_modules=("q_proj", "experts"))
 COLUMNS = {"model.layers.1.mlp.experts.down_proj": 2}
 
@@ -256,11 +263,12 @@ def worker(rank: int, path: str, out: str) -> None:
         patch.setattr(initial, "BLOCK_ELEMENTS", BLOCK)
         result["drawn"] = drawn(f"{out}/described")
     result["experts"] = []
-    for count in EXPERTS:
-        path = f"{out}/experts{count}"
+    for number in range(len(EXPERTS)):
+        path = f"{out}/experts{number}"
         other = Trainer(config(path), shard_dims=COLUMNS)
-        result["experts"] += [arrives(other, path), arrives_in_parts(other, path)]
-    result["adapted_experts"] = [adapted_experts(f"{out}/experts{count}") for count in EXPERTS]
+        result["experts"].append(arrives(other, path))
+        result["experts"] += [arrives_in_parts(other, path, experts=experts) for experts in (1, 2)]
+    result["adapted_experts"] = [adapted_experts(f"{out}/experts{number}") for number in ADAPTED]
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
 
@@ -271,9 +279,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list
     path = write_model(out / "model", **UNEVEN)
     # The padding row is the second rank's: shards of 49 and 48 rows.
     describe(out / "described", pad=60, **UNEVEN)
-    for count in EXPERTS:
-        experts = {"num_experts": count, "num_experts_per_tok": 1}
-        write_model(out / f"experts{count}", "qwen3_moe", **experts)
+    for number, (kind, changes) in enumerate(EXPERTS):
+        write_model(out / f"experts{number}", kind, **changes)
     results(start_ranks(worker, 2, out / "store", path, str(out)))
     return path, out, [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -370,9 +377,11 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
 
 
 def test_every_expert_arrives_from_two_ranks(two_ranks: Ranks) -> None:
-    """In one engine that has all of them, and in one of two ranks that have half of each."""
+    """In one engine that has all of them, and in one of two ranks that have half of each, or half
+    of them.
+    """
     for result in two_ranks[2]:
-        assert result["experts"] == [True] * 2 * len(EXPERTS)
+        assert result["experts"] == [True] * 3 * len(EXPERTS)
 
 
 def test_adapters_learn_on_two_ranks_as_on_one(
@@ -388,13 +397,13 @@ def test_adapters_learn_on_two_ranks_as_on_one(
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["adapted"]["next"])
 
 
-@pytest.mark.parametrize("number", range(len(EXPERTS)))
+@pytest.mark.parametrize("number", ADAPTED)
 def test_adapters_of_experts_learn_on_two_ranks_as_on_one(
     number: int, two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     """Also where a rank has no expert; merged weights were looked at beside the engine."""
     _, out, results = two_ranks
-    path = str(out / f"experts{EXPERTS[number]}")
+    path = str(out / f"experts{number}")
     alone = make_trainer(path, **CHANGES, lora=LORA_EXPERTS)
     metrics = learn(alone)
     for result in results:

@@ -67,6 +67,11 @@ def dot(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(map(mul, index, strides))
 
 
+def difference(a: Ints, b: Ints) -> Ints:
+    """Subtracts each entry of `b` from that of `a`."""
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Returns first element and length of part `index` of `size` elements, as by `torch.chunk`: the
     last may be empty.

@@ -21,6 +21,7 @@ from trainer_bridge.errors import listed
 from trainer_bridge.sync.boxes import Box, Ints, dot, itemsize
 from trainer_bridge.sync.plan_checks import byte_problems, name_problems
 from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.spelled import spelled
 from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
 
 
@@ -168,7 +169,8 @@ class _Planning:
         self._like: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
         for i, target in enumerate(targets):
             self._like[target.manifest.layout_hash].append(i)
-        self._manifests = [targets[like[0]].manifest for like in self._like.values()]
+        manifests = [targets[like[0]].manifest for like in self._like.values()]
+        self._manifests = spelled(manifests, sources.spreads.keys())
         slices = chain.from_iterable(manifest.slices for manifest in self._manifests)
         self._anywhere = {piece.name for piece in slices}
 

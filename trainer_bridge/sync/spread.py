@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from memsaver.common.strided import row_major
-from trainer_bridge.sync.boxes import Box, Ints, dot, uncovered
+from trainer_bridge.sync.boxes import Box, Ints, difference, dot, uncovered
 from trainer_bridge.sync.shards import SourceShard
 
 
@@ -100,8 +100,8 @@ class Spread:
             if common := box.intersect(held):
                 yield Cut(
                     ranks=tuple(ranks),
-                    source=_minus(common.start, held.start),
-                    at=_minus(common.start, box.start),
+                    source=difference(common.start, held.start),
+                    at=difference(common.start, box.start),
                     shape=common.shape,
                     number=dot(common.start, strides),
                     volume=common.volume,
@@ -171,7 +171,3 @@ def _overlap(held: Sequence[tuple[Box, list[int]]]) -> str:
                 text = f"element {common.start} is held by ranks {ranks[0]} and {others[0]}"
                 return f"{text}, in different parts; replicas must hold the same part"
     raise AssertionError(held)
-
-
-def _minus(a: Ints, b: Ints) -> Ints:
-    return tuple(x - y for x, y in zip(a, b, strict=True))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcache.staging import heads_per_rank
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
 from rollout.model.rotary import RopeConfig
+from rollout.model.sharding import Split, Splits
 from rollout.ops.norm import rms_norm
 
 
@@ -81,6 +83,23 @@ class AttentionConfig(MixerConfig):
         if self.o_bias:
             groups.append(one(attn + "o_proj.bias", hidden_size))
         return groups
+
+    def splits(self) -> Splits:
+        dim = self.head_dim
+        queries = [Split(dim=0, units=(self.query_rows // self.num_heads * dim,))]
+        keys = [Split(dim=0, units=(dim,), copies=True)]
+        rows = {"q": queries, "k": keys, "v": keys}
+        found: dict[str, list[Split]] = {"self_attn.o_proj.weight": [Split(dim=1, units=(dim,))]}
+        for kind in ("weight", "bias"):
+            found |= {f"self_attn.{name}_proj.{kind}": split for name, split in rows.items()}
+        return found
+
+    def of_rank(self, size: int) -> AttentionConfig:
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=heads_per_rank(size, self.num_kv_heads),
+        )
 
     def build(self, index: int, parts: Parts) -> Attention:
         return Attention(self, index, parts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
 from rollout.model.params import Group
 from rollout.model.rotary import RopeConfig
+from rollout.model.sharding import Splits
 from rollout.ops.attention_plan import AttentionPlan, BatchShape
 from rollout.serving.double_sparsity import DoubleSparsity
 
@@ -64,6 +65,14 @@ class MixerConfig(ABC):
     @abstractmethod
     def groups(self, hidden_size: int, layer: str) -> list[Group]:
         """Its parameters in memory order; names begin with `layer`, "model.layers.3." say."""
+
+    @abstractmethod
+    def splits(self) -> Splits:
+        """Returns how tensor-parallel ranks share its parameters: by heads."""
+
+    @abstractmethod
+    def of_rank(self, size: int) -> Self:
+        """Returns it with the heads of one of `size` ranks, which `splits` can share."""
 
     @abstractmethod
     def build(self, index: int, parts: Parts) -> Mixer:

@@ -5,7 +5,7 @@ keys and values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcache.pools import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
+from rollout.model.sharding import Split, Splits
 from rollout.ops.attention_plan import BatchShape
 from rollout.ops.delta_rule import causal_conv, gated_delta_rule
 from rollout.ops.norm import rms_norm
@@ -67,6 +68,26 @@ class DeltaNetConfig(MixerConfig):
             one(net + "out_proj.weight", hidden_size, values),
         ]
 
+    def splits(self) -> Splits:
+        """Shares by key heads, each with the value heads that share it."""
+        keys, values = self.key_dim, self.shared * self.value_dim
+        units = {
+            "in_proj_qkvz.weight": (2 * keys + 2 * values,),
+            "in_proj_ba.weight": (2 * self.shared,),
+            "conv1d.weight": (keys, keys, values),
+            "dt_bias": (self.shared,),
+            "A_log": (self.shared,),
+        }
+        found = {f"linear_attn.{name}": [Split(dim=0, units=each)] for name, each in units.items()}
+        return {**found, "linear_attn.out_proj.weight": [Split(dim=1, units=(values,))]}
+
+    def of_rank(self, size: int) -> DeltaNetConfig:
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // size,
+            num_value_heads=self.num_value_heads // size,
+        )
+
     def build(self, index: int, parts: Parts) -> DeltaNet:
         return DeltaNet(self, index, parts)
 
@@ -86,7 +107,8 @@ class DeltaNet:
         self._dt_bias, self._a_log = store.tensor(name + "dt_bias"), store.tensor(name + "A_log")
         self._norm = store.tensor(name + "norm.weight")
         self._out = store.tensor(name + "out_proj.weight")
-        self._eps = parts.norm_eps
+        self._eps, self._ranks = parts.norm_eps, parts.ranks
+        self._stage = f"linear attention of layer {index}"
         table = parts.table
         assert isinstance(table, HybridReqToTokenPool), (
             "the cache of a model with linear layers holds states"
@@ -109,7 +131,8 @@ class DeltaNet:
                 .to(x.dtype)
             )
         out = rms_norm(out, self._norm, self._eps) * F.silu(z.float())
-        return F.linear(out.to(x.dtype).flatten(1), self._out)
+        out = F.linear(out.to(x.dtype).flatten(1), self._out)
+        return self._ranks.sum(out, self._stage)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [T, hidden] -> what is convolved [T, channels], gate [T, Hv, Dv], beta and decay [T,

@@ -2,12 +2,13 @@
 
 Keys and values of a head are products of the latent and `kv_b_proj`. They are never made: the key
 half multiplies the query before attention, the value half what attention gives, and attention sees
-one KV head that all query heads share.
+one KV head that all query heads share. Tensor-parallel ranks share the heads; each keeps all latent
+rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, one, stack
 from rollout.model.rotary import RopeConfig
+from rollout.model.sharding import Split, Splits
 from rollout.ops.norm import rms_norm
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
@@ -105,6 +107,18 @@ class MLAConfig(MixerConfig):
             groups.append(one(attn + "o_proj.bias", hidden_size))
         return groups
 
+    def splits(self) -> Splits:
+        queries = [Split(dim=0, units=(self.nope_dim + self.rope_dim,))]
+        return {
+            "self_attn.q_proj.weight": queries,
+            "self_attn.q_b_proj.weight": queries,
+            "self_attn.kv_b_proj.weight": [Split(dim=0, units=(self.nope_dim + self.value_dim,))],
+            "self_attn.o_proj.weight": [Split(dim=1, units=(self.value_dim,))],
+        }
+
+    def of_rank(self, size: int) -> MLAConfig:
+        return replace(self, num_heads=self.num_heads // size)
+
     def build(self, index: int, parts: Parts) -> LatentAttention:
         return LatentAttention(self, index, parts)
 
@@ -132,12 +146,16 @@ class LatentAttention:
         kv_b = store.tensor(name + "kv_b_proj.weight").view(config.num_heads, -1, config.kv_rank)
         self._to_keys, self._to_values = kv_b.split((config.nope_dim, config.value_dim), dim=1)
         self._o = store.tensor(name + "o_proj.weight")
-        self._o_bias = store.tensor(name + "o_proj.bias") if config.bias else None
+        self._ranks = parts.ranks
+        self._o_bias = (
+            store.tensor(name + "o_proj.bias") if config.bias and parts.ranks.rank == 0 else None
+        )
         self._rotary = parts.rotary(config.rope, config.rope_dim)
         assert isinstance(parts.pool, MLATokenToKVPool)
         self._layer, self._pool = index, parts.pool
         self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.score_scale
+        self._stage = f"attention of layer {index}"
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         first = F.linear(x, self._first, self._first_bias)
@@ -148,7 +166,8 @@ class LatentAttention:
         out = self._attend(
             self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS), key, batch
         )
-        return F.linear(self._expand(out), self._o, self._o_bias)
+        out = F.linear(self._expand(out), self._o, self._o_bias)
+        return self._ranks.sum(out, self._stage)
 
     def _attend(self, q: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:
         """Stores [T, rank] and [T, 1, rope], and attends: q [T, heads, rank + rope] -> [T, heads,

@@ -159,24 +159,28 @@ def count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def tp_dim(name: str) -> int | None:
-    """The dimension that tensor parallel splits; None: every rank holds it whole."""
+def tp_dim(name: str, needs: str) -> int | None:
+    """The dimension that tensor parallel splits, with needs="ep" experts by expert; None: every
+    rank holds it whole.
+    """
     if name.endswith(_WHOLE):
         return None
+    if needs == "ep" and ".experts." in name:
+        return 0
     return next((dim for end, dim in _COLUMNS.items() if name.endswith(end)), 0)
 
 
 def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
     """(local, linked) elements that one of two ranks takes in: all parameters, or with needs="tp"
-    its slices of them and the norms whole. Shards are halves along dimension 0; aligned: along the
-    engine's slices, norms along 0.
+    or "ep" its slices of them and the norms whole. Shards are halves along dimension 0; aligned:
+    along the engine's slices, norms along 0.
     """
     sizes = {None: 0, False: 0, True: 0}  # by whether it is split otherwise than along 0
     for name, shape in shapes.items():
         assert all(length % RANKS == 0 for length in shape), (
             f"{name} {shape} does not divide by {RANKS}"
         )
-        dim = tp_dim(name)
+        dim = tp_dim(name, needs)
         sizes[None if dim is None else dim > 0] += math.prod(shape)
     norms, rows, columns = sizes.values()
     if needs == "replica":

@@ -177,7 +177,7 @@ def _row(receipt: SyncReceipt) -> dict[str, float]:
 class Case(NamedTuple):
     """Where shards of two ranks go.
 
-    needs: "replica" or "tp", as in `moves`. aligned: shards lie along the slices.
+    needs: "replica", "tp" or "ep", as in `moves`. aligned: shards lie along the slices.
     """
 
     name: str
@@ -190,10 +190,12 @@ def two_gpus(scale: SyncScale) -> Figures:
     """FSDP2 shards of two ranks into two replicas, and into two tensor-parallel ranks' weights."""
     first = scale.sources[0]
     cases = [Case("2 replicas", source, "replica", False) for source in scale.sources]
+    ways = [("tp", False), ("tp", True)]
+    if first.experts:  # of one tensor gate and up are split each for itself: halves of it are not
+        ways = [("tp", False), ("ep", False), ("ep", True)]
     cases += [
-        Case(f"TP 2, {'' if aligned else 'not '}aligned", first, "tp", aligned)
-        # of experts in one tensor, gate and up are split each for itself: halves of it are not
-        for aligned in ([False] if first.experts else [False, True])
+        Case(f"{needs.upper()} 2, {'' if aligned else 'not '}aligned", first, needs, aligned)
+        for needs, aligned in ways
     ]
     seen: list[list[list[dict[str, float]]]] = ranks(scale, _all_cases, cases)
     return [
@@ -275,7 +277,7 @@ def _shards(
     tensors, shards, source = {}, [], case.source
     for name, shape in source.shapes.items():
         mine = fsdp_shards(
-            name, shape, source.dtype, RANKS, (tp_dim(name) or 0) if case.aligned else 0
+            name, shape, source.dtype, RANKS, (tp_dim(name, case.needs) or 0) if case.aligned else 0
         )[rank]
         box = _slices(mine.start, mine.shape)
         tensors[name] = (
@@ -291,8 +293,9 @@ def _slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 def _engine(scale: SyncScale, case: Case, saver: memsaver.MemorySaver) -> Engine:
     split: dict[str, Any] = {}
-    if case.needs == "tp":
+    if case.needs != "replica":
         split = {"tensor_parallel_size": RANKS, "group": dist.group.WORLD}
+        split["expert_parallel"] = RANKS if case.needs == "ep" else 1
     with tempfile.TemporaryDirectory() as folder:
         return Engine.from_pretrained(
             case.source.save(folder),

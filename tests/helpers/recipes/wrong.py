@@ -40,7 +40,8 @@ RANGES = [
     ),
     Range(
         "steps engine.page_size engine.max_running engine.max_prefill_tokens "
-        "engine.tensor_parallel_size trainer.micro_batch_size trainer.threads sampling.max_tokens "
+        "engine.tensor_parallel_size engine.expert_parallel trainer.micro_batch_size "
+        "trainer.threads sampling.max_tokens "
         "grpo.prompts_per_step ppo.prompts_per_step ppo.samples_per_prompt ppo.epochs "
         "ppo.mini_batches task.num_digits eval.problems checkpoint.keep cluster.nnodes "
         "cluster.n_gpus_per_node",
@@ -237,6 +238,18 @@ CONTRADICTIONS = [
     wrong(
         "engine.tensor_parallel_size=2 engine.kv_cache_dtype=fp4_e2m1",
         "excludes engine.kv_cache_dtype=fp4_e2m1",
+    ),
+    wrong(
+        "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2 "
+        "engine.expert_parallel=2",
+        "engine.expert_parallel=2: the model has no experts to divide; "
+        "set engine.expert_parallel=1",
+    ),
+    wrong(
+        "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4 "
+        "engine.expert_parallel=3",
+        "engine.expert_parallel=3: must divide engine.tensor_parallel_size=4; set "
+        "engine.expert_parallel=1",
     ),
     wrong(
         "driver=ray cluster.n_gpus_per_node=3 engine.tensor_parallel_size=3",

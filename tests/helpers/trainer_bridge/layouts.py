@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from rollout.model.params import Group, Param, one, stack
-from rollout.model.sharding import decoder_splits, shard_groups
+from rollout.model.sharding import shard_groups
 from rollout.types import Manifest, ParamSlice
 from rollout.weights.store import build_manifest
 from tests.helpers.digests import element
+from tests.helpers.rollout.splits import decoder_splits
 from trainer_bridge.sync.boxes import torch_dtype
 
 HEAD_DIM = 2
@@ -85,9 +86,11 @@ def manifests(
     base: int = 0,
     tied: bool = False,
     head_dim: int = HEAD_DIM,
+    expert_parallel: int = 1,
 ) -> list[Manifest]:
     """What each of `size` tensor-parallel ranks stores."""
-    splits, aliases = decoder_splits(head_dim), {HEAD: EMBED} if tied else {}
+    splits = decoder_splits(head_dim, size, expert_parallel)
+    aliases = {HEAD: EMBED} if tied else {}
     return [
         build_manifest(shard_groups(groups, splits, rank, size), aliases, dtype, base)
         for rank in range(size)

@@ -72,16 +72,19 @@ def whole_params(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def arrives_in_parts(
-    trainer: Trainer, path: str, whole: dict[str, Tensor] | None = None, apart: float = 0.0
+    trainer: Trainer,
+    path: str,
+    whole: dict[str, Tensor] | None = None,
+    apart: float = 0.0,
+    experts: int = 1,
 ) -> bool:
     """Whether each rank of a tensor-parallel engine has every bit of its part after a sync; all
     ranks of the trainer are its ranks, too. whole: what arrives in place of the parameters, up to
-    `apart` away.
+    `apart` away. experts: see `EngineConfig.expert_parallel`.
     """
-    group = dist.group.WORLD
-    engine = Engine.from_pretrained(
-        path, kv_tokens=64, tensor_parallel_size=dist.get_world_size(), group=group
-    )
+    size = dist.get_world_size()
+    sizes = {"tensor_parallel_size": size, "expert_parallel": experts}
+    engine = Engine.from_pretrained(path, kv_tokens=64, group=dist.group.WORLD, **sizes)
     trainer.connect([engine])
     trainer.sync_weights(2)
     whole, same = whole or whole_params(trainer), []

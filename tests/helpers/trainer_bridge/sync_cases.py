@@ -51,9 +51,9 @@ class Step:
 class Layout:
     """Both sides. shapes: whole parameters by the trainer's names; stored: the rollout's name ->
     the trainer's.
-    engines: (tensor-parallel size, dtype, place and trainer rank of each of its ranks). scratch:
-    bytes, for derived
-    weights: a few rows at a time, or all.
+    engines: (tensor-parallel size, into how many parts experts are divided, dtype, place and
+    trainer rank of each of its ranks). scratch: bytes, for derived weights: a few rows at a time,
+    or all.
     """
 
     groups: Sequence[Any]
@@ -63,7 +63,7 @@ class Layout:
     shards: list[SourceShard]
     places: list[str]
     source_dtype: torch.dtype
-    engines: list[tuple[int, torch.dtype, list[tuple[str, int]]]]
+    engines: list[tuple[int, int, torch.dtype, list[tuple[str, int]]]]
     scratch: int
 
 
@@ -135,11 +135,11 @@ def layouts(draw: st.DrawFn) -> Layout:
     shards, world = shards_of(draw, shapes)
     engines = []
     for _ in range(draw(st.integers(1, 2))):  # replicas, not always alike
-        size = draw(st.sampled_from([1, 2, 4]))
+        size, experts = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]))
         where = [
             (draw(st.sampled_from(DEVICES)), draw(st.integers(0, world - 1))) for _ in range(size)
         ]
-        engines.append((size, draw(st.sampled_from(DTYPES)), where))
+        engines.append((size, experts, draw(st.sampled_from(DTYPES)), where))
     return Layout(
         groups=groups,
         shapes=shapes,

@@ -31,9 +31,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": FIELDS
     | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 44, "mlp_only_layers": [1]},
+    "by expert": FIELDS
+    | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 45, "mlp_only_layers": [1], "num_key_value_heads": 4},
+    "latent": FIELDS
+    | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 6}
+    | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 44}
+    | {"kv_lora_rank": 512, "q_lora_rank": 768, "n_shared_experts": 1, "first_k_dense_replace": 2},
+    "linear": FIELDS
+    | {"model_type": "qwen3_next", "num_experts": 0, "num_key_value_heads": 4}
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "tied": FIELDS | {"model_type": "qwen2", "tie_word_embeddings": True},
     "sliding": FIELDS | {"model_type": "ministral", "num_key_value_heads": 2} | KINDS,
 }
+
+
+PARTS = {"by expert": RANKS, "latent": 2}  # expert_parallel
 
 
 def taken(rank: int, folder: str) -> list[tuple[int, int]]:
@@ -45,6 +58,7 @@ def taken(rank: int, folder: str) -> list[tuple[int, int]]:
             load_weights=False,
             kv_tokens=64,
             tensor_parallel_size=RANKS,
+            expert_parallel=PARTS.get(name, 1),
             group=dist.group.WORLD,
         )
         weights = engine.saver.report().tags["weights"].committed_bytes
@@ -52,8 +66,9 @@ def taken(rank: int, folder: str) -> list[tuple[int, int]]:
     return found
 
 
-def planned(fields: dict[str, Any], size: int) -> tuple[int, int]:
+def planned(fields: dict[str, Any], size: int, experts: int = 1) -> tuple[int, int]:
     words = ["driver=ray", f"cluster.n_gpus_per_node={size}", f"engine.tensor_parallel_size={size}"]
+    words.append(f"engine.expert_parallel={experts}")
     sizes, _, per_token = engine_sizes(recipes.load("tiny", words), fields, GPU, prompt_tokens=9)
     return sizes.weights, per_token
 
@@ -66,13 +81,27 @@ def test_weights_and_a_token_are_planned_as_the_fullest_rank_has_them(tmp_path: 
     ranks = results(start_ranks(taken, RANKS, tmp_path / "store", str(tmp_path)))
     for name, *of_ranks in zip(MODELS, *ranks, strict=True):
         weights, per_token = max(of_ranks)
-        assert planned(MODELS[name], RANKS) == (round_up(weights, PAGE), per_token), name
+        found = planned(MODELS[name], RANKS, PARTS.get(name, 1))
+        assert found == (round_up(weights, PAGE), per_token), name
 
 
 def test_a_rank_of_a_model_that_the_engine_does_not_compute_has_its_share() -> None:
-    fields = shapes()["deepseek-v3"]
+    fields = FIELDS | {"model_type": "granite"}
     whole, _ = planned(fields, 1)
-    assert whole <= 8 * planned(fields, 8)[0] < whole + 8 * PAGE
+    assert whole <= 4 * planned(fields, 4)[0] < whole + 4 * PAGE
+
+
+def test_a_rank_has_its_experts_and_what_all_of_them_hold() -> None:
+    """DeepSeek-V3 in fp32: of 256 experts 256 / 8 by expert as by inner channels, and all ranks
+    have the latents' products, the norms and the routers.
+    """
+    fields = shapes()["deepseek-v3"]
+    (whole, _), (parts, _), (by_expert, _) = (
+        planned(fields, *sizes) for sizes in ((1, 1), (8, 1), (8, 8))
+    )
+    latents = (1536 + 512 + 64) * 7168 + 1536 + 512 + 2 * 7168
+    same = 4 * (61 * latents + 58 * 256 * 7168 + 7168)
+    assert parts == by_expert and 0 <= 8 * parts - (whole + 7 * same) < 9 * PAGE
 
 
 def test_a_step_of_experts_holds_what_each_makes_of_a_token() -> None:

@@ -1,0 +1,28 @@
+"""How ranks share the parameters of a decoder that has dense and mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from rollout.model.mixers.attention import AttentionConfig
+from rollout.model.mlp import ExpertsConfig, GatedConfig
+from rollout.model.rotary import RopeConfig
+from rollout.model.sharding import VOCABULARY, Splits
+from rollout.ops.experts import Routing
+
+_EXPERTS = ExpertsConfig(
+    experts=1, inner=1, routing=Routing(top_k=1, normalise=False), shared=1, shared_gate=False
+)
+
+
+def decoder_splits(head_dim: int, size: int, experts: int = 1) -> Splits:
+    """Over `size` ranks; experts: see `EngineConfig.expert_parallel`."""
+    attention = AttentionConfig(
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        rope=RopeConfig(theta=1e4),
+        qkv_bias=True,
+        o_bias=False,
+        qk_norm=False,
+    )
+    mlps = [GatedConfig(inner=1).splits(size, experts), _EXPERTS.splits(size, experts)]
+    return {**VOCABULARY, **attention.splits(), **mlps[0], **mlps[1]}

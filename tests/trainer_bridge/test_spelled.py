@@ -1,0 +1,126 @@
+"""Syncs from trainers that have a tensor for each expert into engines that stack them: every bit,
+and no byte more over links than must.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollout.model import spellings
+from rollout.model.params import one
+from rollout.model.sharding import shard_groups
+from tests.helpers.effort import rounds
+from tests.helpers.rollout.splits import decoder_splits
+from tests.helpers.trainer_bridge.hooked import HookedConsensus
+from tests.helpers.trainer_bridge.layouts import HEAD_DIM, box_of, manifests
+from tests.helpers.trainer_bridge.stored_weights import StoredWeights
+from tests.helpers.trainer_bridge.targets import Rank, in_ranks
+from trainer_bridge.sync.plan import Planner, Target
+from trainer_bridge.sync.shards import SourceShard, fsdp_shards
+from trainer_bridge.sync.weight_sync import SyncReceipt
+
+MLP = "model.layers.0.mlp."
+Shapes = dict[str, tuple[int, ...]]
+ENGINES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, parts of the experts
+
+
+def shapes_of(experts: int, inner: int, hidden: int) -> Shapes:
+    return {
+        f"{MLP}gate.weight": (experts, hidden),
+        f"{MLP}experts.gate_up_proj": (experts, 2 * inner, hidden),
+        f"{MLP}experts.down_proj": (experts, hidden, inner),
+        "model.norm.weight": (hidden,),
+    }
+
+
+def named(whole: dict[str, Tensor], way: int) -> dict[str, Tensor]:
+    """Views, by the names of one way to spell them: 1 as most families do, 2 Mixtral's."""
+    found = {}
+    for name, value in whole.items():
+        ways = spellings(name, tuple(value.shape))
+        for part in ways[min(way, len(ways) - 1)]:
+            bounds = zip(part.start, part.box, strict=True)
+            found[part.name] = value[tuple(slice(at, at + n) for at, n in bounds)].view(part.shape)
+    return found
+
+
+def shards_of(trained: dict[str, Tensor], world: int) -> list[SourceShard]:
+    """FSDP2's: each rank has rows of every expert."""
+    found = []
+    for name, value in trained.items():
+        found += fsdp_shards(name, tuple(value.shape), "float32", world)
+    return found
+
+
+def engines_of(draw: st.DrawFn, shapes: Shapes) -> list[StoredWeights]:
+    """The ranks of one engine or two."""
+    groups = [one(name, *shape) for name, shape in shapes.items()]
+    zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    found = []
+    for _ in range(draw(st.integers(1, 2))):
+        size, parts = draw(st.sampled_from(ENGINES))
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+        for rank in range(size):
+            mine = shard_groups(groups, decoder_splits(HEAD_DIM, size, parts), rank, size)
+            found.append(StoredWeights(mine, {}, dtype, f"GPU-{rank % 2}", zeros))
+    return found
+
+
+@settings(max_examples=rounds(20, 500))
+@given(st.data())
+def test_experts_by_name_arrive_stacked(data: st.DataObject) -> None:
+    """One to three trainer ranks; engines divided by inner channels, by expert or both, of which
+    some ranks may hold no expert.
+    """
+    draw, generator = data.draw, torch.Generator().manual_seed(0)
+    experts, inner = draw(st.integers(1, 5)), draw(st.sampled_from([4, 8]))
+    shapes = shapes_of(experts, inner, hidden=draw(st.sampled_from([1, 3])))
+    whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    way, world = draw(st.sampled_from([1, 2])), draw(st.integers(1, 3))
+    trained, engines = named(whole, way), engines_of(draw, shapes)
+    shards, ranks = shards_of(trained, world), list[Rank]()
+    held = {f"GPU-{i}": {name: torch.zeros(shapes[name]) for name in shapes} for i in range(3)}
+    for number in range(world):
+        mine = [shard for shard in shards if shard.rank == number]
+        sources = {shard.name: trained[shard.name][box_of(shard)].clone() for shard in mine}
+        place = f"GPU-{number}"
+        ranks.append(Rank(sources=sources, targets=() if number else engines, place=place))
+        here = named(held[place], way)
+        for shard in mine:
+            here[shard.name][box_of(shard)] = 1
+    receipts = in_ranks(ranks, sync, shards, 60.0, HookedConsensus)
+    assert all(isinstance(receipt, SyncReceipt) for receipt in receipts), receipts
+    least = nbytes = 0
+    for engine in engines:
+        engine.check_bytes()
+        for piece in engine.store.manifest.slices:
+            found, box = engine.read(piece), box_of(piece)
+            assert torch.equal(found, whole[piece.name][box].to(found.dtype))
+            nbytes += found.nbytes
+            least += int((held[engine.place][piece.name][box] == 0).sum()) * found.element_size()
+        engine.saver.close()
+    for receipt in receipts:
+        assert (receipt.nbytes, receipt.link_bytes) == (nbytes, least)
+
+
+def sync(number: int, rank: Rank) -> SyncReceipt:
+    assert rank.sync is not None
+    return rank.sync.sync(1)
+
+
+def test_an_expert_that_the_trainer_lacks_is_named() -> None:
+    """Also to a rank that holds none of its experts."""
+    shapes = shapes_of(3, 4, 2)
+    groups = [one(name, *shape) for name, shape in shapes.items()]
+    layouts = manifests(groups, 2, torch.float32, expert_parallel=2)
+    trained = named({name: torch.zeros(shape) for name, shape in shapes.items()}, 1)
+    trained[f"{MLP}experts.3.up_proj.weight"] = trained.pop(f"{MLP}experts.1.up_proj.weight")
+    targets = [Target(manifest=layout, place="cpu") for layout in layouts]
+    with pytest.raises(ValueError) as caught:
+        Planner(shards_of(trained, 1), ["cpu"]).plan(targets)
+    assert f"missing in the trainer: {MLP}experts.1.up_proj.weight" in str(caught.value)
+    assert f"unknown to the rollout: {MLP}experts.3.up_proj.weight" in str(caught.value)
