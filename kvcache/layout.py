@@ -14,10 +14,14 @@ from typing import Any, Literal
 import torch
 
 from kvcache.config import FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
+from kvcache.pools.attention import (
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
 from kvcache.pools.base import KVPool
 from kvcache.pools.mamba import MambaConfig, MambaPool
-from kvcache.pools.mha import MHATokenToKVPool, MHATokenToKVPoolFP4
-from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from memsaver import MemorySaver
 

@@ -101,19 +101,19 @@ BUGS = [
     ),
     Bug(
         "fp8 rows are scaled in the wanted dtype instead of fp32 (wrong cast)",
-        "kvcache/ops/quant.py",
+        "kvcache/ops/kv_write.py",
         "(buffer[loc].view(stored).float() * scale).clamp",
         "(buffer[loc].view(stored).to(dtype) * scale.to(dtype)).clamp",
     ),
     Bug(
         "a writer fills a staging range one round too early (off by one)",
-        "kvcache/staging/ring.py",
+        "kvcache/staging.py",
         "or before < watermark.round",
         "or before <= watermark.round",
     ),
     Bug(
         "readers and writers of replicated heads are paired wrongly (swapped ranks)",
-        "kvcache/staging/heads.py",
+        "kvcache/staging.py",
         "return first - src_first, count, first - dst_first, count",
         "return first - dst_first, count, first - src_first, count",
     ),

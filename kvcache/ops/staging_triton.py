@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache.ops.units_triton import WORDS, unit_pointer
+from kvcache.ops.move_triton import WORDS, unit_pointer
 
 MAX_BLOCK = 1024  # units a program
 # programs in the second dimension of a CUDA grid; where there is more to do, they go round

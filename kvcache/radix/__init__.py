@@ -3,8 +3,7 @@
 No tensors.
 """
 
-from kvcache.radix.cache import PrefixMatch, RadixCache
-from kvcache.radix.mamba import MambaInsert, MambaMatch, MambaRadixCache
+from kvcache.radix.cache import MambaInsert, MambaMatch, MambaRadixCache, PrefixMatch, RadixCache
 from kvcache.radix.node import RadixNode
 
 __all__ = [

@@ -9,10 +9,16 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.radix.integrity import check_generation, check_pages
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
-from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
-from kvcache.radix.queue import Rank
+from kvcache.radix.node import (
+    EMPTY,
+    Generation,
+    RadixNode,
+    Rank,
+    Usage,
+    check_generation,
+    check_pages,
+)
 
 Policy = Callable[[Usage], Rank]  # the entry of the lowest rank is evicted first
 

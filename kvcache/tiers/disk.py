@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache.tiers.keys import HASH_BYTES, check_page, stable_hash
-from kvcache.tiers.lru import VersionedLRU
+from kvcache.tiers.keys import HASH_BYTES, VersionedLRU, check_page, stable_hash
 from memsaver.backup import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 from memsaver.vmm import host_memory

@@ -8,9 +8,8 @@ import torch
 
 from kvcache.allocators.base import Int64Array
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostKVCache
-from kvcache.tiers.lru import VersionedLRU
-from kvcache.tiers.transfer import Transfer
+from kvcache.tiers.host import HostKVCache, Transfer
+from kvcache.tiers.keys import VersionedLRU
 from memsaver.errors import BackendError
 
 _log = logging.getLogger("kvcache")

@@ -13,10 +13,9 @@ from kvcache.radix.cache import PrefixMatch, RadixCache
 from kvcache.radix.keys import Int64Array, Tokens, as_ids
 from kvcache.radix.node import EMPTY, RadixNode
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostKVCache
+from kvcache.tiers.host import HostKVCache, Transfer
 from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.lower import LowerTiers
-from kvcache.tiers.transfer import Transfer
 
 _log = logging.getLogger("kvcache")
 
