@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from memsaver import doctor_gpu as gpu
-from memsaver.common.host_limits import container_memory, meminfo
+from memsaver.common.machine import container_memory, meminfo
 from memsaver.compat import engines
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from memsaver.common.finalizers import Finalizer
-from memsaver.common.ranges import Ranges, joined
-from memsaver.common.rounding import round_up
+from memsaver.common.rounding import Ranges, joined, round_up
+from memsaver.common.signals import Finalizer
 from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 

@@ -16,9 +16,7 @@ from typing import Literal
 
 import torch
 
-from memsaver.compat.graphs import GraphPools, Handle
-from memsaver.compat.regions import Region, headroom, outside
-from memsaver.compat.savers import Savers
+from memsaver.compat.savers import GraphPools, Handle, Region, Savers, headroom, outside
 from memsaver.errors import StateError, TagError
 from memsaver.saver import MemorySaver
 

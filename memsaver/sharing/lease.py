@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from memsaver.common.finalizers import Finalizer
-from memsaver.common.signals import held
+from memsaver.common.signals import Finalizer, held
 from memsaver.errors import BackendError, LeaseError
 from memsaver.native import shim
 from memsaver.sharing import rpc
-from memsaver.sharing.client import Owner, owner_of
+from memsaver.sharing.client import Owner, owner_of, peer_backend
 from memsaver.sharing.import_table import Import, imports
-from memsaver.sharing.peer_backend import peer_backend
 from memsaver.tag.borrowed import BorrowedPages, endings
 from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.vmm.backend import Backend, Reservation

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 
 import torch
 
-from memsaver.common.finalizers import Finalizer
-from memsaver.common.signals import Unbroken
+from memsaver.common.signals import Finalizer, Unbroken
 from memsaver.errors import StateError
+from memsaver.sharing.client import peer_backend
 from memsaver.sharing.lease import Lease
-from memsaver.sharing.peer_backend import peer_backend
 from memsaver.tag.borrowed import Endings, endings
 from memsaver.tag.tickets import Ticket
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.common.files import replace_text
-from memsaver.common.timeline import Timeline
+from memsaver.report import Timeline
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe import Recipe
 from recipes.recipe.loading import recipe_text

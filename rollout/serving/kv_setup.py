@@ -37,8 +37,7 @@ from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
 from rollout.model.ranks import rank_layout
 from rollout.serving.double_sparsity import DoubleSparsity
-from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.state_prefix import StatePrefixBlocks
+from rollout.serving.prefix import PrefixBlocks, StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
 from rollout.tags import KV_CACHE
 
