@@ -131,9 +131,7 @@ class BlockManager:
         return child
 
     def pages(self, handle: ReqHandle) -> Int64Array:
-        """Pages of a sequence in order, a partial last one included, int64; those behind its window
-        are not its own.
-        """
+        """Pages of a sequence, a partial last one included, int64; not all are its own."""
         return self._row_pages(self.req_to_token.row(handle)).copy()
 
     def release(self, handle: ReqHandle) -> None:
@@ -163,9 +161,7 @@ class BlockManager:
             self._shares.behind[row] = 0
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
-        """All tokens of these sequences are computed: drops their shares of what has left the
-        window for good.
-        """
+        """All tokens of these are computed: drops their shares of what left the window."""
         window = self._shares.window
         if window is not None:
             rows = self.req_to_token.rows(handles)
@@ -329,9 +325,7 @@ class BlockManager:
     def _fresh_start(
         self, rows: Int64Array, old: Int64Array, new: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """The old length, or the start of the last page for each request that has to copy it; those
-        pages.
-        """
+        """The old length, or the start of the last page where it has to be copied; such pages."""
         if not self._forked[rows].any():  # as in nearly every step of decoding
             return old, np.empty(0, dtype=np.int64)
         offset = old % self.page_size
@@ -377,9 +371,7 @@ class BlockManager:
         return self._write_table(flat, loc)[copies:]
 
     def _write_table(self, flat: Int64Array, loc: Int64Array) -> torch.Tensor:
-        """Writes slots to the table at these places, by one transfer and one launch; returns them,
-        on the device.
-        """
+        """Writes slots to the table at these places, by one launch; returns them."""
         n = len(loc)
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
@@ -393,9 +385,7 @@ class BlockManager:
 
 
 def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
-    """For every one of `counts` things a request: which request's it is, and its number among those
-    of the request.
-    """
+    """For every one of `counts` things a request: which request's, and its number there."""
     if (counts <= 1).all():  # as in nearly every step of decoding
         return slice(None) if counts.all() else np.flatnonzero(counts), 0
     which = np.repeat(np.arange(len(counts)), counts)

@@ -22,9 +22,7 @@ _KV_DTYPES = {
 
 
 def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The stored dtype that `kv_cache_dtype` names; "auto" is the model's dtype. ValueError for an
-    unknown name.
-    """
+    """The stored dtype that `kv_cache_dtype` names ("auto": the model's), or ValueError."""
     if name == "auto":
         return model_dtype
     if name not in _KV_DTYPES:
@@ -36,9 +34,7 @@ def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def store_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that elements are kept in: fp8 and fp4 lack indexing kernels on some devices and
-    are kept as bytes.
-    """
+    """The dtype that elements are kept in: bytes for fp8 and fp4, which lack indexing kernels."""
     return torch.uint8 if dtype in FP8_DTYPES or dtype == FP4_DTYPE else dtype
 
 

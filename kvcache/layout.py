@@ -66,9 +66,7 @@ class KVLayout:
 
     @property
     def layer_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """For each layer: what one token has there (heads, width), or one request (states of linear
-        layers).
-        """
+        """For each layer: what a token has there (heads, width), or a request (states)."""
         states = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
         states |= {"temporal": self.temporal_shape} if self.temporal_shape else {}
         return tuple(dict(states if kind == "linear" else self.rows) for kind in self.kinds)
@@ -113,9 +111,7 @@ class KVLayout:
         return KVCacheConfig(num_kv_heads=heads, head_dim=dim, v_head_dim=value_dim, **fields)
 
     def mamba_config(self, *, size: int, device: torch.device | str) -> MambaConfig:
-        """The config of the pool of states for `size` requests; ValueError for a model without
-        linear layers.
-        """
+        """The config of the pool of states for `size` requests; ValueError without such layers."""
         if self.temporal_shape is None:
             raise ValueError("this model has no linear layers and keeps no states")
         return MambaConfig(

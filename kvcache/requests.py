@@ -11,9 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ReqHandle:
-    """Names one row of a `ReqToTokenPool` until that row is freed; after that every use of it
-    raises ValueError.
-    """
+    """Names a row of a `ReqToTokenPool` until it is freed; after that it raises ValueError."""
 
     row: int
     generation: int
@@ -114,9 +112,7 @@ class ReqToTokenPool:
         return np.array(rows, dtype=np.int64)
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
-        """`req_to_token[indices] = values`: one indexed write of token ids, given as any index
-        torch accepts.
-        """
+        """`req_to_token[indices] = values`: one indexed write, any index that torch accepts."""
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -126,9 +122,7 @@ class ReqToTokenPool:
         self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched
-        (synchronises).
-        """
+        """Raises AssertionError unless each row is free or live, and row 0 untouched; waits."""
         free = self._free_rows
         assert len(set(free)) == len(free), f"a row is twice in the free list: {sorted(free)}"
         assert all(0 < row <= self.size for row in free), (

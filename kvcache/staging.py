@@ -35,9 +35,7 @@ class Assignment(NamedTuple):
 
 
 class Watermark(NamedTuple):
-    """All of the rounds before `round` is free, and of this round what begins before `tail`
-    (bytes).
-    """
+    """All of the rounds before `round` is free, and what begins before byte `tail` of it."""
 
     round: int
     tail: int
@@ -85,9 +83,7 @@ class StagingAllocator:
         return len(self._live)
 
     def assign(self, nbytes: int) -> Assignment | None:
-        """A range of `nbytes` at an aligned offset, perhaps not ready yet; None only if it is
-        larger than the ring.
-        """
+        """A range of `nbytes`, perhaps not ready yet; None only if larger than the ring."""
         if nbytes <= 0:
             raise ValueError(f"can't assign {nbytes} bytes; ask for at least one")
         if nbytes > self.size_bytes:
@@ -130,9 +126,7 @@ class StagingAllocator:
 
 
 class HeadSlice(NamedTuple):
-    """Holds what one writer sends to a reader: heads from `src_head_start` of its own to
-    `dst_head_start` of the reader's.
-    """
+    """Heads that a writer sends: from `src_head_start` of its own to the reader's `dst_...`."""
 
     src_tp_rank: int
     src_head_start: int
@@ -167,9 +161,7 @@ def compute_head_slice_params(
 def head_writers(
     src_attn_tp_size: int, dst_attn_tp_size: int, dst_tp_rank: int, total_kv_heads: int
 ) -> tuple[HeadSlice, ...]:
-    """All that send to a destination rank, by source rank: their heads follow each other without
-    gaps.
-    """
+    """All that send to a destination rank, by source rank; their heads leave no gaps."""
     found = []
     for src in range(src_attn_tp_size):
         src_start, count, dst_start, _ = compute_head_slice_params(
@@ -260,9 +252,7 @@ def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stack_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A view `[L, ...]` of tensors that lie at even distances in one block; ValueError if they do
-    not.
-    """
+    """A view `[L, ...]` of tensors at even distances in one block; ValueError for others."""
     first = layers[0]
     addresses = [layer.data_ptr() for layer in layers]
     step = addresses[1] - addresses[0] if len(layers) > 1 else 0

@@ -1,6 +1,4 @@
-"""Sliding windows: a query at position p sees the keys at (p - window, p]; what no later query sees
-is given back.
-"""
+"""Sliding windows: a query at p sees keys at (p - window, p]; the rest is given back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +26,7 @@ class Ledger:
 
 
 def pages_behind(length: _Length, window: int, page_size: int) -> _Length:
-    """Leading pages of a sequence whose first `length` tokens are computed that no later query sees
-    a token of.
-    """
+    """Leading pages of a sequence of `length` computed tokens that no later query sees."""
     seen_from = length - window + 1
     return seen_from * (seen_from > 0) // page_size
 
@@ -123,9 +119,7 @@ class WindowShares:
             )
 
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
-        """AssertionError unless owners are counted as sequences (row, all its pages) and a cache
-        hold them.
-        """
+        """AssertionError unless owners are counted as sequences (row, pages) and a cache hold."""
         owners, seen = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
         owners[cached] += 1
         for row, pages in tables:

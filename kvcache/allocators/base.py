@@ -1,6 +1,4 @@
-"""Defines what every page ledger does, and the parts that follow from pages alone: token ids,
-grouped frees, error texts.
-"""
+"""Defines what every page ledger does, and the parts that follow from pages alone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -51,9 +49,7 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def ref_counts(self, pages: Indices) -> Int64Array:
-        """Owners of each page, int64 `[n]`; 0 for a free page. ValueError for a page that does not
-        exist.
-        """
+        """Owners of each page, int64 `[n]`; 0: free. ValueError for a page that does not exist."""
 
     @abstractmethod
     def next_pages(self, count: int) -> Int64Array | None:
@@ -71,21 +67,15 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def share(self, pages: Indices) -> None:
-        """One more owner for each page; a page named twice gains two. ValueError if one of them is
-        free.
-        """
+        """One more owner a page, two for one named twice. ValueError if one of them is free."""
 
     @abstractmethod
     def free_pages(self, pages: Indices) -> None:
-        """Drops one owner of each page, two of a page named twice; ValueError (double free) leaves
-        all as it was.
-        """
+        """Drops one owner of each page named; ValueError (double free) leaves all as it was."""
 
     @abstractmethod
     def shortage(self, request: object, pages: int) -> str:
-        """Says why `request` (anything that names it) can't have `pages` more pages: how many are
-        missing, and of what.
-        """
+        """Says why `request` (anything that names it) can't have so many pages more."""
 
     @abstractmethod
     def check_integrity(self) -> None:
@@ -150,9 +140,7 @@ class KVAllocator(ABC):
         return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
 
     def pages_between(self, prefix: Int64Array, seq: Int64Array) -> Int64Array:
-        """New pages a request takes to grow from `prefix` to `seq` tokens: ceil(seq / ps) -
-        ceil(prefix / ps).
-        """
+        """New pages of a request: ceil(seq / ps) - ceil(prefix / ps)."""
         return -(-seq // self.page_size) + -prefix // self.page_size
 
     def free(self, loc: Indices) -> None:
@@ -288,9 +276,7 @@ def as_int64(values: Indices, name: str) -> Int64Array:
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    """The array on the device; nothing waits for the device, and on a GPU the caller may change the
-    array at once.
-    """
+    """The array on the device, without a wait; on a GPU the caller may change it at once."""
     host = torch.from_numpy(array)
     if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
         host = host.pin_memory()

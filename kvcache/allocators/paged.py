@@ -147,9 +147,7 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
 
 
 class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
-    """Token ids 1 .. size, each a page of its own: `alloc(n)` gives any n free ones, `free` takes
-    any of them back.
-    """
+    """Token ids 1 .. size, each a page of its own: any free ones, in any order."""
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         super().__init__(size, 1, device)

@@ -1,6 +1,4 @@
-"""Two ledgers for models that mix full and sliding-window attention: every page has a half in each
-pool.
-"""
+"""Two ledgers for models that mix full and sliding-window attention: half a page in each."""
 
 import numpy as np
 import torch
@@ -54,15 +52,11 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         return self.full.ref_counts(pages)
 
     def swa_ref_counts(self, pages: Indices) -> Int64Array:
-        """Owners of each (full) page that have it in their window, int64 `[n]`; 0 where it has no
-        window half.
-        """
+        """Owners of pages that have them in their window, int64 `[n]`; 0: no window half."""
         return self._window_owners(self._valid_pages(as_int64(pages, "pages")))
 
     def to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of token ids `loc` (int64, any shape, on the device), 0 where a token has
-        none.
-        """
+        """Window slots of token ids `loc` (int64, any shape, on the device), 0 without one."""
         return self.full_to_swa_index_mapping[loc]
 
     def next_pages(self, count: int) -> Int64Array | None:
@@ -192,9 +186,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
             self.full_to_swa_index_mapping.view(-1, self.page_size).index_copy_(0, rows, slots)
 
     def _give_back(self, pages: Int64Array) -> None:
-        """Clears the mapping of pages that have no window half any more; their ledgers give the
-        pages back.
-        """
+        """Clears the mapping of pages without a window half; their ledgers give them back."""
         if len(pages):
             rows = to_device(pages, self.device)
             self.full_to_swa_index_mapping.view(-1, self.page_size).index_fill_(0, rows, 0)

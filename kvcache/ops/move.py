@@ -40,18 +40,14 @@ def move_rows(
 
 @dataclass(frozen=True)
 class Side:
-    """One part of what a slot holds: `device` uint8 `[L, N, R]`, `host` uint8 `[L, pages, ps, R]`
-    in host memory.
-    """
+    """A part of a slot: `device` uint8 `[L, N, R]`, `host` uint8 `[L, pages, ps, R]`."""
 
     device: torch.Tensor
     host: torch.Tensor
 
 
 class HostCopyPlan:
-    """The parts of a pool and where their host pages are; made once, good as long as both addresses
-    hold.
-    """
+    """The parts of a pool and where their host pages are; good as long as both addresses hold."""
 
     def __init__(self, parts: Sequence[Side]) -> None:
         self.parts = tuple(parts)
@@ -85,9 +81,7 @@ class HostCopyPlan:
 
     @cached_property
     def unit(self) -> int:
-        """Bytes that are moved at once: the most, up to 16, that all addresses, strides and rows
-        are multiples of.
-        """
+        """Bytes moved at once: the most, up to 16, that divide all addresses, strides and rows."""
         numbers = [16]
         for part in self.parts:
             numbers += [part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2]]

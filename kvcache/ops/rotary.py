@@ -1,6 +1,4 @@
-"""Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the
-torch references.
-"""
+"""Rotary embedding of queries and keys, alone or with their store: dispatch, torch references."""
 
 from dataclasses import dataclass
 
@@ -19,9 +17,7 @@ class RotaryTables:
     sin: Tensor
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they
-        multiply.
-        """
+        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads."""
         cos, sin = (table[positions].to(dtype) for table in (self.cos, self.sin))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
@@ -59,9 +55,7 @@ def rotate_and_store(
 def rotate(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel
-    writes.
-    """
+    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous, for another kernel to write."""
     if use_triton(impl, q.device):
         from kvcache.ops.rotary_triton import rotate_and_store_triton
 

@@ -74,9 +74,7 @@ def _copy_layer(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One layer of keys or of values of one writer: `pages` at its first head, `staged` at its
-    first token.
-    """
+    """A layer of keys or values of a writer: `pages` at its first head, `staged` at its token."""
     lane = tl.arange(0, BLOCK)
     word = tl.arange(0, VECTOR)[None, :]
     block = tl.program_id(1).to(tl.int64)

@@ -74,9 +74,7 @@ class MHATokenToKVPool(TokenPool):
         return q
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[size + ps, H, D]` and values `[size + ps, H, Dv]` of a layer, as views of the
-        pool's memory.
-        """
+        """Keys `[size + ps, H, D]` and values `[size + ps, H, Dv]`, views of the pool's memory."""
         self._check_layer(layer_id)
         return self._views[layer_id]
 
@@ -89,9 +87,7 @@ class MHATokenToKVPool(TokenPool):
 
 
 class MHATokenToKVPoolFP4(MHATokenToKVPool):
-    """Rows as E2M1: `D / 2` bytes of codes and `D / 16` of block scales a head (`get_stored`); D a
-    multiple of 16.
-    """
+    """Rows as E2M1: `D / 2` bytes of codes, `D / 16` of scales a head; D a multiple of 16."""
 
     fp4 = True
 
@@ -120,9 +116,7 @@ class MLATokenToKVPool(TokenPool):
     def set_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
     ) -> None:
-        """Writes k `[n, 1, rank + rope]`; v, if given, must be its first `rank` elements and is not
-        written again.
-        """
+        """Writes k `[n, 1, rank + rope]`; v, if given, is its first `rank` elements."""
         rank, width = self.config.kv_lora_rank, self.config.rows["kv"][1]
         self._check_layer(layer_id)
         self._check_rows(loc, k=(k, (1, width)), **({} if v is None else {"v": (v, (1, rank))}))
@@ -131,9 +125,7 @@ class MLATokenToKVPool(TokenPool):
     def set_mla_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
     ) -> None:
-        """Writes latent `[n, 1, rank]` and rope `[n, 1, rope]` side by side, without joining them
-        before.
-        """
+        """Writes latent `[n, 1, rank]` and rope `[n, 1, rope]` side by side, without joining."""
         self._check_layer(layer_id)
         shapes = (1, self.config.kv_lora_rank), (1, self.config.qk_rope_head_dim)
         self._check_rows(loc, latent=(latent, shapes[0]), rope=(rope, shapes[1]))
@@ -158,9 +150,7 @@ class MLATokenToKVPool(TokenPool):
         return k, k[..., : self.config.kv_lora_rank]
 
     def get_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[n, 1, rank + rope]` as `config.row_dtype` and values, a view of their first `rank`
-        elements.
-        """
+        """Keys `[n, 1, rank + rope]` as `config.row_dtype`; values: their first `rank` elements."""
         self._check_layer(layer_id)
         check_loc("loc", loc, self.device)
         k = self._codec.read(layer_id, 0, self._layers[layer_id][0], loc)
@@ -177,9 +167,7 @@ class MLATokenToKVPoolFP4(MLATokenToKVPool):
 
 
 class DoubleSparseTokenToKVPool(MHATokenToKVPool):
-    """K and V, and in the same block labels `[L, size + ps, H, heavy_channel_num]` of
-    `config.row_dtype`.
-    """
+    """K and V, and labels `[L, size + ps, H, heavy_channel_num]` of `config.row_dtype`."""
 
     def __init__(
         self,
@@ -202,9 +190,7 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         return (Part(name="label", row=shape, dtype=self.config.row_dtype),)
 
     def set_label_buffer(self, layer_id: int, loc: torch.Tensor, label: torch.Tensor) -> None:
-        """Writes label `[n, H, heavy_channel_num]` of `config.row_dtype`, any strides, into slots
-        loc int64 `[n]`.
-        """
+        """Writes label `[n, H, heavy_channel_num]` of `config.row_dtype` into slots loc `[n]`."""
         buffer = self.get_label_buffer(layer_id)
         if label.dtype != buffer.dtype:
             raise ValueError(

@@ -60,9 +60,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """Returns what stored values of the layer are multiplied by, one number a kind of row
-        (keys, values); 1 but for fp8.
-        """
+        """Returns what stored values of the layer are multiplied by, a number a kind of row."""
 
     @abstractmethod
     def set_scales(self, layer_id: int, *scales: float) -> None:
@@ -80,9 +78,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copies slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is
-        written.
-        """
+        """Copies slots `src_loc` to `tgt_loc` in every layer, all read before any is written."""
 
     @abstractmethod
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
@@ -94,9 +90,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def on_resume(self) -> None:
-        """Zeroes page 0, as 0 x NaN spreads; must be called after every resume of the tag, and
-        after a graph capture.
-        """
+        """Zeroes page 0, as 0 x NaN spreads; to be called after every resume and graph capture."""
 
 
 def check_loc(name: str, loc: torch.Tensor, device: torch.device) -> None:

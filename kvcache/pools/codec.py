@@ -132,9 +132,7 @@ class FP8Codec(Codec):
 
 
 class FP4Codec(Codec):
-    """E2M1 codes, two a byte, and a scale byte for 16 elements (`kvcache/ops/quant.py` defines
-    them).
-    """
+    """E2M1 codes, two a byte, and a scale byte for 16 elements (see `kvcache/ops/quant.py`)."""
 
     accepts = _FLOATS
 

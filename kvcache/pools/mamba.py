@@ -121,9 +121,7 @@ class MambaPool:
         return slots
 
     def clone(self, sources: Sequence[int]) -> list[int] | None:
-        """New slots with copies of the states in held slots (copy on write), or None with nothing
-        changed.
-        """
+        """New slots with copies of held ones' states, or None with nothing changed."""
         self._check_held(sources)
         self._check_active(sources)
         slots = self._take(len(sources))

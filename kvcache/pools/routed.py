@@ -154,9 +154,7 @@ class SWAKVPool(RoutedKVPool):
         super().__init__((self.full_pool, self.window_pool), routes)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Takes the allocator's mapping, int64 `[>= full.size + page_size]` on the pool's device;
-        kept, not copied.
-        """
+        """Takes the allocator's mapping, int64 `[>= full.size + page_size]`; not copied."""
         slots = self.full_pool.size + self.page_size
         check_loc("full_to_swa_index_mapping", full_to_swa_index_mapping, self.device)
         if len(full_to_swa_index_mapping) < slots:
@@ -179,9 +177,7 @@ class SWAKVPool(RoutedKVPool):
 
 
 class HybridLinearKVPool(RoutedKVPool):
-    """Keys and values of the full-attention layers only, of a model whose other layers keep states
-    (`MambaPool`).
-    """
+    """Keys and values of the full-attention layers, where others keep states (`MambaPool`)."""
 
     def __init__(
         self,

@@ -86,9 +86,7 @@ class SlotStorage:
             part[:, :slots].zero_()
 
     def move(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
-        """Copies slots src to tgt (int64 [n] each, on the device) in every layer, all read before
-        any is written.
-        """
+        """Copies slots src to tgt (int64 [n]) in every layer, all read before any is written."""
         move_rows(self._words, tgt, src)
 
     def to_host(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -102,9 +100,7 @@ class SlotStorage:
             part.index_copy_(1, slots, copy.to(part.device))
 
     def resize(self, slots: int) -> int:
-        """Puts memory behind the first `slots`, takes it away behind the rest; how many are usable
-        now.
-        """
+        """Puts memory behind the first `slots` only; how many are usable now."""
         if self._saver is None or not self.slot_major:
             raise ValueError(
                 "only a slot_major pool on a saver's tag can be resized; "
@@ -118,9 +114,7 @@ class SlotStorage:
         return self.refresh()
 
     def refresh(self) -> int:
-        """Looks up how many slots have memory behind them, after a resume with less; how many are
-        usable now.
-        """
+        """Looks up, after a resume with less memory, how many slots are usable now."""
         if self._saver is not None and self.slot_major:
             self.slots = len(self._saver.backed_view(self.block.view(-1, self.bytes_per_slot)))
         return self.slots
@@ -142,9 +136,7 @@ def _allocate(
 
 
 def _as_words(part: torch.Tensor) -> torch.Tensor:
-    """`[L, slots, words]` of the same memory in the widest integers that fit: fewer index steps a
-    row.
-    """
+    """`[L, slots, words]` of the same memory in the widest integers that fit: fewer steps."""
     rows = part.flatten(2).view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()]
     )

@@ -80,9 +80,7 @@ class TokenPool(KVPool):
         self._codec.set_scales(layer_id, scales)
 
     def get_stored(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The stored tensors `[size + ps, H, ...]` of a layer, for kernels: elements, with FP4
-        scales, too.
-        """
+        """The stored tensors `[size + ps, H, ...]` of a layer: elements, with FP4 scales, too."""
         self._check_layer(layer_id)
         return tuple(itertools.chain.from_iterable(self._layers[layer_id]))
 
@@ -105,9 +103,7 @@ class TokenPool(KVPool):
 
     @property
     def stored(self) -> Mapping[str, torch.Tensor]:
-        """All that a slot holds, `[L, N, *row]` a part: views of the pool's memory, rows
-        contiguous.
-        """
+        """All that a slot holds, `[L, N, *row]` a part: views of the memory, rows contiguous."""
         return self._storage.parts
 
     def format(self) -> tuple[object, ...]:

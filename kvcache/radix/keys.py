@@ -39,9 +39,7 @@ def as_run(values: Tokens, name: str) -> memoryview:
 
 
 def common_prefix(run: bytes, key: memoryview) -> int:
-    """Bytes of the leading tokens that agree. Stretches grow: an early difference costs little, a
-    late one few calls.
-    """
+    """Bytes of the leading tokens that agree, looked for in stretches that grow."""
     a, b = np.frombuffer(run, dtype=np.int32), np.frombuffer(key, dtype=np.int32)
     length = min(len(a), len(b))
     start, step = 0, 256

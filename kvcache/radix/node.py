@@ -175,9 +175,7 @@ class Generation:
         )
 
     def root(self, extra_key: Hashable) -> RadixNode:
-        """The root of a namespace; an empty one is made up and not kept, so that misses leave
-        nothing behind.
-        """
+        """The root of a namespace; an empty one is not kept, so that misses leave nothing."""
         found = self.roots.get(extra_key)
         return found or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
 
@@ -192,9 +190,7 @@ class Generation:
 
 
 def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
-    """Tokens of one version that can be evicted and that are locked; AssertionError when its trees
-    contradict themselves.
-    """
+    """Tokens that can be evicted, and locked ones; AssertionError for a contradiction."""
     evictable = protected = 0
     nodes = list(generation.nodes())
     for root in generation.roots.values():

@@ -46,9 +46,7 @@ class PageLedger(Protocol):
 
 @dataclass(slots=True)
 class Walk:
-    """Says how far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into
-    `child`.
-    """
+    """Says how far a key goes down a tree: `path`, `length` tokens, and `inside` of `child`."""
 
     root: RadixNode
     path: list[RadixNode]
@@ -302,9 +300,7 @@ class PrefixTree:
         return upper
 
     def _extend(self, walk: Walk, key: memoryview, pages: Int64Array) -> None:
-        """Adds what is left of a run below the end of a walk, and to its path; its length stays
-        what was known.
-        """
+        """Adds what is left of a run below the end of a walk, and to its path."""
         known = walk.length * TOKEN_BYTES
         if known == len(key):
             return
@@ -340,9 +336,7 @@ class PrefixTree:
             node.generation.leaves.push(node)
 
     def _remove(self, leaf: RadixNode) -> list[RadixNode]:
-        """Takes an unlocked leaf out of its tree; the nodes that went, whose pages are still to be
-        released.
-        """
+        """Takes an unlocked leaf out; the nodes that went, whose pages are to be released."""
         parent, generation = leaf.parent, leaf.generation
         assert parent is not None and not leaf.children and leaf.lock_ref == 0
         del parent.children[self._edge(leaf)]

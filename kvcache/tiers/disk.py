@@ -1,6 +1,4 @@
-"""The disk tier: a directory with one file a page, none of which is ever believed without its
-checksum.
-"""
+"""The disk tier: one file a page, none of which is ever believed without its checksum."""
 
 import contextlib
 import fcntl
@@ -140,15 +138,11 @@ class DiskTier:
         return False
 
     def raise_version(self, version: int) -> None:
-        """Makes every entry a miss, in O(1); their files go when room is needed, or at the next
-        start.
-        """
+        """Makes every entry a miss, in O(1); files go when room is needed, or at the next start."""
         self._entries.raise_version(version)
 
     def clear(self) -> None:
-        """Drops all pages, of every version, and deletes their files as far as the file system lets
-        them go.
-        """
+        """Drops all pages, of every version, and their files as far as they can be deleted."""
         while dropped := self._entries.drop():
             with contextlib.suppress(BackendError):
                 self._delete(dropped.value)
@@ -171,9 +165,7 @@ class DiskTier:
             ) from error
 
     def _adopt(self) -> None:
-        """Takes over the files that can be hit, in the order of their last use, and deletes others
-        of this kind.
-        """
+        """Takes over files that can be hit, in order of use, and deletes others of this kind."""
         found = []
         for path in self.directory.iterdir():
             if not path.name.endswith((_SUFFIX, _PART)):

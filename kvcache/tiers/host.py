@@ -46,9 +46,7 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """Returns, once it is done, how long it took on its stream, waits for what was queued
-        before left out.
-        """
+        """Returns, once it is done, how long it took on its stream."""
         assert self.clock is not None and self.done, "not measured, or not over yet"
         if self.clock.start is None:
             return self.clock.seconds
@@ -70,9 +68,7 @@ class Transfer:
             torch.cuda.current_stream().wait_event(self._events[last])
 
     def synchronize(self) -> None:
-        """The host waits for all layers: before the device pool is paused, or its host pages are
-        read.
-        """
+        """The host waits for all layers: before the pool is paused, or host pages are read."""
         for event in self._events.values():
             event.synchronize()
 
@@ -178,15 +174,11 @@ class HostKVCache:
         return self._start(host_slots, device_slots, range(layer, layer + 1), to_host=False)
 
     def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
-        """Starts copying all layers, one after the other: `Transfer.wait(i)` waits for layers up to
-        i alone.
-        """
+        """Starts copying all layers, in order: `Transfer.wait(i)` waits for those up to i."""
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=False)
 
     def read_page(self, page: int) -> torch.Tensor:
-        """All bytes of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part, whatever the layout. A
-        copy; waits.
-        """
+        """A copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part. Waits for the copy."""
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
@@ -197,15 +189,11 @@ class HostKVCache:
             rows.copy_(part.view(rows.shape))
 
     def accept_scales(self) -> None:
-        """The pool's fp8 scales of now are those of all pages from here on; who calls it drops what
-        was here before.
-        """
+        """The pool's scales of now are all pages'; what was here before must be dropped."""
         self._scales = [self.pool.scales(layer) for layer in range(self.num_layers)]
 
     def slots_of(self, pages: Int64Array) -> torch.Tensor:
-        """Token slots of pages in order, int64 `[n * ps]` on the CPU; for host and device pages
-        alike.
-        """
+        """Token slots of host or device pages in order, int64 `[n * ps]` on the CPU."""
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 

@@ -16,9 +16,7 @@ HASH_BYTES = 16
 
 
 def stable_hash(*parts: bytes | memoryview) -> bytes:
-    """16 bytes that depend on each part, its length included; the same in every process and on
-    every machine.
-    """
+    """16 bytes that depend on each part and its length; the same on every machine."""
     state = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))

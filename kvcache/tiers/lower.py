@@ -56,9 +56,7 @@ class LowerTiers:
         return len(self._private)
 
     def take_private(self, wanted: frozenset[bytes]) -> int:
-        """A host page for a caller of its own, of no version; 0 where none can be had without
-        dropping `wanted`.
-        """
+        """A host page of no version; 0 where none can be had without dropping `wanted`."""
         taken = self._take(1, wanted)
         self._private.update(taken.tolist())
         return int(taken[0]) if len(taken) else 0
@@ -75,9 +73,7 @@ class LowerTiers:
             self.disk.raise_version(version)
 
     def save(self, keys: Sequence[bytes], device_pages: Int64Array) -> Transfer | None:
-        """Starts copying device pages to the host, as many from the first on as there is room for;
-        None: no copy.
-        """
+        """Starts copying device pages to the host, as many as there is room for; None: none."""
         new = [i for i, key in enumerate(keys) if self._pages.use(key) is None]
         pages = self._take(len(new), frozenset(keys))
         if not len(pages):
@@ -96,9 +92,7 @@ class LowerTiers:
         return transfer
 
     def load(self, keys: Sequence[bytes], device_pages: Int64Array) -> tuple[int, Transfer | None]:
-        """Starts copying pages to the device; how many from the first on, fewer than asked where
-        one is missing.
-        """
+        """Starts copying pages to the device, up to the first that is missing; how many."""
         wanted = frozenset(keys)
         pages = []
         for key in keys:

@@ -239,9 +239,7 @@ class TieredPrefixCache(RadixCache):
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
-        """Pages leave the device: written back where the policy says so, and not written again
-        before that is over.
-        """
+        """Pages leave the device: written back where the policy says so."""
         try:
             if self.write_policy == "write_back":
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))

@@ -129,9 +129,7 @@ class DiskFile(BlockFile):
 
 @contextlib.contextmanager
 def explained(what: str, place: Path, nbytes: int, advice: str) -> Iterator[None]:
-    """An OSError inside becomes a ``BackendError``: what failed, where, the system's name for it,
-    and ``advice``.
-    """
+    """An OSError inside becomes a ``BackendError``: what failed, where, and ``advice``."""
     try:
         yield
     except OSError as error:

@@ -92,9 +92,7 @@ def _rows_apart(fields: Tensor, owners: Tensor, widths: tuple[int, int]) -> tupl
 def _whole_vectors(
     runs: Tensor, owners: Tensor, widths: tuple[int, int]
 ) -> tuple[tuple[bool, Tensor, Tensor], tuple[bool, Tensor, Tensor]]:
-    """(aligned, runs, owners), twice: whole vectors and what is left, so that one odd size costs no
-    wide accesses.
-    """
+    """(aligned, runs, owners), twice: whole vectors of 16 bytes, and what is left."""
     aligned = (runs[:, SOURCE] | runs[:, TARGET]) % VECTOR == 0
     whole = torch.where(aligned, runs[:, COUNT] - runs[:, COUNT] % VECTOR, 0)
     vectors, rest = runs.clone(), runs.clone()
@@ -121,9 +119,7 @@ def _cut_runs(runs: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int)
 
 
 def _aligned_grids(grids: Tensor, widths: tuple[int, int]) -> Tensor:
-    """bool [grids]: vectors of 16 bytes of the target lie within rows, and every row begins at such
-    a place.
-    """
+    """bool [grids]: all rows of the target are whole vectors of 16 bytes at such addresses."""
     lane = VECTOR // widths[1]
     source, target = (grids[:, PITCHES][:, space] for space in (0, 1))
     odd = (grids[:, SOURCE] | grids[:, TARGET] | source * widths[0] | target * widths[1]) % VECTOR

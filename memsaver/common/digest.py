@@ -90,9 +90,7 @@ class Digest:
 
 
 class BytesDigest:
-    """Digest of segments (without sources) of any bytes laid out so: a `Digest` whose tables hold
-    no addresses.
-    """
+    """Digest of any bytes laid out so: a `Digest` whose tables hold no addresses."""
 
     def __init__(
         self, segments: Sequence[Segment], device: torch.device, impl: Impl = "auto"

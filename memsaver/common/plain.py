@@ -27,9 +27,7 @@ class Forged(Exception):
 
 
 class Plain:
-    """Values of JSON, tuples, sets, bytes, mappings, and the records given: dataclasses and named
-    tuples, by name.
-    """
+    """Values of JSON, tuples, sets, bytes, mappings, and the record classes given, by name."""
 
     def __init__(self, *records: type, whole: tuple[type, ...] = ()) -> None:
         """whole: of these (dataclasses that never change) large texts are made, and read, once."""

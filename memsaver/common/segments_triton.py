@@ -76,9 +76,7 @@ def move(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """uint64 [rows], sums of the hashes of what pointers [rows, VECTOR] point to; key: uint64
-    [rows], of each first.
-    """
+    """uint64 [rows], sums of hashes of what pointers [rows, VECTOR] point to."""
     if COPY:
         values = tl.load(source, mask=inside)
         if SOURCE != TARGET:
@@ -139,9 +137,7 @@ def run_segments(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
-    many as there are.
-    """
+    """Program p: row `first` + p of the table; LOOPING: and those one grid further, each."""
     program = (tl.program_id(0) + first).to(tl.int64)
     if LOOPING:
         while program < last:
@@ -218,9 +214,7 @@ def run_grids(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
-    many as there are.
-    """
+    """Program p: row `first` + p of the table; LOOPING: and those one grid further, each."""
     program = (tl.program_id(0) + first).to(tl.int64)
     if LOOPING:
         while program < last:

@@ -268,9 +268,7 @@ def _part_at(saver: MemorySaver, x: torch.Tensor) -> str | None:
 
 
 def _refuse_whole_process() -> None:
-    """Preloaded into a process with this variable, the library catches every allocation: nobody
-    must wait for that.
-    """
+    """Refuses the variable by which the library, preloaded, catches every allocation."""
     if os.environ.get("TMS_INIT_ENABLE", "").lower() in ("1", "true", "yes"):
         raise StateError(
             "TMS_INIT_ENABLE asks for every allocation of this process; "

@@ -132,9 +132,7 @@ os.register_at_fork(after_in_child=backend_of.cache_clear)  # it is the parent's
 
 @cache
 def check_reach(here: int, key: str) -> None:
-    """Raises ``LeaseError`` for a GPU out of reach; of one that is hidden, the driver tells when
-    the memory is mapped.
-    """
+    """Raises ``LeaseError`` for a visible GPU out of reach; the driver tells of hidden ones."""
     for index in range(torch.cuda.device_count()):
         there = device_key(torch.device("cuda", index)) == key
         if there and index != here and not torch.cuda.can_device_access_peer(here, index):

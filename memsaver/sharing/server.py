@@ -113,9 +113,7 @@ class ShareServer:
                 yield tag, link
 
     def wait_free(self, tags: list[str], timeout: float) -> None:
-        """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who
-        still holds one.
-        """
+        """Have kept leases of the tags ended; ``LeaseError`` names who still holds one."""
         deadline = time.monotonic() + timeout
         while True:
             self.recall(tags)

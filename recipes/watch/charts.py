@@ -52,9 +52,7 @@ VARIABLES |= {colour: f"other-{index}" for index, colour in enumerate(OTHER_COLO
 
 
 class Tip(NamedTuple):
-    """Text for a part of a panel, in its data coordinates; without `low` and `high` from bottom to
-    top.
-    """
+    """Text for a part of a panel, in data coordinates; without `low` and `high` from end to end."""
 
     axes: Axes
     left: float
@@ -66,9 +64,7 @@ class Tip(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure on the page. caption: what to look for. svg: complete, no scripts, no address of
-    anything outside.
-    """
+    """A figure on the page. caption: what to look for. svg: complete, refers to nothing outside."""
 
     name: str
     title: str
@@ -229,9 +225,7 @@ def speed_chart(run: Run) -> Chart | None:
 
 
 def sync_chart(run: Run) -> Chart | None:
-    """Milliseconds of each weight sync, from the receipts in the rows, or else from the stage's
-    time.
-    """
+    """Milliseconds of each weight sync, from the rows' receipts, else from the stage's time."""
     rows = [row for row in run.rows_with("stages") if "sync_weights" in row["stages"]]
     table = [_sync_figures(row) for row in rows]
     names = {

@@ -167,9 +167,7 @@ class Run:
         return [(MOVES, begin, end) for begin, end in spans if first <= begin and end <= last]
 
     def one_step(self) -> Span:
-        """The last step that neither evaluated nor saved, or else the last one; without any, the
-        whole time.
-        """
+        """The last step, best one that neither evaluated nor saved; else the whole time."""
         steps = [span for span in self.spans if _is_step(span)]
         if not steps:
             return "incomplete", self.begin, self.end
@@ -225,9 +223,7 @@ def seconds_of_stages(rows: Iterable[Row]) -> dict[str, list[float]]:
 
 
 def switch_seconds(row: Mapping[str, Any]) -> float:
-    """Sums the stages of a step in which memory changed hands and nothing else ran, the sync among
-    them.
-    """
+    """Sums the stages of a step in which memory changed hands, the sync among them."""
     stages = row.get("stages", {}).items()
     return sum(seconds for name, seconds in stages if kind_of(name) == "switch")
 

@@ -41,9 +41,7 @@ class Peaks:
         self._before: dict[str, dict[str, int]] = {}
 
     def watch(self, owner: str, take_usage: TakeUsage) -> None:
-        """owner: a side, "trainer" or "rollout", with the number of its device in brackets where
-        there are several.
-        """
+        """owner: "trainer" or "rollout", with its device's number in brackets if several."""
         self._sources[owner] = take_usage
 
     def passed(self, stage: str) -> None:
@@ -185,9 +183,7 @@ class Monitor:
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """Notes what the sync of this step moved: bytes of all targets, and seconds of the copies
-        and of reading back.
-        """
+        """Notes what the sync of this step moved, bytes of all targets, and its seconds."""
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
         self.sync = {name: getattr(receipt, name) for name in names}
 

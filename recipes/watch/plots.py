@@ -144,9 +144,7 @@ def draw_memory(run: Run, file: Path) -> None:
 
 
 def stack_panel(axes: Axes, found: Levels, origin: float, unit: int, headroom: float) -> None:
-    """Committed bytes of every key, stacked, as steps; the dashed line is what the host keeps for
-    paused tags.
-    """
+    """Committed bytes of every key, stacked, as steps; dashed, what the host keeps."""
     times = [time - origin for time in found.times]
     if found.names:
         sizes = np.array([found.held(name) for name in found.names]) / unit

@@ -238,9 +238,7 @@ class RunFolder:
         return self._latest.parent / self._latest.read_text().strip()
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
-        """`write` makes the folder it is given, whole or not at all; then it is the latest, and old
-        ones go.
-        """
+        """`write` makes the folder it is given, whole or not at all; old ones go."""
         folder = self.path.resolve() / "checkpoints"
         folder.mkdir(exist_ok=True)
         write(folder / f"step_{step}")

@@ -64,9 +64,7 @@ class Transfer:
 
     @property
     def wanted(self) -> bool:
-        """Tells whether the sample still waits in the pages that it had then: not aborted,
-        preempted or recomputed.
-        """
+        """Tells whether the sample still waits in those pages: not aborted or preempted."""
         return self.sample.remote and self.sample.handle is self._handle
 
     @property
@@ -145,15 +143,11 @@ class Inbox:
 
     @property
     def arrived(self) -> int:
-        """Counts the transfers that are complete, up to the first that is not: ranks hear of later
-        ones in any order.
-        """
+        """Counts the complete transfers, up to the first that is not: ranks agree on these."""
         return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
 
     def receive(self, seconds: float) -> None:
-        """Everything that has come; waits for the first of it for so long. `heard`: whether
-        anything has.
-        """
+        """Takes what has come; waits so long for the first of it. `heard`: something has."""
         self.heard = False
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)

@@ -116,9 +116,7 @@ def accept(address: Address, count: int, key: bytes, timeout: float = 600.0) -> 
 
 
 def dial(addresses: Sequence[Address], key: bytes, timeout: float = 60.0) -> list[Line]:
-    """A prefill rank's side: one connection to every decode rank. TimeoutError names an address
-    that is not there.
-    """
+    """A prefill rank's side: a connection to every decode rank. TimeoutError names the address."""
     return [_dial(address, key, time.monotonic() + timeout) for address in addresses]
 
 
@@ -141,9 +139,7 @@ def _dial(address: Address, key: bytes, end: float) -> Line:
 
 
 def _greeted(connection: socket.socket, key: bytes) -> Line:
-    """Greets as the side that was dialled: nothing but random bytes is told before the other has
-    proved itself.
-    """
+    """Greets as the side that was dialled: tells only random bytes before the other's proof."""
     connection.settimeout(_GREET_SECONDS)
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(mine)
@@ -214,9 +210,7 @@ class Peers:
     def __init__(
         self, name: str, connections: Sequence[Line], hello: Hello, timeout: float
     ) -> None:
-        """Greets all of them. name: "prefill" or "decode". ValueError where the engines do not fit
-        together.
-        """
+        """Greets all as "prefill" or "decode". ValueError where the engines do not fit together."""
         self.name, self.timeout = name, timeout
         self.lost: str | None = None
         self.loss = len(connections)

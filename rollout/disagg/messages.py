@@ -35,9 +35,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bytes of a decode rank's ring for tokens [first, first + tokens) of a prompt, the writers'
-    heads in a row.
-    """
+    """Bytes of a decode rank's ring for tokens [first, first + tokens) of a prompt."""
 
     first: int
     tokens: int
@@ -69,9 +67,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """The first token of each sample, and the version of the weights that all of it was computed
-    with.
-    """
+    """The first token of each sample, and the version of the weights that computed it."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -145,8 +141,6 @@ def kv_heads(model: ModelConfig) -> int:
 
 
 def geometry(model: ModelConfig, cache: Cache, dtype: torch.dtype) -> str:
-    """The model and the rows that it keeps, ranks left out: equal for engines that can exchange
-    pages.
-    """
+    """The model and its rows, ranks left out: equal for engines that can exchange pages."""
     widths = [(name, width) for name, (_, width) in cache.layout.rows.items()]
     return f"{kv_heads(model)} KV heads of {widths} in {dtype}, {model}"

@@ -47,9 +47,7 @@ _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Describes what this rank sends to one decode rank: its heads, how many of other writers lie
-    before; and its staging.
-    """
+    """This rank's part of what a decode rank gets: heads, those before them, and the staging."""
 
     start: int
     heads: int
@@ -199,9 +197,7 @@ class PrefillEngine(Engine):
             self._peers.close()
 
     def _turn(self) -> bool:
-        """Messages, what all ranks know of, one step, and what is ready to go; False when all is
-        done.
-        """
+        """Messages, what all ranks know of, one step, and sending; False when all is done."""
         self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = self._ranks.agree(
@@ -231,9 +227,7 @@ class PrefillEngine(Engine):
     # ---------------------------------------------------------------- admission
 
     def _admit(self, known: int, sent: int) -> None:
-        """Takes requests in, in order, as long as all that are not sent fit together: nothing is
-        ever preempted.
-        """
+        """Takes requests in, in order, as long as all fit together: nothing is preempted."""
         while len(self._parcels) < known:
             parcel = Parcel(asks=[asked[len(self._parcels)] for asked in self._asked])
             pages, rows = self._cost(parcel.asks[0])
@@ -253,9 +247,7 @@ class PrefillEngine(Engine):
                 self._queue(parcel.asks[0])
 
     def _cost(self, ask: Ask) -> tuple[int, int]:
-        """Pages, and rows of the request table: one more than samples holds the pages until they
-        are sent.
-        """
+        """Pages, and rows of the request table: one holds the pages until they are sent."""
         return -(-len(ask.prompt) // self.config.page_size), len(ask.indices) + 1
 
     def _refusal(self, ask: Ask, pages: int, rows: int) -> str | None:

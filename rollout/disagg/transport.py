@@ -33,9 +33,7 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """Get to know a peer's ring; what is put there comes from `device`. The peer opens this
-        rank meanwhile.
-        """
+        """Get to know a peer's ring, while the peer opens this rank; data is on `device`."""
 
     @abstractmethod
     def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...

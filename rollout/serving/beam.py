@@ -50,9 +50,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Extensions that a branch has to offer: enough to go on with `width` of them, however many
-        end.
-        """
+        """Extensions that a branch has to offer: enough for `width`, however many end."""
         return _candidates_needed(self.width, len(self.stop_ids))
 
     def restart(self) -> None:
@@ -86,9 +84,7 @@ class BeamSearch:
         return [] if first else forks
 
     def completions(self) -> list[Completion]:
-        """`width` answers, best first; before the search is done living branches, as aborted, fill
-        the places.
-        """
+        """`width` answers, best first; living branches fill the places, as aborted."""
         alive = (self._completion(each, "abort") for each in self.branches)
         return [*self.ended, *sorted(alive, key=_score, reverse=True)][: self.width]
 
@@ -161,9 +157,7 @@ def _score(completion: Completion) -> float:
 def _place(
     chosen: Sequence[_Extension], width: int
 ) -> tuple[list[_Extension], list[tuple[int, int]]]:
-    """A slot for each: its parent's for the first that goes on from there, one of a dead branch for
-    the others.
-    """
+    """A slot for each: its parent's for the first that goes on, a dead branch's for others."""
     slots: dict[int, _Extension] = {}
     others = []
     for each in chosen:

@@ -34,9 +34,7 @@ never waits.
 
 
 def ladder(max_running: int) -> tuple[int, ...]:
-    """Batch sizes worth a graph of their own: padding costs at most 31 rows, or doubles a batch
-    below 16.
-    """
+    """Batch sizes of graphs: padding costs at most 31 rows, or doubles a batch below 16."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
     return (*(size for size in sizes if size < max_running), max_running)
 
@@ -123,9 +121,7 @@ class DecodeGraphs:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage first, not inside: torch aborts the process when an earlier engine's graphs
-    die in a capture.
-    """
+    """Collect garbage first: torch aborts when old graphs die inside of a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

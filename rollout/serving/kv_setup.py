@@ -232,16 +232,12 @@ class Cache:
 
     @property
     def capturable(self) -> bool:
-        """Tells whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on
-        the host.
-        """
+        """Tells whether a CUDA graph can read it: rows of FP4 are counted on the host."""
         return self.layout.dtype != FP4_DTYPE
 
     @property
     def window(self) -> int | None:
-        """Keys that a query sees in every layer; None: all, or not the same in all layers (see
-        `sliding`).
-        """
+        """Keys that a query sees in every layer; None: all, or it differs (see `sliding`)."""
         return None if self.sliding else self.layout.sliding_window
 
     @property
@@ -291,9 +287,7 @@ def _sparse_pool(
 
 
 def window_tokens(kept: KVLayout, config: EngineConfig) -> int | None:
-    """Size of the pool of sliding layers, None where there is none; ValueError where one is asked
-    for in vain.
-    """
+    """Size of the pool of sliding layers, None without; ValueError if asked for in vain."""
     if kept.pool != "swa" or kept.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(

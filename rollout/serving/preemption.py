@@ -1,6 +1,4 @@
-"""Measures what it costs to bring a preempted sample back: computing its tokens again, or copying
-its pages out and in.
-"""
+"""Measures what bringing a preempted sample back costs: computing it again, or copying pages."""
 
 from __future__ import annotations
 

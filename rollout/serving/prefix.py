@@ -58,9 +58,7 @@ class PrefixBlocks:
         )
 
     def held_pages(self, tokens: Sequence[int]) -> int:
-        """Pages that running sequences hold and `admit` would share: it takes no available ones for
-        them.
-        """
+        """Pages of running sequences that `admit` would share, without taking available ones."""
         if self.cache is None:
             return 0
         self._notice_format()
@@ -169,9 +167,7 @@ class PrefixBlocks:
         """See PreemptionCost.ran."""
 
     def park(self, keep: bool) -> None:
-        """Prepares for a pause of the pool; nothing runs. keep: what is cached is worth keeping,
-        where there is a place.
-        """
+        """Prepares for a pause of the pool. keep: the cached pages, where there is a place."""
         self.clear()
 
     def swapped_pages(self) -> int:
@@ -184,17 +180,13 @@ class PrefixBlocks:
             self.cache.raise_version(self.cache.version + 1)
 
     def clear(self) -> None:
-        """The pool's content is gone: forgets all of it. What running sequences hold follows when
-        they end.
-        """
+        """The pool's content is gone: forgets all of it. Running sequences' follows later."""
         if self.cache is not None:
             self.new_weights()
             self.cache.evict(self.cache.evictable_size)
 
     def check_integrity(self) -> None:
-        """AssertionError unless ledger, sequences and cache agree on owners, and locks are those of
-        sequences.
-        """
+        """AssertionError unless ledger, sequences, cache and locks agree."""
         if self.cache is None:
             self.blocks.check_integrity()
             return

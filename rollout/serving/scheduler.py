@@ -113,9 +113,7 @@ class Scheduler:
         return group
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Queue the samples of one prompt, in groups that share its prefill and could run to their
-        ends together.
-        """
+        """Queue the samples of one prompt, in groups that could run to their ends together."""
         group = max(1, self._together(len(samples[0].prompt), samples[0].params.max_tokens))
         for first in range(0, len(samples), group):
             leader, *siblings = samples[first : first + group]
@@ -149,9 +147,7 @@ class Scheduler:
         return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
-        """A token of every sample that decodes, with slots for them, and chunks of the prefills
-        under way.
-        """
+        """A token of every sample that decodes, with slots, and chunks of begun prefills."""
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
             lengths = self._next_chunks()
@@ -244,9 +240,7 @@ class Scheduler:
         return _chunks(lengths, slots.split(list(lengths.values())))
 
     def computed(self, step: Step) -> None:
-        """Record that the step's keys and values are in the cache; what has left a window is free
-        from here on.
-        """
+        """Record that the step's keys and values are cached; what left a window is free."""
         for chunk in step.chunks:
             sample, end = chunk.sample, self._keep_at(chunk.sample)
             sample.computed += chunk.length
@@ -305,16 +299,12 @@ class Scheduler:
             self._finish(sample, "length")
 
     def preempt_all(self) -> None:
-        """Put every running sample back into the queue, oldest first; the pool has cached pages
-        only afterwards.
-        """
+        """Put every running sample back into the queue, oldest first; cached pages stay."""
         while self.running:
             self._preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
-        """End unfinished samples with what they have; all of them, also where an error comes in
-        between.
-        """
+        """End unfinished samples with what they have; all of them, even when one raises."""
         with contextlib.ExitStack() as each:
             for sample in samples:
                 each.callback(self._abort, sample)

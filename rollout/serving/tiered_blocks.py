@@ -183,9 +183,7 @@ class TieredBlocks(PrefixBlocks):
         return match
 
     def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
-        """Brings the last page of a swapped sample back behind what was found; how many tokens are
-        computed.
-        """
+        """Brings the last page of a swapped sample back; how many tokens are computed."""
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
         if swapped.version != self.tiers.version or found < whole:
             reason = (
