@@ -126,10 +126,7 @@ class TokenConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig(TokenConfig):
-    """Multi-head or grouped-query attention.
-
-    `v_head_dim` None means that values are as wide as keys.
-    """
+    """Multi-head or grouped-query attention; `v_head_dim` None: values are as wide as keys."""
 
     num_kv_heads: int
     head_dim: int

@@ -99,10 +99,7 @@ class KVLayout:
         return self.pool in ("mha", "mla") and self.sliding_window is None
 
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
-        """The config of a pool of so many of the layers that keep tokens.
-
-        fields: size, page_size, device, ...
-        """
+        """The config of a pool of so many layers that keep tokens. fields: size, device, ..."""
         fields |= {"num_layers": num_layers, "dtype": self.dtype, "compute_dtype": self.model_dtype}
         if self.kv_lora_rank is not None:
             rope = self.rows["kv"][1] - self.kv_lora_rank
@@ -135,9 +132,7 @@ class KVLayout:
         tag: str = "kv_cache",
         slot_major: bool = False,
     ) -> KVPool:
-        """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed
-        there only. slot_major: see `TokenConfig`.
-        """
+        """The pool for `size` tokens, `window_size` of a `swa` pool's window side."""
         fields: dict[str, Any] = {
             "size": size,
             "page_size": page_size,

@@ -116,9 +116,7 @@ class ReqToTokenPool:
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """One write of `values`, int32 `[n]`, at `row * max_context_len + position`, int64 `[n]`
-        without repeats, both on the device.
-        """
+        """One write of `values`, int32 `[n]`, at int64 `row * max_context_len + position`."""
         self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:

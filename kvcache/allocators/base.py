@@ -53,17 +53,11 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def next_pages(self, count: int) -> Int64Array | None:
-        """The pages that `alloc_pages(count)` would hand out, int64 `[count]` on the CPU, or None.
-
-        Changes nothing.
-        """
+        """The pages that `alloc_pages(count)` would give, int64 `[count]` on the CPU, or None."""
 
     @abstractmethod
     def alloc_pages(self, count: int) -> Int64Array | None:
-        """`count` pages with one owner each, int64 on the CPU, or None.
-
-        `alloc_pages(0)` is an empty array.
-        """
+        """`count` pages (0: an empty array) with one owner each, int64 on the CPU, or None."""
 
     @abstractmethod
     def share(self, pages: Indices) -> None:
@@ -79,10 +73,7 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AssertionError when the ledger contradicts itself.
-
-        May be called between any two operations.
-        """
+        """Raises AssertionError when the ledger contradicts itself, between any operations."""
 
     @abstractmethod
     def _give_back(self, pages: Int64Array) -> None:
@@ -132,10 +123,7 @@ class KVAllocator(ABC):
         return loc
 
     def alloc_decode(self, seq_lens: Indices, last_loc: Indices) -> torch.Tensor | None:
-        """One token id a request, int64 `[n]` on the device, or None.
-
-        `seq_lens` count the new token.
-        """
+        """One token id a request, int64 `[n]` on the device, or None. `seq_lens` count it."""
         seq = as_int64(seq_lens, "seq_lens")
         return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
 
@@ -165,10 +153,7 @@ class KVAllocator(ABC):
         self._deferred = []
 
     def free_group_end(self) -> None:
-        """Closes the group: the pages it freed become available together.
-
-        ValueError without a group.
-        """
+        """Closes the group: what it freed becomes available. ValueError without a group."""
         if self._deferred is None:
             raise ValueError("no free group is open; call free_group_begin() first")
         self._give_back(self._deferred_pages())
@@ -257,10 +242,7 @@ def _checked_gains(
 
 
 def as_int64(values: Indices, name: str) -> Int64Array:
-    """CPU indices as int64 `[n]`.
-
-    A device tensor raises: reading it would synchronise on every call.
-    """
+    """CPU indices as int64 `[n]`; ValueError for a device tensor: reading it would wait."""
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise ValueError(

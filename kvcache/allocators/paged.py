@@ -9,10 +9,7 @@ from kvcache.allocators.base import Indices, Int64Array, KVAllocator, as_int64
 
 
 class PagedTokenToKVPoolAllocator(KVAllocator):
-    """Pages of any size >= 1 of one pool.
-
-    Taking and freeing n pages costs O(n log n), however large the pool.
-    """
+    """Pages of any size >= 1 of one pool. Taking and freeing n of them costs O(n log n)."""
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         super().__init__(size, page_size, device)

@@ -169,10 +169,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         return owners
 
     def _drop_window(self, pages: Int64Array, times: Int64Array) -> None:
-        """Takes `times` window owners from each distinct page.
-
-        The device write comes first: it alone can fail.
-        """
+        """Takes `times` window owners from each page; the device write, which may fail, first."""
         pages, times = pages[times > 0], times[times > 0]
         unmapped = pages[self._window_owners(pages) == times]
         self._retire(unmapped)

@@ -26,10 +26,7 @@ def set_kv_buffer(
     loc: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit.
-
-    Widths equal within a pair.
-    """
+    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit."""
     if loc.shape[0] == 0:
         return
     k, k_buffer = _as_bits(k, k_buffer)

@@ -29,10 +29,7 @@ class Writers:
 
     @staticmethod
     def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
-        """Synchronises, so not for every transfer.
-
-        ValueError where two writers have a head in common.
-        """
+        """Synchronises: not for every transfer. ValueError where two writers share a head."""
         ends = list(itertools.accumulate(count for _, count in heads))
         pairs = zip(heads, ends, strict=True)
         rows = [(first, count, end - count) for (first, count), end in pairs]

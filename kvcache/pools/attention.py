@@ -158,10 +158,7 @@ class MLATokenToKVPool(TokenPool):
 
 
 class MLATokenToKVPoolFP4(MLATokenToKVPool):
-    """Latent rows as E2M1; rank and rank + rope are multiples of 16.
-
-    `get_kv_buffer` raises, see `get_rows`.
-    """
+    """Latent rows as E2M1, to be read by `get_rows`; rank, rank + rope: multiples of 16."""
 
     fp4 = True
 

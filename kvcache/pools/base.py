@@ -64,10 +64,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """fp8: a number for each kind of row (keys, values), as fp32.
-
-        Rows written before are not rescaled.
-        """
+        """fp8: a number a kind of row (keys, values), as fp32, for rows written from now on."""
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> torch.Tensor | None:

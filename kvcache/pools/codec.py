@@ -15,10 +15,7 @@ Stored = Sequence[torch.Tensor]  # the parts of one kind of row in one layer, ea
 
 
 class Codec(ABC):
-    """Writes and reads rows of one pool.
-
-    Two kinds of rows are written at once; rows are `[n, H, W]`.
-    """
+    """Writes and reads rows `[n, H, W]` of one pool; two kinds of rows are written at once."""
 
     accepts: tuple[torch.dtype, ...]
 

@@ -303,9 +303,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.mamba.copy([self.mamba_slot(target)], [self.mamba_slot(source)])
 
     def check_integrity(self) -> None:
-        """Checks as the base does, and raises AssertionError when the map on the device and the
-        slots held differ (synchronises).
-        """
+        """Checks as the base does, and the map on the device against the slots held; waits."""
         super().check_integrity()
         self.mamba.check_integrity()
         assert self.req_to_mamba.tolist() == self._slot_of, (

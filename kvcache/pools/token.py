@@ -144,10 +144,7 @@ class TokenPool(KVPool):
             )
 
     def _check_rows(self, loc: torch.Tensor, **rows: tuple[torch.Tensor, tuple[int, int]]) -> None:
-        """ValueError unless each tensor fits.
-
-        rows: name -> (tensor, its wanted heads and width).
-        """
+        """ValueError unless each fits. rows: name -> (tensor, its wanted heads and width)."""
         check_loc("loc", loc, self.device)
         count, first = loc.shape[0], next(iter(rows.values()))[0].dtype
         for name, (row, shape) in rows.items():

@@ -1,7 +1,4 @@
-"""Prefix caches: trees of page-aligned token runs that say which pages hold a prompt's beginning.
-
-No tensors.
-"""
+"""Prefix caches: trees of page-aligned token runs that say which pages begin a prompt."""
 
 from kvcache.radix.cache import MambaInsert, MambaMatch, MambaRadixCache, PrefixMatch, RadixCache
 from kvcache.radix.node import RadixNode

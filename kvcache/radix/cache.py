@@ -50,10 +50,7 @@ class RadixCache(PrefixTree):
         return self.match_resident(key, extra_key=extra_key)
 
     def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
-        """(tokens that `match_resident` would find, how many of them are locked).
-
-        Changes nothing, uses included.
-        """
+        """(tokens that `match_resident` would find, how many are locked). Changes nothing."""
         walk = self._walk(as_run(key, "key"), extra_key)
         locked = sum(node.length for node in walk.path if node.lock_ref)
         if walk.child is not None and walk.child.lock_ref:
@@ -61,9 +58,7 @@ class RadixCache(PrefixTree):
         return walk.length + walk.inside, locked
 
     def match_resident(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
-        """Matches as match_prefix does, of pages that are on the device now, also where tiers below
-        it could bring back more.
-        """
+        """Matches as match_prefix does, of pages that are on the device now."""
         run = as_run(key, "key")
         self._now += 1
         walk = self._split_end(self._walk(run, extra_key))
@@ -158,10 +153,7 @@ class MambaRadixCache(PrefixTree):
         return self._num_states - self.evictable_states
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
-        """The longest prefix under the current version that ends at a node with a state.
-
-        Splits nothing.
-        """
+        """The longest prefix of this version that ends at a node with a state. Splits nothing."""
         run = as_run(key, "key")
         self._now += 1
         walk = self._walk(run, extra_key)
@@ -174,10 +166,7 @@ class MambaRadixCache(PrefixTree):
         return MambaMatch(length, walk.parts, path[-1], path[-1].state, paged)
 
     def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
-        """(tokens that `match_prefix` would find, how many of them are locked).
-
-        Changes nothing, uses included.
-        """
+        """(tokens that `match_prefix` would find, how many are locked). Changes nothing."""
         path = self._to_state(self._walk(as_run(key, "key"), extra_key))
         return sum(node.length for node in path), sum(node.length for node in path if node.lock_ref)
 
@@ -216,10 +205,7 @@ class MambaRadixCache(PrefixTree):
         return MambaInsert(walk.length, taken)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Keeps the pages of the path and the state of `node`.
-
-        ValueError if the node or its state was evicted.
-        """
+        """Keeps the path's pages and the state of `node`; ValueError if one was evicted."""
         self._check_present(node)
         if not (node.is_root or node.state):
             raise ValueError(
@@ -248,10 +234,7 @@ class MambaRadixCache(PrefixTree):
         return before - self._num_states
 
     def state_slots(self) -> list[int]:
-        """All state slots that the cache owns, those of older versions included.
-
-        Walks all nodes.
-        """
+        """All state slots that the cache owns, of older versions too. Walks all nodes."""
         return [node.state for node in self._nodes() if node.state]
 
     def reset(self) -> None:

@@ -19,10 +19,7 @@ _NO_TOKENS = memoryview(b"")  # an empty view can't be cast
 
 
 def as_ids(values: Tokens, name: str) -> Int64Array:
-    """int64 `[n]`, a view of a dense int64 array.
-
-    ValueError for anything but integers in one dimension.
-    """
+    """int64 `[n]`, a view of a dense int64 array. ValueError for anything else."""
     return np.ascontiguousarray(_integers(values, name, "q"), dtype=np.int64)
 
 

@@ -93,10 +93,7 @@ class EvictionQueue(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """Holds what policies rank by.
-
-    Times are ticks of the cache's own clock: one match or insert is one tick.
-    """
+    """Holds what policies rank by, in ticks of the cache: one match or insert is one."""
 
     created: int
     last_access: int

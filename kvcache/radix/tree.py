@@ -111,16 +111,11 @@ class PrefixTree:
         return self._evictable + self._protected
 
     def pages(self) -> Int64Array:
-        """All pages that the cache owns, those of older versions included, int64.
-
-        Walks all nodes.
-        """
+        """All pages that the cache owns, of older versions too, int64. Walks all nodes."""
         return np.concatenate([EMPTY, *(node.pages for node in self._nodes())])
 
     def rename(self, renamed: Int64Array) -> None:
-        """Replaces the number of every page that the cache owns, of older versions too, by
-        `renamed[number]` (`BlockManager.gather`).
-        """
+        """Replaces the number of every page that the cache owns by `renamed[number]`."""
         for node in self._nodes():
             node.pages = renamed[node.pages]
 
@@ -137,10 +132,7 @@ class PrefixTree:
         self._current = Generation(version, self._policy)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Keeps a match's node and all above it until `dec_lock_ref`.
-
-        ValueError for a node that was evicted.
-        """
+        """Keeps a match's node and all above it until `dec_lock_ref`; ValueError if evicted."""
         self._check_present(node)
         for above in node.path():
             if above.lock_ref == 0:
@@ -153,10 +145,7 @@ class PrefixTree:
         self._requeue(node)
 
     def dec_lock_ref(self, node: RadixNode) -> None:
-        """Takes one lock off; of an older version too.
-
-        ValueError for a node that is not locked itself.
-        """
+        """Takes one lock off, of an older version too; ValueError for a node without."""
         self._check_present(node)
         if node.is_root:
             return
@@ -204,10 +193,7 @@ class PrefixTree:
         self._release(gone)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when counters, locks or queues differ from what a walk finds.
-
-        Costs O(tokens).
-        """
+        """Raises AssertionError when counters, locks or queues are wrong, in O(tokens)."""
         evictable = protected = 0
         for generation in self.generations():
             free, locked = check_generation(generation, self.page_size)

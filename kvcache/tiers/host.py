@@ -19,10 +19,7 @@ from memsaver.vmm import host_memory
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Holds what a copy is measured by.
-
-    start: recorded before it on its stream; None where it took `seconds` and is over.
-    """
+    """Holds what a copy is measured by. start: None where it took `seconds` and is over."""
 
     nbytes: int
     to_host: bool
@@ -157,10 +154,7 @@ class HostKVCache:
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: torch.Tensor
     ) -> Transfer:
-        """Starts copying all layers of the device slots to as many host slots.
-
-        ValueError: nothing was copied.
-        """
+        """Starts copying all layers to as many host slots; ValueError: nothing was copied."""
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=True)
 
     def load_to_device_per_layer(

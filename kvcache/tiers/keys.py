@@ -68,10 +68,7 @@ class Dropped(NamedTuple, Generic[V]):
 
 
 class VersionedLRU(Generic[V]):
-    """Keys of the present version are found, those of older ones only dropped.
-
-    All in O(1). Not thread-safe.
-    """
+    """Keys of the present version are found, older ones only dropped. Not thread-safe."""
 
     def __init__(self, version: int) -> None:
         self.version = version

@@ -165,10 +165,7 @@ class TieredPrefixCache(RadixCache):
         return self._last
 
     def reset(self) -> None:
-        """Drops everything on every tier.
-
-        ValueError, with nothing changed, while something is locked.
-        """
+        """Drops everything on every tier. ValueError while something is locked."""
         if not self.protected_size:
             self._hashes.clear()  # so that nothing is written back
         super().reset()

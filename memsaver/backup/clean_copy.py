@@ -66,10 +66,7 @@ class Checksums:
 
 @dataclass
 class CleanCopy:
-    """version: what the owner calls the content.
-
-    digest: of the content, started when it was copied.
-    """
+    """version: what the owner calls the content. digest: of it, begun when it was copied."""
 
     backup: HostBackup | DiskBackup
     version: Hashable

@@ -60,10 +60,7 @@ class Digest:
     """
 
     def __init__(self, parts: Sequence[Part], impl: Impl = "auto") -> None:
-        """parts: tensors of one device.
-
-        A ValueError names a shape, strides or a dtype that does not do.
-        """
+        """parts: tensors of one device. ValueError for a shape, strides or dtype that fails."""
         self._grids = [_grid(*part) for part in parts]
         self._value = 0
         self._table: SegmentTable | None = None

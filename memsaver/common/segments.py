@@ -51,10 +51,7 @@ class Segment:
 
 
 class SegmentTable:
-    """Device tables of some segments, for as long as the addresses in them hold.
-
-    launches: one of each kind.
-    """
+    """Device tables of segments, good while their addresses hold. launches: one a kind."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         chunk = _chunk(sum(segment.count * segment.rows for segment in segments))

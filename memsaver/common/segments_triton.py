@@ -39,10 +39,7 @@ def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int 
 
 
 def instance(kind: Kind, looping: bool = False) -> dict[str, object]:
-    """Compile-time arguments of the kernels.
-
-    Without a cast the elements are moved as integers, NaN and all.
-    """
+    """Compile-time arguments of the kernels; without a cast elements move as integers."""
     width = kind.target.itemsize
     source, target = _BITS[width], _BITS[width]
     if kind.source is not None and kind.source != kind.target:
@@ -153,10 +150,7 @@ def _part(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`move` of vectors `unit` [rows], uint32, counted along the grid.
-
-    All but index_pitch are in vectors.
-    """
+    """`move` of vectors `unit` [rows], uint32, counted along the grid."""
     down = unit // width
     across = unit - down * width
     far, near = down.to(tl.int64), across.to(tl.int64)  # a pitch times rows goes beyond 32 bits

@@ -35,10 +35,7 @@ def current_device() -> torch.device:
 
 
 class Savers:
-    """One ``MemorySaver`` a device, made when it is first asked for.
-
-    A forked child begins with none.
-    """
+    """One ``MemorySaver`` a device, made when asked for. A forked child begins with none."""
 
     def __init__(self, device: Callable[[], torch.device] = current_device, **options: Any) -> None:
         """device: tells which is the current one. options: of every ``MemorySaver``."""

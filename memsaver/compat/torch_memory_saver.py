@@ -121,10 +121,7 @@ class TorchMemorySaver:
             yield
 
     def disable(self) -> contextlib.AbstractContextManager[None]:
-        """Lets what this thread allocates inside be torch's own memory.
-
-        Does nothing outside of a region.
-        """
+        """Lets what this thread allocates inside a region be torch's own memory."""
         return outside()
 
     def _saver_to_place(self, tag: str) -> MemorySaver:
@@ -231,10 +228,7 @@ class TorchMemorySaver:
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Does nothing: there is no library to preload.
-
-    A subprocess needs its own ``memsaver.compat.install``.
-    """
+    """Does nothing: a subprocess needs its own ``memsaver.compat.install``, no library."""
     yield
 
 

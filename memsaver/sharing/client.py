@@ -95,10 +95,7 @@ _lock = threading.Lock()
 
 
 def owner_of(socket_name: str) -> Owner:
-    """The process's connection to that saver, made anew when it was lost.
-
-    OSError: nobody listens.
-    """
+    """The connection to that saver, made anew when it was lost. OSError: nobody listens."""
     with _lock:
         owner = owners.get(socket_name)
         if owner is None or owner.endpoint.closed:

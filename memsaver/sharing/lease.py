@@ -127,10 +127,7 @@ class Lease:
 
 @dataclass
 class _Mapped:
-    """Holds what belongs to a lease, apart from it, for a finalizer.
-
-    ``undo``: of the rest, when nothing is mapped any more.
-    """
+    """Holds a lease's things for a finalizer. ``undo``: when nothing is mapped any more."""
 
     backend: Backend
     device_key: str

@@ -138,10 +138,7 @@ class LeaseCache:
         return fresh
 
     def close(self) -> None:
-        """End all of them, those in use with their use.
-
-        May be tried again when the driver refused.
-        """
+        """End all, those in use with their use. May be tried again (``BackendError``)."""
         if os.getpid() == self._pid:
             with self._lock:
                 self._closed = True

@@ -95,10 +95,7 @@ class Endpoint:
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        """The other end's answer.
-
-        ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, ``TimeoutError``.
-        """
+        """The answer; ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, TimeoutError."""
         number = next(self._numbers)
         answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
         with self._lock:

@@ -56,10 +56,7 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
 
 
 def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """Returns what one rank keeps of a token.
-
-    config: transformers'. Raises RecipeError where the engine cannot.
-    """
+    """Returns what one rank keeps of a token; RecipeError where the engine cannot."""
     from kvcache import layout
     from rollout.model import rank_layout
 

@@ -178,9 +178,7 @@ class Run:
         return steps[-1]
 
     def wake_up(self) -> Span | None:
-        """Returns the span from the first stage of that step's to_rollout, which depends on
-        cycle.keep and the algorithm, to its last.
-        """
+        """Returns the span from the first stage of that step's to_rollout to its last."""
         step, first, last = self.one_step()
         inside = [span for span in self.spans if first - SLACK <= span[1] <= last]
         heads = ("park_", "empty_cache", "wake_weights")

@@ -127,9 +127,7 @@ class Monitor:
         self._sources: dict[str, Watched] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
-        """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`,
-        its peaks after every stage.
-        """
+        """Reads memory from `owner` (rollout, or trainer[0] and others), and its peaks."""
         self._sources[owner] = side
         self.peaks.watch(owner, side.take_usage)
 

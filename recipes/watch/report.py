@@ -202,10 +202,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def render_page(run: Run) -> str:
-    """HTML that holds everything it shows.
-
-    ImportError where matplotlib or jinja2 is not installed.
-    """
+    """HTML that holds everything it shows. ImportError without matplotlib or jinja2."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     engine = Environment(

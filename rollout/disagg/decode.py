@@ -43,10 +43,7 @@ _ALIGNMENT = 256  # bytes, of ranges in the ring
 
 @dataclass(eq=False, kw_only=True)
 class Transfer:
-    """The prompt of `sample` on its way into `slots`.
-
-    waiting: for each range how many writers are missing.
-    """
+    """The prompt of `sample` on its way into `slots`. waiting: writers missing, by range."""
 
     sample: Sample
     number: int

@@ -163,10 +163,7 @@ class PrefillEngine(Engine):
     """One rank of the prefill side. `connect`, then `serve` until the decode engine closes."""
 
     def connect(self, connections: Sequence[Line], writer: Writer, timeout: float = 60.0) -> None:
-        """connections: one to every decode rank, from `dial`.
-
-        ValueError where the engines do not fit together.
-        """
+        """connections: of `dial`, one a decode rank. ValueError where the engines do not fit."""
         layers = staged_layers(self.cache)
         heads = kv_heads(self.model)
         hello = Hello(

@@ -40,10 +40,7 @@ def ladder(max_running: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """One graph a batch size.
-
-    A batch is padded with row 0 of the request table: it reads and writes page 0 only.
-    """
+    """One graph a batch size; padding is row 0 of the request table, which has page 0 only."""
 
     def __init__(
         self,

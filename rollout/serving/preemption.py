@@ -68,10 +68,7 @@ class Swapped:
 
 
 class PreemptionCost:
-    """The cheaper way, by rates that the engine measures while it runs.
-
-    No tensors, no clock of its own.
-    """
+    """The cheaper way, by measured rates. No tensors, no clock of its own."""
 
     def __init__(self, choice: Preemption = "cheapest") -> None:
         check_preemption(choice)

@@ -94,9 +94,7 @@ class PrefixBlocks:
         return self.blocks.extend(handles, new_lens)
 
     def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
-        """After how many of the `length` tokens of a prefill, `computed` of which are, `keep` comes
-        next: a chunk ends there.
-        """
+        """After how many of a prefill's `length` tokens `keep` comes next: a chunk ends there."""
         return length
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:

@@ -67,9 +67,7 @@ class ModelRunner:
         )
 
     def record_routing(self, tokens: int) -> None:
-        """Has steps of at most so many tokens leave their experts with `recorder`; before any
-        capture. ValueError: the model has none.
-        """
+        """Has steps of at most so many tokens leave their experts with `recorder`."""
         mlps = (layer.mlp for layer in self._weights.layers)
         self.recorder = RoutingRecorder(mlps, tokens, self.device)
 

@@ -83,10 +83,7 @@ class SamplingBatch:
 
 
 def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Small CPU tensors on the device.
-
-    On CUDA: views of one buffer, filled by one transfer that waits for nothing.
-    """
+    """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer."""
     if device.type != "cuda":
         return [each.to(device) for each in tensors]
     staging = torch.empty(

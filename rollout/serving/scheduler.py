@@ -1,7 +1,4 @@
-"""Continuous batching: which samples are computed in the next step.
-
-Policy only, no tensor is looked into.
-"""
+"""Continuous batching: which samples are computed next. Policy, no tensor is looked into."""
 
 import contextlib
 from collections import deque
@@ -19,10 +16,7 @@ from rollout.types import FinishReason, SamplingParams
 
 
 class Blocks(Protocol):
-    """Declares what the scheduler asks of PrefixBlocks.
-
-    `extend` returns the new tokens' slots, opaque but for split.
-    """
+    """Declares what the scheduler asks of PrefixBlocks; slots are opaque but for split."""
 
     @property
     def ledgers(self) -> Sequence[Ledger]: ...
@@ -274,10 +268,7 @@ class Scheduler:
         self.running.insert(self.running.index(parent) + 1, child)
 
     def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
-        """The next token of a beam search.
-
-        Branches that nothing goes on from free their pages before others fork.
-        """
+        """The next token of a beam search. Dead branches free their pages before others fork."""
         forks = group.search.advance(candidates, version)
         if group.search.done:
             self._end(group)

@@ -70,9 +70,7 @@ class KVTiers:
 
     @property
     def rank_dependent(self) -> bool:
-        """Tells whether ranks that get the same requests may come to different decisions, by
-        measured times or a disk's faults.
-        """
+        """Tells whether ranks may decide differently, by measured times or a disk's faults."""
         return self.preemption == "cheapest" or self.disk_directory is not None
 
     @property
@@ -221,9 +219,7 @@ class TieredBlocks(PrefixBlocks):
 
 
 def _disk(config: KVTiers, host: HostKVCache) -> DiskTier | None:
-    """Makes a tier owned by a name of its own: versions count this engine's definitions of weights,
-    and mean nothing to others.
-    """
+    """Makes a tier under a name of its own: versions mean nothing to other engines."""
     if config.disk_directory is None or config.disk_bytes is None:
         return None
     return DiskTier(
