@@ -70,15 +70,6 @@ class ReqToTokenPool:
     def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
         """After a fork: gives `target` what `source` holds besides tokens. Here that is nothing."""
 
-    def shortage(self, request: object, rows: int = 1) -> str:
-        """Says why `request` (anything that names it) can't have `rows` more rows."""
-        return (
-            f"{request} needs {rows} row(s) of the request table, "
-            f"{len(self._free_rows)} of {self.size} are free: "
-            f"{max(0, rows - len(self._free_rows))} are missing; "
-            "end a request, or make the table larger"
-        )
-
     def _fits(self, count: int) -> bool:
         return count <= len(self._free_rows)
 

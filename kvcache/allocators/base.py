@@ -26,8 +26,7 @@ class KVAllocator(ABC):
     synchronises unless it says so, and a pause changes nothing.
 
     A call that returns None (pages are short) or raises has changed nothing. `alloc*` raise
-    ValueError for wrong arguments only; `shortage` is the text for who wants to raise where None
-    came back.
+    ValueError for wrong arguments only.
     """
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
@@ -66,10 +65,6 @@ class KVAllocator(ABC):
     @abstractmethod
     def free_pages(self, pages: Indices) -> None:
         """Drops one owner of each page named; ValueError (double free) leaves all as it was."""
-
-    @abstractmethod
-    def shortage(self, request: object, pages: int) -> str:
-        """Says why `request` (anything that names it) can't have so many pages more."""
 
     @abstractmethod
     def check_integrity(self) -> None:

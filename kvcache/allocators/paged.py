@@ -108,15 +108,6 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         self._refs[pages] = left
         self._retire(pages[left == 0])
 
-    def shortage(self, request: object, pages: int) -> str:
-        missing = max(0, pages - self._num_free)
-        return (
-            f"{request} needs {pages} more page(s) of {self.page_size} tokens, "
-            f"{self._num_free} of {self.total_pages} are free: "
-            f"{missing} page(s) ({missing * self.page_size} tokens) are missing; "
-            "end or preempt a request, or make the pool larger"
-        )
-
     def check_integrity(self) -> None:
         """Raises AssertionError when a page is lost, twice free, or free while owned."""
         free = np.concatenate([self._free[: self._num_free], self._deferred_pages()])

@@ -40,24 +40,12 @@ class SWATokenToKVPoolAllocator(KVAllocator):
     def available_pages(self) -> int:
         return min(self.full.available_pages, self.swa.available_pages)
 
-    def full_available_size(self) -> int:
-        """Tokens that the free pages of the full pool can hold."""
-        return self.full.available_size()
-
-    def swa_available_size(self) -> int:
-        """Tokens that the free pages of the window pool can hold."""
-        return self.swa.available_size()
-
     def ref_counts(self, pages: Indices) -> Int64Array:
         return self.full.ref_counts(pages)
 
     def swa_ref_counts(self, pages: Indices) -> Int64Array:
         """Owners of pages that have them in their window, int64 `[n]`; 0: no window half."""
         return self._window_owners(self._valid_pages(as_int64(pages, "pages")))
-
-    def to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of token ids `loc` (int64, any shape, on the device), 0 without one."""
-        return self.full_to_swa_index_mapping[loc]
 
     def next_pages(self, count: int) -> Int64Array | None:
         return None if self.swa.next_pages(count) is None else self.full.next_pages(count)
@@ -125,15 +113,6 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         super().free_group_end()
         self.swa.free_group_end()
         self.full.free_group_end()
-
-    def shortage(self, request: object, pages: int) -> str:
-        sides = {"full": self.full, "sliding-window": self.swa}
-        short = {
-            name: side for name, side in sides.items() if pages > side.available_pages
-        } or sides
-        return "; ".join(
-            f"{name} attention: {side.shortage(request, pages)}" for name, side in short.items()
-        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a ledger contradicts itself, the halves of the pages don't

@@ -284,16 +284,6 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self.mamba.free([slot])
             self._map([row], [0])
 
-    def shortage(self, request: object, rows: int = 1) -> str:
-        """Names the state slots instead where they are what is missing."""
-        free = self.mamba.available_size()
-        if rows <= free:
-            return super().shortage(request, rows)
-        return (
-            f"{request} needs {rows} state slot(s), {free} of {self.mamba.size} are free: "
-            f"{rows - free} are missing; end a request, or make the state pool larger"
-        )
-
     def mamba_slot(self, handle: ReqHandle) -> int:
         """The state slot of a live handle; ValueError for a stale one."""
         return self._slot_of[self.row(handle)]

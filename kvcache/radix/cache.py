@@ -4,16 +4,17 @@ pages for every token and states at some nodes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
+from kvcache.allocators.base import KVAllocator
+from kvcache.pools import MambaPool
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_run
 from kvcache.radix.node import EMPTY, RadixNode, Usage
-from kvcache.radix.tree import PageLedger, PrefixTree, Walk
+from kvcache.radix.tree import PrefixTree, Walk
 
 
 @dataclass  # not frozen: that takes three times as long to make
@@ -93,12 +94,6 @@ class RadixCache(PrefixTree):
         return walk.length
 
 
-class StatePool(Protocol):
-    """The part of a MambaPool that the cache uses."""
-
-    def free(self, slots: Sequence[int]) -> None: ...
-
-
 @dataclass
 class MambaMatch(PrefixMatch):
     """`state` is the slot with the states after `length` tokens; clone it before writing. None
@@ -134,8 +129,8 @@ class MambaRadixCache(PrefixTree):
 
     def __init__(
         self,
-        allocator: PageLedger,
-        states: StatePool,
+        allocator: KVAllocator,
+        states: MambaPool,
         eviction_policy: str = "lru",
         version: int = 0,
     ) -> None:

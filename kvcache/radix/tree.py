@@ -5,10 +5,10 @@ locks, counters, eviction and its policies.
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from kvcache.allocators.base import KVAllocator
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
 from kvcache.radix.node import (
     EMPTY,
@@ -31,17 +31,6 @@ POLICIES: dict[str, Policy] = {
 }
 
 FALLING = frozenset({"mru"})  # where use lowers the rank; everywhere else it never does
-
-
-class PageLedger(Protocol):
-    """The part of an allocator (any KVAllocator) that a prefix cache uses."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    def free_pages(self, pages: Int64Array) -> None: ...
-
-    def ref_counts(self, pages: Int64Array) -> Int64Array: ...
 
 
 @dataclass(slots=True)
@@ -73,7 +62,7 @@ class PrefixTree:
     """
 
     def __init__(
-        self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0
+        self, allocator: KVAllocator, eviction_policy: str = "lru", version: int = 0
     ) -> None:
         if eviction_policy not in POLICIES:
             known = ", ".join(POLICIES)

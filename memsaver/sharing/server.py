@@ -198,9 +198,9 @@ class ShareServer:
                 connection.close()  # a stranger costs no thread
                 continue
             link = Link()
-            handler, gone = Handler(self, link), partial(self._gone, link)
+            serve, gone = partial(self.serve, link), partial(self._gone, link)
             link.endpoint = rpc.Endpoint(
-                connection, handler, gone, "memsaver-owner", prompt=["unlease"]
+                connection, serve, gone, "memsaver-owner", prompt=["unlease"]
             )
             with self._changed:
                 self._links.append(link)
@@ -218,6 +218,18 @@ class ShareServer:
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- requests
+
+    def serve(self, link: Link, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        """Serves a request of one connection, by its name."""
+        try:
+            if op not in ("lease", "unlease", "offer", "give"):
+                raise rpc.Refused(f"unknown operation {op!r}")
+            if op == "give":
+                arguments["fds"] = fds  # those that it takes leave the list
+            reply: rpc.Reply = getattr(self, op)(link, **arguments)
+            return reply
+        finally:
+            rpc.close_all(fds)
 
     def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
         ticket = self._tickets.get(token)
@@ -320,22 +332,3 @@ class ShareServer:
             yield
         finally:
             self._lock.release()
-
-
-@dataclass
-class Handler:
-    """Requests of one connection, by name."""
-
-    server: ShareServer
-    link: Link
-
-    def __call__(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
-        try:
-            if op not in ("lease", "unlease", "offer", "give"):
-                raise rpc.Refused(f"unknown operation {op!r}")
-            if op == "give":
-                arguments["fds"] = fds  # those that it takes leave the list
-            reply: rpc.Reply = getattr(self.server, op)(self.link, **arguments)
-            return reply
-        finally:
-            rpc.close_all(fds)

@@ -25,11 +25,9 @@ from rollout.disagg.messages import PLAIN, Closed, Hello, Message
 from rollout.errors import PeerLostError
 
 Address = str | tuple[str, int]
-_GONE = (EOFError, OSError, Forged, ValueError)  # the last: what is no message
-
-
 """A path (one host) or (host, port)."""
 
+_GONE = (EOFError, OSError, Forged, ValueError)  # the last: what is no message
 _LENGTH = struct.Struct("<Q")
 _NONCE_BYTES = 32
 _GREET_SECONDS = 5.0  # for either side of a handshake: a rank of ours takes milliseconds

@@ -5,36 +5,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from kvcache import Ledger, ReqHandle, pages_across
-from kvcache.tiers import Transfer
 from rollout.serving.beam import Candidates
-from rollout.serving.preemption import Swapped
+from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, Sample, Stats, Step
 from rollout.types import FinishReason, SamplingParams
-
-
-class Blocks(Protocol):
-    """Declares what the scheduler asks of PrefixBlocks; slots are opaque but for split."""
-
-    @property
-    def ledgers(self) -> Sequence[Ledger]: ...
-    @property
-    def loaded_tokens(self) -> int: ...
-    def held_pages(self, tokens: Sequence[int]) -> int: ...
-    def admit(
-        self, tokens: Sequence[int], swapped: Swapped | None = None
-    ) -> tuple[ReqHandle, int] | None: ...
-    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
-    def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int: ...
-    def slide(self, handles: Sequence[ReqHandle]) -> None: ...
-    def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
-    def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
-    def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
-    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None: ...
-    def forget(self, swapped: Swapped) -> None: ...
-    def loads(self) -> tuple[Transfer, ...]: ...
 
 
 class Scheduler:
@@ -51,7 +28,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int
+        self, blocks: PrefixBlocks, *, page_size: int, max_running: int, max_prefill_tokens: int
     ) -> None:
         self.blocks = blocks
         self.page_size = page_size

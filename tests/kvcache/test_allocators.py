@@ -242,7 +242,7 @@ class SWAMachine(LedgerMachine):
 
     def slots(self) -> dict[int, int]:
         """The window page of each page on the device; fails unless it holds its tokens in order."""
-        mapping = self.real.to_swa(torch.arange((PAGES + 1) * self.ps, device=DEVICE)).tolist()
+        mapping = self.real.full_to_swa_index_mapping.tolist()
         slots = {}
         for page in range(PAGES + 1):
             got = mapping[page * self.ps : (page + 1) * self.ps]
@@ -308,7 +308,7 @@ class SWAMachine(LedgerMachine):
     def window_equals_the_model(self) -> None:
         every = range(1, PAGES + 1)
         assert self.real.swa_ref_counts(every).tolist() == [self.window[page] for page in every]
-        sizes = self.real.full_available_size(), self.real.swa_available_size()
+        sizes = self.real.full.available_size(), self.real.swa.available_size()
         assert sizes == tuple(side * self.ps for side in self.sides())
         mapped = {page: slot for page, slot in self.slots().items() if slot}
         assert len(set(mapped.values())) == len(mapped)
@@ -512,24 +512,6 @@ def test_freeing_does_not_look_at_the_whole_pool() -> None:
         )
 
     assert seconds(2**22) < 20 * seconds(2**10)
-
-
-def test_shortage_names_the_request_and_what_is_missing() -> None:
-    paged = one(3, 4)
-    paged.alloc(4)
-    assert paged.shortage("request 0.3", 5) == (
-        "request 0.3 needs 5 more page(s) of 4 tokens, 2 of 3 are free: "
-        "3 page(s) (12 tokens) are missing; end or preempt a request, or make the pool larger"
-    )
-    allocator = two(4, 2, 3)
-    allocator.alloc(3)
-    text = allocator.shortage("request 7", 3)
-    assert text.startswith(
-        "sliding-window attention: request 7 needs 3 more page(s) of 3 tokens, 1 of 2 are free"
-    )
-    assert "2 page(s) (6 tokens) are missing" in text
-    assert "full attention" not in text
-    assert "full attention: request 7 needs 9" in allocator.shortage("request 7", 9)
 
 
 # ---------------------------------------------------------------- nothing waits for the kernels
