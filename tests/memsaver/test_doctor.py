@@ -239,7 +239,7 @@ NO_DRIVER = {"memsaver.doctor_gpu.LIBCUDA": "libno-such-driver.so.1"}
 NO_DEVICE = NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path("/no/nvidiactl")}
 FIND, VERSION = "importlib.util.find_spec", "importlib.metadata.version"
 VLLM = {FIND: lambda name: name, VERSION: lambda name: "0.24.0"}  # `true` imports it
-VLLM |= {"memsaver.compat.engines.sys.executable": shutil.which("true"), IN_PROCESS: None}
+VLLM |= {"memsaver.doctor.sys.executable": shutil.which("true"), IN_PROCESS: None}
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
 """The check; what it is asked about; what is different, of the process (dotted) or of the
 environment; what it says.
