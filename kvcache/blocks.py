@@ -33,13 +33,11 @@ class _Growth:
 
 class BlockManager:
     """Sequences over one pool. All decisions are made on the CPU, token ids included; the device
-    sees one transfer and one table write and, when a shared page is written to, one page copy an
-    `extend`.
+    sees one transfer and one table write and perhaps one page copy an `extend`.
 
     A page may belong to several sequences (`fork`). Writing into a page with more than one owner
     copies exactly that page first; the last owner writes in place. Only the last, partial page of a
-    sequence can ever be written to. The manager assumes that nobody else allocates from `allocator`
-    or `req_to_token`.
+    sequence can ever be written to. Nobody else allocates from its ledger and table.
 
     window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their
     window halves where the allocator has two ledgers.
@@ -106,11 +104,9 @@ class BlockManager:
         return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """A sequence with the same tokens that shares every page, a partial last one included; None
-        without a row.
+        """A sequence with the same tokens that shares every page; None without a row.
 
-        States, where the request table holds some, are copied: they must be those after the
-        sequence's last token.
+        States in the request table are copied: they must be those after the last token.
         """
         parent = self.req_to_token.row(handle)
         child = self.admit()
@@ -193,14 +189,12 @@ class BlockManager:
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> torch.Tensor | None:
-        """Grows sequences (prefill chunks and decode steps alike) to `new_lens` tokens, the lengths
-        afterwards.
+        """Grows sequences, by prefill chunks and decode steps alike, to `new_lens` tokens.
 
         Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the
-        order of `handles`, and has written them to `req_to_token`; a shared partial last page was
-        copied before. None when pages are
-        short: nothing changed. ValueError for a stale or repeated handle, a shrinking length or one
-        past `max_context_len`.
+        order of `handles`, and has written them to `req_to_token`. None when pages are short:
+        nothing changed. ValueError for a stale or repeated handle, a shrinking length or one past
+        `max_context_len`.
         """
         growth = self._plan(handles, new_lens)
         counts = self.allocator.pages_between(growth.start, growth.new)
@@ -255,8 +249,7 @@ class BlockManager:
         return renamed
 
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
-        """Raises AssertionError unless the page tables, the reference counts and `req_to_token`
-        tell one story.
+        """Raises AssertionError unless page tables, reference counts and `req_to_token` agree.
 
         cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it
         synchronises. May be called between any two operations.
@@ -347,8 +340,7 @@ class BlockManager:
         return start, self._pages[rows[copying], start[copying] // self.page_size]
 
     def _fill_device(self, growth: _Growth) -> torch.Tensor:
-        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the
-        new tokens.
+        """Copies shared pages, then writes fresh ids to the table; returns the new tokens'.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
         """

@@ -45,8 +45,7 @@ def row_bytes(dtype: torch.dtype, width: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig(ABC):
-    """A paged cache of `size` tokens for `num_layers` attention layers; what a token's rows are, a
-    subclass says.
+    """A paged cache for `num_layers` attention layers; a subclass says what a token's rows are.
 
     size: tokens, a multiple of `page_size`; one padding page comes on top of it. Token ids are
         stored as int32 in the request table, hence its limit.

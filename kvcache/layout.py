@@ -1,5 +1,4 @@
-"""Derives from a Hugging Face config object what its KV cache is made of. Reads attributes only,
-imports no transformers.
+"""Derives from a Hugging Face config what its KV cache is made of, without importing transformers.
 
 It knows dense and mixture-of-experts decoders with full or sliding attention in every layer or
 alternating (Llama, Qwen2, Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2,

@@ -50,11 +50,9 @@ class ReqToTokenPool:
         return len(self._free_rows)
 
     def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """One handle a request: None asks for a new row, a handle keeps the row it holds (chunked
-        prefill).
+        """One handle a request: None asks for a new row, a handle keeps the row it holds.
 
-        All or nothing: returns None and changes nothing when the rows don't suffice. A stale handle
-        raises ValueError.
+        All, or None, with nothing changed, when rows don't suffice. ValueError if stale.
         """
         self.rows([r for r in reqs if r is not None])
         count = sum(r is None for r in reqs)

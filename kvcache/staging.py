@@ -100,8 +100,7 @@ class StagingAllocator:
     def free(self, id: int) -> Watermark:
         """Takes a range back, in any order; the watermark afterwards, for the writers.
 
-        The range's writer must be done, or know that it may not begin. ValueError for an id that is
-        not outstanding.
+        Its writer must be done, or know that it may not begin. ValueError for another id.
         """
         if id not in self._live:
             raise ValueError(f"staging range {id} is not assigned: never issued, or freed before")
@@ -118,8 +117,7 @@ class StagingAllocator:
         """After the last range was freed.
 
         A watermark at the head of this round would be a promise that nobody keeps: a range of the
-        next round that ends past it would wait for ranges of this round, and there are none that
-        could still be freed.
+        next round that ends past it would wait for ranges of this round, of which none is left.
         """
         self._round, self._head = self._round + 1, 0
         self.watermark = Watermark(self._round, 0)
@@ -141,8 +139,7 @@ def compute_head_slice_params(
     dst_tp_rank: int,
     total_kv_heads: int,
 ) -> tuple[int, int, int, int]:
-    """`(src_head_start, num_heads_to_send, dst_head_start, num_heads_to_send)`; starts count from a
-    rank's first head.
+    """`(src_head_start, num_heads_to_send, dst_head_start, num_heads_to_send)`, of each rank's own.
 
     All zeros where this source has nothing to send to this destination. Every head of a destination
     has exactly one writer; among sources that hold the same head the destinations are dealt out.
@@ -241,11 +238,9 @@ class StagingBuffer:
 
 
 def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (fp8: unscaled), views of the pool's
-    memory.
+    """Keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (fp8: unscaled), views.
 
-    Valid as long as the pool, either memory order. ValueError for FP4, whose elements have no
-    views.
+    Valid as long as the pool, in either memory order. ValueError for FP4, without views.
     """
     layers = [pool.get_kv_buffer(layer) for layer in range(pool.config.num_layers)]
     return stack_layers([k for k, _ in layers]), stack_layers([v for _, v in layers])

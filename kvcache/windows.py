@@ -37,8 +37,7 @@ def pages_across(tokens: int, page_size: int) -> int:
 
 
 class WindowShares:
-    """Tracks which of its pages each sequence still holds. `behind[row]` counts its leading pages
-    that have left its window.
+    """Tracks which pages each sequence holds. `behind[row]` counts those that left its window.
 
     With two ledgers a sequence holds the window half of the pages from there on, and the full half
     of every page; with one it holds the pages from there on. Without a window `behind` stays 0, and

@@ -17,8 +17,7 @@ _PINNED_FROM = 1 << 16
 
 
 class KVAllocator(ABC):
-    """Decides who holds which page of a pool of `size` tokens; token id = page * page_size +
-    offset.
+    """Decides who holds which page of a pool; token id = page * page_size + offset.
 
     Pages are 1 .. total_pages; page 0 takes the writes of padded tokens and is never issued. Every
     issued page has a count of owners: 1 when issued, +1 for each `share`, -1 for each `free`,
@@ -94,8 +93,7 @@ class KVAllocator(ABC):
     def alloc_extend(
         self, prefix_lens: Indices, seq_lens: Indices, last_loc: Indices, extend_num_tokens: int
     ) -> torch.Tensor | None:
-        """Ids of the tokens that n requests gain by growing from `prefix_lens` to `seq_lens`, int64
-        on the device.
+        """Ids of the tokens by which n requests grow, int64 on the device.
 
         Lengths and `last_loc` (id of each request's last token, -1 without one) are int64 `[n]` on
         the CPU; `extend_num_tokens` = sum(seq - prefix). The partial page after `last_loc` is
@@ -127,13 +125,11 @@ class KVAllocator(ABC):
         return -(-seq // self.page_size) + -prefix // self.page_size
 
     def free(self, loc: Indices) -> None:
-        """Drops one owner of each page that `loc` names a token of (one of its tokens or all of
-        them).
+        """Drops one owner of each page that `loc` names a token of.
 
         `loc` are token ids; on a GPU tensor this synchronises, CPU ids don't:
         BlockManager.token_ids gives those of (request, from, to). Empty is a no-op. A token of a
-        page without owners, or one named twice, raises ValueError (double free) before anything is
-        dropped.
+        page without owners, or one named twice, raises ValueError (double free) first.
         """
         self.free_pages(self._named_pages(loc)[0])
 

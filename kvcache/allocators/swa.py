@@ -18,8 +18,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
     Window owners never exceed full owners. `free` drops a share that has left the window, where
     there is one, before one that has not: without knowing which sequence asks, a window slot may so
-    be kept too long, never too short. Who knows calls `free_swa` for what the sequence still holds
-    in its window first.
+    be kept too long, never too short. Who knows calls `free_swa` first, for what its window holds.
     """
 
     def __init__(
@@ -73,8 +72,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         self.full.drop(distinct, times)
 
     def free_swa(self, loc: Indices) -> None:
-        """Tokens `loc` have left the window of one owner: drops its share of their window slots;
-        the full slots stay.
+        """Drops one owner's share of the window slots of tokens `loc`; the full slots stay.
 
         A page of the window pool is one unit, so `loc` names all tokens of each page it touches:
         round the range that has left down to whole pages. Token ids on a GPU tensor synchronise,
@@ -116,8 +114,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a ledger contradicts itself, the halves of the pages don't
-        pair up one to one, or the mapping on the device tells another story (reads it back, so it
-        synchronises).
+        pair up one to one, or the mapping on the device tells another story (it waits).
         """
         self.full.check_integrity()
         self.swa.check_integrity()

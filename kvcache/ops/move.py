@@ -1,9 +1,7 @@
-"""Copies slots to other slots of a pool, and to pages of host memory and back: dispatch, and the
-torch reference.
+"""Copies slots within a pool, or to host memory and back: dispatch, and the torch reference.
 
 A slot's row of one part and layer is contiguous on both sides, and moved as bytes. To and from the
-host one launch copies any number of layers and parts, and reads or writes the host memory itself:
-it has to be pinned.
+host one launch copies any number of layers and parts of pinned host memory.
 """
 
 import itertools
@@ -20,8 +18,7 @@ from memsaver.common.dispatch import Impl, use_triton
 def move_rows(
     parts: Sequence[torch.Tensor], tgt: torch.Tensor, src: torch.Tensor, impl: Impl = "auto"
 ) -> None:
-    """`part[:, tgt[i]] = part[:, src[i]]` for every i and part, as if all were read before any is
-    written.
+    """`part[:, tgt[i]] = part[:, src[i]]` for every i and part, all read before any is written.
 
     parts: integers `[L, N, W]`, the same L and N, each with a contiguous last dimension. tgt and
     src: int64 `[n]` on their device, not range-checked; a slot twice in tgt holds any of its rows
@@ -97,12 +94,10 @@ def copy_rows(
     to_host: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Row i of `layers` (neighbours): from slot `device_slots[i]` to row `host_rows[i]` = page * ps
-    + token, or back.
+    """Row i of neighbouring `layers`: slot `device_slots[i]` to row `host_rows[i]`, or back.
 
-    Both int64 `[n]` on the device, not range-checked. On a GPU it is queued on the current stream
-    by the Triton kernel; the torch reference waits for it. A target named twice holds any of its
-    rows.
+    Both int64 `[n]` on the device, not range-checked. On a GPU the kernel is queued on the current
+    stream; the reference waits. A target named twice holds any of its rows.
     """
     if not len(host_rows) or not layers:
         return

@@ -1,8 +1,7 @@
 """Triton kernels of `move.py`.
 
 Within a pool rows go straight to their place, but for those whose slot is written to as well. Only
-such rows are staged before, so a move into slots that nobody reads, the usual one, passes memory
-once.
+such rows are staged before: a move into slots that nobody reads passes memory once.
 
 To and from the host, bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses,
 strides and rows are multiples of. The kernel reads and writes pinned memory itself, which needs no

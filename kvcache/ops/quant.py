@@ -42,8 +42,7 @@ def read_fp8(
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Rows `loc` (int64 `[n]`) of a uint8 buffer `[N, H, D]` of fp8 `stored`, times `scale` (fp32,
-    one element), as `dtype` `[n, H, D]`, saturated. The buffer's last dimension must be contiguous.
-    `dtype` as in `read_fp4`.
+    one element), as `dtype` `[n, H, D]`, saturated. Contiguous rows; `dtype` as in `read_fp4`.
     """
     if use_triton(impl, buffer.device) and loc.shape[0]:
         from kvcache.ops.quant_triton import read_fp8_triton
@@ -90,11 +89,9 @@ def read_fp4(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Rows `loc` (int64 `[n]`) of codes uint8 `[N, H, D / 2]` and scales uint8 `[N, H, D / 16]` as
-    `dtype` `[n, H, D]`.
+    """Rows `loc` (int64 `[n]`) of codes and block scales, uint8, as `dtype` `[n, H, D]`.
 
-    Only the asked rows are read; their last dimension must be contiguous. `dtype`: float32, float16
-    or bfloat16.
+    Only the asked rows are read, and contiguous. `dtype`: float32, float16 or bfloat16.
     """
     if use_triton(impl, codes.device) and loc.shape[0]:
         from kvcache.ops.quant_triton import read_fp4_triton

@@ -1,8 +1,6 @@
-"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32: no hardware support of fp8
-or FP4 is needed.
+"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32, without hardware's support.
 
-Bit-exact to the torch reference on every GPU and in the interpreter, whose own fp8 arithmetic is
-wrong.
+Bit-exact to the reference on every GPU and in the interpreter, whose own fp8 arithmetic is wrong.
 """
 
 import torch

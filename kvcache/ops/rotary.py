@@ -78,8 +78,7 @@ def rotate_heads(
     interleaved: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Writes rotated heads x [T, H, D] to `out`, another view of that shape and dtype; heads of
-    both are contiguous.
+    """Writes rotated heads x [T, H, D] to `out`, alike; heads of both are contiguous.
 
     interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same.
     positions: contiguous int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in
@@ -97,8 +96,7 @@ def rotate_heads(
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [tokens, heads, head_dim] with the first 2 * cos.shape[-1] elements of its heads rotated.
 
-    cos, sin: [tokens, 1, pairs] of x's dtype. Elements of the two halves are pairs, as in Hugging
-    Face checkpoints.
+    cos, sin: [tokens, 1, pairs] of x's dtype. Pairs are of the two halves, as in Hugging Face.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

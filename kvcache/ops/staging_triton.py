@@ -1,7 +1,6 @@
 """Triton kernels of `staging.py`: a program a layer (keys, then values) and block of tokens.
 
-Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are
-multiples of.
+Bytes are moved in units, the widest that divide all addresses, strides and rows, 16 at most.
 """
 
 import math

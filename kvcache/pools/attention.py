@@ -30,8 +30,7 @@ class MHATokenToKVPool(TokenPool):
     def set_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Writes k `[n, H, D]` and v `[n, H, Dv]`, of any strides, into slots loc int64 `[n]`; one
-        launch on a GPU.
+        """Writes k `[n, H, D]` and v `[n, H, Dv]` into slots loc int64 `[n]`; one launch on a GPU.
 
         Of the pool's dtype: bit-exact. Into fp8 and FP4 also from float32, float16 and bfloat16:
         divided by the layer's scale (fp8) or the block's (FP4), rounded and saturated as
@@ -99,11 +98,9 @@ class MHATokenToKVPoolFP4(MHATokenToKVPool):
 
 
 class MLATokenToKVPool(TokenPool):
-    """One storage block `[L, size + ps, 1, kv_lora_rank + qk_rope_head_dim]`: latent, then rotary
-    key.
+    """One storage block `[L, size + ps, 1, kv_lora_rank + qk_rope_head_dim]`, latent first.
 
-    The whole row is the key, its first `kv_lora_rank` elements are the value. fp8: one scale a
-    layer.
+    The whole row is the key, its first `kv_lora_rank` elements the value. fp8: a scale a layer.
     """
 
     def __init__(

@@ -19,8 +19,7 @@ class HostCopy:
 
 
 class KVPool(ABC):
-    """Device memory for keys and values, addressed by token id; page 0 takes the writes of padded
-    tokens.
+    """Device memory for keys and values by token id; page 0 takes the writes of padded tokens.
 
     A pool owns storage only, never the decision who uses a slot. While its memsaver tag is paused
     no method but the byte counts may be called: the memory is not mapped. After a resume contents
@@ -47,11 +46,9 @@ class KVPool(ABC):
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's keys and values, valid as long as the pool; writes through them reach
-        the pool.
+        """Views of a layer's keys and values, to read and write, valid as long as the pool.
 
-        fp8: as stored, to be multiplied by the scales. ValueError where elements have no views
-        (FP4).
+        fp8: as stored, to be multiplied by the scales. ValueError for FP4, without views.
         """
 
     @abstractmethod
@@ -68,9 +65,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> torch.Tensor | None:
-        """`scales` of keys and of values, fp32 `[2]` on the device (one kind of row is both), for
-        kernels, always at one address, so that a captured graph sees new ones; None where they are
-        1 for good.
+        """`scales` of keys and values, fp32 `[2]` on the device (one kind of row is both), always
+        at one address, so that a captured graph sees new ones; None where they are 1 for good.
         """
 
     @abstractmethod

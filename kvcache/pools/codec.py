@@ -71,8 +71,7 @@ class PlainCodec(Codec):
 
 
 class FP8Codec(Codec):
-    """fp8 bytes and a scale a layer and kind of row, 1 at first. Rows that are fp8 already are
-    taken as scaled.
+    """fp8 bytes, and a scale a layer and kind of row; rows that are fp8 already are as scaled.
 
     The scales are outside the pool's block: a pause keeps them, and kernels read them on the
     device, so that a captured graph sees new ones.

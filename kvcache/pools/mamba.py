@@ -65,13 +65,11 @@ class MambaConfig:
 
 
 class MambaPool:
-    """`conv`: a list of `[L, size + 1, *shape]`; `temporal`: `[L, size + 1, *shape]`; slot 0 is for
-    padded requests.
+    """`conv`: a list of `[L, size + 1, *shape]`; `temporal`: one; slot 0 is for padded requests.
 
     Who holds a slot is decided on the CPU and outlives a pause; states are in one block on the
     saver's `tag` and are undefined after a resume, but for slot 0 and slots taken during the pause,
-    which `on_resume` zeroes. Slots may come and go while the tag is paused; states may not be
-    touched then.
+    which `on_resume` zeroes. While it is paused slots may come and go.
     """
 
     def __init__(
@@ -234,11 +232,9 @@ class MambaPool:
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """A `ReqToTokenPool` whose rows hold one slot of `mamba` each, the same as long as the handle
-    lives.
+    """A `ReqToTokenPool` whose rows hold one slot of `mamba` each, as long as they live.
 
-    `req_to_mamba` int32 `[size + 1]` on the device: row -> slot; 0, the padding slot, for row 0 and
-    for free rows.
+    `req_to_mamba` int32 `[size + 1]` on the device: row -> slot, 0 for row 0 and free rows.
     """
 
     def __init__(

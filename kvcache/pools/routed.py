@@ -12,8 +12,7 @@ from memsaver import MemorySaver
 
 
 class RoutedKVPool(KVPool):
-    """Layers spread over `pools`, each with slots of its own; `routes` maps layer id -> (pool,
-    index in it).
+    """Layers spread over `pools`; `routes` maps layer id -> (pool, index in it).
 
     A subclass says how a slot of the first pool translates to one of another.
     """
@@ -114,8 +113,7 @@ class RoutedKVPool(KVPool):
 
 
 class SWAKVPool(RoutedKVPool):
-    """Full-attention layers in one pool, sliding-window layers in a smaller one (`full_pool`,
-    `window_pool`).
+    """Full-attention layers in `full_pool`, sliding-window layers in a smaller `window_pool`.
 
     Callers name slots of the full pool everywhere. Those of the window pool come from
     `full_to_swa_index_mapping` (int64, slot -> slot, 0: unmapped), which the allocator owns and

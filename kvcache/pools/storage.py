@@ -30,8 +30,7 @@ class SlotStorage:
     undefined. Nothing here checks slots: on a GPU that would synchronise.
 
     slot_major: all layers of a slot lie together and the tensors are strided views; the block can
-    then be resized at its end. Otherwise parts follow each other, each with its layers one after
-    the other.
+    then be resized at its end. Otherwise parts follow each other.
     """
 
     def __init__(

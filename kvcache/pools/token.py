@@ -119,8 +119,7 @@ class TokenPool(KVPool):
         self._storage.zero_first(self.page_size)
 
     def resize(self, tokens: int) -> int:
-        """Gives memory back, or takes it again, behind the slots past `tokens`; returns `size`,
-        tokens usable now.
+        """Gives memory back, or takes it again, past `tokens`; returns `size`, usable now.
 
         For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so
         do contents of the slots that stay; slots that come are undefined, and slots that went must

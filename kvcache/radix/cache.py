@@ -19,11 +19,9 @@ from kvcache.radix.tree import PrefixTree, Walk
 
 @dataclass  # not frozen: that takes three times as long to make
 class PrefixMatch:
-    """The longest cached prefix of a key: `length` tokens (whole pages) in `pages`, int64 on the
-    CPU.
+    """The longest cached prefix of a key: `length` tokens in whole `pages`, int64 on the CPU.
 
-    Nothing is reserved: lock `node` (or share the pages) before anything else is evicted or
-    inserted.
+    Nothing is reserved: lock `node`, or share the pages, before the next eviction or insert.
     """
 
     length: int
@@ -40,8 +38,7 @@ class RadixCache(PrefixTree):
     """Knows which pages hold the K/V of which token prefixes.
 
     A request matches its prompt, locks the node, computes the rest, inserts what it computed and
-    unlocks. Policies: lru, lfu, fifo, mru, priority (lower ones go first, then the least recently
-    used).
+    unlocks. Policies: lru, lfu, fifo, mru, priority (lower ones first, then as lru).
     """
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> PrefixMatch:
@@ -75,8 +72,7 @@ class RadixCache(PrefixTree):
         extra_key: Hashable = None,
         priority: int = 0,
     ) -> int:
-        """Adds the whole pages of a key, computed under weights `version`; `pages` are their ids,
-        one a page.
+        """Adds the whole pages of a key, computed under weights `version`; `pages`: their ids.
 
         Returns the tokens n that the cache took no pages for: those of the prefix that was already
         there, or all of them where `version` is older than the cache's. It is now the owner of
@@ -96,11 +92,9 @@ class RadixCache(PrefixTree):
 
 @dataclass
 class MambaMatch(PrefixMatch):
-    """`state` is the slot with the states after `length` tokens; clone it before writing. None
-    where length is 0.
+    """`state` is the slot with the states after `length` tokens, to be cloned; None without any.
 
-    paged: tokens whose pages the cache has, without the states after them where they are more than
-    `length`.
+    paged: tokens whose pages the cache has; past `length` without the states after them.
     """
 
     state: int | None
@@ -123,8 +117,7 @@ class MambaRadixCache(PrefixTree):
     A lock keeps the pages of the whole path (lock_ref, the "full" lock) but the state of its own
     node alone (own_lock_ref, the "mamba" lock; never above lock_ref). States are evicted on their
     own: an inner node without one is a tombstone, whose pages still serve the nodes below. Every
-    leaf has a state: one that loses it goes, together with the tombstones above that thereby lead
-    nowhere.
+    leaf has a state: one that loses it goes, with tombstones above that lead nowhere.
     """
 
     def __init__(
@@ -175,12 +168,10 @@ class MambaRadixCache(PrefixTree):
         extra_key: Hashable = None,
         priority: int = 0,
     ) -> MambaInsert:
-        """Adds a key with the slot of the states after all of its tokens; otherwise as
-        RadixCache.insert.
+        """Adds a key with the slot of the states after it; otherwise as RadixCache.insert.
 
         A tombstone at that place gets the state; a node that has one keeps its own. ValueError also
-        for a key that is empty or ends inside a page: there is no node that its state would belong
-        to.
+        for a key that is empty or ends inside a page: no node could have its state.
         """
         run, ids = self._checked_entry(key, pages, version)
         if not len(key) or len(key) % self.page_size:
@@ -210,9 +201,8 @@ class MambaRadixCache(PrefixTree):
         super().inc_lock_ref(node)
 
     def evict_states(self, count: int) -> int:
-        """Frees states, older versions first and then by policy, until `count` are free or none is
-        left that is unlocked; how many were freed. Inner nodes become tombstones, leaves go with
-        their pages.
+        """Frees states, older versions first and then by policy, until `count` are free or all
+        others locked; how many. Inner nodes become tombstones, leaves go with their pages.
         """
         if count < 0:
             raise ValueError(f"can't evict {count} states; pass a count >= 0")

@@ -21,8 +21,7 @@ _SLACK = 64
 
 
 class EvictionQueue(Generic[T]):
-    """Items, the one of lowest `rank` first. `push` and `pop` cost O(log n) amortised, `discard`
-    O(1).
+    """Items, that of lowest `rank` first. `push`, `pop`: O(log n) amortised; `discard`: O(1).
 
     The rank of an item that waits may grow: nothing need be done then, as its entry comes up early
     and is put right. An item whose rank falls has to be pushed again. The heap holds at most twice
@@ -109,13 +108,11 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class RadixNode(Usage):
-    """A run of whole pages of tokens below its parent; callers hold one as a handle for locks and
-    read nothing else.
+    """A run of whole pages of tokens below its parent; to callers only a handle for locks.
 
     `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
     lock_ref = own_lock_ref + sum of the children's lock_ref. `state` is a Mamba slot, 0 without
-    one. A root has no tokens and is never locked; a node that was evicted has no parent and is no
-    root.
+    one. A root has no tokens and is never locked; an evicted node has no parent.
     """
 
     generation: Generation

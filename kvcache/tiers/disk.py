@@ -26,8 +26,7 @@ _ADVICE = "free some space or pass another directory; pages stored before are st
 
 
 class DiskTier:
-    """Pages of `page_bytes` by (weight version, page hash) in `directory`, at most `budget_bytes`
-    of files.
+    """Pages by (weight version, page hash) in `directory`, at most `budget_bytes` of files.
 
     format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the
     model and the run; in one directory the same owner and version have to mean the same weights.
@@ -113,8 +112,7 @@ class DiskTier:
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
-        """Reads a page into uint8 `[page_bytes]` on the CPU; False, with `into` as it was, for a
-        miss.
+        """Reads a page into uint8 `[page_bytes]` on the CPU; False, `into` unchanged, for a miss.
 
         A file that is not what was written, or that cannot be read, is deleted, logged and a miss.
         """

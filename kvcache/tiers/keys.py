@@ -1,6 +1,4 @@
-"""Names pages where no slot number means anything, by the tokens up to their end, and keeps what is
-named so in order of use.
-"""
+"""Names pages by the tokens up to their end, and keeps what is named so in order of use."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -25,8 +23,7 @@ def stable_hash(*parts: bytes | memoryview) -> bytes:
 
 
 def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> list[bytes]:
-    """One for each whole page: of the hash of the page before (of the namespace for the first) and
-    its tokens.
+    """One a whole page: of the hash of the page before (first: the namespace) and its tokens.
 
     So equal hashes mean equal tokens from the beginning on. ValueError for a namespace (adapter,
     salt) that is no str, int or None: what others hash to need not be the same in the next process.

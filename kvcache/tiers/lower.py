@@ -19,8 +19,7 @@ class LowerTiers:
     """Pages below the device, of one weight version at a time. A page may be on the device, on the
     host and on disk at once; each tier evicts on its own, least recently used first.
 
-    A disk that is full or fails costs the pages that would have gone there: `lost_pages`,
-    `disk_error`.
+    A disk that is full or fails costs the pages meant for it: `lost_pages`, `disk_error`.
     """
 
     def __init__(self, host: HostKVCache, disk: DiskTier | None, version: int) -> None:

@@ -43,8 +43,7 @@ class TieredMatch(PrefixMatch):
 
 
 class TieredPrefixCache(RadixCache):
-    """A RadixCache whose pages go to the host, and from there to disk, and come back where a match
-    needs them.
+    """A RadixCache whose pages go to the host, then to disk, and come back for a match.
 
     Pages are known below by their hash, so that a lower tier need not follow splits and evictions
     of the tree; a page is only ever found there under the version that it was inserted under.
@@ -77,8 +76,7 @@ class TieredPrefixCache(RadixCache):
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
         """The longest prefix that the tiers have one after the other; what is below the device gets
-        device pages, for which others may be evicted, as far as there are any. Nothing is reserved,
-        as of RadixCache.
+        device pages, for which others may be evicted. Nothing is reserved.
         """
         tokens = as_ids(key, "key")
         found = self.match_resident(tokens, extra_key=extra_key)
@@ -117,8 +115,7 @@ class TieredPrefixCache(RadixCache):
 
     def move_to_host(self) -> None:
         """Before the pool's tag is paused: copies all that can be hit to the host, as far as it has
-        room, waits for it and drops the device pages. ValueError, with nothing changed, while
-        something is locked.
+        room, waits for it and drops the device pages. ValueError while something is locked.
         """
         if not self.protected_size:
             self._save(np.fromiter(self._hashes, dtype=np.int64))
@@ -142,8 +139,7 @@ class TieredPrefixCache(RadixCache):
         self._last.synchronize()
 
     def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Starts copying at most a page of device slots, int64 `[n]`, to a host page that only its
-        owner knows.
+        """Starts copying at most a page of device slots, int64 `[n]`, to a host page of its own.
 
         Returns that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies`
         before the slots are written.

@@ -1,6 +1,5 @@
 """Is content what it was? Digests of a tag's live ranges, on a GPU at the speed of reading them,
-and a copy that is kept while its tag is active: where the content is still the same at the next
-pause, it is not copied.
+and a copy that is kept while its tag is active: the next pause need not copy the same content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Content of a paused tag in a file, through a few buffers in the host arena.
 
-Files are of whole blocks, whose space is there before it is written, with direct I/O where the file
-system has it.
+Files are of whole blocks, reserved before they are written, with direct I/O where there is any.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def default_directory() -> Path:
 class BlockFile:
     """``nbytes`` (rounded up to BLOCK) behind an open descriptor, which is this object's to close.
 
-    Errors are ``BackendError``: what failed, the place and the system's name for the error, then
-    ``advice``.
+    Errors are ``BackendError``: what failed, where, the system's name for it, ``advice``.
     """
 
     def __init__(self, fd: int, place: Path, nbytes: int, advice: str) -> None:
@@ -160,11 +158,9 @@ def try_direct(fd: int) -> bool:
 
 
 class DiskBackup:
-    """``ranges`` (offset, nbytes) of a tag, one after the other in a file that is gone when this
-    object dies.
+    """``ranges`` (offset, nbytes) of a tag, in order, in a file that goes with this object.
 
-    The buffers are taken at once and kept, so that reading it back needs no memory that might not
-    be there.
+    The buffers are taken at once and kept, so that reading it back needs no more memory.
     """
 
     def __init__(self, ranges: Ranges, arena: HostArena, directory: Path) -> None:

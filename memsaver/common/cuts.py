@@ -1,9 +1,7 @@
-"""Cuts segments into the programs of a table: on whole int64 tensors, no loop over segments, rows
-or programs.
+"""Cuts segments into the programs of a table, on whole int64 tensors, without a loop over them.
 
 Segments come as a matrix with the columns of FIELDS. A segment of several rows stays a *grid*,
-which a program takes a range of, unless its rows are so long that each of them makes contiguous
-*runs*.
+which a program takes a range of, unless each of its rows is so long that it makes *runs*.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ class Cut:
 def cut(
     fields: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int
 ) -> dict[tuple[bool, bool], Cut]:
-    """(aligned, grid) -> programs of at most `chunk` elements, a power of two from VECTOR on; no
-    kind without any.
+    """(aligned, grid) -> programs of at most `chunk` elements, a power of two, VECTOR or more.
 
     fields: int64 [segments, len(FIELDS)]. owners: int64 [segments], rising. widths: bytes of a
     source and of a target element.
@@ -169,9 +166,8 @@ class Kind:
 class Launch:
     """The programs of one kind.
 
-    rows, shapes: on the device, as in `memsaver.common.cuts.Cut`.
-    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s
-    segments.
+    rows, shapes: on the device, as in `memsaver.common.cuts.Cut`. partials: int64 [programs], where
+    they leave their sums. ends[s]: of the first s segments.
     """
 
     kind: Kind

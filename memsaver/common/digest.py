@@ -10,8 +10,7 @@ digest = sum mod 2^64 over elements of hash(global element index i, stored bits 
 A sum does not care about order, so slices, ranks and chunks can be digested apart and added; the
 index inside the hash makes a swap, shift or repetition visible. For a fixed i the hash is injective
 in b (every step is a bijection, the last factor is odd), so one changed element is always noticed;
-it takes about ten integer instructions, so a GPU can digest what it copies. It finds errors, not
-forgeries.
+about ten integer instructions let a GPU digest what it copies. It finds errors, not forgeries.
 """
 
 from collections.abc import Sequence
@@ -52,11 +51,9 @@ and index_pitch.
 
 
 class Digest:
-    """Digest of many tensors, to be taken again and again: on a GPU in one launch a kind, with one
-    wait.
+    """Digest of many tensors, to be taken often: on a GPU in one launch a kind, with one wait.
 
-    The tensors must keep their addresses; they are only read by `run`, so their memory may be
-    paused between runs.
+    The tensors keep their addresses; their memory may be paused between runs.
     """
 
     def __init__(self, parts: Sequence[Part], impl: Impl = "auto") -> None:

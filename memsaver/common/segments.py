@@ -1,8 +1,6 @@
-"""Many runs and grids of elements, one launch a kind: cut into chunks, one a program, listed in a
-table on the device.
+"""Many runs and grids of elements, one launch a kind, in chunks that a table on the device lists.
 
-The table is made once; a run copies, casts and digests (or only digests) what it lists, and the
-host waits once.
+The table is made once; a run copies, casts and digests what it lists, and the host waits once.
 """
 
 from __future__ import annotations
@@ -88,8 +86,7 @@ class SegmentTable:
     def launch(
         self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None
     ) -> None:
-        """Start work on segments `first` to `last` (excluded; None: all) on the current stream.
-        base: address.
+        """Start work on segments `first` to `last` (excluded; None: all). base: address.
 
         programs: None: one for each row of the table. A number: so many go through the rows, which
         leaves the rest of the device to other kernels. A ValueError for less than one.

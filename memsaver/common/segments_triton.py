@@ -1,8 +1,6 @@
-"""The kernels behind `SegmentTable`: copy with a cast, and the digest of the bits stored, in one
-pass over memory.
+"""The kernels behind `SegmentTable`: copy, cast and digest in one pass over memory.
 
-`run_segments` is for plain rows of the table, `run_grids` for rows with pitches: a division for
-every vector.
+`run_segments` is for plain rows of the table, `run_grids` for rows with pitches.
 """
 
 import torch

@@ -45,11 +45,9 @@ _calls: dict[int, Finalizer] = {}  # by id of the reference that is noted
 
 
 class held(contextlib.ContextDecorator):
-    """Context manager or decorator: inside, no handler runs; then those that were to run do, and
-    may raise.
+    """Context manager or decorator: inside, no handler runs; then those due do, and may raise.
 
-    Nested uses end with the outermost. Takes some 20 us, and nothing outside of the main thread,
-    where no handler runs.
+    Nested uses end with the outermost. Takes some 20 us, in the main thread alone.
     """
 
     def __enter__(self) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 class Grid:
     """`rows` runs of `width` adjacent elements, in each of several spaces.
 
-    starts, pitches: one entry a space, in elements; pitches: from one row to the next, 0 for a
-    single row.
+    starts, pitches: one entry a space, in elements; pitches: 0 for a single row.
     """
 
     rows: int

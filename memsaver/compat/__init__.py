@@ -43,8 +43,7 @@ def require(package: str) -> str:
 
 
 def install(*names: str) -> None:
-    """Put our modules under these import names, for this process: all of them or none. Doing it
-    twice is no error.
+    """Put our modules under these import names, for this process: all or none; twice is no error.
 
     Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real
     module is imported

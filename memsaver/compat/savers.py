@@ -96,8 +96,7 @@ class Region:
 def outside() -> Iterator[None]:
     """Lets what this thread allocates inside be torch's own; its regions go on afterwards.
 
-    Raises ``StateError`` at the end if a tag that a region is of was paused meanwhile, and is not
-    resumed.
+    Raises ``StateError`` at the end if a region's tag was paused meanwhile, and is not resumed.
     """
     left = _regions()
     with contextlib.ExitStack() as back:
@@ -126,8 +125,7 @@ _limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictio
 
 
 def headroom(saver: MemorySaver, nbytes: int) -> AbstractContextManager[None]:
-    """Inside, the saver's tags cannot grow so far that less than ``nbytes`` stays free:
-    ``OutOfMemory``.
+    """Inside, ``OutOfMemory`` where a saver's tag would leave less than ``nbytes`` free.
 
     What is free is looked up on entry. A resume inside is held to it, too; one outside is not.
     """

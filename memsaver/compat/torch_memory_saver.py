@@ -146,8 +146,7 @@ class TorchMemorySaver:
             saver.pause(*parts)
 
     def resume(self, tag: str | None = None) -> None:
-        """Put memory behind the same addresses again, on every device or on none (no tag: all
-        memory).
+        """Put memory behind the same addresses again, on every device or none (no tag: all).
 
         ``StateError`` (not paused) and ``OutOfMemory`` have changed nothing.
         """

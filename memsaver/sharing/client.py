@@ -28,8 +28,7 @@ _CONNECT_SECONDS = 5.0
 
 
 class Owner:
-    """The connection of this process to one saver, here or in another process; one for all leases
-    of it.
+    """The one connection of this process to a saver, here or in another process.
 
     ``granting``: held from asking for a lease until what came with it is imported, for the next
     answer builds on that.

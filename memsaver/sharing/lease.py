@@ -248,8 +248,7 @@ def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
 def hand_over(
     extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend
 ) -> LeaseError | None:
-    """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become
-    imports.
+    """Make the saver of ``to`` the owner of unmapped extents; their handles become imports.
 
     Raises ``LeaseError`` when it refuses (nothing was changed). Returns the one to raise when all
     is done: the peer fell silent while they changed hands. It may own them, so we must not.

@@ -77,8 +77,7 @@ class Kept:
 
 
 class LeaseCache:
-    """Leases by ticket, and on GPUs by the device that is current. Thread-safe; inert in a forked
-    child.
+    """Leases by ticket and, on GPUs, current device. Thread-safe; inert in a forked child.
 
     Where it is dropped without ``close``, its leases end all the same.
     """

@@ -136,8 +136,7 @@ class ShareServer:
     def recall(self, tags: Sequence[str]) -> None:
         """Peers end leases of the tags that they keep: at once, or with the use that is under way.
 
-        The caller may hold the saver's lock, but not the device's: peers, and this process as one,
-        unmap meanwhile.
+        The caller may hold the saver's lock, but not the device's: peers unmap meanwhile.
         """
         for link in list(self._links):
             with self._changed:
@@ -150,8 +149,7 @@ class ShareServer:
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
         """Have every peer release what it imported of these extents, which no lease maps.
 
-        ``LeaseError`` names a peer that stays silent, or does not let go; the others have let go
-        then.
+        ``LeaseError`` names a peer that does not let go; the others have.
         """
         for link in list(self._links):
             wanted = sorted(link.imported.intersection(ids))
@@ -307,12 +305,10 @@ class ShareServer:
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:
-        """The saver's lock. What cannot have it in time is refused: its caller is not to give up
-        and then be served.
+        """The saver's lock. What cannot have it in time is refused, before its caller gives up.
 
         Savers that hand over to each other, or in a ring, would wait for each other, for each holds
-        its lock. So a process that waits as a giver lets only those with a smaller number wait for
-        itself.
+        its lock. So a process that waits as a giver lets only those of smaller numbers wait.
         """
         deadline = time.monotonic() + BUSY_SECONDS
         while not self._lock.acquire(timeout=0.05):

@@ -89,8 +89,7 @@ def toy_tokenizer(words: list[str]) -> Any:
 
 def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
     """The texts of token ids. What the tokenizer has no word for, as a random model's larger
-    vocabulary has, reads `<unk>`, if it knows that: left out, it could turn a wrong answer into a
-    right one.
+    vocabulary has, reads `<unk>`: left out, it could make a wrong answer right.
     """
     known, unknown = len(tokenizer), tokenizer.unk_token_id
 

@@ -100,8 +100,7 @@ def tokens_in_share(
     recipe: Recipe, kept: KVLayout, weights: int, total: int, longest_prompt: int
 ) -> int:
     """Tokens of a pool that fills its share of `total` bytes up, beside weights and states: all of
-    `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page where it does not
-    fit.
+    `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page: it does not fit.
     """
     fraction = recipe.engine.mem_fraction_static
     left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kept)

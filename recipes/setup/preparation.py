@@ -44,8 +44,7 @@ class Setup:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
-    """Checks the recipe against this machine, then describes its random model, if it has one, in
-    `run_dir`/model.
+    """Checks the recipe against this machine, then describes a random model in `run_dir`/model.
 
     Raises RecipeError before anything is written.
     """

@@ -1,6 +1,5 @@
 """The report's figures over steps, and what turns a matplotlib figure into SVG for its page:
-colours that follow the theme, and exact values under the pointer. Figures over seconds:
-time_charts.py.
+colours that follow the theme, exact values under the pointer. See also time_charts.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""One reading of a run, for the live view, the pictures and the report: rows, stages, and memory
-over time.
+"""One reading of a run, for live view, pictures and report: rows, stages, and memory over time.
 
-A running `RunFolder` fills a `Run` as it goes; `reading.read_run` makes one from the files of a
-folder.
+A running `RunFolder` fills a `Run` as it goes; `report.read_run` makes one from a folder.
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ class Levels:
 
     def thinned(self, columns: int) -> Levels:
         """At most two moments for each of `columns` columns: the one that holds most, from when the
-        column's first change came, and the last. So what holds beyond a column always held in
-        truth.
+        column's first change came, and the last. So each was true.
         """
         if len(self.moments) <= 2 * columns + 1:
             return self

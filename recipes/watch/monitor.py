@@ -29,8 +29,7 @@ TakeUsage = Callable[[], "Usage | None"]
 
 
 class Peaks:
-    """Collects, by stage: bytes of each process and of torch in it, by owner; of the fullest
-    device; of the tags.
+    """Collects bytes by stage: of each process, and of torch in it; of the fullest device; of tags.
 
     Processes are counted without contexts and libraries; "device_bytes" is None on the CPU.
     """

@@ -113,8 +113,7 @@ def legend_above(axes: Axes, columns: int = 3, side: str = "left", **style: Any)
 
 
 def draw_memory(run: Run, file: Path) -> None:
-    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up
-    inside it.
+    """Bytes per tag over real seconds: the whole session, one step, and its wake-up.
 
     Of several devices the first one's bytes are drawn.
     """

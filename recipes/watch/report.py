@@ -182,12 +182,10 @@ class Section(NamedTuple):
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Writes one HTML page about the run in `run_dir` and returns its path: `out`, or report.html
-    in the folder.
+    """Writes one HTML page about the run in `run_dir` and returns its path (report.html there).
 
     The page needs no other file and no network. Of a run that was killed it shows what there is and
-    says what is missing. RecipeError: no run there, nowhere to write, or matplotlib is not
-    installed.
+    says what is missing. RecipeError: no run there, nowhere to write, or no matplotlib.
     """
     run = read_run(run_dir)
     try:

@@ -192,8 +192,7 @@ class Inbox:
 @dataclass(kw_only=True)
 class SplitStats:
     """Counts since `connect`. arrived: prompts that came. recomputed: prompts that were refused or
-    lost, and computed here. reason: why the last of them was. rounds: times that the ring began
-    anew.
+    lost, and computed here. reason: of the last. rounds: times that the ring began anew.
     """
 
     arrived: int = 0

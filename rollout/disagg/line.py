@@ -1,5 +1,4 @@
-"""One connection of two ranks: both prove that they know the key, then every message carries its
-seal and its number.
+"""One connection of two ranks: both prove that they know the key, then every message is sealed.
 
 Nobody waits without a limit, for a stranger least of all. Two engines have one such line for each
 pair of ranks; bulk bytes go by `transport`.

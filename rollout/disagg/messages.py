@@ -50,11 +50,9 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """decode -> prefill: compute this prompt and its samples' first tokens; keys and values go into
-    the ranges.
+    """decode -> prefill: compute this prompt, into the ranges, and its samples' first tokens.
 
-    Numbers rise by one. indices: of the samples that share the prompt, which decide with the seed
-    what is drawn.
+    Numbers rise by one. indices: of the samples that share the prompt; they and the seed decide.
     """
 
     number: int

@@ -1,8 +1,6 @@
-"""Beam search: which branches of an answer go on, which end, and when it is over. Policy only, no
-tensors.
+"""Beam search: which branches of an answer go on, which end, and when it is over. No tensors.
 
-The rules are those of `transformers.generate(num_beams=width, do_sample=False)`, so that the
-answers are the same.
+The rules and answers are those of `transformers.generate(num_beams=width, do_sample=False)`.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ class BeamSearch:
         self.done = False
 
     def advance(self, candidates: Candidates, version: int) -> list[tuple[int, int]]:
-        """Takes the next token, made by weights `version`. candidates: `num_candidates` or more of
-        each branch.
+        """Takes the next token, made by weights `version`. candidates: of each branch.
 
         Returns (slot, parent): the branch in `slot` is dead, and one more from `parent` goes on
         there. A branch without such an entry goes on in its slot. Nothing goes on once `done`.

@@ -1,5 +1,4 @@
-"""Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed as long as the
-engine lives.
+"""Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed ever after.
 
 Everything a graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV
 cache, buffers that live outside every tag (inputs, rotary tables, the request table, what ranks
@@ -50,8 +49,7 @@ class DecodeGraphs:
         dtype: torch.dtype,
         saver: MemorySaver,
     ) -> None:
-        """Captures all graphs. The memory that `decode` reads must be mapped; its content does not
-        matter.
+        """Captures all graphs. The memory that `decode` reads must be mapped, whatever it holds.
 
         torch.OutOfMemoryError carries a note on what to lower.
         """

@@ -123,8 +123,7 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are
-    outside of every tag.
+    """`pool` and `states` are on tag `kv_cache`, `table` and `blocks` outside of every tag.
 
     states: of the linear layers, a slot a request and `EngineConfig.prefix_states` for prefixes;
     None for a model without such layers. elastic: None where the pool has one size.

@@ -29,8 +29,7 @@ class _Held:
 
 
 class PrefixBlocks:
-    """Does what the scheduler asks of a BlockManager, with beginnings kept in `cache` and found
-    again; None keeps nothing.
+    """A BlockManager for the scheduler, with beginnings kept in `cache`; None keeps nothing.
 
     A page of the cache that a running sequence shares is locked by that sequence, so that what the
     cache can evict is exactly what eviction makes free. Versions of the cache are numbers of its
@@ -67,11 +66,9 @@ class PrefixBlocks:
     def admit(
         self, tokens: Sequence[int], swapped: Swapped | None = None
     ) -> tuple[ReqHandle, int] | None:
-        """A sequence for `tokens`, and how many of them are computed, all but the last at most;
-        None without a row.
+        """A sequence for `tokens`, and how many are computed, not the last; None without a row.
 
-        The pages that it found are locked from here on. swapped: what `swap_out` gave for this
-        sample, used up.
+        The pages that it found are locked from here on. swapped: of `swap_out`, used up.
         """
         if self.cache is None:
             empty = self.blocks.admit()

@@ -69,8 +69,7 @@ class StepRouting:
 @dataclass(eq=False)
 class SampleRouting:
     """The experts of a sample's tokens [start, end): those by which a token was computed first, for
-    these made the log-probability of the next one. What came from a cache is not known, nor what
-    lies before it.
+    these made the log-probability of the next one. Not known: what a cache had, and before.
     """
 
     start: int = 0

@@ -15,8 +15,7 @@ from rollout.types import FinishReason, SamplingParams
 
 
 class Scheduler:
-    """First come, first served. `running` is in order of admission; the youngest is preempted when
-    pages run out.
+    """First come, first served. When pages run out the youngest of `running` is preempted.
 
     A prompt is admitted when all pages that it holds at a time are free, one page for each of its
     samples being kept free besides, and one for each sample already running, so that preemption is
@@ -145,8 +144,7 @@ class Scheduler:
         return lengths
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Let waiting samples in, first come, first served; the pages of their first chunks are
-        taken in one call.
+        """Let waiting samples in, in order; their first chunks' pages are taken in one call.
 
         Pages that it shares with running samples count as theirs; other cached ones that it begins
         with count as taken, since they are available until it locks them. With budget left over no
