@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from kvcache.allocators.base import Int64Array, KVAllocator
-from kvcache.allocators.swa import SWATokenToKVPoolAllocator
+from kvcache.allocators.paged import SWATokenToKVPoolAllocator
 
 _Length = TypeVar("_Length", int, Int64Array)
 

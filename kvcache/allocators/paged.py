@@ -1,11 +1,11 @@
-"""One pool's page ledger: a stack of free pages and a count of owners for each page; for single
-tokens, with pages of one token.
+"""A pool's page ledger: a stack of free pages and a count of owners for each page (for single
+tokens, pages of one token); and two of them for models that mix full and sliding-window attention.
 """
 
 import numpy as np
 import torch
 
-from kvcache.allocators.base import Indices, Int64Array, KVAllocator, as_int64
+from kvcache.allocators.base import Indices, Int64Array, KVAllocator, as_int64, to_device
 
 
 class PagedTokenToKVPoolAllocator(KVAllocator):
@@ -139,3 +139,170 @@ class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         super().__init__(size, 1, device)
+
+
+class SWATokenToKVPoolAllocator(KVAllocator):
+    """Pages of the full pool, each with a page of the smaller window pool until its tokens have
+    left the window.
+
+    All page and token ids that go in and come out are the full pool's.
+    `full_to_swa_index_mapping[id]` (int64 `[size + page_size]` on the device, 0 = unmapped) is the
+    token's slot in the window pool; the ledger behind it is on the CPU. Every operation is atomic
+    over both pools: what one of them can't do leaves the other untouched.
+
+    Window owners never exceed full owners. `free` drops a share that has left the window, where
+    there is one, before one that has not: without knowing which sequence asks, a window slot may so
+    be kept too long, never too short. Who knows calls `free_swa` first, for what its window holds.
+    """
+
+    def __init__(
+        self, size: int, size_swa: int, page_size: int, device: torch.device | str
+    ) -> None:
+        super().__init__(size, page_size, device)
+        self.size_swa = size_swa
+        self.full = PagedTokenToKVPoolAllocator(size, page_size, device)
+        self.swa = PagedTokenToKVPoolAllocator(size_swa, page_size, device)
+        self.full_to_swa_index_mapping = torch.zeros(
+            size + page_size, dtype=torch.int64, device=self.device
+        )
+        self._offsets = torch.arange(page_size, device=self.device)
+        # window page of each full page, 0 without
+        self._swa_page = np.zeros(self.total_pages + 1, dtype=np.int64)
+
+    @property
+    def available_pages(self) -> int:
+        return min(self.full.available_pages, self.swa.available_pages)
+
+    def ref_counts(self, pages: Indices) -> Int64Array:
+        return self.full.ref_counts(pages)
+
+    def swa_ref_counts(self, pages: Indices) -> Int64Array:
+        """Owners of pages that have them in their window, int64 `[n]`; 0: no window half."""
+        return self._window_owners(self._valid_pages(as_int64(pages, "pages")))
+
+    def next_pages(self, count: int) -> Int64Array | None:
+        return None if self.swa.next_pages(count) is None else self.full.next_pages(count)
+
+    def alloc_pages(self, count: int) -> Int64Array | None:
+        full, swa = self.full.next_pages(count), self.swa.next_pages(count)
+        if full is None or swa is None:
+            return None
+        self._map(full, swa)  # first, because the device alone can fail
+        self.full.alloc_pages(count)
+        self.swa.alloc_pages(count)
+        self._swa_page[full] = swa
+        return full
+
+    def share(self, pages: Indices) -> None:
+        ids = as_int64(pages, "pages")
+        self.full.share(ids)
+        halves = self._swa_page[ids]
+        self.swa.share(halves[halves > 0])
+
+    def free_pages(self, pages: Indices) -> None:
+        distinct, times = self.full.checked_drops(pages)
+        surplus = self._window_owners(distinct) - (self.full.ref_counts(distinct) - times)
+        self._drop_window(distinct, np.maximum(surplus, 0))
+        self.full.drop(distinct, times)
+
+    def free_swa(self, loc: Indices) -> None:
+        """Drops one owner's share of the window slots of tokens `loc`; the full slots stay.
+
+        A page of the window pool is one unit, so `loc` names all tokens of each page it touches:
+        round the range that has left down to whole pages. Token ids on a GPU tensor synchronise,
+        CPU ids don't. ValueError, with nothing dropped, for a page named in part, a token named
+        twice or without a window slot (double free).
+        """
+        pages, counts = self._named_pages(loc)
+        if (counts < self.page_size).any():
+            i = int((counts < self.page_size).argmax())
+            raise ValueError(
+                f"free_swa names {counts[i]} of the {self.page_size} tokens of page {pages[i]}, "
+                "the others would lose their window slots too; "
+                "free whole pages once all their tokens have left the window"
+            )
+        self.free_swa_pages(pages)
+
+    def free_swa_pages(self, pages: Indices) -> None:
+        """Does `free_swa` by page: drops one window owner of each, two of a page named twice."""
+        distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
+        owners = self._window_owners(distinct)
+        if (owners < times).any():
+            i = int((owners < times).argmax())
+            raise ValueError(
+                f"double free of the window slots of page {distinct[i]}: "
+                f"{owners[i]} owner(s) have it in their window, fewer than are dropped; "
+                "free each page once after it left the window"
+            )
+        self._drop_window(distinct, times.astype(np.int64, copy=False))
+
+    def free_group_begin(self) -> None:
+        super().free_group_begin()
+        self.full.free_group_begin()
+        self.swa.free_group_begin()
+
+    def free_group_end(self) -> None:
+        super().free_group_end()
+        self.swa.free_group_end()
+        self.full.free_group_end()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a ledger contradicts itself, the halves of the pages don't
+        pair up one to one, or the mapping on the device tells another story (it waits).
+        """
+        self.full.check_integrity()
+        self.swa.check_integrity()
+        mapped = np.flatnonzero(self._swa_page)
+        halves = self._swa_page[mapped]
+        assert len(np.unique(halves)) == len(halves), "two full pages share a window page"
+        every = np.arange(1, self.swa.total_pages + 1)
+        owned = every[self.swa.ref_counts(every) > 0]
+        assert np.array_equal(np.sort(halves), owned), (
+            "a window page is owned without a full page, or the reverse"
+        )
+        assert (self.swa.ref_counts(halves) <= self.full.ref_counts(mapped)).all(), (
+            "more window owners than owners"
+        )
+        expected = np.zeros((self.total_pages + 1, self.page_size), dtype=np.int64)
+        expected[mapped] = halves[:, None] * self.page_size + np.arange(self.page_size)
+        actual = self.full_to_swa_index_mapping.cpu().numpy().reshape(expected.shape)
+        settled = np.ones(len(expected), dtype=np.bool_)
+        settled[self._deferred_pages()] = False  # unmapped when the group ends
+        assert np.array_equal(actual[settled], expected[settled]), (
+            "full_to_swa_index_mapping differs from the ledger"
+        )
+
+    def _window_owners(self, pages: Int64Array) -> Int64Array:
+        halves = self._swa_page[pages]
+        owners = np.zeros(len(pages), dtype=np.int64)
+        owners[halves > 0] = self.swa.ref_counts(halves[halves > 0])
+        return owners
+
+    def _drop_window(self, pages: Int64Array, times: Int64Array) -> None:
+        """Takes `times` window owners from each page; the device write, which may fail, first."""
+        pages, times = pages[times > 0], times[times > 0]
+        unmapped = pages[self._window_owners(pages) == times]
+        self._retire(unmapped)
+        self.swa.drop(self._swa_page[pages], times)
+        self._swa_page[unmapped] = 0
+
+    def _map(self, full: Int64Array, swa: Int64Array) -> None:
+        if len(full):
+            rows, halves = to_device(np.stack([full, swa]), self.device)
+            slots = halves[:, None] * self.page_size + self._offsets
+            self.full_to_swa_index_mapping.view(-1, self.page_size).index_copy_(0, rows, slots)
+
+    def _give_back(self, pages: Int64Array) -> None:
+        """Clears the mapping of pages without a window half; their ledgers give them back."""
+        if len(pages):
+            rows = to_device(pages, self.device)
+            self.full_to_swa_index_mapping.view(-1, self.page_size).index_fill_(0, rows, 0)
+
+    def _check_open(self, pages: Int64Array) -> None:
+        self.full._check_open(pages)
+        gone = self._swa_page[pages] == 0
+        if gone.any():
+            raise ValueError(
+                f"last_loc is in page {int(pages[gone][0])}, whose window slots were freed; "
+                "the newest token of a sequence never leaves the window, keep its page"
+            )

@@ -10,8 +10,7 @@ from kvcache.config import FP4_BLOCK, KVCacheConfig, MLACacheConfig, check_posit
 from kvcache.ops.kv_write import set_rows
 from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
 from kvcache.pools.base import check_loc
-from kvcache.pools.codec import PlainCodec
-from kvcache.pools.storage import Part
+from kvcache.pools.storage import Part, PlainCodec
 from kvcache.pools.token import TokenPool
 from memsaver import MemorySaver
 

@@ -7,8 +7,7 @@ import torch
 
 from kvcache.config import FP4_DTYPE, TokenConfig, store_dtype
 from kvcache.pools.base import HostCopy, KVPool, check_copy, check_loc, check_pairs
-from kvcache.pools.codec import make_codec
-from kvcache.pools.storage import Part, SlotStorage
+from kvcache.pools.storage import Part, SlotStorage, make_codec
 from memsaver import MemorySaver
 
 

@@ -436,8 +436,8 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     calls: list[tuple[str, Callable[[Any], object], Any]] = [
         ("base.expand_pages", single.alloc, 8),
         ("base.expand_pages", allocator.alloc, 2),
-        *(("swa.to_device", call, [2, 3, 4, 5]) for call in (allocator.free, allocator.free_swa)),
-        ("swa.to_device", allocator.alloc, 2),
+        *(("paged.to_device", call, [2, 3, 4, 5]) for call in (allocator.free, allocator.free_swa)),
+        ("paged.to_device", allocator.alloc, 2),
     ]
     for where, call, argument in calls:
         with monkeypatch.context() as patch:
@@ -450,7 +450,7 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     allocator.free_group_begin()
     allocator.free([2])
     with monkeypatch.context() as patch:
-        patch.setattr("kvcache.allocators.swa.to_device", fail)
+        patch.setattr("kvcache.allocators.paged.to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             allocator.free_group_end()
     allocator.check_integrity()
