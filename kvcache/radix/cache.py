@@ -2,8 +2,6 @@
 pages for every token and states at some nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property

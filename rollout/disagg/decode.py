@@ -2,8 +2,6 @@
 each rank's ring: who was promised which bytes, what has come, and for which slots.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

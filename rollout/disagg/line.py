@@ -4,8 +4,6 @@ Nobody waits without a limit, for a stranger least of all. Two engines have one 
 pair of ranks; bulk bytes go by `transport`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import os

@@ -2,8 +2,6 @@
 in what words they compare their caches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

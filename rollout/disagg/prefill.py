@@ -2,8 +2,6 @@
 tokens, gathered and put into the decode ranks' rings.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Brings a prefill rank's bulk bytes into a decode rank's ring: one call, one copy or message."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The rules and answers are those of `transformers.generate(num_beams=width, do_sample=False)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 

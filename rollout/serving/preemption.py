@@ -1,7 +1,5 @@
 """Measures what bringing a preempted sample back costs: computing it again, or copying pages."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from statistics import median

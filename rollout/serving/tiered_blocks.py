@@ -2,8 +2,6 @@
 wait on the host; and the configuration of the tiers.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Sequence
