@@ -1,6 +1,4 @@
-"""Defines what a saver tells about itself: plain data, picklable, in bytes and seconds; and a
-timeline, written as a Chrome trace (chrome://tracing, Perfetto).
-"""
+"""Defines what a saver tells about itself, in bytes and seconds; and a timeline, a Chrome trace."""
 
 from __future__ import annotations
 

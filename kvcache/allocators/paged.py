@@ -1,6 +1,4 @@
-"""A pool's page ledger: a stack of free pages and a count of owners for each page (for single
-tokens, pages of one token); and two of them for models that mix full and sliding-window attention.
-"""
+"""Page ledgers: of one pool, for pages or single tokens, and of a full and a window pool."""
 
 import numpy as np
 import torch
@@ -51,9 +49,7 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         return np.sort(self._free[: self._num_free])[:count]
 
     def trade(self, owned: Int64Array, free: Int64Array) -> None:
-        """Gives the owners of some pages as many free ones in their place, one for each; what they
-        owned is free then, and handed out last.
-        """
+        """Gives the owners of some pages as many free ones; the pages left go out last."""
         self._refs[free], self._refs[owned] = self._refs[owned], 0
         kept = self._free[: self._num_free]
         left = kept[~np.isin(kept, free)]
@@ -89,9 +85,7 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         self.drop(*self.checked_drops(pages))
 
     def checked_drops(self, pages: Indices) -> tuple[Int64Array, Int64Array]:
-        """The distinct pages, ascending, and how often each is named. Changes nothing; ValueError
-        (double free) where a page has fewer owners than that.
-        """
+        """The distinct pages, ascending, and how often each is named; ValueError: double free."""
         distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
         short = self._refs[distinct] < times
         if short.any():
@@ -247,9 +241,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         self.full.free_group_end()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a ledger contradicts itself, the halves of the pages don't
-        pair up one to one, or the mapping on the device tells another story (it waits).
-        """
+        """Raises AssertionError unless ledgers, halves of pages and mapping agree; waits."""
         self.full.check_integrity()
         self.swa.check_integrity()
         mapped = np.flatnonzero(self._swa_page)

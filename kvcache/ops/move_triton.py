@@ -118,9 +118,7 @@ def copy_rows_triton(
     unit: int,
     to_host: bool,
 ) -> None:
-    """Copies rows as `copy_rows` does, those of `entries` of the plan's table. widest: bytes of the
-    longest row; unit: bytes that are moved at once.
-    """
+    """Copies rows of `entries` of the plan's table. widest: bytes of a row; unit: bytes at once."""
     n = len(host_rows)
     blocks = triton.cdiv(n * widest // unit, BLOCK)
     with torch.cuda.device_of(table):

@@ -1,6 +1,4 @@
-"""Pools of attention layers: keys and values of heads (multi-head, grouped-query), the same with
-labels for double sparsity, and latent rows (DeepSeek-V2, V3).
-"""
+"""Pools of attention layers: of keys and values, the same with labels (double sparsity), latent."""
 
 from collections.abc import Sequence
 

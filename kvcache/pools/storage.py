@@ -1,6 +1,4 @@
-"""How a pool's bytes lie: one block of memory for the slots, all layers and parts of it, and how
-elements of a row are kept (as they are, as scaled fp8, or as FP4 blocks).
-"""
+"""The bytes of a pool: one block for all slots, and rows kept as they are, as fp8, or as FP4."""
 
 import math
 from abc import ABC, abstractmethod
@@ -188,9 +186,7 @@ class Codec(ABC):
         return (1.0,) * len(self.config.rows)
 
     def device_scales(self, layer: int) -> torch.Tensor | None:
-        """Returns the scales as fp32 `[2]` on the device, of keys and of values (one kind of row is
-        both), always at one address; None where they are 1 for good.
-        """
+        """Returns `KVPool.device_scales` of the layer."""
         return None
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:

@@ -1,6 +1,4 @@
-"""Prefix caches: of attention K/V, and of models that mix attention and Mamba layers, with K/V
-pages for every token and states at some nodes.
-"""
+"""Prefix caches: of attention K/V, and of models with Mamba layers, with states at some nodes."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -101,9 +99,7 @@ class MambaMatch(PrefixMatch):
 
 @dataclass(frozen=True)
 class MambaInsert:
-    """`length`: tokens that the cache took no pages for, as of RadixCache.insert. The slot is the
-    cache's only where `state_taken`.
-    """
+    """`length` as of RadixCache.insert. The slot is the cache's only where `state_taken`."""
 
     length: int
     state_taken: bool

@@ -1,6 +1,4 @@
-"""Defines the parts of a prefix tree: nodes, their use so far, the queue of leaves to evict, the
-tree of one weight version, and the checks of what has to hold for it.
-"""
+"""Defines the parts of a prefix tree: nodes, their use, the eviction queue, a version's tree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Defines what both prefix caches are built on: namespaces, versions, walking, splitting, path
-locks, counters, eviction and its policies.
-"""
+"""Defines what both prefix caches are built on: walking, splitting, path locks, eviction."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -260,9 +258,7 @@ class PrefixTree:
         return Walk(walk.root, [*walk.path, upper], walk.length + walk.inside, None, 0)
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
-        """Puts the first `at` tokens of a node into a new one above it. The node itself stays the
-        deeper part, so that handles and locks go on meaning the same prefix.
-        """
+        """Puts the first `at` tokens of a node into a new one above, so that handles stay good."""
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut, byte = at // self.page_size, at * TOKEN_BYTES

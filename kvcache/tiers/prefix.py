@@ -34,9 +34,7 @@ def check_policy(policy: str) -> None:
 
 @dataclass
 class TieredMatch(PrefixMatch):
-    """A PrefixMatch whose pages may be on their way: call `transfer.wait(layer)` before a layer's
-    rows are read. `loaded` tokens of `length` were not on the device.
-    """
+    """A PrefixMatch with `loaded` tokens on their way: `transfer.wait(layer)` before a layer."""
 
     transfer: Transfer
     loaded: int

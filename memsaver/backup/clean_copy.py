@@ -1,6 +1,4 @@
-"""Is content what it was? Digests of a tag's live ranges, on a GPU at the speed of reading them,
-and a copy that is kept while its tag is active: the next pause need not copy the same content.
-"""
+"""Digests of a tag's live ranges, and copies that a pause need not make again."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ class BytesDigest:
         self._table = SegmentTable(segments, device) if use_triton(impl, device) else None
 
     def run(self, data: Tensor) -> int:
-        """Returns the digest, in [0, 2**64). data: uint8, contiguous, on the device of the tables;
-        segments count from its first byte.
-        """
+        """Returns the digest of `data`: uint8, contiguous, where segments begin to count."""
         if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < self._end:
             raise ValueError(
                 f"the digest reads {self._end} bytes, got {data.dtype} {tuple(data.shape)}"

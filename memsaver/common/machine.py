@@ -86,9 +86,7 @@ def meminfo(key: str) -> int:
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Returns the C library with ``mmap``, ``munmap``, ``madvise`` and ``renameat2``;
-    ``ctypes.get_errno()`` tells why one of them failed.
-    """
+    """Returns the C library; ``ctypes.get_errno()`` tells why one of these calls failed."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -1,6 +1,4 @@
-"""Bytes in whole units (pages, huge pages, blocks of a file), and ranges (offset, nbytes) of a tag,
-packed one after the other into something else.
-"""
+"""Bytes in whole units (pages, blocks of a file), and ranges (offset, nbytes) of a tag, packed."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ _MUL32 = tl.constexpr(MUL32)
 
 
 def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int | None) -> None:
-    """Start rows `first` to `last` (excluded) of a launch, targets counted from address `base`: a
-    program for each, or so many programs for all.
-    """
+    """Start rows `first` to `last` (excluded) of a launch, one or more a program."""
     looping = programs is not None
     size = min(programs, last - first) if programs is not None else last - first
     arguments = (launch.rows, launch.partials, base, first, last)

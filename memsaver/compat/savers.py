@@ -1,6 +1,4 @@
-"""The memory savers behind a drop-in, one for each device of the process; its regions, which a
-thread can leave for a while, and which leave memory free; and CUDA graphs on a tag.
-"""
+"""Parts of the drop-ins: a saver a device, regions that a thread can leave, graphs on a tag."""
 
 from __future__ import annotations
 

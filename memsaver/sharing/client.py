@@ -103,9 +103,7 @@ def owner_of(socket_name: str) -> Owner:
 
 
 def peer_backend(key: str, device: torch.device | None = None) -> Backend:
-    """Returns the backend for memory of device ``key``, which ``device`` (None: the current GPU) is
-    to reach; ``LeaseError`` if it does not, or there is no GPU.
-    """
+    """Returns the backend for memory of ``key``; ``LeaseError`` if ``device`` cannot reach it."""
     if key == "cpu":
         return backend_of(torch.device("cpu"))
     if not torch.cuda.is_available():

@@ -1,6 +1,4 @@
-"""The report's figures over steps, and what turns a matplotlib figure into SVG for its page:
-colours that follow the theme, exact values under the pointer. See also time_charts.py.
-"""
+"""The report's figures over steps, and SVG of them in the page's colours, with exact values."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def draw_chart(
 
 
 def _body(svg: str) -> str:
-    """Returns what is inside the outermost element, in colours of the theme, and without names that
-    nothing refers to: several charts share a page.
-    """
+    """Returns what is inside the outermost element, in the theme's colours, without ids."""
     inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     inside = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", inside, flags=re.DOTALL)
     inside = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", inside).replace("xlink:href", "href")

@@ -1,6 +1,4 @@
-"""The two pictures of a run, and the panels that the report draws too. Imported only where
-something is drawn, because it needs matplotlib.
-"""
+"""The two pictures of a run, and panels that the report draws too; it needs matplotlib."""
 
 from __future__ import annotations
 

@@ -33,9 +33,7 @@ _LARGEST = 1 << 28  # bytes of a message
 
 
 class Line:
-    """`send` and `receive` raise OSError (TimeoutError among them), EOFError, or `Forged` where the
-    other end is no rank; the line is of no more use then.
-    """
+    """`send`, `receive` raise OSError, EOFError or `Forged`; the line is of no more use then."""
 
     def __init__(
         self, connection: socket.socket, key: bytes, role: str, other: str, timeout: float

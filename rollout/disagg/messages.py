@@ -1,6 +1,4 @@
-"""Defines the messages between prefill and decode ranks, plain data (`memsaver.common.plain`), and
-in what words they compare their caches.
-"""
+"""Defines the messages between prefill and decode ranks, plain data, and what they compare."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +105,7 @@ PLAIN = Plain(
 
 
 def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
-    """Keys and values of all layers, as the staging kernels take them; ValueError for a cache that
-    is not of pages of full attention only.
-    """
+    """Keys and values of all layers, to be staged; ValueError for all but full attention."""
     kept = cache.layout
     if (
         not isinstance(cache.pool, MHATokenToKVPool)

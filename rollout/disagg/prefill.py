@@ -1,6 +1,4 @@
-"""The prefill side: computes prompts for a decode engine and sends it their keys, values and first
-tokens, gathered and put into the decode ranks' rings.
-"""
+"""The prefill side: computes prompts for a decode engine, and puts them into its ranks' rings."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -55,9 +53,7 @@ class Slice:
 
 @dataclass(kw_only=True)
 class Parcel:
-    """One prompt. asks: of every decode rank. handle: holds its pages until all is sent. first:
-    None until it is computed. nth: next range, by rank.
-    """
+    """One prompt. asks: of all decode ranks. handle: of its pages, till sent. nth: by rank."""
 
     asks: Sequence[Ask]
     handle: ReqHandle | None = None

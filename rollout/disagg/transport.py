@@ -104,9 +104,7 @@ class MappedWriter(Writer):
 
 
 class GroupReader(Reader):
-    """Receives over torch.distributed: gloo on the CPU, NCCL on GPUs. ranks: of the peers, in the
-    default group's numbers; the same group on both sides.
-    """
+    """Receives over torch.distributed. ranks: the peers', in the default group's numbers."""
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._group = list(ranks), group

@@ -241,9 +241,7 @@ class Cache:
 
     @property
     def sliding(self) -> tuple[int, Tensor] | None:
-        """The window of sliding layers with a pool of their own, and slot -> slot of that pool,
-        int64; None without such layers.
-        """
+        """The window of sliding layers, and slot -> slot of their pool, int64; None without."""
         allocator = self.blocks.allocator
         if self.layout.sliding_window is None or not isinstance(
             allocator, SWATokenToKVPoolAllocator

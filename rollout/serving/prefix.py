@@ -143,9 +143,7 @@ class PrefixBlocks:
         """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
 
     def gather(self, pages: int) -> bool:
-        """Moves what running sequences hold to the first `pages` pages, and forgets the rest of the
-        cache; False, with no page moved, where there is no room.
-        """
+        """Moves what sequences hold to the first `pages` pages, evicts the rest; False: no room."""
         if self.cache is None:
             return self.blocks.gather(pages) is not None
         self.cache.evict(self.cache.evictable_size)

@@ -49,9 +49,7 @@ class RoutingRecorder:
 
 @dataclass(eq=False)
 class StepRouting:
-    """experts: of one step's tokens, as they are packed; without content until `arrive`. sent: what
-    the device writes, pinned, on this stream.
-    """
+    """experts: of a step's packed tokens, once they `arrive`. sent: pinned, on this stream."""
 
     experts: RoutedExperts
     sent: Tensor | None = None

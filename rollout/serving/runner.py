@@ -80,9 +80,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """Logits [R, vocab] in the model's dtype, valid until the next call: a row for every decode
-        sample, then one for every chunk that ends a prefill.
-        """
+        """Logits [R, vocab] until the next call: of decode samples, then of prefills that end."""
         ids, positions, ends = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             for load in step.loads:

@@ -143,9 +143,7 @@ def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens of each row, int64 [R, count], likeliest first, and their
-    log-probabilities fp32. logits [R, vocab] in fp32, bf16 or fp16.
-    """
+    """The `count` likeliest tokens, int64 [R, count], in order, and log-probabilities fp32."""
     logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
     return tokens, logprobs
 

@@ -156,9 +156,7 @@ class Step:
         return len(self.decode) + self.prefilled
 
     def record(self, experts: RoutedExperts) -> None:
-        """Gives each sample the experts of its tokens, which are packed as the forward has them.
-        Branches of a beam search change places, and get none.
-        """
+        """Gives each sample its packed tokens' experts; branches of a beam search get none."""
         at = 0
         for sample in self.decode:
             if sample.beams is None:

@@ -91,9 +91,7 @@ class Scheduler:
             self.waiting.append(leader)
 
     def wanted_tokens(self) -> int:
-        """Tokens that those unfinished samples can hold which may run together, in whole pages; a
-        page more for each is what admission keeps free.
-        """
+        """Tokens that samples which may run together can hold, and a page more for each."""
         pages = (1 + self._pages(len(s.prompt) + s.params.max_tokens) for s in self.unfinished)
         return sum(nlargest(self.max_running, pages)) * self.page_size
 

@@ -1,6 +1,4 @@
-"""PrefixBlocks over all tiers: beginnings are found on host and disk too, and preempted samples
-wait on the host; and the configuration of the tiers.
-"""
+"""PrefixBlocks over host and disk too, where preempted samples wait; and its configuration."""
 
 import logging
 import uuid
