@@ -137,25 +137,6 @@ class BlockManager:
         self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
-    def truncate(self, handle: ReqHandle, new_len: int) -> None:
-        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether
-        included. ValueError for a length that it does not have, or whose window it has given back.
-        """
-        row = self.req_to_token.row(handle)
-        held = self._row_pages(row)
-        if not 0 <= new_len <= self._lens[row]:
-            raise ValueError(
-                f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; "
-                "extend() grows it"
-            )
-        self._shares.check_cut(row, new_len)
-        kept = -(-new_len // self.page_size)
-        self._shares.free(row, held[kept:], kept)
-        self._lens[row] = new_len
-        self._forked[row] = True  # a page in its middle may be shared
-        if new_len == 0:
-            self._shares.behind[row] = 0
-
     def slide(self, handles: Sequence[ReqHandle]) -> None:
         """All tokens of these are computed: drops their shares of what left the window."""
         window = self._shares.window

@@ -74,9 +74,9 @@ class WindowShares:
             self._two.free_swa_pages(gone[self._two.swa_ref_counts(gone) > 0])
         self.behind[child] = self.behind[parent]
 
-    def free(self, row: int, pages: Int64Array, at: int = 0) -> None:
-        """Drops what a sequence holds of `pages`, its pages from number `at` on."""
-        seen = pages[max(0, int(self.behind[row]) - at) :]
+    def free(self, row: int, pages: Int64Array) -> None:
+        """Drops what a sequence holds of `pages`, all its pages."""
+        seen = pages[self.behind[row] :]
         self.free_seen(seen)
         if self._two:
             self.allocator.free_pages(pages[: len(pages) - len(seen)])
@@ -104,18 +104,6 @@ class WindowShares:
         else:
             self.allocator.free_pages(pages)
         self.behind[rows] = until
-
-    def check_cut(self, row: int, new_len: int) -> None:
-        """ValueError if a sequence cut to `new_len` tokens lacks keys that its next query sees."""
-        if self.window is None or new_len == 0:
-            return
-        if pages_behind(new_len, self.window, self.allocator.page_size) < self.behind[row]:
-            first = int(self.behind[row]) * self.allocator.page_size
-            raise ValueError(
-                f"cut to {new_len} tokens, the next query would see keys before position {first}, "
-                f"which left the window of {self.window} and were freed; "
-                "release the sequence and compute it anew"
-            )
 
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
         """AssertionError unless owners are counted as sequences (row, pages) and a cache hold."""

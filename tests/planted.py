@@ -82,10 +82,10 @@ BUGS = [
         "",
     ),
     Bug(
-        "a sequence cut in the middle of a shared page writes into it (copy on write left out)",
+        "a forked sequence writes into a page that its fork shares (copy on write left out)",
         "kvcache/blocks.py",
-        "        self._forked[row] = True  # a page in its middle may be shared\n",
-        "",
+        "self._forked[[parent, child.row]] = True",
+        "self._forked[child.row] = True",
     ),
     Bug(
         "the upper half of a split node loses its locks",
