@@ -147,9 +147,9 @@ class BlockManager:
             )
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
-        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and
-        `free_swa` of an allocator take without a synchronise. ValueError for positions that it does
-        not have, or has given back.
+        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` of
+        an allocator takes without a synchronise. ValueError for positions that it does not have, or
+        has given back.
         """
         row = self.req_to_token.row(handle)
         if not 0 <= start <= stop <= self._lens[row]:

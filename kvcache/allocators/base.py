@@ -131,7 +131,14 @@ class KVAllocator(ABC):
         BlockManager.token_ids gives those of (request, from, to). Empty is a no-op. A token of a
         page without owners, or one named twice, raises ValueError (double free) first.
         """
-        self.free_pages(self._named_pages(loc)[0])
+        ids = np.sort(as_int64(loc.cpu() if isinstance(loc, torch.Tensor) else loc, "loc"))
+        twice = ids[1:] == ids[:-1]
+        if twice.any():
+            raise ValueError(
+                f"double free of token {int(ids[1:][twice][0])}: it is named twice; "
+                "name each token once"
+            )
+        self.free_pages(np.unique(ids // self.page_size))
 
     def free_group_begin(self) -> None:
         """Opens a group: owners drop at once, so that a double free raises where it happens, but no
@@ -158,18 +165,6 @@ class KVAllocator(ABC):
 
     def _deferred_pages(self) -> Int64Array:
         return np.concatenate([np.empty(0, dtype=np.int64), *(self._deferred or [])])
-
-    def _named_pages(self, loc: Indices) -> tuple[Int64Array, Int64Array]:
-        """The pages that token ids name, ascending, and how many tokens of each."""
-        ids = np.sort(as_int64(loc.cpu() if isinstance(loc, torch.Tensor) else loc, "loc"))
-        twice = ids[1:] == ids[:-1]
-        if twice.any():
-            raise ValueError(
-                f"double free of token {int(ids[1:][twice][0])}: it is named twice; "
-                "name each token once"
-            )
-        pages, counts = np.unique(ids // self.page_size, return_counts=True)
-        return pages, counts.astype(np.int64, copy=False)
 
     def _valid_pages(self, pages: Int64Array) -> Int64Array:
         wrong = (pages < 1) | (pages > self.total_pages)

@@ -146,7 +146,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
     Window owners never exceed full owners. `free` drops a share that has left the window, where
     there is one, before one that has not: without knowing which sequence asks, a window slot may so
-    be kept too long, never too short. Who knows calls `free_swa` first, for what its window holds.
+    be kept too long, never too short. Who knows calls `free_swa_pages` first.
     """
 
     def __init__(
@@ -199,26 +199,10 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         self._drop_window(distinct, np.maximum(surplus, 0))
         self.full.drop(distinct, times)
 
-    def free_swa(self, loc: Indices) -> None:
-        """Drops one owner's share of the window slots of tokens `loc`; the full slots stay.
-
-        A page of the window pool is one unit, so `loc` names all tokens of each page it touches:
-        round the range that has left down to whole pages. Token ids on a GPU tensor synchronise,
-        CPU ids don't. ValueError, with nothing dropped, for a page named in part, a token named
-        twice or without a window slot (double free).
-        """
-        pages, counts = self._named_pages(loc)
-        if (counts < self.page_size).any():
-            i = int((counts < self.page_size).argmax())
-            raise ValueError(
-                f"free_swa names {counts[i]} of the {self.page_size} tokens of page {pages[i]}, "
-                "the others would lose their window slots too; "
-                "free whole pages once all their tokens have left the window"
-            )
-        self.free_swa_pages(pages)
-
     def free_swa_pages(self, pages: Indices) -> None:
-        """Does `free_swa` by page: drops one window owner of each, two of a page named twice."""
+        """Pages have left the window of one owner: drops its share of their window halves, two of a
+        page named twice; the full pages stay. ValueError (double free) leaves all as it was.
+        """
         distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
         owners = self._window_owners(distinct)
         if (owners < times).any():

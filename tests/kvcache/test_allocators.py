@@ -280,23 +280,16 @@ class SWAMachine(LedgerMachine):
         super().forget()
         self.sequences = [s for s in self.sequences if self.window[s[-1] // self.ps]]
 
-    @rule(data=st.data(), whole=st.sampled_from([True, True, True, False]))
-    def leave_window(self, data: st.DataObject, whole: bool) -> None:
+    @rule(data=st.data())
+    def leave_window(self, data: st.DataObject) -> None:
         pages = data.draw(st.lists(st.integers(1, PAGES), max_size=4, unique=True))
-        ids = [page * self.ps + at for page in pages for at in range(self.ps)]
         before = ledger_state(self.real)
-        if not whole and self.ps > 1 and ids:
-            with pytest.raises(
-                ValueError, match=r"names \d of the \d tokens of page .* the others would lose"
-            ):
-                self.real.free_swa(ids[1:])
-        elif all(self.window[page] for page in pages):
-            self.real.free_swa(ids)
+        if all(self.window[page] for page in pages):
+            self.real.free_swa_pages(pages)
             self.drop_window(Counter(pages))
             return
-        else:
-            with pytest.raises(ValueError, match="double free of the window slots"):
-                self.real.free_swa(ids)
+        with pytest.raises(ValueError, match="double free of the window slots"):
+            self.real.free_swa_pages(pages)
         assert ledger_state(self.real) == before
 
     @rule()
@@ -346,7 +339,7 @@ def three_of_four_pages() -> SWATokenToKVPoolAllocator:
     """The first of them has left the window."""
     allocator = two(4, 4, 2)
     allocator.alloc(6)
-    allocator.free_swa([2, 3])
+    allocator.free_swa_pages([1])
     return allocator
 
 
@@ -384,14 +377,14 @@ MISTAKES: list[tuple[Callable[[], Any], Callable[[Any], object], str]] = [
     (three_pages, lambda a: a.free([2]), "page 0 is padding"),
     (three_pages, lambda a: a.free([-1]), "never issued"),
     (three_pages, lambda a: a.free_pages([4]), "page 4 was never issued: pages are 1..3"),
-    (three_of_four_pages, lambda a: a.free_swa([4, 5, 4]), "double free of token 4"),
+    (three_of_four_pages, lambda a: a.free([4, 5, 4]), "double free of token 4"),
     (
         three_of_four_pages,
         lambda a: a.free_swa_pages([2, 3, 2]),
         "double free of the window slots of page 2: 1 owner",
     ),
-    (three_of_four_pages, lambda a: a.free_swa([0, 1]), "page 0 was never issued"),
-    (three_of_four_pages, lambda a: a.free_swa([8, 9]), "window slots of page 4"),
+    (three_of_four_pages, lambda a: a.free_swa_pages([0]), "page 0 was never issued"),
+    (three_of_four_pages, lambda a: a.free_swa_pages([4]), "window slots of page 4"),
     (
         three_of_four_pages,
         lambda a: a.alloc_decode([2], [2]),
@@ -436,7 +429,8 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     calls: list[tuple[str, Callable[[Any], object], Any]] = [
         ("base.expand_pages", single.alloc, 8),
         ("base.expand_pages", allocator.alloc, 2),
-        *(("paged.to_device", call, [2, 3, 4, 5]) for call in (allocator.free, allocator.free_swa)),
+        ("paged.to_device", allocator.free, [2, 3, 4, 5]),
+        ("paged.to_device", allocator.free_swa_pages, [1, 2]),
         ("paged.to_device", allocator.alloc, 2),
     ]
     for where, call, argument in calls:

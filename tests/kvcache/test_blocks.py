@@ -121,7 +121,7 @@ def test_without_a_window_the_caller_frees_window_halves() -> None:
     allocator = blocks.allocator
     assert allocator.swa_ref_counts(blocks.pages(a)).tolist() == [2, 1]  # type: ignore[attr-defined]
     for handle in (a, b):
-        allocator.free_swa(blocks.manager.token_ids(handle, 0, 4))  # type: ignore[attr-defined]
+        allocator.free_swa_pages(blocks.pages(handle)[:1])  # type: ignore[attr-defined]
     assert [ledger.available for ledger in blocks.manager.ledgers] == [3, 2]
     blocks.manager.check_integrity()
     for handle in (a, b):
