@@ -96,12 +96,12 @@ BUGS = [
     Bug(
         "pages computed under older weights are found (stale version)",
         "kvcache/radix/cache.py",
-        "        if version < self.version:\n",
-        "        if version < 0:\n",
+        "if version < self.version:\n            return len(run)",
+        "if version < 0:\n            return len(run)",
     ),
     Bug(
         "fp8 rows are scaled in the wanted dtype instead of fp32 (wrong cast)",
-        "kvcache/ops/kv_write.py",
+        "kvcache/ops/quant.py",
         "(buffer[loc].view(stored).float() * scale).clamp",
         "(buffer[loc].view(stored).to(dtype) * scale.to(dtype)).clamp",
     ),
