@@ -61,7 +61,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """fp8: a number a kind of row (keys, values), as fp32, for rows written from now on."""
+        """fp8: a number a kind of row, as fp32; rows written before are not rescaled."""
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> torch.Tensor | None:

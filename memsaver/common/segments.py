@@ -86,7 +86,7 @@ class SegmentTable:
     def launch(
         self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None
     ) -> None:
-        """Start work on segments `first` to `last` (excluded; None: all). base: address.
+        """Start segments `first` to `last` (excluded; None: all) on this stream. base: address.
 
         programs: None: one for each row of the table. A number: so many go through the rows, which
         leaves the rest of the device to other kernels. A ValueError for less than one.

@@ -67,7 +67,7 @@ class ModelRunner:
         )
 
     def record_routing(self, tokens: int) -> None:
-        """Has steps of at most so many tokens leave their experts with `recorder`."""
+        """Has steps of so many tokens leave experts with `recorder`; before any capture."""
         mlps = (layer.mlp for layer in self._weights.layers)
         self.recorder = RoutingRecorder(mlps, tokens, self.device)
 
