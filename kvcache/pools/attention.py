@@ -1,4 +1,4 @@
-"""Pools of attention layers: keys and values, the same with labels (double sparsity), latent rows."""
+"""Pools of attention layers: keys and values, both with labels (double sparsity), latent rows."""
 
 from collections.abc import Sequence
 

@@ -86,10 +86,10 @@ class SegmentTable:
     def launch(
         self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None
     ) -> None:
-        """Start segments `first` to `last` (excluded; None: all) on this stream. base: address.
+        """Start segments `first` to `last` (excluded; None: all) on the current stream.
 
-        programs: None: one for each row of the table. A number: so many go through the rows, which
-        leaves the rest of the device to other kernels. A ValueError for less than one.
+        base: address. programs: one for each row of the table (None), or so many for all rows,
+        which leaves the rest of the device to other kernels; ValueError for less than one.
         """
         # here: Triton costs a second to import, and a CPU engine needs none
         from memsaver.common.segments_triton import launch_rows
