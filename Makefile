@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-gap bench-score bench-optimizer bench-vllm bench-moe bench-replay
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-gap bench-score bench-optimizer bench-vllm bench-moe bench-moe-train bench-replay
 
 .PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -112,6 +112,9 @@ bench-score:
 
 bench-moe:
 	$(GPU) -m tests.benchmarks.bench_moe --out $(OUT)
+
+bench-moe-train:
+	$(GPU) -m tests.benchmarks.bench_moe_train --out $(OUT)
 
 bench-replay:
 	$(GPU) -m tests.benchmarks.bench_replay --out $(OUT)

@@ -20,9 +20,11 @@ from memsaver.report import CallStats, Event, Report, TagReport, Timeline, Usage
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, attach
 from memsaver.sharing.lease_cache import LeaseCache
+from memsaver.tag.arrival import Arrival
 from memsaver.tag.tickets import PoolTicket, Ticket
 
 __all__ = [
+    "Arrival",
     "BackendError",
     "CallStats",
     "CompilerError",

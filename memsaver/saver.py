@@ -23,6 +23,7 @@ from memsaver.report import CallStats, Event, Report, Usage
 from memsaver.tag import integrity
 from memsaver.tag.accounts import Accounts
 from memsaver.tag.arena import Arena
+from memsaver.tag.arrival import Arrival
 from memsaver.tag.recorder import Recorder
 from memsaver.tag.save import read_saved
 from memsaver.tag.table import Tags, check_content
@@ -149,7 +150,8 @@ class MemorySaver:
         return [arena.tag for arena in self._tags]
 
     def is_paused(self, tag: str) -> bool:
-        return self._arena(tag).paused
+        self._require_open()
+        return self._tags.get(tag).paused
 
     def tag_of(self, tensor: torch.Tensor) -> str:
         """The tag that a tensor is on; ``TagError`` if on none."""
@@ -289,13 +291,36 @@ class MemorySaver:
         and resume bring the rest.
         """
         with self._operation():
-            arenas = [arena for arena in self._select(tags) if arena.paused]
-            names = ", ".join(repr(arena.tag) for arena in arenas)
-            with (
-                self._accounts.explained(f"resume({names})", arenas),
-                self._recorder.timed("resume", arenas),
-            ):
+            with self._resuming(tags) as arenas:
                 self._transactions.resume(arenas, at_least)
+
+    def begin_resume(self, *tags: str, order: Sequence[torch.Tensor] = ()) -> Arrival:
+        """Put memory behind the tags (no tag: all) as ``resume`` does, and return while content
+        that is saved in host memory is on its way: first that of the tensors in ``order``.
+
+        Whoever touches a tensor on one of the tags waits for its bytes (``Arrival.wait``). Every
+        operation on one of them waits for all of it, a second ``begin_resume`` too, and raises
+        ``BackendError`` where content did not come. Until then ``mem_pool`` cannot allocate there.
+        """
+        with self._operation(), self._resuming(tags) as arenas:
+            done = partial(self._recorder.record_all, "arrive", arenas)
+            arrival = Arrival(self.backend, arenas, order, self._settle_arrival, done)
+            self._transactions.resume(arenas, arrival=arrival)
+            return arrival
+
+    @contextlib.contextmanager
+    def _resuming(self, tags: tuple[str, ...]) -> Iterator[list[Arena]]:
+        arenas = [arena for arena in self._select(tags) if arena.paused]
+        names = ", ".join(repr(arena.tag) for arena in arenas)
+        with (
+            self._accounts.explained(f"resume({names})", arenas),
+            self._recorder.timed("resume", arenas),
+        ):
+            yield arenas
+
+    def _settle_arrival(self, arrival: Arrival) -> None:
+        with self._operation():
+            self._transactions.settle(arrival)
 
     def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
         """Pause one tag and resume another at once: the memory of the first serves the second.
@@ -353,7 +378,8 @@ class MemorySaver:
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
-            return read_saved(self._tags.at(tensor.data_ptr()), tensor, zero_copy)
+            arena = self._transactions.arrived(self._tags.at(tensor.data_ptr()))
+            return read_saved(arena, tensor, zero_copy)
 
     # ---------------------------------------------------------------- size
 
@@ -492,7 +518,8 @@ class MemorySaver:
     def leases(self, tag: str) -> int:
         """Counts how often leases and borrowers map the tag now; much cheaper than ``report``."""
         with self._lock:
-            return len(self._transactions.leases(self._arena(tag).tag))
+            self._require_open()
+            return len(self._transactions.leases(self._tags.get(tag).tag))
 
     def take_usage(self) -> Usage:
         """Tells what this process holds of the device now, and torch's most since the last call.
@@ -554,7 +581,7 @@ class MemorySaver:
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()
-        return self._tags.get(tag)
+        return self._transactions.arrived(self._tags.get(tag))
 
     def _active(self, tag: str, what: str) -> Arena:
         """A tag with memory of its own; ``StateError``, ``LeaseError``."""
@@ -566,13 +593,13 @@ class MemorySaver:
 
     def _select(self, tags: tuple[str, ...]) -> list[Arena]:
         self._require_open()
-        return self._tags.select(tags)
+        return [*map(self._transactions.arrived, self._tags.select(tags))]
 
     def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
         """The tag's arena, made on first use; ``enter``: with one more region, before any pause."""
         with held(), self._lock:
             self._require_open()
-            arena = self._tags.open(tag, content)
+            arena = self._transactions.arrived(self._tags.open(tag, content))
             if enter:
                 arena.enter()
         return arena

@@ -38,7 +38,7 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
         "keep": recipe.cycle.keep,
         "overlap": recipe.cycle.overlap,
         "alias": recipe.cycle.alias == "always",
-        "hand_over": recipe.cycle.hand_over == "auto",
+        "hand_over": recipe.cycle.hand_over == "always",
         "critic": recipe.algorithm == "ppo",
         "reference": recipe.loop.kl_coef > 0
         and not recipe.lora.rank,  # the base of adapters is there already
@@ -93,9 +93,11 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "cuda_graphs": section.cuda_graphs,
         "seed": setup.recipe.seed,
     }
+    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
+    if section.kind == "vllm":
+        own["tensor_parallel_size"] = tensor
     if section.hosted:
         return {**own, **(section.options or {})}
-    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
     # Tensor-parallel ranks decide alike.
     preemption: Preemption = "cheapest" if tensor == 1 else "swap"
     return {

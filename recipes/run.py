@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.errors import LostWorker, RecipeError, one_line
-from recipes.planner.command import Decided, plan_beside
+from recipes.planner.command import Decided, plan_beside, unplanned
 from recipes.recipe import Recipe, switching
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.preparation import Setup, prepare
@@ -161,32 +161,33 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
 def _decided(recipe: Recipe, plan: Callable[[], Decided], monitor: Monitor) -> Recipe:
     """Returns the recipe with its switch decided, of which the view is told."""
     with monitor.stage("plan"):
-        keep, overlap, lines = plan()
-    for line in lines:
+        decided = plan()
+    for line in decided.lines:
         monitor.view.note(line)
-    return switching(recipe, keep, overlap)
+    return switching(recipe, decided.keep, decided.overlap, decided.hand_over)
 
 
 @contextmanager
 def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Callable[[], Decided]]:
-    """Gives what decides `cycle.keep` and `cycle.overlap`; with another project's engine, once that
-    is there and what it holds outside of its tags is measured.
+    """Gives what decides `cycle.keep`, `cycle.overlap` and `cycle.hand_over`; with another
+    project's engine, once that is there and what it holds outside of its tags is measured.
     """
-    recipe, keep = setup.recipe, setup.recipe.cycle.keep
-    hosted = recipe.engine.hosted
-    overlap = [] if recipe.cycle.overlap == "auto" else recipe.cycle.overlap
-    if keep != "auto" and (hosted or recipe.cycle.overlap != "auto" or setup.device == "cpu"):
-        yield lambda: (keep, overlap, [])
-    elif setup.device == "cpu":
+    recipe, cycle, keep = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.keep
+    said = unplanned(cycle, [])
+    beside = cycle.overlap == "auto" and not recipe.engine.hosted
+    way = cycle.hand_over == "auto" and not said.overlap
+    if setup.device == "cpu" and keep == "auto":
         stays = recipe.keepable_tags()
         line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
-        yield lambda: (stays, overlap, [line])
+        yield lambda: said._replace(keep=stays, lines=[line])
+    elif setup.device == "cpu" or not (keep == "auto" or beside or way):
+        yield lambda: said
     else:
         import torch
 
         total = torch.cuda.get_device_properties(setup.device).total_memory
-        how = folder.path, total, recipe.cycle.alias
-        if hosted:
+        how = folder.path, total, cycle
+        if recipe.engine.hosted and keep == "auto":
             yield lambda: _measured(folder, monitor, *how)
         else:
             with plan_beside(*how) as decided:
@@ -196,9 +197,9 @@ def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Call
 def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Decided:
     folder.write_outside(monitor.outside())
     with plan_beside(*how) as decided:
-        keep, overlap, lines = decided()
+        found = decided()
     # graphs are among what was measured, as if they always stayed
-    return [*keep, CUDA_GRAPH] if keep else [], overlap, lines
+    return found._replace(keep=[*found.keep, CUDA_GRAPH]) if found.keep else found
 
 
 def _told(write: Callable[[], str | None]) -> str | None:

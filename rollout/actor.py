@@ -5,6 +5,7 @@ from typing import Any
 import ray
 import torch
 
+import memsaver.compat
 from rollout.actor_base import ActorBase
 from rollout.engines import build_engine
 from rollout.protocols import Rollout
@@ -46,6 +47,9 @@ class RolloutActor(ActorBase):
 
     def build(self, seat: Seat | None = None) -> None:
         """Make the engine. seat: this one's among the ranks of a tensor-parallel engine."""
+        if self._kind == "vllm":
+            # before ranks meet: what it says to NCCL is read once
+            memsaver.compat.install("vllm.device_allocator.cumem")
         group = self._join(seat, self._device)
         self.held, _ = build_engine(
             self._kind, self._arguments, group=group, limit_bytes=self._limit_bytes

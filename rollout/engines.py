@@ -24,12 +24,14 @@ def build_engine(
 ) -> tuple[Rollout, Callable[[], None]]:
     """An engine, and what ends it and gives its memory back.
 
-    arguments: of its class's `from_pretrained`. group: of the ranks that share it. limit_bytes: of
-    its saver. Both are the native engine's alone.
+    arguments: of its class's `from_pretrained`. group: of the ranks that share it; vLLM takes
+    torch's default one, SGLang none. limit_bytes: of the native engine's saver.
     """
     if kind in ("vllm", "sglang"):
-        if group is not None or limit_bytes is not None:
-            raise ValueError(f"kind={kind} takes one process, without limit_bytes; use kind=native")
+        if limit_bytes is not None:
+            raise ValueError(f"kind={kind} takes no limit_bytes; use kind=native")
+        if group is not None and kind == "sglang":
+            raise ValueError(f"kind={kind} takes one process; use kind=native, or kind=vllm")
         rollout = _hosted(kind).from_pretrained(**arguments)
         return rollout, rollout.close
     if kind != "native":

@@ -146,11 +146,21 @@ class TensorParallel:
         self._exchange(what, lambda: values.extend(all_gather_plain(value, self._group)))
         if others := [rank for rank, each in enumerate(values) if each != values[0]]:
             raise ValueError(
-                f"{what} of tensor-parallel ranks {others} differs from rank 0's; start all "
-                f"ranks alike"
+                f"{what} of tensor-parallel ranks {others} differs from rank 0's; give all "
+                f"ranks the same"
             )
 
     # ---------------------------------------------------------------- failures
+
+    def check_others(self) -> None:
+        """RankError where another rank has said by now that it takes no further part."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if any(self._store.check([self._key(rank)]) for rank in others):
+            self.failure = (
+                f"tensor-parallel rank {self.rank} of {self.size} goes on alone: "
+                f"{self._others()}; start all ranks anew"
+            )
+            raise RankError(self.failure)
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves the common order: tells the others, which will miss it, and refuses to

@@ -176,9 +176,9 @@ BUGS = [
     Bug(
         "a restore that fails counts as done (missing undo)",
         "trainer_bridge/training/offload.py",
-        "                saver.resume(*memory)\n            else:",
+        "                saver.resume(*memory)\n            elif wait:",
         "                self._parked -= set(chosen)\n"
-        "                saver.resume(*memory)\n            else:",
+        "                saver.resume(*memory)\n            elif wait:",
     ),
     Bug(
         "the learning rate is that of the update before (off by one)",

@@ -19,7 +19,8 @@ class LoraConfig:
     are trained.
 
     target_modules: last parts of the names of the linear layers that are adapted, as ("q_proj",
-    "v_proj").
+    "v_proj"); "experts" are all matrices of a mixture's experts, each with adapters of its own, and
+    take a rank that is a multiple of 8.
     """
 
     rank: int
@@ -29,6 +30,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
         _check(self, "rank", self.rank >= 1, "must be at least 1")
+        whole = self.rank % 8 == 0 or "experts" not in self.target_modules
+        _check(self, "rank", whole, "must be a multiple of 8 for adapters of experts")
         _check(self, "alpha", 0 < self.alpha < math.inf, "must be positive and finite")
         ok = bool(self.target_modules) and len(set(self.target_modules)) == len(self.target_modules)
         _check(self, "target_modules", ok, "name at least one layer, none twice")

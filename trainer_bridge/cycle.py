@@ -81,8 +81,9 @@ class Cycle:
         keep: tags of either side that stay on the device, where there is room for them; a
         ValueError names an unknown one. overlap: tags that the trainer trains; for a device with
         room for them beside the rollout's weights, and an engine that is `elastic`, whose KV cache
-        takes their memory as they leave. The optimizer's come back beside `compute_log_prob`, but
-        not with a critic, which scores after it. alias: the rollout serves the trainer's pages,
+        takes their memory as they leave. They are restored with wait="memory": work on them waits
+        for what it touches. The optimizer's come back beside `compute_log_prob`, but not with a
+        critic, which scores after it. alias: the rollout serves the trainer's pages,
         which it gives back when it sleeps, at any level; the pair is opened with the same.
         hand_over: what leaves goes to what the other side of the device takes next, not to the
         driver, but with `overlap`; for sides that know each other (`hand_over_to`), as those of
@@ -182,8 +183,9 @@ class Cycle:
         self._park_all_but(tags)
         for tag in tags:
             if tag not in self._held:
+                wait: dict[str, Any] = {"wait": "memory"} if tag in self._behind else {}
                 with self._stage(f"restore_{tag}"):
-                    self._trainer.restore(tag)
+                    self._trainer.restore(tag, **wait)
                 self._held.add(tag)
         self.state = after
 

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.training.batch import SequenceBatch
+from trainer_bridge.training.offload import Wait
 
 
 class TrainerSide(Protocol):
@@ -17,7 +18,7 @@ class TrainerSide(Protocol):
 
     def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None: ...
 
-    def restore(self, *tags: str, wait: bool = True) -> None: ...
+    def restore(self, *tags: str, wait: Wait = True) -> None: ...
 
     def sync_weights(self, version: int) -> SyncReceipt: ...
 

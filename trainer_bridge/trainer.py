@@ -5,6 +5,7 @@ its uses.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.machine import place_of
+from memsaver.common.warm_up import WarmUp
 from memsaver.errors import StateError
 from rollout.partner import Partner
 from rollout.protocols import SyncTarget
@@ -37,10 +39,18 @@ from trainer_bridge.training.batch import (
 )
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.host_room import reserve_parked
+from trainer_bridge.training.kernels import to_compile
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
-from trainer_bridge.training.model import build_model, fill_weights, reshard, trained_params
-from trainer_bridge.training.offload import Parking
+from trainer_bridge.training.model import (
+    await_shards,
+    build_model,
+    fill_weights,
+    reshard,
+    shards_in_order,
+    trained_params,
+)
+from trainer_bridge.training.offload import Parking, Wait
 from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
 from trainer_bridge.training.replay import replay
 from trainer_bridge.training.runtime import Runtime
@@ -103,6 +113,8 @@ class Trainer:
                 rule = "layout is for weights served as they are"
                 remedy = "with TrainerConfig.lora leave it away: they are merged"
                 raise ValueError(f"{rule}; {remedy}")
+            self._warm_up = WarmUp(to_compile(config, self.device, layout is not None), self.device)
+            undo.callback(self._warm_up.close)
             self._parking = Parking(saver)
             if saver is not None:
                 reserve_parked(config, runtime.world, saver)
@@ -121,6 +133,8 @@ class Trainer:
             self.step = 0
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
+            self._parking.order = partial(shards_in_order, self.model)
+            await_shards(self.model, self._parking.arrive)
             self._parking.add(OPTIM, empty=config.optimizer_offload)
             self.critic = self._value_model()
             self._shards, self._layout = Shards(base_params(self.model)), layout
@@ -140,7 +154,7 @@ class Trainer:
         if base and self._adapters is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
             raise ValueError(f"compute_log_prob(base=True) {rule}")
-        self._require("compute_log_prob", PARAMS)
+        self._require("compute_log_prob", PARAMS, arriving=True)
         with without_adapters(self.model) if base else contextlib.nullcontext():
             return self._logprobs(self.model, batch, temperature)
 
@@ -176,7 +190,7 @@ class Trainer:
         Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A
         gradient that is not finite raises a FloatingPointError and changes nothing.
         """
-        self._require("update_actor", PARAMS, OPTIM)
+        self._require("update_actor", PARAMS, OPTIM, arriving=True)
         self._require_unlent("update_actor")
         check_tokens(batch, self.model.config)
         if batch.old_logprobs is None or batch.advantages is None:
@@ -192,6 +206,7 @@ class Trainer:
         means = add_gradients(
             self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
         )
+        self._parking.arrive()
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
         self._runtime.finish()  # what waits for the step is no part of the next stage
@@ -214,12 +229,14 @@ class Trainer:
         self.empty_cache()
         self._parking.park(*tags, wait=wait, into=into)
 
-    def restore(self, *tags: str, wait: bool = True) -> None:
+    def restore(self, *tags: str, wait: Wait = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
 
         wait: False returns while they come, and the next call that needs a tag waits. Where memory
-        is short then they stay parked: a restore that waits tries it again.
+        is short then they stay parked: a restore that waits tries it again. "memory" waits only
+        until they have memory. Then the policy's forward waits for the parameters of the unit that
+        is next, the step for the moments, every other call for all of the tags it needs.
         """
         self._parking.restore(*tags, wait=wait)
 
@@ -337,6 +354,7 @@ class Trainer:
         """Returns this rank's rows of every parameter by checkpoint name, without adapters; tied
         ones once. It is the same dict until a shard moves.
         """
+        self._parking.arrive()
         return self._shards.tensors()
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
@@ -391,6 +409,7 @@ class Trainer:
 
         The saver is its maker's.
         """
+        self._warm_up.close()
         self._parking.close()
         if self._sync is not None:
             self._sync.close()
@@ -498,9 +517,11 @@ class Trainer:
     def _identity(self) -> dict[str, Any] | None:
         return None if self._adapters is None else self._adapters.identity()
 
-    def _require(self, method: str, *tags: str) -> None:
-        """Raises a StateError where a tag is parked, or where an update was cut off half done."""
-        self._parking.require(method, *tags)
+    def _require(self, method: str, *tags: str, arriving: bool = False) -> None:
+        """Raises a StateError where a tag is parked, or where an update was cut off half done.
+        arriving: see `Parking.require`.
+        """
+        self._parking.require(method, *tags, arriving=arriving)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
             text = "an update was interrupted, and parameters, masters and moments are of two steps"
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or start anew")

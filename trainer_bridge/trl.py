@@ -73,9 +73,6 @@ def use(trainer: Any) -> InPlaceSync:
             'a sync in place needs use_vllm=True, vllm_mode="colocate" and '
             "vllm_enable_sleep_mode=True in the trainer's config"
         )
-    if generation.tensor_parallel_size > 1:
-        size = f"vllm_tensor_parallel_size={generation.tensor_parallel_size}"
-        raise ValueError(f"{size}: a sync in place is for whole models; use 1, or TRL's own sync")
     if hasattr(generation.model, "peft_config"):
         raise ValueError("a sync in place has no adapters of PEFT's; use TRL's own sync")
     generation.sync_weights = sync = InPlaceSync(generation)

@@ -16,6 +16,7 @@ import sys
 
 from memsaver.errors import StateError
 from memsaver.vmm.registrations import keep_graphs_unregistered
+from memsaver.vmm.torch_usage import hold_workspaces
 
 __all__ = ["IN_PROCESS", "hook_sglang", "install", "require", "uninstall"]
 
@@ -46,10 +47,12 @@ def install(*names: str) -> None:
     """Put our modules under these import names, for this process: all or none; twice is no error.
 
     Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real
-    module is imported
-    already: somebody may hold objects of it, and two memory savers in one process do not know of
-    each other. Sets ``NCCL_GRAPH_REGISTER=0`` where the variable is not set: engines capture
-    collectives, and NCCL would go on using the pages that their buffers had before a pause.
+    module is imported already: somebody may hold objects of it, and two memory savers in one
+    process do not know of each other.
+
+    Engines capture graphs. So it sets ``NCCL_GRAPH_REGISTER=0`` where the variable is not set: NCCL
+    would go on using the pages that collectives' buffers had before a pause. And from then on
+    cuBLAS's workspaces of this process are kept, whoever of ours empties torch's cache.
     """
     if not names or any(name not in _OURS for name in names):
         raise ValueError(
@@ -64,6 +67,7 @@ def install(*names: str) -> None:
                 "at the top of the program"
             )
     keep_graphs_unregistered()
+    hold_workspaces()
     for name in names:
         sys.modules[name] = importlib.import_module(_OURS[name])
 

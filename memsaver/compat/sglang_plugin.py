@@ -16,6 +16,7 @@ from typing import Any
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.saver import MemorySaver
 from memsaver.vmm.registrations import keep_graphs_unregistered
+from memsaver.vmm.torch_usage import hold_workspaces
 
 NAME = "memsaver"
 _MAKER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
@@ -52,9 +53,11 @@ def register() -> None:
 def put_in_place() -> None:
     """Tell SGLang's registry of hooks to make our adapter; SGLang applies its hooks afterwards.
 
-    Sets ``NCCL_GRAPH_REGISTER=0`` as ``memsaver.compat.install`` does.
+    Sets ``NCCL_GRAPH_REGISTER=0`` and keeps cuBLAS's workspaces as ``memsaver.compat.install``
+    does.
     """
     keep_graphs_unregistered()
+    hold_workspaces()
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     _hook(hooks.HookRegistry, hooks.HookType.AROUND)
 

@@ -8,7 +8,8 @@ fields.
 |---|---|---|
 | active | the tag's own extents | `freeze` to frozen |
 | frozen | the same; nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
-| paused | nothing | `end_resume` to active, `borrow` to borrowed |
+| paused | nothing | `end_resume` to active, `begin_arrival` to arriving, `borrow` to borrowed |
+| arriving | its own extents, frozen; content comes | `end_resume` to active, `lose` to paused |
 | borrowed | pages of another saver's tag, frozen | `end_pause` to paused |
 """
 
@@ -39,6 +40,9 @@ _NEXT = {
     ("frozen", "thaw"): "active",
     ("frozen", "end_pause"): "paused",
     ("paused", "end_resume"): "active",
+    ("paused", "begin_arrival"): "arriving",
+    ("arriving", "end_resume"): "active",
+    ("arriving", "lose"): "paused",
     ("paused", "borrow"): "borrowed",
     ("borrowed", "freeze"): "borrowed",
     ("borrowed", "thaw"): "borrowed",
@@ -212,6 +216,14 @@ class Arena:
         self.backup, self.sums, self.missing = None, None, missing
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
+
+    def begin_arrival(self) -> None:
+        """Memory is there again, and content on its way; frees still work, allocations do not."""
+        self._step("begin_arrival")
+
+    def lose(self) -> None:
+        """The arrival has failed, and its memory is gone; the content is still kept."""
+        self._step("lose")
 
     def in_pieces(self, elastic: bool = False) -> None:
         """The next resume may take several extents. elastic: all later ones, too."""

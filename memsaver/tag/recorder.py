@@ -26,7 +26,7 @@ _driver_log = logging.getLogger("memsaver.driver")
 
 
 class Recorder:
-    """Records for one saver, which holds its lock around every call but those of `record`."""
+    """Records for one saver, which holds its lock around every call that does not record."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -58,9 +58,12 @@ class Recorder:
         """Record an operation on these tags, an equal share of its time each, unless it fails."""
         started = time.perf_counter()
         yield
-        seconds = (time.perf_counter() - started) / max(1, len(arenas))
+        self.record_all(op, arenas, time.perf_counter() - started)
+
+    def record_all(self, op: str, arenas: Sequence[Arena], seconds: float) -> None:
+        """Records one operation on these tags, an equal share of its time each."""
         for arena in arenas:
-            self.record(op, arena, seconds)
+            self.record(op, arena, seconds / len(arenas))
 
     def drain(self) -> list[Event]:
         """The operations since the last call, oldest first."""

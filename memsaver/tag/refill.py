@@ -13,8 +13,11 @@ from memsaver.vmm.backend import Backend, Waitable
 class Refill:
     """Extents mapped behind a paused tag one by one, each filled from the host once it is there."""
 
-    def __init__(self, backend: Backend, into: Arena, undo: contextlib.ExitStack) -> None:
-        self._backend, self._into, self._undo = backend, into, undo
+    def __init__(
+        self, backend: Backend, into: Arena, undo: contextlib.ExitStack, late: bool = False
+    ) -> None:
+        """late: the content comes, and is checked, when the memory is there (`Arrival`)."""
+        self._backend, self._into, self._undo, self._late = backend, into, undo, late
         self._events: list[Waitable] = []
         self.placed: list[shim.Extent] = []
         self.missing = into.committed_when_paused
@@ -25,7 +28,7 @@ class Refill:
         self.placed += self._into.map(extents, at, self._undo)
         nbytes = sum(extent.nbytes for extent in extents)
         self.missing -= nbytes
-        if nbytes:
+        if nbytes and not self._late:
             self.fill(at, nbytes)
 
     def fill(self, at: int, nbytes: int) -> None:
@@ -36,11 +39,12 @@ class Refill:
             self._undo.callback(event.synchronize)  # before the unmapping
 
     def finish(self) -> None:
-        """All content is there, and what debug mode knows of it holds."""
+        """All memory is there, and the content unless it is late, as far as debug mode knows."""
         shim.set_extents(self._into.slot, self.placed)
         self._undo.callback(shim.set_extents, self._into.slot, [])
         for event in self._events:
             event.synchronize()
         if (backup := self._into.backup) is not None:
             backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
-        self._into.verify()
+        if not self._late:
+            self._into.verify()

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from memsaver.backup import Backup, HostBackup
+from memsaver.common.signals import held
 from memsaver.errors import BackendError, LeaseError, StateError, format_bytes
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
+from memsaver.tag.arrival import Arrival
 from memsaver.tag.refill import Refill
 from memsaver.tag.save import Saving
 from memsaver.tag.swap import Swap, goes_piecewise
@@ -53,6 +55,7 @@ class Transactions:
         """
         self.saving = Saving(backend, debug, disk_dir, tags)
         self.server: ShareServer | None = None
+        self._arrivals: list[Arrival] = []
         self._backend = backend
         self._pool = pool
         self._device_lock = device_lock(backend.device_key)
@@ -319,6 +322,9 @@ class Transactions:
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""
+        for arrival in tuple(self._arrivals):
+            with contextlib.suppress(BackendError):  # of no interest any more
+                self.settle(arrival)
         self._wait_unleased(arenas)
         if self.server is not None:
             self.server.close()  # peers see that, and let go of what they imported
@@ -332,19 +338,60 @@ class Transactions:
 
     # ---------------------------------------------------------------- back
 
-    def resume(self, arenas: Sequence[Arena], at_least: int | None = None) -> None:
+    def resume(
+        self,
+        arenas: Sequence[Arena],
+        at_least: int | None = None,
+        arrival: Arrival | None = None,
+    ) -> None:
         """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to
-        give; at_least: when there are not even so many bytes for the one tag.
+        give; at_least: when there are not even so many bytes for the one tag. arrival: brings what
+        the host has of the content, beside what comes next.
         """
         with contextlib.suppress(ShortOfMemory):
-            self._resume(arenas)
+            self._resume(arenas, arrival)
             return
         self._reclaim()
         try:
-            self._resume(arenas)
+            self._resume(arenas, arrival)
         except ShortOfMemory:
             if at_least is None or not self._resume_most(arenas, at_least):
                 raise
+
+    def arrived(self, arena: Arena) -> Arena:
+        """Returns the arena when all that is on its way to it is there."""
+        for arrival in tuple(self._arrivals):
+            if arena in arrival.arenas:
+                self.settle(arrival)
+        return arena
+
+    def settle(self, arrival: Arrival) -> None:
+        """Waits for an arrival, and checks what came: the tags are active then, or paused as they
+        were, and ``BackendError`` is raised each time.
+        """
+        if arrival in self._arrivals:
+            failure = None
+            try:
+                arrival.join()
+                for arena in arrival.arenas:
+                    arena.verify()
+            except Exception as error:
+                failure = error
+            self._end(arrival, failure)
+        if arrival.failure is not None:
+            raise arrival.error() from arrival.failure
+
+    @held()
+    def _end(self, arrival: Arrival, failure: Exception | None) -> None:
+        self._arrivals.remove(arrival)
+        arrival.failure = failure
+        with arrival.undo as undo:
+            if failure is None:
+                undo.pop_all()
+            for arena in arrival.arenas:
+                undo.callback(arena.end_resume if failure is None else arena.lose)
+            if failure is not None:  # who was let at what had come may still be at work there
+                undo.callback(self._backend.synchronize)
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
         """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
@@ -405,20 +452,28 @@ class Transactions:
             self._revoke(self._pool.extents)
         self._backend.reclaim()
 
-    def _resume(self, arenas: Sequence[Arena]) -> None:
+    def _resume(self, arenas: Sequence[Arena], arrival: Arrival | None) -> None:
         with contextlib.ExitStack() as undo:
             # else two processes could take half each of what is enough for one
             with self._device_lock:
-                refills = [self._bring(arena, undo) for arena in arenas]
+                refills = [self._bring(arena, undo, arrival is not None) for arena in arenas]
             for refill in refills:
                 refill.finish()
-            undo.pop_all()
+            if arrival is not None:
+                arrival.start()
+            kept = undo.pop_all()
         for arena in arenas:
-            arena.end_resume()
+            arena.end_resume() if arrival is None else arena.begin_arrival()
+        if arrival is not None and arenas:
+            arrival.undo = kept
+            self._arrivals.append(arrival)
 
-    def _bring(self, arena: Arena, undo: contextlib.ExitStack) -> Refill:
-        """Memory for all of the tag; content is on its way while the driver clears the rest."""
-        refill = Refill(self._backend, arena, undo)
+    def _bring(self, arena: Arena, undo: contextlib.ExitStack, late: bool) -> Refill:
+        """Memory for all of the tag; content is on its way while the driver clears the rest, unless
+        it comes late: what is on the host.
+        """
+        late &= isinstance(arena.backup, HostBackup)
+        refill = Refill(self._backend, arena, undo, late)
         refill.put(self._pool.take(refill.missing, undo))
         if isinstance(arena.backup, HostBackup):
             refill.put(self._pool.make(min(refill.missing, LARGEST), undo, arena.whole))

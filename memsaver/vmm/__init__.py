@@ -12,7 +12,7 @@ from memsaver.errors import HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 from memsaver.vmm.registrations import on_a_tag
-from memsaver.vmm.torch_usage import clear_workspaces, empty_torch_cache, hold_workspaces
+from memsaver.vmm.torch_usage import clear_workspaces, empty_torch_cache
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ __all__ = [
     "Pinner",
     "clear_workspaces",
     "empty_torch_cache",
-    "hold_workspaces",
     "host_memory",
     "make_backend",
     "make_pinner",

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any
@@ -19,14 +19,14 @@ from memsaver.errors import BackendError
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm import dlpack, nvml
-from memsaver.vmm.backend import Backend, Waitable
+from memsaver.vmm.backend import PIECE, Backend, Transfer, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.torch_usage import outside_tags
 from memsaver.vmm.workers import workers
 
-# Bytes that are copied at a time beside other work, 1.3 ms over the link, and how many are queued:
-# a copy engine goes on with what one stream has queued, and others' few bytes wait for it all.
-_PIECE, _QUEUED = 64 << 20, 2
+# Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
+# and others' few bytes wait for it all.
+_QUEUED = 2
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -61,10 +61,10 @@ def _access_desc(index: int) -> Any:
     return access
 
 
-def _pieces(transfers: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def _pieces(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
     for to, source, nbytes in transfers:
-        for at in range(0, nbytes, _PIECE):
-            yield to + at, source + at, min(_PIECE, nbytes - at)
+        for at in range(0, nbytes, PIECE):
+            yield [(to + at, source + at, min(PIECE, nbytes - at))]
 
 
 class CudaPinner:
@@ -231,16 +231,25 @@ class CudaBackend(Backend):
     ) -> None:
         queued.synchronize()
         started = time.perf_counter()
-        stream, running = self._copies[0], deque[torch.cuda.Event]()
+        self.feed(_pieces(transfers), lambda _: None, inward=False)
+        done(time.perf_counter() - started)
+
+    def feed(
+        self,
+        pieces: Iterable[Sequence[Transfer]],
+        queued: Callable[[Waitable | None], None],
+        inward: bool,
+    ) -> None:
+        stream, running = self._copies[inward], deque[torch.cuda.Event]()
         try:
-            for piece in _pieces(transfers):
-                self._check("copy", self._queue_copy([piece], stream))
+            for piece in pieces:
+                self._check("copy", self._queue_copy(piece, stream))
                 running.append(stream.record_event())
+                queued(running[-1])
                 if len(running) == _QUEUED:
                     running.popleft().synchronize()
         finally:
             stream.synchronize()
-        done(time.perf_counter() - started)
 
     def _queue_copy(
         self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream

@@ -9,7 +9,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 
 import torch
@@ -18,7 +18,7 @@ from memsaver.common.machine import MAP_FAILED, available_memory, libc
 from memsaver.errors import BackendError
 from memsaver.native import cpu_hook, shim
 from memsaver.native.shim import Operation
-from memsaver.vmm.backend import Backend
+from memsaver.vmm.backend import Backend, Transfer, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.workers import workers
 
@@ -138,6 +138,16 @@ class HostBackend(Backend):
         started = time.perf_counter()
         self.copy(transfers)
         done(time.perf_counter() - started)
+
+    def feed(
+        self,
+        pieces: Iterable[Sequence[Transfer]],
+        queued: Callable[[Waitable | None], None],
+        inward: bool,
+    ) -> None:
+        for piece in pieces:
+            self.copy(piece)
+            queued(None)
 
     @property
     def device_free_bytes(self) -> int:

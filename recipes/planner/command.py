@@ -11,14 +11,14 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memsaver.common.files import replace_text
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.planner.plan import Plan, placed
 from recipes.planner.show import draw_plan, print_plan
 from recipes.planner.switch import plan_switch
-from recipes.recipe import Recipe
+from recipes.recipe import CycleSection, Recipe
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import described_model, longest_prompt, with_alias_decided
@@ -86,18 +86,29 @@ def plan_of(
     return plan_switch(recipe, name, gpu=card, fields=fields, **how)
 
 
-Decided = tuple[list[str], list[str], list[str]]
-"""Tags that stay, those that leave beside work, and lines that say what was decided and why."""
+class Decided(NamedTuple):
+    """keep, overlap, hand_over: as of `Switch`. lines: say what was decided and why."""
+
+    keep: list[str]
+    overlap: list[str]
+    hand_over: bool
+    lines: list[str]
+
+
+def unplanned(cycle: CycleSection, lines: list[str]) -> Decided:
+    """Returns what the keys say by themselves: nothing stays or is handed over by auto."""
+    overlap = [] if cycle.overlap == "auto" else cycle.overlap
+    return Decided(cycle.named, overlap, cycle.hand_over == "always", lines)
 
 
 @contextlib.contextmanager
-def plan_beside(run_dir: Path, total: int, alias: str) -> Iterator[Callable[[], Decided]]:
+def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Callable[[], Decided]]:
     """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch.
 
-    total: bytes of its GPU. alias: as it was decided. plan.json stays in the folder; without a plan
-    nothing stays, and the line says why.
+    total: bytes of its GPU. cycle: of the recipe, with alias decided. plan.json stays in the
+    folder; without a plan nothing is decided by auto, and the line says why.
     """
-    words = [str(run_dir / "recipe.yaml"), f"cycle.alias={alias}", "--gpu", str(total)]
+    words = [str(run_dir / "recipe.yaml"), f"cycle.alias={cycle.alias}", "--gpu", str(total)]
     process = subprocess.Popen(
         [sys.executable, "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
@@ -110,9 +121,10 @@ def plan_beside(run_dir: Path, total: int, alias: str) -> Iterator[Callable[[], 
         said = process.communicate()[1].strip().splitlines()
         if process.returncode not in (0, DOES_NOT_FIT):
             why = said[-1] if said else f"exit status {process.returncode}"
-            return [], [], [f"cycle: everything is handed over, there is no plan: {why}"]
+            stays = ", ".join(cycle.named) or "nothing"
+            return unplanned(cycle, [f"cycle: {stays} stays, there is no plan: {why}"])
         switch = json.loads((run_dir / "plan.json").read_text())["switch"]
-        return switch["keep"], switch["overlap"], switch["lines"]
+        return Decided(**{name: switch[name] for name in Decided._fields})
 
     with process:
         try:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from recipes.planner.allocator import CachingAllocator
 from recipes.planner.attention import NAME as ATTENTION
 from recipes.planner.attention import PACKED_NAME as PACKED_ATTENTION
 from recipes.planner.attention import register_attention
-from recipes.planner.engine import EngineSizes, PlannedRollout, planned_usage
+from recipes.planner.engine import EngineSizes, HandedOver, PlannedRollout, planned_usage
 from recipes.planner.log import repeated_layers, replay, with_layers
 from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
 from recipes.recipe import PpoSection, Recipe
@@ -42,10 +43,11 @@ from rollout import Rollout
 from trainer_bridge import Cycle
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import Runtime
+from trainer_bridge.training import Runtime, Wait
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
+_SPARE = 1 << 30  # bytes that what comes back beside the answers leaves free (`Parking`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,12 +98,16 @@ class PlannedRuntime(Runtime):
 class PlannedTrainer(Trainer):
     """A sync reads shards and writes elsewhere: nothing to reckon. What leaves beside the answers
     has left when they are there, and what comes beside scores is there at once. What comes back
-    before the answers are there only takes what is free.
+    beside the answers is there with them, if there is room (`Readings`).
     """
 
     leaving: tuple[str, ...] = ()
+    returning: tuple[str, ...] = ()
+    handed_over: set[HandedOver]
 
     def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+        if into is not None:
+            self.handed_over.add((tags, into))
         if wait:
             super().park(*tags)
         else:
@@ -112,9 +118,12 @@ class PlannedTrainer(Trainer):
             super().park(*self.leaving)
         self.leaving = ()
 
-    def restore(self, *tags: str, wait: bool = True) -> None:
-        if wait or not self.leaving:
+    def restore(self, *tags: str, wait: Wait = True) -> None:
+        if not wait and self.leaving:
+            self.returning = tags
+        else:
             super().restore(*tags)
+            self.returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
@@ -127,37 +136,52 @@ class PlannedTrainer(Trainer):
 class Readings(Peaks):
     """Notes where peaks would be read; `peaks` has them once the saver's log has been played."""
 
-    def __init__(self, saver: PlannedSaver, rollout: PlannedRollout) -> None:
+    def __init__(
+        self, saver: PlannedSaver, trainer: PlannedTrainer, rollout: PlannedRollout
+    ) -> None:
         super().__init__()
-        self.noted: list[tuple[str, frozenset[str], Usage]] = []
-        self._saver, self._rollout = saver, rollout
+        self.noted: list[tuple[str, set[str], set[str], Usage]] = []
+        self._saver, self._trainer, self._rollout = saver, trainer, rollout
 
     def passed(self, stage: str) -> None:
         self._saver.planned.read()
-        self.noted.append((stage, frozenset(self._saver.paused), self._rollout.take_usage()))
+        paused, returning = set(self._saver.paused), set(self._trainer.returning)
+        self.noted.append((stage, paused, returning, self._rollout.take_usage()))
 
     def peaks(
-        self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int
+        self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int, room: int
     ) -> Stages:
-        """Returns peaks of a step after another. first: readings before and in the first step."""
-        both = [
-            _on_one_device(planned_usage(sizes, paused, *use), served)
-            for (_, paused, served), use in zip(self.noted, torch_use, strict=True)
-        ]
+        """Returns peaks of a step after another. first: readings before and in the first step.
+        room: bytes of a device for both sides.
+        """
+        both, came = [], False
+        before: set[str] = set()
+        for (_, paused, returning, served), use in zip(self.noted, torch_use, strict=True):
+            back = paused & returning
+            usage = planned_usage(sizes, paused - back, *use)
+            if back and not before:  # the answers are there, and the engine sleeps later
+                came = _used(usage, served) + _SPARE <= room
+            before = back
+            usage = usage if came else planned_usage(sizes, paused, *use)
+            both.append(_on_one_device(usage, served))
         peaks, trainer, rollout = Peaks(), iter(both), iter(both)
         peaks.watch("trainer", lambda: next(trainer)[0])
         peaks.watch("rollout", lambda: next(rollout)[1])
         steps: list[Stages] = []
         for part in (self.noted[:1], self.noted[1:first], self.noted[first:]):
-            for stage, _, _ in part:
+            for stage, *_ in part:
                 peaks.passed(stage)
             steps.append(peaks.take())
         again = steps[2].keys()
         return steps[2] | {stage: steps[1][stage] for stage in steps[1] if stage not in again}
 
 
+def _used(*sides: Usage) -> int:
+    return sum(sum(usage.tags.values()) + usage.torch_bytes for usage in sides)
+
+
 def _on_one_device(one: Usage, other: Usage) -> tuple[Usage, Usage]:
-    used = sum(sum(usage.tags.values()) + usage.torch_bytes for usage in (one, other))
+    used = _used(one, other)
     first, second = (dataclasses.replace(each, device_used_bytes=used) for each in (one, other))
     return first, second
 
@@ -165,12 +189,13 @@ def _on_one_device(one: Usage, other: Usage) -> tuple[Usage, Usage]:
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """stages: of a step after the first. tags: bytes of the trainer's while they have memory. host:
-    what it has on the host for good.
+    what it has on the host for good. handed_over: bytes of a step that go to the other side.
     """
 
     stages: Stages
     tags: dict[str, int]
     host: int
+    handed_over: int
 
 
 def dry_run(
@@ -180,11 +205,12 @@ def dry_run(
     *,
     prompt_tokens: int,
     workspace_bytes: int,
+    room: int,
     all_layers: bool = False,
     staged: bool = True,
 ) -> DryRun:
     """fields: of the model's config. all_layers: trace every layer; otherwise some, and repeat a
-    period of them. staged: see `PlannedRollout`."""
+    period of them. room: bytes of a device for both sides. staged: see `PlannedRollout`."""
     first, period, copies = (0, 1, 0) if all_layers else repeated_layers(fields)
     traced = fields["num_hidden_layers"] - copies * period
     few = _with_layers(fields, traced)
@@ -199,7 +225,10 @@ def dry_run(
         host += copies * (host_larger - host)
     sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
     torch_use = replay(with_layers(saver.planned.log.entries, first, period, copies))
-    return DryRun(readings.peaks(sizes, torch_use, before), sizes, host)
+    both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
+    pairs = [(map(both.__getitem__, tags), both[into]) for tags, into in rollout.handed_over]
+    handed_over = sum(min(sum(given), taken) for given, taken in pairs)
+    return DryRun(readings.peaks(sizes, torch_use, before, room), sizes, host, handed_over)
 
 
 def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -220,11 +249,10 @@ def _trace(
     saver: PlannedSaver,
 ) -> tuple[Readings, int]:
     """A step, and the way to the next one's rollout; how many readings there were before that."""
-    readings = Readings(saver, rollout)
     with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
-        rollout.answered = trainer.leave
+        rollout.answered, trainer.handed_over = trainer.leave, rollout.handed_over
         monitor = Monitor(RunFolder(setup.model_dir), View())
-        monitor.peaks = readings
+        monitor.peaks = readings = Readings(saver, trainer, rollout)
         served = cast(Rollout, rollout)  # but for the methods of a sync
         cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
         make_loop = LOOPS[recipe.algorithm]

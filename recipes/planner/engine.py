@@ -13,6 +13,8 @@ from recipes.planner.tracing import Unreported
 from rollout import Completion, SamplingParams
 from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
+HandedOver = tuple[tuple[str, ...], str]
+"""Tags of one side that leave, and the tag of the other that takes their memory."""
 LEAST = 1 << 30  # bytes: of a pool that wakes partly; a tag takes and gives pieces of so many
 
 
@@ -49,6 +51,7 @@ class PlannedRollout(Unreported):
         self._pool = self._grown = sizes.kv_cache  # bytes while it is awake, and with answers
         self._kept = 0
         self.answered: Callable[[], None] = lambda: None  # what is over then
+        self.handed_over: set[HandedOver] = set()  # by both sides
         self._torch = self._peak = sizes.idle
 
     def generate(
@@ -71,6 +74,8 @@ class PlannedRollout(Unreported):
         chosen = set(self._sizes.tags if tags is None else tags)
         self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
         self._asleep |= chosen
+        if into is not None:
+            self.handed_over.add((tuple(sorted(chosen)), into))
         if KV_CACHE in chosen:
             self._torch = self._sizes.idle
 

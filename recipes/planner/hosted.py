@@ -31,19 +31,20 @@ def outside_of(gpu: Gpu, measured: int | None) -> int:
     return gpu.contexts // 2 + OUTSIDE if measured is None else measured
 
 
-def hosted_weights(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that the tag of the weights has: fused as in the native engine, the vocabulary padded,
-    and the table of rotations, made in fp32.
+def hosted_weights(model: ModelConfig, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes that the tag of the weights has on each of the ranks of an engine: fused as in the
+    native one, the vocabulary padded, and the table of rotations, made in fp32.
     """
-    sizes = [_elements(group) * dtype.itemsize for group in rank_groups(model, 0, 1)]
+    groups = rank_groups(model, 0, ranks)
+    sizes = [_elements(group, ranks) * dtype.itemsize for group in groups]
     width = getattr(model.mixers[0], "head_dim", 0)
     return _region([*sizes, model.max_position_embeddings * width * torch.float32.itemsize])
 
 
-def _elements(group: Any) -> int:
+def _elements(group: Any, ranks: int) -> int:
     if group.params[0].name.endswith(_VOCABULARY):
         rows, width = group.params[0].shape
-        return round_up(rows, _PADDED) * width
+        return round_up(rows * ranks, _PADDED) // ranks * width
     return sum(math.prod(param.shape) for param in group.params)
 
 

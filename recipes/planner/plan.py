@@ -52,12 +52,13 @@ class StagePlan:
 @dataclass(frozen=True, kw_only=True)
 class Switch:
     """keep: tags that stay on the device. overlap: those that leave and come back beside work.
-    seconds: of a step in which nothing else runs because of the switch. lines: the same for a
-    reader, with reasons.
+    hand_over: whether what leaves goes to the other side. seconds: of a step in which nothing else
+    runs because of the switch. lines: the same for a reader, with reasons.
     """
 
     keep: tuple[str, ...]
     overlap: tuple[str, ...]
+    hand_over: bool
     seconds: float
     lines: tuple[str, ...]
 
@@ -67,7 +68,8 @@ class Plan:
     """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
     processes; host_room: the most that they may take there, None: not known. kv_tokens: of one
     engine rank's pool; most_kv_tokens: so many would still fit at every stage. notes: what was
-    assumed. outside: bytes of a hosted engine and of contexts that are on no tag, as "assumed" and
+    assumed. handed_over: bytes of a step that go to the other side, where the recipe wants that.
+    outside: bytes of a hosted engine and of contexts that are on no tag, as "assumed" and
     as "measured"; None: native.
     """
 
@@ -80,6 +82,7 @@ class Plan:
     most_kv_tokens: int
     needs: tuple[str, ...]
     notes: tuple[str, ...]
+    handed_over: int = 0
     switch: Switch | None = None
     host_room: float | None = None
     outside: dict[str, int | None] | None = None
@@ -139,7 +142,8 @@ def make_plan(
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
     given: dict[str, Any] = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
-    run = dry_run(recipe, model, sizes, **given, staged=staged)
+    room = card.total - card.contexts
+    run = dry_run(recipe, model, sizes, **given, room=room, staged=staged)
     stay = {*recipe.cycle.keep, *([PARAMS] if recipe.cycle.alias == "always" else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
@@ -164,6 +168,7 @@ def make_plan(
         most_kv_tokens=most,
         needs=(),
         notes=tuple(notes),
+        handed_over=run.handed_over,
         host_room=_host_room(recipe, per_machine),
         outside=found,
     )

@@ -42,7 +42,7 @@ def engine_sizes(
         widths = [2 * inner, inner]
     else:
         own = rank_weights(recipe, known, dtype)
-        weights = hosted_weights(known, dtype) if hosted else own
+        weights = hosted_weights(known, dtype, size) if hosted else own
         hidden = known.hidden_size
         widths = max((mlp.widths(hidden, size) for mlp in known.mlps), key=sum)
     kept = rank_kept(recipe, model.config, dtype)

@@ -22,47 +22,60 @@ _ERROR = 0.03  # of the GPU: how far a plan may be off
 # Seconds, as measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again, and to
 # cast, copy and compare a GiB of weights; and what every sync takes in messages.
 _REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
+# Bytes handed over and the seconds that they gained in place of the driver, measured at two shapes
+# (docs/benchmarks.md); of other bytes what lies on the line through both.
+_SMALL, _LARGE = (3.42 * GIB, -0.019), (42.56 * GIB, 0.167)
+_GAINED = (_LARGE[1] - _SMALL[1]) / (_LARGE[0] - _SMALL[0])  # 4.75 ms a GiB
+_BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
 
 
 def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
-    """Returns the plan of a recipe, its switch decided where `cycle.keep` and `cycle.overlap` are
-    auto.
+    """Returns the plan of a recipe, its switch decided where `cycle.keep`, `cycle.overlap` and
+    `cycle.hand_over` are auto.
 
     how: as of `make_plan`. `cycle.alias` is decided already.
     """
-    parked = make_plan(switching(recipe, ()), name, **how)
-    wish, beside = recipe.cycle.keep, recipe.cycle.overlap
-    switch = decide(parked, recipe) if wish == "auto" else describe(parked, recipe, wish)
+    wish, hand_over = recipe.cycle, recipe.cycle.hand_over
+    may = hand_over != "never"
+    parked = make_plan(switching(recipe, (), hand_over=may), name, **how)
+    keep = decide(parked, recipe) if wish.keep == "auto" else wish.keep
+    beside = [] if hand_over == "always" else wish.overlap
     if beside == "auto":
         fields = how.get("fields") or recipe.model.random_fields()
         grows = pool_grows(recipe, meta_model(fields).config)
-        beside = [tag for tag in _leaving(parked, switch.keep) if tag in TRAINED] if grows else []
+        beside = [tag for tag in _leaving(parked, keep) if tag in TRAINED] if grows else []
     if beside and parked.fits:  # an engine makes its pool whole, whatever it grows to later
-        at_once = make_plan(switching(recipe, switch.keep, beside), name, **how)
-        if recipe.cycle.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
-            switch = describe(parked, recipe, switch.keep, beside)
+        at_once = make_plan(switching(recipe, keep, beside), name, **how)
+        if wish.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
+            switch = describe(parked, recipe, keep, beside)
             most = parked.most_kv_tokens
             return dataclasses.replace(at_once, switch=switch, most_kv_tokens=most)
-    plan = make_plan(switching(recipe, switch.keep), name, **how) if switch.keep else parked
+    plan = make_plan(switching(recipe, keep, hand_over=may), name, **how) if keep else parked
+    switch = describe(parked, recipe, keep, handed_over=plan.handed_over)
     return dataclasses.replace(plan, switch=switch)
 
 
-def decide(plan: Plan, recipe: Recipe) -> Switch:
-    """Returns the cheapest switch that fits. plan: of the recipe with `cycle.keep` empty."""
+def decide(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
+    """Returns the tags to keep for the cheapest switch that fits, where all goes through the
+    driver. plan: of the recipe with `cycle.keep` empty.
+    """
     tags = list(_sizes(plan))
     most = _most(plan)
     choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
     fitting = [keep for keep in choices if _peak(plan, keep)[1] <= most]
     # the larger of two that cost the same: fewer calls
-    best = min(fitting, key=lambda keep: (_seconds(plan, recipe, keep), -len(keep)), default=())
-    return describe(plan, recipe, best)
+    return min(fitting, key=lambda keep: (_seconds(plan, recipe, keep), -len(keep)), default=())
 
 
 def describe(
-    plan: Plan, recipe: Recipe, keep: Collection[str], overlap: Collection[str] = ()
+    plan: Plan,
+    recipe: Recipe,
+    keep: Collection[str],
+    overlap: Collection[str] = (),
+    handed_over: int = 0,
 ) -> Switch:
     """Returns what a switch with these tags kept, and these beside work, costs. plan: as of
-    `decide`.
+    `decide`. handed_over: bytes that can go to the other side in place of the driver.
     """
     sizes = _sizes(plan)
     leaves = _leaving(plan, keep)
@@ -83,11 +96,25 @@ def describe(
             f"beside work: {', '.join(overlap)} while answers are made, back while they are "
             f"scored: {back}"
         )
-    elif leaves and recipe.cycle.hand_over == "auto":
-        lines.append("handed over: pages of one side to the other, not through the driver")
+    # no more than the driver takes
+    gain = min(_GAINED * (handed_over - _BREAK_EVEN), _remapping(plan, leaves))
+    hand_over = handed_over > 0 and (gain > 0 or recipe.cycle.hand_over == "always")
+    if handed_over:
+        lines.append(_handing(handed_over, gain, hand_over))
+    seconds -= gain if hand_over else 0
     lines.append(f"exposed: {1000 * seconds:.0f} ms a step")
     kept = tuple(tag for tag in sizes if tag in keep)
-    return Switch(keep=kept, overlap=overlap, seconds=seconds, lines=tuple(lines))
+    decided: dict[str, Any] = {"keep": kept, "overlap": overlap, "hand_over": hand_over}
+    return Switch(**decided, seconds=seconds, lines=tuple(lines))
+
+
+def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
+    size, change = format_bytes(nbytes), f"{1000 * abs(gain):.0f} ms"
+    if hand_over:
+        less = f"{change} {'less' if gain > 0 else 'more'}"
+        return f"handed over: {size} of one side to the other, not through the driver: {less}"
+    least = f"it gains from {_BREAK_EVEN / GIB:.1f} GiB on"
+    return f"through the driver: handing {size} over would take {change} more; {least}"
 
 
 def _most(plan: Plan) -> int:
@@ -156,6 +183,12 @@ def _seconds(
     sizes, leaves = _sizes(plan), _leaving(plan, keep)
     copied = sum(2 * sizes[tag] for tag in leaves if tag in SAVED)
     copied -= sum(sizes[tag] for tag in [*overlap, *_ahead(recipe, overlap)])
-    remapped = sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0)
     written = 0 if recipe.cycle.alias == "always" else sizes.get("weights", 0)
-    return copied / plan.gpu.link + remapped * _REMAPPED + written * _SYNCED + _MESSAGES
+    mapping = _remapping(plan, leaves)
+    return copied / plan.gpu.link + mapping + written * _SYNCED + _MESSAGES
+
+
+def _remapping(plan: Plan, leaves: Collection[str]) -> float:
+    """Seconds in the driver if all that leaves goes through it, torch's cache with it."""
+    sizes = _sizes(plan)
+    return _REMAPPED * (sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0))

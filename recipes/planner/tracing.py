@@ -118,7 +118,11 @@ class PlannedDevice(TorchDispatchMode):
             return 0  # a number that steers nothing here
         if func.overloadpacket.__name__ in _MULTIPLIES:
             self._take_workspace()
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Of tensors without memory torch has the shapes of bf16 alone.
+            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:]).to(args[0].dtype)
+        else:
+            out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
             batch, heads, length, _ = args[1].shape
             self._pass_by(_flash_scratch(args[1], args[2], heads, batch * round_up(length, 128)))

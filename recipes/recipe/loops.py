@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from recipes.recipe import rules
-from recipes.recipe.rules import Rule, Section, at_least, different_digits, one_of
+from recipes.recipe.rules import Rule, Section, at_least, different_digits, one_of, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class CycleSection(Section):
     # The rollout serves the trainer's own pages: auto (where it can), always or never.
     alias: str = "auto"
     # What leaves goes to what the other side of the device takes next: auto (where nothing leaves
-    # beside work), or never: through the driver.
+    # beside work, and the plan says that it gains), always, or never: through the driver.
     hand_over: str = "auto"
 
     def rules(self) -> Iterator[Rule]:
@@ -172,7 +172,10 @@ class CycleSection(Section):
             words = f"names unknown tags {', '.join(unknown)}; known: {', '.join(known)}"
             yield Rule(key, not unknown, words, none)
         yield Rule("alias", *one_of("auto", "always", "never"))
-        yield Rule("hand_over", *one_of("auto", "never"))
+        yield Rule("hand_over", *one_of("auto", "always", "never"))
+        good = self.hand_over != "always" or self.overlap in ("auto", [])
+        words = f"is not for what leaves beside work, cycle.overlap={shown(self.overlap)}"
+        yield Rule("hand_over", good, words, "set cycle.hand_over=auto")
 
     @property
     def named(self) -> list[str]:

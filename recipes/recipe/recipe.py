@@ -120,8 +120,10 @@ class Recipe(Section):
         beside = f"with engine.kind={self.engine.kind}"
         yield Rule("device", self.device != "cpu", f"is not for {name}'s kernels, {beside}")
         words = f"takes several engines, and one was tried, {beside}"
-        one = self.cluster.size == 1
+        one = self.cluster.n_gpus_per_node == 1 or name == "vLLM"
         yield Rule("cluster.n_gpus_per_node", one, words, "set cluster.n_gpus_per_node=1")
+        words = f"takes several machines, and one was tried, {beside}"
+        yield Rule("cluster.nnodes", self.cluster.nnodes == 1, words, "set cluster.nnodes=1")
         words = f"is not for weights that {name}'s buffers lie among, {beside}"
         yield Rule("cycle.alias", self.cycle.alias != "always", words, "set cycle.alias=never")
         words = f"needs a KV cache that grows, and {name}'s does not, {beside}"
@@ -155,6 +157,12 @@ class Recipe(Section):
         return [tag for tag in TAGS if tag not in absent]
 
 
-def switching(recipe: Recipe, keep: Collection[str], overlap: Collection[str] = ()) -> Recipe:
-    """Returns the recipe with `cycle.keep` and `cycle.overlap` decided."""
-    return replace(recipe, cycle=replace(recipe.cycle, keep=list(keep), overlap=list(overlap)))
+def switching(
+    recipe: Recipe, keep: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
+) -> Recipe:
+    """Returns the recipe with `cycle.keep`, `cycle.overlap` and `cycle.hand_over` decided. What
+    leaves beside work is never handed over.
+    """
+    way = "always" if hand_over and not overlap else "never"
+    decided = replace(recipe.cycle, keep=list(keep), overlap=list(overlap), hand_over=way)
+    return replace(recipe, cycle=decided)

@@ -131,7 +131,8 @@ class EngineSection(Section):
         yield Rule("kv_cache_dtype", self.kv_cache_dtype == "auto", words)
         yield Rule("host_to_device_ratio", self.host_to_device_ratio == 0, own)
         words = f"puts {name}'s workers into processes of their own, {beside}"
-        yield Rule("tensor_parallel_size", self.tensor_parallel_size == 1, words)
+        one = self.tensor_parallel_size == 1 or self.kind == "vllm"
+        yield Rule("tensor_parallel_size", one, words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,8 @@ class TrainerSection(Section):
             yield Rule("threads", *at_least(1))
 
 
-LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_MODULES = (*_DENSE, "experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +184,13 @@ class LoraSection(Section):
 
     rank: int = 0  # 0: off, all parameters are trained
     alpha: float = 32.0
-    target_modules: list[str] = field(default_factory=lambda: list(LORA_MODULES))
+    target_modules: list[str] = field(default_factory=lambda: list(_DENSE))
 
     def rules(self) -> Iterator[Rule]:
         yield Rule("rank", *at_least(0), "set lora.rank=0 (off)")
+        words = "must be a multiple of 8 for adapters of experts"
+        whole = self.rank % 8 == 0 or "experts" not in self.target_modules
+        yield Rule("rank", whole, words, f"set lora.rank={self.rank + -self.rank % 8}")
         yield Rule("alpha", *rules.POSITIVE)
         names, words = self.target_modules, f"must be different names of {', '.join(LORA_MODULES)}"
         good = names and len({*names} & {*LORA_MODULES}) == len(names)

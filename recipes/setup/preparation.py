@@ -62,7 +62,9 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             context = model.max_position_embeddings
         else:
             kv_tokens = recipe.engine.kv_tokens or demanded_tokens(recipe, longest)
-            context = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
+            config = json.loads((model_dir / "config.json").read_text())
+            context = config["max_position_embeddings"]
+            _check_heads(recipe, config["num_attention_heads"])
         recipe = with_alias_decided(recipe, model_dir)
         _check_request(recipe, longest, kv_tokens, context)
         if recipe.model.path is None:
@@ -160,13 +162,19 @@ def _check_replay(recipe: Recipe, model: ModelConfig) -> None:
         raise RecipeError(f"{key}=true: the model has no experts to choose; set {key}=false")
 
 
+def _check_heads(recipe: Recipe, heads: int) -> None:
+    if heads % (size := recipe.engine.tensor_parallel_size):
+        key = "engine.tensor_parallel_size"
+        raise RecipeError(f"{key}={size}: does not divide the model's {heads} heads; set {key}=1")
+
+
 def _check_lora(section: LoraSection, model_dir: Path) -> None:
     """Its layers are the model's."""
     if not section.rank:
         return
-    from trainer_bridge.training import linear_layer_names
+    from trainer_bridge.training import lora_target_names
 
-    there = linear_layer_names(str(model_dir))
+    there = lora_target_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
         key, rule = "lora.target_modules", f"the model has no layers {', '.join(missing)}"
         has = shown([name for name in LORA_MODULES if name in there])

@@ -26,7 +26,7 @@ TAG_COLOURS = {  # tags are shown in this order; others follow by name
 }
 STAGES = "stages"  # the process of a trace that holds them
 MOVES = "memory moves"  # as a lane beside the stages
-_MOVING = ("pause", "resume", "save")  # operations of a saver
+_MOVING = ("pause", "resume", "save", "arrive")  # operations of a saver
 OTHER_KINDS = "exact_match_"  # and the kind's name: keys of an evaluation's row
 NOTABLE = 1e-3  # seconds of moves beside work that are worth a word
 SLACK = 1e-6  # seconds by which the ends of stages and steps may differ
@@ -224,7 +224,7 @@ def switch_seconds(row: Mapping[str, Any]) -> float:
 
 
 def spans_of_moves(events: Iterable[Event]) -> Iterator[tuple[float, float]]:
-    """Yields when each pause, resume and save began and ended."""
+    """Yields when each pause, resume, save and arrival began and ended."""
     for event in events:
         if event.op in _MOVING:
             yield event.time - event.seconds, event.time

@@ -185,18 +185,18 @@ class Monitor:
         self.sync = {name: getattr(receipt, name) for name in names}
 
     def outside(self) -> int:
-        """Returns bytes used of the one device, by anyone, that lie neither on the trainer's tags
-        nor on the engine's of weights and KV cache.
+        """Returns bytes used of a device, by anyone, that lie neither on the trainer's tags nor on
+        the engine's of weights and KV cache; of several devices, the most.
         """
-        used = 0
-        on_tags = 0
+        used, on_tags = Counter[str](), Counter[str]()
         for owner, side in self._sources.items():
+            side_name, _, rank = owner.partition("[")
             usage = side.take_usage()
-            used = max(used, usage.device_used_bytes or 0)
+            used[rank] = max(used[rank], usage.device_used_bytes or 0)
             for tag, nbytes in usage.tags.items():
-                if owner.startswith("trainer") or tag.startswith((WEIGHTS, KV_CACHE)):
-                    on_tags += nbytes
-        return used - on_tags
+                if side_name == "trainer" or tag.startswith((WEIGHTS, KV_CACHE)):
+                    on_tags[rank] += nbytes
+        return max(used[rank] - on_tags[rank] for rank in used)
 
     @property
     def hidden_seconds(self) -> float:

@@ -27,14 +27,10 @@ def manifest_of(
     recording: Recording,
     shapes: Mapping[str, Ints],
     aliases: Mapping[str, str],
-    model: nn.Module,
     offset_of: Callable[[int], int],
 ) -> Manifest:
     """shapes: of the checkpoint's parameters, whole, tied ones once. aliases: tied name -> name.
-    offset_of: byte of the tag's addresses at an address.
-
-    Raises ValueError naming parameters of which only a part is taken, and parameters of the model
-    that are not filled.
+    offset_of: byte of the tag's addresses at an address. See `check_taken` and `check_filled`.
     """
     numbers = dict(zip(shapes, _first_numbers(shapes), strict=True))
     slices: list[ParamSlice] = []
@@ -54,8 +50,6 @@ def manifest_of(
             for box in boxes(landed, shapes[name])
         )
     slices = list(_joined(slices))
-    _check_taken(slices, shapes)
-    _check_filled(recording, model)
     zeros = tuple((offset_of(address), nbytes) for address, nbytes in recording.zeros)
     ends = [offset_of(_end(landed)) for landed in recording.landed]
     nbytes = max(chain(ends, (offset + size for offset, size in zeros)))
@@ -103,10 +97,25 @@ def _end(landed: Landed) -> int:
     return landed.address + (sum((n - 1) * s for n, s in pairs) + 1) * landed.dtype.itemsize
 
 
-def _check_taken(slices: Sequence[ParamSlice], shapes: Mapping[str, Ints]) -> None:
+Part = tuple[str, Ints, Ints]
+"""A parameter's name, and start and shape of a box of it."""
+
+
+def parts(manifest: Manifest) -> list[Part]:
+    """Returns what of the checkpoint an engine holds."""
+    return [(piece.name, piece.start, piece.shape) for piece in manifest.slices]
+
+
+def check_taken(ranks: Sequence[Sequence[Part]], shapes: Mapping[str, Ints]) -> None:
+    """ranks: `parts` of each that shares the model; they may hold the same, one holds nothing
+    twice. ValueError names parameters of which only a part is taken, or more than all.
+    """
+    seen = Counter[Part]()
+    for mine in ranks:
+        seen |= Counter(mine)
     taken = Counter[str]()
-    for piece in slices:
-        taken[piece.name] += math.prod(piece.shape)
+    for (name, _, shape), times in seen.items():
+        taken[name] += times * math.prod(shape)
     wrong = [name for name, shape in shapes.items() if taken[name] != math.prod(shape)]
     if wrong:
         first = wrong[0]
@@ -117,8 +126,8 @@ def _check_taken(slices: Sequence[ParamSlice], shapes: Mapping[str, Ints]) -> No
         )
 
 
-def _check_filled(recording: Recording, model: nn.Module) -> None:
-    """Each parameter of the model, tied ones once, is written as a whole."""
+def check_filled(recording: Recording, model: nn.Module) -> None:
+    """ValueError names parameters of the model, tied ones once, that are not written as a whole."""
     tensors = chain(model.parameters(), model.buffers())
     starts = sorted({tensor.data_ptr() for tensor in tensors})
     filled = Counter[int]()

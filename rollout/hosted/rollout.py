@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memsaver import MemorySaver, StateError, Ticket
+from memsaver.common.plain import all_gather_plain
 from memsaver.common.signals import held
-from memsaver.vmm import empty_torch_cache, hold_workspaces
+from memsaver.vmm import empty_torch_cache
 from rollout.engine_base import EngineBase
-from rollout.hosted.layout import manifest_of
+from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts
 from rollout.hosted.recording import record
 from rollout.model import parameter_shapes
+from rollout.parallel import TensorParallel
 from rollout.partner import handing_over
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from rollout.types import CommitReceipt, WeightOffer
@@ -27,10 +30,14 @@ from rollout.weights.update import WeightUpdate, require_active
 class HostedEngine(Protocol):
     """Another project's engine, in the process that has its weights.
 
-    name: what errors call it. saver: whose tags its memory is on.
+    name: what errors call it. saver: whose tags its memory is on. group: on gloo, of the processes
+    that share the model, each with a part of it; None for one that has all of it.
     """
 
     name: str
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
 
     @property
     def saver(self) -> MemorySaver: ...
@@ -65,9 +72,12 @@ class HostedRollout(EngineBase):
     def __init__(self, engine: HostedEngine, path: str | Path) -> None:
         """path: the model's directory. ValueError where the model's weights are not plain copies of
         a checkpoint's; names the first parameter that is not.
+
+        Ranks that share a model make theirs, sleep, wake up and generate at the same time.
         """
-        hold_workspaces()
         self._hosted = engine
+        group = engine.group
+        self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)
         self.saver: MemorySaver = engine.saver
         self._buffers = _beside_parameters(engine.model, self.saver.device)
         self._buffers_lost = False
@@ -86,7 +96,10 @@ class HostedRollout(EngineBase):
         shapes, aliases = parameter_shapes(path)
         address = first.data_ptr() - saver.offset_of(first)
         recording = record(self._hosted.load_weights, model, shapes)
-        manifest = manifest_of(recording, shapes, aliases, model, lambda at: at - address)
+        manifest = manifest_of(recording, shapes, aliases, lambda at: at - address)
+        mine, group = parts(manifest), self._hosted.group
+        check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)
+        check_filled(recording, model)
         arena = saver.backend.window(address, manifest.nbytes, saver)
         return WeightArena(manifest, shapes, arena, 0, tags.pop())
 
@@ -160,6 +173,8 @@ class HostedRollout(EngineBase):
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
         elif self._buffers_lost or self._tables_lost:
             reasons.append("the last wake-up failed halfway (call wake_up)")
+        if self._ranks.failure is not None:
+            reasons.append(self._ranks.failure)
         if self.store.version is None:
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
         return "; ".join(reasons) or None

@@ -14,7 +14,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 import memsaver.compat
@@ -23,6 +23,8 @@ from memsaver.compat import require
 from rollout.sglang.scheduler import ANSWER, run_scheduler
 
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
+_NEVER = 1 << 30  # tokens: an answer streams when it has ended, and once at its beginning
+Answers = asyncio.Future[list[dict[str, Any]]]
 _IO = "sglang.srt.managers.io_struct"
 
 
@@ -89,17 +91,20 @@ class SglangEngine:
         loop = self.engine.loop
         ended = loop.create_future()
         loop.add_reader(self._process, _set_once, ended)
-        pairs = enumerate(zip(prompts, params, strict=True))
-        left = {loop.create_task(self._one(number, *each)) for number, each in pairs}
+        answers: list[Answers] = [loop.create_future() for _ in prompts]
+        waiting = {answer: number for number, answer in enumerate(answers)}
+        left = {loop.create_task(each) for each in self._asked(prompts, params, answers)}
         try:
-            while left:
-                waiting = asyncio.wait({*left, ended}, return_when=asyncio.FIRST_COMPLETED)
-                done, _ = loop.run_until_complete(waiting)
+            while waiting:
+                either = asyncio.wait({*waiting, *left, ended}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = loop.run_until_complete(either)
                 if ended in done:
                     raise _ended()
+                for task in done & left:
+                    task.result()  # raises what it raised
                 left -= done
-                for task in done:
-                    on_answer(*task.result())
+                for answer in done & waiting.keys():
+                    on_answer(waiting.pop(answer), answer.result())
         except BaseException:
             loop.run_until_complete(self._abort(left, ended))
             raise
@@ -108,13 +113,41 @@ class SglangEngine:
             while not ended.done() and not self.call("is_idle"):
                 time.sleep(0.001)  # it takes a step more than the answers need
 
-    async def _one(
-        self, number: int, prompt: Sequence[int], params: dict[str, Any]
-    ) -> tuple[int, list[dict[str, Any]]]:
+    def _asked(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[dict[str, Any]],
+        answers: Sequence[Answers],
+    ) -> Iterable[Coroutine[Any, Any, None]]:
+        """Returns what asks for all answers: one message where each prompt has one sample, so that
+        the first batch is not what happened to have arrived. Several samples of a prompt are asked
+        for when its prefix is cached.
+        """
+        if all(each["n"] == 1 for each in params):
+            return [self._together(prompts, params, answers)]
+        return map(self._one, prompts, params, answers)
+
+    async def _one(self, prompt: Sequence[int], params: dict[str, Any], answer: Answers) -> None:
         said = await self.engine.async_generate(
             input_ids=list(prompt), sampling_params=params, return_logprob=True
         )
-        return number, said if isinstance(said, list) else [said]
+        answer.set_result(said if isinstance(said, list) else [said])
+
+    async def _together(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[dict[str, Any]],
+        answers: Sequence[Answers],
+    ) -> None:
+        outputs = await self.engine.async_generate(
+            input_ids=list(map(list, prompts)),
+            sampling_params=[{**each, "stream_interval": _NEVER} for each in params],
+            return_logprob=True,
+            stream=True,
+        )
+        async for output in outputs:
+            if output["meta_info"]["finish_reason"] is not None:
+                answers[output["index"]].set_result([output])
 
     async def _abort(self, left: set[asyncio.Task[Any]], ended: asyncio.Future[None]) -> None:
         if ended.done():

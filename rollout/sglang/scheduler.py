@@ -87,6 +87,7 @@ class HostedScheduler:
     """SGLang's scheduler as a `HostedEngine`."""
 
     name = "SGLang"
+    group = None
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

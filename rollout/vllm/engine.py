@@ -5,13 +5,16 @@ public calls, and the import name of its allocator.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import memsaver.compat
@@ -19,6 +22,7 @@ from memsaver import MemorySaver, StateError
 from memsaver.compat import IN_PROCESS, require
 from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
+_SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 _ALLOCATOR = "vllm.device_allocator.cumem"
 # they leave the weights where `load_weights` puts them
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -54,8 +58,11 @@ class VllmEngine:
 
     @classmethod
     def start(cls, path: str | Path, options: dict[str, Any]) -> Self:
-        """options: of `vllm.LLM`. StateError where vLLM's own allocator is in use already, or its
-        engine would be another process; ValueError without the package.
+        """options: of `vllm.LLM`. In a torch.distributed group of several ranks all of them start
+        one, each on its current GPU; so many neighbours as tensor_parallel_size share an engine.
+
+        StateError where vLLM's own allocator is in use already, or its engine would be another
+        process; ValueError without the package.
         """
         require("vllm")
         if os.environ.setdefault(IN_PROCESS, "0") != "0":
@@ -66,7 +73,16 @@ class VllmEngine:
         memsaver.compat.install(_ALLOCATOR)
         import vllm
 
-        return cls(vllm.LLM(model=str(path), enable_sleep_mode=True, **options))
+        with _launched() as more:
+            return cls(vllm.LLM(model=str(path), enable_sleep_mode=True, **more, **options))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Returns the ranks that share the model, on gloo; None for one alone."""
+        if not several_ranks():
+            return None
+        ranks: Any = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+        return ranks.cpu_group if ranks.world_size > 1 else None
 
     @property
     def model(self) -> nn.Module:
@@ -148,3 +164,35 @@ class VllmEngine:
         atexit.unregister(self.allocator.release_pools)
         self.saver.close()
         type(self.allocator).instance = None
+
+
+def several_ranks() -> bool:
+    """True in a process of a default group that has others."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def _launched() -> Iterator[dict[str, Any]]:
+    """Gives what `vllm.LLM` takes to be one worker of the default group, which vLLM then finds.
+
+    It looks for its rank and its GPU where torchrun has put them; other launchers have not. NCCL
+    reduces: vLLM's own ways map the other GPUs' memory, and an actor of Ray does not see these.
+    """
+    if not several_ranks():
+        yield {}
+        return
+    seat = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(torch.cuda.current_device())}
+    seat[_SYMMETRIC] = os.environ.get(_SYMMETRIC, "0")
+    before = {name: os.environ.get(name) for name in seat}
+    os.environ.update(seat)
+    try:
+        yield {
+            "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,
+        }
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 from memsaver import StateError
 from rollout.hosted import HostedRollout
 from rollout.model import stop_token_ids
+from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.serving import for_each
 from rollout.types import Completion, SamplingParams
-from rollout.vllm.engine import VllmEngine
+from rollout.vllm.draws import drawn_from
+from rollout.vllm.engine import VllmEngine, several_ranks
 from rollout.vllm.requests import completions, vllm_params
 
 
 class VllmRollout(HostedRollout):
     """A `Rollout` over vLLM's engine in this process. Not thread-safe: one call at a time.
 
-    It is what `Engine` is to trainer and cycle; `docs/how-to/vllm.md` lists what it refuses.
+    It is what `Engine` is to trainer and cycle; `docs/how-to/vllm.md` lists what it refuses. Ranks
+    that share an engine make the same calls in the same order, and all get the same answers.
     """
 
-    def __init__(self, engine: VllmEngine, path: str | Path) -> None:
-        """See `HostedRollout`."""
+    def __init__(self, engine: VllmEngine, path: str | Path, seed: int = 0) -> None:
+        """seed: of requests that bring none, where ranks share the engine. See `HostedRollout`."""
         super().__init__(engine, path)
         self.engine = engine
         self._stops = stop_token_ids(path)
+        self._seeds = random.Random(seed)
 
     @classmethod
     def from_pretrained(
@@ -46,41 +54,40 @@ class VllmRollout(HostedRollout):
         max_context_len: int | None = None,
         cuda_graphs: bool = True,
         seed: int = 0,
+        tensor_parallel_size: int = 1,
         **options: Any,
     ) -> Self:
         """vLLM's engine for a Hugging Face model directory.
 
         Sizes as in `EngineConfig`; options: further ones of `vllm.LLM`. load_weights: False draws
         dummy ones, undefined until an update commits.
+
+        In a torch.distributed group of several ranks, all of them call this, each for a GPU of its
+        own: every tensor_parallel_size neighbours share an engine, and the engines are replicas.
+        ValueError where the ranks ask for different ones.
         """
         device = torch.device(device)
-        if device.type != "cuda" or device.index:
-            raise ValueError(
-                f"device={device}: vLLM in this process takes its first GPU; set "
-                f"CUDA_VISIBLE_DEVICES, and device=cuda"
-            )
-        engine = VllmEngine.start(
-            path,
-            {
-                "dtype": str(dtype).removeprefix("torch."),
-                "load_format": "auto" if load_weights else "dummy",
-                "skip_tokenizer_init": True,
-                "enforce_eager": not cuda_graphs,
-                "seed": seed,
-                "block_size": page_size,
-                # one block is padding; the count decides, whatever the bytes would be
-                "num_gpu_blocks_override": kv_tokens // page_size + 1,
-                "kv_cache_memory_bytes": torch.cuda.mem_get_info(device)[1],
-                "gpu_memory_utilization": 0.01,
-                "max_num_seqs": max_running,
-                "max_num_batched_tokens": max(max_prefill_tokens, max_running),
-                "max_model_len": max_context_len,
-                # temperature is in them, as in our own
-                "logprobs_mode": "processed_logprobs",
-                **options,
-            },
-        )
-        rollout = cls(engine, path)
+        chosen = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "load_format": "auto" if load_weights else "dummy",
+            "skip_tokenizer_init": True,
+            "enforce_eager": not cuda_graphs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "block_size": page_size,
+            # one block is padding; the count decides, whatever the bytes would be
+            "num_gpu_blocks_override": kv_tokens // page_size + 1,
+            "gpu_memory_utilization": 0.01,
+            "max_num_seqs": max_running,
+            "max_num_batched_tokens": max(max_prefill_tokens, max_running),
+            "max_model_len": max_context_len,
+            # temperature is in them, as in our own
+            "logprobs_mode": "processed_logprobs",
+            **options,
+        }
+        seed = (seed + _take_seat(device, tensor_parallel_size, f"{path} {seed} {chosen}")) % 2**63
+        room = torch.cuda.mem_get_info(device)[1]
+        engine = VllmEngine.start(path, {"seed": seed, "kv_cache_memory_bytes": room, **chosen})
+        rollout = cls(engine, path, seed)
         if load_weights:
             rollout.store.define(0)
         return rollout
@@ -96,7 +103,7 @@ class VllmRollout(HostedRollout):
         """Continue every prompt params.n times; result [prompt][sample]. See `Engine.generate`.
 
         ValueError for what vLLM cannot do with our log-probabilities: beam search, top-k and top-p,
-        temperatures between 0 and 0.01.
+        temperatures between 0 and 0.01; and where ranks that share an engine ask different things.
         """
         if reason := self.unavailable_reason():
             raise StateError(f"cannot generate: {reason}")
@@ -113,9 +120,57 @@ class VllmRollout(HostedRollout):
                 answers = chain.from_iterable(found)
                 on_progress(done, total, sum(len(one.token_ids) for one in answers))
 
-        self.engine.run(prompts, asked, collect)
+        with self._in_step((list(map(list, prompts)), asked)):
+            self.engine.run(prompts, asked, collect)
         return found
+
+    @contextmanager
+    def _in_step(self, asked: object) -> Iterator[None]:
+        """Each rank schedules and samples by itself, and the others wait for it in every layer:
+        what is asked is the same, what is drawn too, and a rank that fails takes no further part.
+        """
+        if self._ranks.size == 1:
+            yield
+            return
+        self._ranks.check_others()  # vLLM's groups wait for half an hour
+        seed = self._seeds.getrandbits(63)
+        words = sha256(repr((asked, seed)).encode()).hexdigest()
+        self._ranks.check_same("what is asked", words)
+        try:
+            with drawn_from(seed, self.saver.device):
+                yield
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
 
     def close(self) -> None:
         """End vLLM's engine, and give all memory back."""
         self.engine.close()
+
+
+def _take_seat(device: torch.device, size: int, options: str) -> int:
+    """Makes the rank's GPU the current one; returns the number of its engine among the replicas.
+    size: ranks of an engine. options: the same on all ranks.
+    """
+    if not several_ranks():
+        if device.type != "cuda" or device.index:
+            raise ValueError(
+                f"device={device}: vLLM in this process takes its first GPU; set "
+                f"CUDA_VISIBLE_DEVICES, and device=cuda"
+            )
+        if size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={size} takes processes of one torch.distributed group, each "
+                f"with its part; start them by torchrun, or by open_ray"
+            )
+        return 0
+    ranks = dist.get_world_size()
+    if device.type != "cuda" or ranks % size:
+        raise ValueError(
+            f"device={device}, tensor_parallel_size={size}: each of the {ranks} ranks takes a GPU, "
+            f"and engines are of equal size; use cuda:N, and a size that divides {ranks}"
+        )
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    TensorParallel(ranks, dist.group.WORLD).check_same("the model or an option of vLLM", options)
+    return dist.get_rank() // size

@@ -3,7 +3,8 @@
 
 The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512
 tokens, two Ray actors) is run twice: once with everything staying on the device, which 80 GB allow,
-once with everything parked.
+once with everything parked. Then, in one process and without an engine, what scores wait for
+parameters that come back as a whole, and unit by unit as the forward needs them: `--shape`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,25 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from memsaver import MemorySaver
 from recipes.run import start_run
-from tests.benchmarks.common import parser, report
+from tests.benchmarks.bench_score import make_batch
+from tests.benchmarks.common import (
+    QWEN25,
+    TINY,
+    Scale,
+    Times,
+    make_scale,
+    parser,
+    report,
+    write_config,
+)
+from trainer_bridge import Trainer, TrainerConfig
+from trainer_bridge.training import Wait
 
 SYNC = ("sync_weights",)
 TO_ROLLOUT = ("empty_cache", "park_optim", "wake_weights", *SYNC, "park_params", "wake_kv_cache")
@@ -24,6 +40,8 @@ CASES = {
     "everything stays": "[params,optim,weights,kv_cache,cuda_graph]",
     "everything is parked": "[]",
 }
+
+WAYS: dict[str, Wait] = {"come as a whole": True, "come unit by unit": "memory"}
 
 
 def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]:
@@ -41,10 +59,45 @@ def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]
     return {**out, "step": statistics.median(row["step_seconds"] for row in rows) * 1e3}
 
 
+def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
+    """Milliseconds of scoring with the parameters there, and of the way back before or beside it;
+    what each way takes longer than the first is exposed.
+    """
+    folder.mkdir()
+    sizes: dict[str, Any] = TINY if scale.tiny else {}
+    config = TrainerConfig(
+        model_path=str(write_config(folder, shape, **sizes)),
+        random_init=True,
+        device=str(scale.device),
+        dtype="bfloat16",
+        micro_batch_size=16,
+    )
+    saver = MemorySaver(config.device)
+    trainer = Trainer(config, saver)
+    batch = make_batch(scale, sizes.get("vocab_size", 151936), lengths_vary=False)
+    trainer.park("optim")
+    scores, times = trainer.compute_log_prob(batch), Times(*scale.choose((5, 2), (1, 0)))
+
+    def back(wait: Wait) -> None:
+        trainer.restore("params", wait=wait)
+        assert trainer.compute_log_prob(batch) == scores
+
+    for _ in times.rounds:
+        times("params there", partial(trainer.compute_log_prob, batch))
+        for name, wait in WAYS.items():
+            trainer.park("params")
+            times(name, partial(back, wait))
+    trainer.close()
+    saver.close()
+    return times.medians
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--shape", default="0.5b", choices=QWEN25, help="whose params come back")
     args = options.parse_args(arguments)
+    scale = make_scale(args)
     recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}"]
     if args.tiny:
         recipe = "tiny"
@@ -59,6 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
             name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], Path(folder) / str(i))
             for i, (name, keep) in enumerate(CASES.items())
         }
+        back = exposed_ms(scale, args.shape, Path(folder) / "back")
     rows: list[list[object]] = []
     for stage in (*TO_ROLLOUT, *TO_TRAIN, *WORK, "step"):
         rows.append([stage, *(run.get(stage, 0.0) for run in runs.values())])
@@ -77,7 +131,10 @@ def main(arguments: list[str] | None = None) -> None:
     total("the sync", SYNC)
     total("to_train", TO_TRAIN)
     total("whole switch, share of the step", TO_ROLLOUT + TO_TRAIN, share=True)
-    report("bench_switch", ["stage, ms", *runs], rows, {"runs": runs}, args.out)
+    report("bench_switch", ["stage, ms", *runs], rows, {"runs": runs, "back": back}, args.out)
+    there = back["params there"]
+    exposed = [[name, ms, ms - there] for name, ms in back.items()]
+    report("bench_switch_back", ["compute_log_prob, ms", "", "exposed"], exposed, back, args.out)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ throughput. `make bench-vllm`, with vllm installed; `--engine sglang`.
 Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
 the same random weights of a Qwen2.5 shape. With `--together` both engines are built at the same
 time; the second then waits beside the first, with its memory.
+
+`--throughput` leaves the rest out, and is for our own engine and larger models, too:
+
+    python -m tests.benchmarks.bench_vllm --throughput --shape qwen3-30b-a3b --cases native
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ from tests.benchmarks.common import (
     run_cases,
     write_config,
 )
+from tests.benchmarks.sync.base import sync_scale
 
-KINDS = {"memsaver": "ours", "its own": "rival"}
+KINDS = {"memsaver": "ours", "its own": "rival", "native": "native"}
 KV_TOKENS = 196608  # so that both engines fit together
 
 
@@ -39,8 +44,8 @@ class Sides:
         self._log.mkdir(parents=True, exist_ok=True)
         self._answers: object = None
         self._engine = args.engine
-        self._words = [str(write_config(folder, args.size)), str(KV_TOKENS), str(args.cycles)]
-        self._words += ["quick"] if args.quick else []
+        self._words = [str(_model(args, folder)), str(KV_TOKENS), str(args.cycles)]
+        self._words += [flag for flag in ("quick", "throughput") if getattr(args, flag)]
         self._started: dict[str, subprocess.Popen[str]] = {}
         for name in args.cases if args.together else ():
             self._start(KINDS[name])
@@ -89,6 +94,13 @@ class Sides:
             process.wait()
 
 
+def _model(args: argparse.Namespace, folder: Path) -> Path:
+    if args.shape is None:
+        return write_config(folder, args.size)
+    [source] = sync_scale(make_scale(args), args.shape, {"bfloat16": args.layers}, 1).sources
+    return source.save(str(folder))
+
+
 def skipped() -> Figures:
     raise Skipped("it has no tiny form, and needs a GPU and the engine")
 
@@ -97,12 +109,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, KINDS)
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     options.add_argument("--size", choices=("0.5b", "7b"), default="7b")
+    options.add_argument("--shape", help="instead of --size, as a recipe's model.shape")
+    options.add_argument("--layers", type=int, help="of that shape; all of them unless given")
+    options.add_argument("--throughput", action="store_true", help="nothing else")
     options.add_argument("--cycles", type=int, default=20)
     options.add_argument(
         "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
     )
     options.add_argument("--together", action="store_true", help="build both engines at once")
+    options.set_defaults(cases=["memsaver", "its own"])
     args = options.parse_args(arguments)
+    if "native" in args.cases and not args.throughput:
+        raise SystemExit("native: our own engine is measured by --throughput alone")
     scale = make_scale(args)
     if scale.tiny or importlib.util.find_spec(args.engine) is None:
         return run_cases(f"bench_{args.engine}", dict.fromkeys(args.cases, skipped), args.out)

@@ -29,13 +29,14 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
         {"floors", "memsaver", "parked", "copies", "IPC buckets", *bench_sync.TWO},
     ),
     "bench_generate": ([], {"ms", "gap"}),
-    "bench_switch": ([], {"runs"}),
+    "bench_switch": ([], {"runs", "back"}),
     "bench_hand_over": (["--steps", "3"], {"tiny"}),
     "bench_gap": ([], {"rows"}),
     "bench_score": ([], {"passes", "apart"}),
     "bench_optimizer": ([], {"update"}),
     "bench_vllm": ([], set()),
     "bench_moe": ([], {"tokens"}),
+    "bench_moe_train": ([], {"ms", "experts"}),
     "bench_replay": ([], {"ms", "gaps"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device

@@ -1,13 +1,16 @@
 """One vLLM in a process of its own, for `bench_vllm`: its memory by its own allocator and its
-weights by its own loader, or its memory on our tags and its weights by our sync.
+weights by its own loader, or its memory on our tags and its weights by our sync. Or our own engine
+of the same model, for throughput alone.
 
 Prints figures as JSON lines, when it is told to go on.
 """
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import random
 import statistics
 import sys
@@ -126,6 +129,10 @@ class Rival:
     def forget(self) -> None:
         self.llm.reset_prefix_cache()
 
+    def driver_seconds(self) -> dict[str, float]:
+        """Of the calls so far, by operation, where they are counted."""
+        return {}
+
 
 class Ours(Rival):
     """The same engine on our tags; `sync` writes what a trainer of one rank would."""
@@ -179,6 +186,37 @@ class Ours(Rival):
     def forget(self) -> None:
         self.rollout.engine.reset_prefix_cache()
 
+    def driver_seconds(self) -> dict[str, float]:
+        return {name: calls.seconds for name, calls in self.rollout.saver.statistics().items()}
+
+
+class Native(Ours):
+    """Our own engine, with weights drawn as vLLM draws dummy ones."""
+
+    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+        from rollout import Engine
+        from rollout.model import parameter_shapes
+
+        self.rollout = Engine.from_pretrained(
+            path,
+            device="cuda",
+            dtype=torch.bfloat16,
+            load_weights=False,
+            kv_tokens=kv_tokens,
+            max_running=SEQUENCES,
+            max_context_len=CONTEXT,
+            max_prefill_tokens=8192,
+            prefix_cache=False,
+        )
+        drawn = (
+            (name, torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-1e-3, 1e-3))
+            for name, shape in parameter_shapes(path)[0].items()
+        )
+        self.rollout.store.load(drawn, "drawn")
+
+    def forget(self) -> None:
+        """No prompt is known already."""
+
 
 def greedy(side: Rival) -> list[list[int]]:
     side.forget()
@@ -218,6 +256,30 @@ def level_2(side: Rival, asleep: float, turns: int = 5) -> None:
         say(f"level 2, {asleep} s: {what}", statistics.median(values))
 
 
+def one_turn(side: Rival) -> None:
+    """One more of level 2, half a second asleep: what of it is the driver's, by our own counts, and
+    to the log by Python's profiler what takes longest of each step, of C's functions too.
+    """
+    steps: dict[str, Callable[[], None]] = {
+        "sleep": lambda: side.sleep(2),
+        "wake weights": lambda: side.wake("weights"),
+        "new weights": side.sync,
+        "wake kv_cache": lambda: side.wake("kv_cache"),
+    }
+    for name, step in steps.items():
+        before, profile = side.driver_seconds(), cProfile.Profile()
+        torch.cuda.synchronize()
+        profile.runcall(step)
+        torch.cuda.synchronize()
+        print(f"---- {name}", file=sys.stderr)
+        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
+        for call, seconds in side.driver_seconds().items():
+            if (more := (seconds - before.get(call, 0.0)) * 1e3) > 0.05:
+                say(f"level 2, one turn: {name}: driver's {call}", more)
+        if name == "sleep":
+            time.sleep(0.5)
+
+
 def level_1(side: Rival, turns: int = 3) -> None:
     rows: dict[str, list[float]] = defaultdict(list)
     for turn in range(turns):
@@ -246,19 +308,23 @@ def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
 
 
 def main(
-    kinds: dict[str, Any], kind: str, path: str, kv_tokens: int, cycles: int, quick: bool
+    kinds: dict[str, Any], kind: str, path: str, kv_tokens: int, cycles: int, flags: list[str]
 ) -> None:
     started = time.perf_counter()
-    side = kinds[kind](path, kv_tokens, quick)
+    side = kinds[kind](path, kv_tokens, "quick" in flags)
     say("engine built", time.perf_counter() - started, "s")
     print("ready", flush=True)
     sys.stdin.readline()
+    if "throughput" in flags:
+        throughput(side, "with dummy weights")
+        return
     side.give(checkpoint(path))
     weights(side)
     first = greedy(side)
     print(json.dumps({"answers": first}), flush=True)
     for asleep in (0.0, 0.5):
         level_2(side, asleep)
+    one_turn(side)
     throughput(side, "before the cycles")
     through_cycles(side, cycles, first)
     throughput(side, "after")
@@ -272,7 +338,7 @@ def run(kinds: dict[str, Any], words: list[str]) -> None:
     """Measure what the words of `bench_vllm` say, and end this process."""
     which, folder, kv, rounds, *flags = words
     try:
-        main(kinds, which, folder, int(kv), int(rounds), "quick" in flags)
+        main(kinds, which, folder, int(kv), int(rounds), flags)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise
@@ -282,4 +348,4 @@ def run(kinds: dict[str, Any], words: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    run({"ours": Ours, "rival": Rival}, sys.argv[1:])
+    run({"ours": Ours, "rival": Rival, "native": Native}, sys.argv[1:])

@@ -126,7 +126,9 @@ def test_this_machine_is_told_as_it_is() -> None:
 @pytest.mark.alone
 def test_a_gpu_is_tried_out_and_gets_everything_back() -> None:
     checks = named(examine("cuda:0"))  # makes the context and loads the kernels
-    assert {check.status for check in checks.values()} <= {"ok", "warn"}, checks
+    engines = {"vLLM", "SGLang"}  # skipped where they are not installed
+    others = [check for name, check in checks.items() if name not in engines]
+    assert {check.status for check in others} <= {"ok", "warn"}, others
     assert torch.cuda.get_device_properties(0).name in checks["GPUs"].found
     assert " free of " in checks["GPUs"].found
     for name in (

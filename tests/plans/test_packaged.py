@@ -14,12 +14,12 @@ from recipes.planner.gpus import GIB
 
 PACKAGE = Path(recipes.__file__).parent
 PACKAGED = sorted(PACKAGE.glob("*.yaml"))
-PLANS = sorted((PACKAGE.parent / "examples" / "plans").glob("*.yaml"))  # what cannot run yet
-NOT_YET = {"deepseek-v3-256xb200"}
+PLANS = sorted((PACKAGE.parent / "examples" / "plans").glob("*.yaml"))  # too large to be tried
 # The shape and the way of another recipe, on more or larger GPUs; or measured in
 # tests/recipes/planner. (make test-all)
 LIKE_ANOTHER = {"tiny", "smollm2-135m-2digits", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-7b-h200"}
-LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100", "qwen3-30b-a3b-8xh200"}
+LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100"}
+LIKE_ANOTHER |= {"qwen3-30b-a3b-8xh200", "qwen3-30b-a3b-cut"}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100", "qwen3-30b-a3b-8
 def test_every_recipe_and_plan_is_planned_and_fits_its_gpus(file: Path) -> None:
     # if it fits handed over, what is decided fits (test_switch.py)
     plan = plan_of(recipes.load(file, ["cycle.keep=[]"]), file.stem, gpu=None)
-    assert plan.fits == (file.stem not in NOT_YET), plan.needs
+    assert plan.fits, plan.needs
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
 
 

@@ -16,8 +16,9 @@ from recipes.cli import main
 from recipes.planner.command import plan_of
 from recipes.planner.dry_run import dry_run
 from recipes.planner.engine import EngineSizes
-from recipes.planner.gpus import MIB, find_gpu
+from recipes.planner.gpus import GIB, MIB, find_gpu
 from recipes.planner.log import Log, repeated_layers, replay, with_layers
+from recipes.recipe import switching
 from tests.helpers.recipes.runs import SMALL, SMALL_PPO
 
 Capture = pytest.CaptureFixture[str]
@@ -88,7 +89,7 @@ def hybrid(*kinds: str) -> dict[str, Any]:
 )
 def test_few_layers_give_what_all_of_them_give(fields: dict[str, Any], words: list[str]) -> None:
     recipe = recipes.load("tiny", ["trainer.micro_batch_size=4", "sampling.max_tokens=200", *words])
-    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
+    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB, "room": GIB}
     assert repeated_layers(fields)[2] > 0, "nothing is repeated"
     few = dry_run(recipe, fields, SIZES, **given)
     every = dry_run(recipe, fields, SIZES, **given, all_layers=True)
@@ -145,6 +146,38 @@ def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_
         assert 0.99 * measured <= planned[stage] <= 1.03 * measured, stage
 
 
+def test_parameters_come_back_beside_the_answers_where_a_gib_besides_stays_free() -> None:
+    """Then the engine sleeps beside them; else it sleeps first."""
+    recipe = switching(recipes.load("tiny", ["cycle.alias=never"]), [], ["params", "optim"])
+    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
+
+    def planned(room: int) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+        run = dry_run(recipe, FIELDS, SIZES, **given, room=room)
+        return run.stages, run.tags
+
+    (roomy, tags), (tight, _) = planned(2 * GIB), planned(GIB)
+    asleep = [stages["sleep"] for stages in (roomy, tight)]
+    assert [stage["tags"]["params"] for stage in asleep] == [tags["params"], 0]
+    assert asleep[0]["device_bytes"] - asleep[1]["device_bytes"] == tags["params"] > 0
+    needed = tags["params"] + sum(SIZES.tags.values()) + GIB
+    needed += sum(roomy["generate_sequences"]["torch"].values())
+    least = [planned(needed - less)[0]["sleep"]["tags"]["params"] for less in (0, 1)]
+    assert least == [tags["params"], 0]
+    others = roomy.keys() - {"sleep"}
+    assert {stage: roomy[stage]["device_bytes"] for stage in others} == {
+        stage: tight[stage]["device_bytes"] for stage in others
+    }
+
+
+def test_a_forced_switch_beside_work_is_planned_as_it_was_measured() -> None:
+    """31.9 GiB, on two H200 (docs/benchmarks.md)."""
+    words = ["cluster.n_gpus_per_node=2", "engine.mem_fraction_static=0.92", "driver=ray"]
+    plan = plan_of(recipes.load("qwen2.5-7b-h200", words), "forced", gpu=None)
+    assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
+    sleep = next(stage for stage in plan.stages if stage.stage == "sleep")
+    assert sleep.device_bytes / GIB == pytest.approx(31.9, rel=0.03)
+
+
 def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capture) -> None:
     assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=176000000"]) == 3
     printed = capsys.readouterr().out
@@ -157,6 +190,20 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
     assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, (
         "far from all that would fit"
     )
+
+
+def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone() -> None:
+    """What is kept for the backward pass is as much more as its elements are wider."""
+    fields = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64}
+    given = {"prompt_tokens": 9, "workspace_bytes": 0}
+    peaks = []
+    for dtype in ("float32", "bfloat16"):
+        words = [f"model.dtype={dtype}", "sampling.max_tokens=10", "cycle.overlap=[]"]
+        recipe = recipes.load("tiny", words)
+        stages = dry_run(recipe, fields, SIZES, **given).stages
+        peaks.append(stages["compute_log_prob"]["torch"]["trainer"])
+    assert 1.5 < peaks[0] / peaks[1] < 2.5
 
 
 def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:

@@ -5,6 +5,8 @@ a process of its own.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -19,7 +21,7 @@ import recipes
 from recipes.planner.command import plan_beside, plan_of
 from recipes.planner.gpus import GIB, Gpu
 from recipes.planner.plan import Plan, StagePlan, Switch
-from recipes.planner.switch import decide
+from recipes.planner.switch import decide, describe
 from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
 from recipes.run import deciding
@@ -58,6 +60,10 @@ def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
     return Plan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
 
 
+def decided(plan: Plan) -> Switch:
+    return describe(plan, RECIPE, decide(plan, RECIPE))
+
+
 @given(
     st.fixed_dictionaries(dict.fromkeys((*SAVED, *DROPPED), st.integers(1, 12))),
     st.integers(0, 8),
@@ -65,7 +71,7 @@ def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
 )
 def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: int) -> None:
     """A saved GiB costs two seconds on this link, all that is mapped anew less than one."""
-    chosen = decide(made_up(sizes, cache, total), RECIPE).keep
+    chosen = decide(made_up(sizes, cache, total), RECIPE)
     room = total - 0.25 - 0.03 * total
 
     def fits(keep: tuple[str, ...]) -> bool:
@@ -88,12 +94,60 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
 
 def test_adapters_go_with_the_parameters() -> None:
     sizes = {"params": 2, "adapters": 1, "optim": 1, "weights": 2, "kv_cache": 1}
-    roomy = decide(made_up(sizes, cache=1, total=80), RECIPE)
+    roomy = decided(made_up(sizes, cache=1, total=80))
     assert set(roomy.keep) == {*SAVED, *DROPPED} and roomy.lines[1] == "leaves: nothing"
     # with torch's cache, which stays where nothing leaves, all of it would take 8 of 7.5
-    tight = decide(made_up(sizes, cache=1, total=8), RECIPE)
+    tight = decided(made_up(sizes, cache=1, total=8))
     assert tight.lines[0].startswith("stays: params 3.0") and set(SAVED) <= {*tight.keep}
     assert "leaves: " in tight.lines[1] and "adapters" not in tight.lines[1]
+
+
+@pytest.mark.parametrize(("nbytes", "gain"), [(3.42, -0.019), (42.56, 0.167), (7.4, -1e-4)])
+@pytest.mark.parametrize("wish", ["auto", "always"])
+def test_what_is_handed_over_gains_what_was_measured(nbytes: float, gain: float, wish: str) -> None:
+    """At the sizes of both measurements, and just below where it begins to gain."""
+    sizes = dict.fromkeys((*SAVED, *DROPPED), 50)
+    plan, handed = made_up(sizes, cache=1, total=80), int(nbytes * GIB)
+    recipe = replace(RECIPE, cycle=CycleSection(keep=[], hand_over=wish))
+    driver = describe(plan, recipe, [])
+    assert not driver.hand_over and "driver" not in " ".join(driver.lines)
+    switch = describe(plan, recipe, [], handed_over=handed)
+    assert switch.hand_over == (gain > 0 or wish == "always")
+    expected = gain if switch.hand_over else 0
+    assert driver.seconds - switch.seconds == pytest.approx(expected, abs=1e-4)
+    change = f"{1000 * abs(gain):.0f} ms {'less' if gain > 0 else 'more'}"
+    assert change in switch.lines[2] and ("from 7.4 GiB on" in switch.lines[2]) != switch.hand_over
+
+
+def test_no_more_is_gained_than_the_driver_takes() -> None:
+    plan = made_up(dict.fromkeys((*SAVED, *DROPPED), 5), cache=0, total=80)
+    recipe = replace(RECIPE, cycle=CycleSection(keep=[]))
+    gained = [describe(plan, recipe, [], handed_over=n * GIB).seconds for n in (0, 15, 1000)]
+    assert gained[0] - gained[1] == gained[0] - gained[2] == pytest.approx(20 * 1.6e-3)
+
+
+def test_a_run_hands_over_what_its_cycle_would_and_says_why() -> None:
+    """Moments go to the weights, parameters to the pool, all of the engine's to the parameters:
+    each no more than fits. The key overrides.
+    """
+    words = [*FEW[1:], "cycle.keep=[]", "cycle.overlap=[]", "cycle.alias=never"]
+
+    def planned(*more: str) -> Plan:
+        return plan_of(recipes.load("tiny", [*words, *more]), "any", gpu="h100-80gb")
+
+    plan = planned()
+    most: Counter[str] = Counter()
+    for stage in plan.stages:
+        most |= Counter(stage.tags)
+    engine = most["weights"] + most["kv_cache"] + most["cuda_graph"]
+    into = min(most["optim"], most["weights"]), min(most["params"], most["kv_cache"])
+    assert plan.handed_over == sum(into) + min(engine, most["params"]) > 0
+    assert plan.switch is not None and not plan.switch.hand_over
+    assert plan.switch.lines[2].startswith("through the driver: handing ")
+    always, never = planned("cycle.hand_over=always"), planned("cycle.hand_over=never")
+    assert always.switch is not None and always.switch.hand_over and never.handed_over == 0
+    assert always.switch.lines[2].startswith("handed over: ")
+    assert never.switch is not None and len(never.switch.lines) == 3
 
 
 def test_an_optimizer_on_the_host_is_planned_there() -> None:
@@ -146,14 +200,16 @@ def test_a_run_has_its_switch_planned_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
-    with plan_beside(tmp_path, 80 * GIB, "always") as decided:
-        keep, _, lines = decided()
+    with plan_beside(tmp_path, 80 * GIB, CycleSection(alias="always")) as plan:
+        keep, _, hand_over, lines = plan()
     assert json.loads((tmp_path / "plan.json").read_text())["switch"]["keep"] == keep
-    assert "optim" in keep and "weights are the trainer's own pages" in lines[0]
+    assert "optim" in keep and "weights are the trainer's own pages" in lines[0] and not hand_over
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with plan_beside(tmp_path, 80 * GIB, "never") as decided:
-        keep, overlap, lines = decided()
-    assert keep == overlap == [] and lines[0].endswith("there is no plan: exit status 1")
+    for cycle in (CycleSection(), CycleSection(keep=["params"], overlap=["optim"])):
+        with plan_beside(tmp_path, 80 * GIB, cycle) as plan:
+            *what, lines = plan()
+        assert what == [cycle.named, [] if cycle.overlap == "auto" else ["optim"], False]
+        assert lines[0].endswith("there is no plan: exit status 1")
 
 
 def test_a_run_with_another_engine_is_planned_with_what_it_measured(
@@ -168,8 +224,8 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     kept = []
     for outside in (2 * GIB, 12 * GIB):
         monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
-        with deciding(setup, RunFolder(tmp_path), monitor) as decided:
-            keep, overlap, lines = decided()
+        with deciding(setup, RunFolder(tmp_path), monitor) as plan:
+            keep, overlap, _, lines = plan()
         written = json.loads((tmp_path / "plan.json").read_text())
         assert written["outside"]["measured"] == outside and overlap == []
         assert {stage["used_bytes"] > outside for stage in written["stages"]} == {True}
@@ -177,15 +233,47 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
         assert lines[0].startswith("stays: ")
     assert kept[0] == ["params", "optim", "weights", "kv_cache", "cuda_graph"]
     assert "optim" not in kept[1]
-    named = replace(recipe, cycle=replace(recipe.cycle, keep=["params"]))
-    setup.recipe = named
-    with deciding(setup, RunFolder(tmp_path), monitor) as decided:
-        assert decided() == (["params"], [], [])
+    named = {"keep": ["params"], "hand_over": "always"}
+    setup.recipe = replace(recipe, cycle=replace(recipe.cycle, **named))
+    with deciding(setup, RunFolder(tmp_path), monitor) as plan:
+        assert plan() == (["params"], [], True, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "planned"),
+    [
+        ("", True),
+        ("cycle.keep=[optim] cycle.overlap=[]", True),
+        ("cycle.keep=[optim] cycle.overlap=[] cycle.hand_over=never", False),
+        ("cycle.keep=[optim] cycle.overlap=[params]", False),
+        ("cycle.keep=[optim] cycle.hand_over=never", True),
+        ("engine.kind=vllm cycle.keep=[optim] cycle.hand_over=never", False),
+        ("engine.kind=vllm cycle.keep=[optim]", True),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_run_is_planned_where_a_key_is_left_to_auto(
+    words: str, planned: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipes.load("tiny", ["device=auto", "cycle.keep=auto", *words.split()])
+    gpu = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    found = object()
+    monkeypatch.setattr("recipes.run.plan_beside", lambda *_: nullcontext(lambda: found))
+    setup: Any = SimpleNamespace(recipe=recipe, device=device)
+    monitor: Any = None
+    with deciding(setup, RunFolder(tmp_path), monitor) as plan:
+        decided = plan()
+    if device == "cuda:0" and planned:
+        assert decided is found
+    else:
+        assert decided.keep == (recipe.keepable_tags() if not words else ["optim"])
+        assert not decided.hand_over
 
 
 def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
-    with pytest.raises(KeyboardInterrupt), plan_beside(tmp_path, 80 * GIB, "never"):
+    with pytest.raises(KeyboardInterrupt), plan_beside(tmp_path, 80 * GIB, CycleSection()):
         raise KeyboardInterrupt
     assert not (tmp_path / "plan.json").exists()
 

@@ -108,10 +108,18 @@ def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else() -> None:
 
 
 def test_what_is_on_no_tag_of_a_plan(tmp_path: Path) -> None:
-    """Graphs' tag, workspaces and contexts; the trainer's tags and both of the engine's are not."""
+    """Graphs' tag, workspaces and contexts; the trainer's tags and both of the engine's are not.
+    Of several devices it is the most.
+    """
     monitor = Monitor(RunFolder(tmp_path), View())
     engine = {"weights:discard": 30, "kv_cache:discard": 20, "cuda_graph:host": 7, "workspace": 3}
     for owner, tags in {"trainer": {"params": 10, "optim": 20}, "rollout": engine}.items():
         side: Any = Side(usage(tags, torch=5, used=100))
         monitor.watch(owner, side)
     assert monitor.outside() == 100 - 10 - 20 - 30 - 20
+    several = Monitor(RunFolder(tmp_path), View())
+    for rank, used in enumerate((90, 100)):
+        for name in ("trainer", "rollout"):
+            side = Side(usage({"weights": 10 + 20 * rank}, torch=5, used=used))
+            several.watch(f"{name}[{rank}]", side)
+    assert several.outside() == 90 - 2 * 10

@@ -22,6 +22,7 @@ from rollout.config import EngineConfig
 from rollout.model.loading import load_model_config
 from rollout.model.ranks import rank_groups
 from rollout.weights.store import arena_nbytes
+from tests.helpers.trainer_bridge.others import STAND_IN
 from trainer_bridge import LoraConfig
 
 GIB = 2**30
@@ -93,6 +94,7 @@ def test_the_recipe_reaches_trainer_and_engine(
     vllm = replace(plain.recipe.engine, kind="vllm", options={"async_scheduling": False})
     hosted = replace(plain, recipe=replace(plain.recipe, engine=vllm, device="cuda:0"))
     assert not engine_arguments(hosted)["async_scheduling"]
+    assert engine_arguments(hosted)["tensor_parallel_size"] == 1
     assert engine_arguments(plain)["tiers"] is None and trainer_config(plain).lora is None
     adapted = recipes.load("tiny", ["lora.rank=2", "lora.alpha=3", "lora.target_modules=[v_proj]"])
     expected = LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",))
@@ -121,6 +123,23 @@ def test_a_share_of_the_gpu_is_weights_and_pool(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6"]
     check_share(prepare(recipes.load(name, [*share, *words.split()]), tmp_path))
+
+
+def test_ranks_that_share_a_vllm_divide_its_heads(
+    tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+
+    def made(devices: int, ranks: int) -> Setup:
+        size = f"cluster.n_gpus_per_node={devices} engine.tensor_parallel_size={ranks}"
+        words = ["engine.kind=vllm", "driver=ray", "device=auto", *size.split()]
+        return prepare(recipes.load("tiny", words), tmp_path)
+
+    assert engine_arguments(made(4, 2))["tensor_parallel_size"] == 2
+    assert made(4, 1).kv_tokens == made(4, 2).kv_tokens
+    with pytest.raises(recipes.RecipeError, match="size=3: does not divide the model's 4 heads"):
+        made(3, 3)
 
 
 def check_share(setup: Setup) -> None:

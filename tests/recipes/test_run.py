@@ -167,17 +167,19 @@ def straight(make_run: MakeRun) -> Path:
 def test_kept_tags_stay_and_change_no_number(
     straight: Path, tmp_path: Path, no_pictures: None
 ) -> None:
-    """Also in a run that goes on with what leaves beside work, and then with all of them kept, by
-    itself, and the engine on the trainer's pages; that it evaluated where it stopped leaves no
-    trace.
+    """Also in a run that hands over, goes on with what leaves beside work, and then with all of
+    them kept, by itself, and the engine on the trainer's pages; that it evaluated where it stopped
+    leaves no trace.
     """
     kept = tmp_path / "kept"
-    start_run("tiny", [*SMALL, "steps=2", "cycle.keep=[optim,weights]"], kept)
+    words = ["cycle.keep=[optim,weights]", "cycle.hand_over=always"]
+    start_run("tiny", [*SMALL, "steps=2", *words], kept)
     for row in rows(kept, "train"):
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
         assert rollout["params"] == train["kv_cache"] == 0
-    continue_run(kept, None, ["steps=3", "cycle.keep=[]", "cycle.overlap=[params,optim]"])
+    words = ["cycle.keep=[]", "cycle.overlap=[params,optim]", "cycle.hand_over=auto"]
+    continue_run(kept, None, ["steps=3", *words])
     row = rows(kept, "train")[-1]
     beside = row["stages"]
     assert 0 < row["hidden_seconds"] < row["step_seconds"]

@@ -142,6 +142,27 @@ def test_samples_and_progress(rollout: SglangRollout, trainer: Trainer) -> None:
     assert cut.finish_reason == "stop" and cut.token_ids[-1] == stop
 
 
+def test_one_sample_a_prompt_is_one_message(
+    rollout: SglangRollout, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced(rollout, trainer)
+    sent = []
+    engine = rollout.engine.engine
+
+    def spied(**said: Any) -> Any:
+        sent.append(said["input_ids"])
+        return type(engine).async_generate(engine, **said)
+
+    monkeypatch.setattr(engine, "async_generate", spied)
+    prompts, each = (
+        [[1], [2], [3]],
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 1, 2)],
+    )
+    found = rollout.generate(prompts, each)
+    assert [len(group[0].token_ids) for group in found] == [3, 1, 2]
+    assert sent.count(prompts) == 1 and sent[0] == prompts
+
+
 def test_an_interrupt_leaves_no_request(rollout: SglangRollout, trainer: Trainer) -> None:
     synced(rollout, trainer)
 

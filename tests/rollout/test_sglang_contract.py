@@ -23,7 +23,7 @@ FIELDS = {
     },
     "SamplingParams": {
         "n", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop_token_ids",
-        "sampling_seed",
+        "sampling_seed", "stream_interval",
     },
     "HookType": {"AROUND", "REPLACE"},
     "RpcReqInput": {"method"},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen3MoeConfig
+from transformers import AutoConfig
 
 from memsaver import StateError
 from rollout import SamplingParams, WeightUpdateError
@@ -22,25 +22,8 @@ from rollout.tags import KV_CACHE, WEIGHTS
 from rollout.types import VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
 from rollout.vllm.requests import vllm_params
-from tests.helpers.models import SIZES, save_tiny
-from tests.helpers.rollout.fused import FusedEngine
+from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from trainer_bridge import LoraConfig, Trainer, TrainerConfig
-
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"normed": False},
-    "qwen2": {"normed": False, "biased": True},
-    "qwen3": {},
-}
-
-
-def random_directory(path: Path, kind: str, **overrides: Any) -> str:
-    if kind != "qwen3_moe":
-        save_tiny(path, kind, **overrides)
-        return str(path)
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = Qwen3MoeConfig(**SIZES, **sizes, head_dim=16, architectures=["Qwen3MoeForCausalLM"])
-    config.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture
@@ -58,34 +41,6 @@ def make(tmp_path: Path, device: str) -> Iterator[Callable[..., tuple[VllmRollou
         engine.close()
 
 
-def reference(rollout: VllmRollout, trainer: Trainer) -> dict[str, Tensor]:
-    """What the model's own loader makes of the trainer's weights, spelled as on the Hub."""
-    spelled: list[tuple[str, Tensor]] = []
-    for name, tensor in trainer.shards().items():
-        if name.endswith("experts.gate_up_proj"):
-            for number, rows in enumerate(tensor):
-                gate, up = rows.chunk(2)
-                at = name.removesuffix("gate_up_proj") + str(number)
-                spelled += [(f"{at}.gate_proj.weight", gate), (f"{at}.up_proj.weight", up)]
-        elif name.endswith("experts.down_proj"):
-            at = name.removesuffix("down_proj")
-            spelled += [(f"{at}{i}.down_proj.weight", each) for i, each in enumerate(tensor)]
-        else:
-            spelled.append((name, tensor))
-    model = rollout.engine.model
-    before = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    rollout.engine.load_weights(spelled)
-    loaded = {name: each.detach().clone() for name, each in model.state_dict().items()}
-    for name, each in model.state_dict().items():
-        each.copy_(before[name])
-    return loaded
-
-
-def same(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    for name, each in model.state_dict().items():
-        assert torch.equal(each, tensors[name]), name
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
 def test_a_trainer_writes_what_the_loader_would(
@@ -97,7 +52,7 @@ def test_a_trainer_writes_what_the_loader_would(
     rollout, path = make(kind, **overrides)
     config = TrainerConfig(model_path=path, device=device, random_init=True, threads=1)
     trainer = Trainer(config)
-    expected = reference(rollout, trainer)
+    expected = loaded(rollout.engine, trainer.shards())
     with pytest.raises(AssertionError):
         same(rollout.engine.model, expected)
     if kind == "qwen3_moe":
@@ -351,7 +306,7 @@ def test_a_parameter_of_which_a_part_is_taken(
 def test_engines_by_name() -> None:
     with pytest.raises(ValueError, match="kind='trtllm' must be one of native, vllm"):
         build_engine("trtllm", {})
-    with pytest.raises(ValueError, match="without limit_bytes"):
+    with pytest.raises(ValueError, match="takes no limit_bytes"):
         build_engine("vllm", {}, limit_bytes=1)
     with pytest.raises(ValueError, match="takes its first GPU"):
         build_engine("vllm", {"path": ".", "device": "cuda:1"})

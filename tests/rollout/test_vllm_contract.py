@@ -15,7 +15,8 @@ OPTIONS = {
     "dtype", "load_format", "skip_tokenizer_init", "enforce_eager", "seed", "block_size",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs",
     "max_num_batched_tokens", "max_model_len", "logprobs_mode", "enable_sleep_mode", "model",
-    "compilation_config",
+    "compilation_config", "tensor_parallel_size", "distributed_executor_backend",
+    "disable_custom_all_reduce",
 }  # fmt: skip
 FIELDS = {
     "EngineArgs": OPTIONS,
@@ -27,6 +28,7 @@ FIELDS = {
     "CompletionOutput": {"index", "token_ids", "logprobs", "finish_reason"},
     "RequestOutputKind": {"FINAL_ONLY"},
     "TokensInput": {"type", "prompt_token_ids"},
+    "GroupCoordinator": {"cpu_group", "world_size"},
     "UnquantizedMoeBackend": {"TRITON", "BATCHED_TRITON"},
 }  # fmt: skip
 # method of a class -> its first parameters
@@ -66,5 +68,24 @@ def test_words_that_are_passed() -> None:
     text = "\n".join(text for path, text in places.items() if path.parent.name in NEAR)
     for word in ("processed_logprobs", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS"):
         assert word in text
-    (place,) = [p for p in places if p.parts[-2:] == ("device_allocator", "__init__.py")]
-    assert "def get_mem_allocator_instance" in places[place]
+    assert "VLLM_ALLREDUCE_USE_SYMM_MEM" in at("vllm", "envs.py")
+    assert "def get_mem_allocator_instance" in at("device_allocator", "__init__.py")
+
+
+def at(*place: str) -> str:
+    (text,) = [text for path, text in WHEEL.sources() if path.parts[-2:] == place]
+    return text
+
+
+def test_a_worker_of_a_group_that_is_there() -> None:
+    """What the external launcher reads, and that it takes torch's default group; on which sides
+    vLLM draws by itself.
+    """
+    launcher = at("executor", "uniproc_executor.py")
+    for word in ('os.environ["RANK"]', 'os.environ["LOCAL_RANK"]'):
+        assert word in launcher
+    groups = at("distributed", "parallel_state.py")
+    for word in ("def get_tp_group", "if not torch.distributed.is_initialized()"):
+        assert word in groups
+    assert 'backend == "external_launcher"' in at("executor", "abstract.py")
+    assert "np.random.randint" in at("sample", "states.py")

@@ -16,6 +16,7 @@ from trainer_bridge import ActorDied, Cycle, CycleError, RankFailed
 from trainer_bridge.cycle import POISONING, TRANSITIONS
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.weight_sync import SyncReceipt
+from trainer_bridge.training import Wait
 
 TO_ROLLOUT = ["park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache"]
 TO_TRAIN = ["sleep", "restore_params", "restore_optim"]
@@ -35,6 +36,7 @@ class World:
         self.error: BaseException = ActorDied("trainer", "sync_weights", "died")
         self.roomy = roomy
         self.beside = set[str]()  # what was told to come back beside other work
+        self.ahead = set[str]()  # what came back with its content still on its way
         self.partly = False
         self.into: list[str] = []  # who hands what over, to what
 
@@ -77,8 +79,9 @@ class FakeTrainer:
                 )
             self.world.held.remove(tag)
 
-    def restore(self, *tags: str, wait: bool = True) -> None:
+    def restore(self, *tags: str, wait: Wait = True) -> None:
         self.world.beside |= set() if wait else set(tags)
+        self.world.ahead |= set(tags) if wait == "memory" else set()
         for tag in tags if wait else ():
             self.world.at(f"restore_{tag}")
             self.world.take(tag)
@@ -286,6 +289,7 @@ def test_what_leaves_beside_work_leaves_behind_the_kv_cache_and_comes_with_the_p
     assert world.beside == comes
     cycle.to_train()
     assert world.held >= trained
+    assert world.ahead == {*options["overlap"]}.difference(options.get("keep", ()))
 
 
 def test_what_scores_comes_back_beside_the_last_answers_if_it_left_beside_work() -> None:

@@ -20,6 +20,7 @@ from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, asser
 from trainer_bridge import SequenceBatch
 from trainer_bridge.training.balance import LoadBalance
 from trainer_bridge.training.batch import lay_out
+from trainer_bridge.training.experts import NAME
 
 COEFFICIENT = 0.5
 
@@ -53,6 +54,7 @@ def test_a_mixture_learns_as_by_transformers(
         micro_batch_size=64,
         **STABLE,
     )
+    assert trainer.model.get_experts_implementation()[""] == NAME
     for step in range(2):
         batch = make_batch(7, seed=step)
         expected = plain_step(model, optimizer, batch, 1.0, balance_loss(model, batch))

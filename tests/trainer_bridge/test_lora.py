@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver import StateError
 from rollout import Engine
+from tests.helpers.effort import some
+from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import (
     make_batch,
     reference,
@@ -35,9 +38,16 @@ from tests.helpers.trainer_bridge.tolerance import (
 )
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
+EXPERTS = LoraConfig(rank=8, alpha=16.0, target_modules=("q_proj", "experts"))
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5},
+    "mixtral": {"num_local_experts": 3},
+    "deepseek_v3": {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "moe_intermediate_size": 24},
+}
 
 
 def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -47,10 +57,11 @@ def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
     params: Any = dict(trainer.model.named_parameters())
     own = {name: param.detach().to_local() for name, param in params.items() if "lora_" not in name}
     for name in own:
-        path = name.removesuffix(".weight")
+        path = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_lora"
         if f"{path}.lora_a" in params:
             a, b = (params[f"{path}.lora_{x}"].detach().to_local().float() for x in "ab")
-            own[name] = torch.addmm(own[name].float(), b, a, alpha=LORA.scale)
+            add = torch.addmm if a.ndim == 2 else torch.baddbmm
+            own[name] = add(own[name].float(), b, a, alpha=LORA.scale)
     return {name: value.to(dtype) for name, value in own.items()}
 
 
@@ -108,6 +119,75 @@ def plain_lora(path: str, trainer: Trainer) -> Any:
                 lambda own, x, y: y + LORA.scale * (x[0] @ own.lora_a.T @ own.lora_b.T)
             )
     return model
+
+
+def plain_experts(path: str, trainer: Trainer) -> Any:
+    """The same of a mixture whose experts are adapted: a product for each expert alone, with its
+    merged matrices.
+    """
+    model = reference(path)
+    model.requires_grad_(False)
+    for name, value in trainer.model.named_parameters():
+        if name.endswith(("lora_a", "lora_b")):
+            parent, _, last = name.rpartition(".")
+            above, _, own = parent.rpartition(".")
+            if not hasattr(model.get_submodule(above), own):  # of a stack
+                model.get_submodule(above).add_module(own, torch.nn.Module())
+            start = torch.nn.Parameter(local_shard(value).clone())
+            model.get_submodule(parent).register_parameter(last, start)
+    for name, layer in model.named_modules():
+        if name.endswith(".experts"):
+            layer.forward = partial(one_by_one, layer)
+        elif name.endswith(".q_proj"):
+            layer.register_forward_hook(
+                lambda own, x, y: y + EXPERTS.scale * (x[0] @ own.lora_a.T @ own.lora_b.T)
+            )
+    return model
+
+
+def one_by_one(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    gate_up, down = (
+        stack + EXPERTS.scale * lora.lora_b @ lora.lora_a
+        for stack, lora in (
+            (experts.gate_up_proj, experts.gate_up_proj_lora),
+            (experts.down_proj, experts.down_proj_lora),
+        )
+    )
+    out = torch.zeros_like(x)
+    for expert in range(len(down)):
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[token] @ gate_up[expert].T).chunk(2, -1)
+        made = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+        out = out.index_add(0, token, made * weights[token, choice, None])
+    return out
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("checkpointing", some("layers", whole=["none", "mlp"]))
+def test_adapters_of_experts_learn_as_one_expert_at_a_time(
+    checkpointing: str, family: str, device: str, tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, family, **MIXTURES[family])
+    lora = EXPERTS
+    if family == "deepseek_v3":
+        lora = dataclasses.replace(EXPERTS, target_modules=("experts",))
+    how = {"activation_checkpointing": checkpointing, "device": device}
+    trainer = make_trainer(path, lora=lora, clip_eps_high=0.3, **STABLE, **how)
+    model = plain_experts(path, trainer)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=STABLE["adam_eps"], weight_decay=0)
+    base = {name: shard.clone() for name, shard in trainer.shards().items()}
+    for step in range(3):
+        expected = plain_step(model, optimizer, make_batch(7, seed=step), 1.0)
+        assert_metrics(trainer.update_actor(make_batch(7, seed=step)), expected)
+    assert_learned(bits(trainer), plain_bits(model, optimizer), 3)
+    assert_same_bits(trainer.shards(), base)
+    batch = make_batch(7)
+    assert trainer.compute_log_prob(batch, base=True) != trainer.compute_log_prob(batch)
+    with torch.no_grad():
+        assert_scores(
+            trainer.compute_log_prob(batch, base=True), reference_logprobs(reference(path), batch)
+        )
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "layers"}])
@@ -212,6 +292,58 @@ def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
     assert engine.served_version() == 6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_engines_get_merged_experts_and_later_those_alone(
+    family: str, dtype: str, tmp_path: Path, make_trainer: Make
+) -> None:
+    path = write_model(tmp_path, family, **MIXTURES[family])
+    lora = dataclasses.replace(EXPERTS, target_modules=("experts",))
+    trainer = make_trainer(path, lora=lora, param_dtype=dtype)
+    engine = Engine.from_pretrained(path, kv_tokens=64, dtype=getattr(torch, dtype))
+    trainer.connect([engine])
+    own = trainer.shards()
+    whole = sum(each.numel() for each in own.values())
+    changed = sum(shard.numel() for name, shard in own.items() if ".experts." in name)
+    for version, elements in ((1, whole), (2, changed), (3, changed)):
+        trainer.update_actor(make_batch(5, seed=version))
+        nbytes = elements * getattr(torch, dtype).itemsize
+        assert trainer.sync_weights(version, check_finite=True).nbytes == nbytes
+        found = weights(engine)
+        for name, value in merged(trainer, getattr(torch, dtype)).items():
+            assert torch.equal(found[name], value), name
+        names = [name for name in own if ".experts." in name]
+        assert names and not any(torch.equal(found[name], own[name]) for name in names)
+
+
+def test_saved_adapters_of_experts_are_pefts(tmp_path: Path, make_trainer: Make) -> None:
+    """As its 0.21 holds those of stacked parameters: PEFT's own formula and nesting."""
+    path = write_model(tmp_path / "model", "qwen3_moe", num_experts=5)
+    trainer, batch = make_trainer(path, lora=EXPERTS), make_batch(5)
+    for seed in range(2):
+        trainer.update_actor(make_batch(5, seed=seed))
+    trainer.save_adapters(str(tmp_path / "adapter"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj"]
+    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    model, scale = reference(path), config["lora_alpha"] / config["r"]
+    with torch.no_grad():
+        for key in sorted({name.partition(".lora_")[0] for name in tensors}):
+            a, b = (tensors.pop(f"{key}.lora_{x}.weight") for x in "AB")
+            name = key.removeprefix("base_model.model.")
+            if name.endswith("q_proj"):
+                model.get_submodule(name).weight += scale * b @ a
+                continue
+            stack = "gate_up_proj" if name.endswith(".base_layer") else "down_proj"
+            experts = model.get_submodule(name.removesuffix(".base_layer"))
+            a, b = a.reshape(5, -1, a.shape[1]), b.reshape(len(b), -1, 5)
+            delta = torch.einsum("o r e, e r i -> e o i", b, a)
+            experts.get_parameter(stack).add_(delta, alpha=scale)
+        assert not tensors
+        assert_scores(trainer.compute_log_prob(batch), reference_logprobs(model, batch))
+
+
 def test_saved_adapters_have_pefts_names_and_meaning(
     model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
@@ -250,6 +382,10 @@ def test_targets_that_the_model_has_not_are_refused(model_path: str, make_traine
         match=r"LoraConfig.target_modules=\('a', 'a'\): name at least one layer, none twice",
     ):
         targets("a", "a")
+    with pytest.raises(ValueError, match="no linear layer is called experts; there are: down_"):
+        make_trainer(model_path, lora=EXPERTS)
+    with pytest.raises(ValueError, match="LoraConfig.rank=4: must be a multiple of 8"):
+        targets("experts")
     with pytest.raises(ValueError, match="LoraConfig.rank=0: must be at least 1"):
         dataclasses.replace(LORA, rank=0)
 

@@ -247,7 +247,7 @@ def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_not
     trainer.park()
     short = OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.saver, "resume", fail(short))
+        patch.setattr(trainer.saver, "begin_resume", fail(short))
         trainer.restore("params", wait=False)  # a wish: no room is no error
         trainer.restore("optim", wait=False)
         with pytest.raises(StateError, match="'params', which is parked"):

@@ -27,7 +27,7 @@ from trainer_bridge import trl
 WHEEL = Wheel("trl")
 pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
 TRAINERS = ("grpo_trainer", "rloo_trainer", "distillation_trainer")
-SETTINGS = {"use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"}
+SETTINGS = {"use_vllm", "vllm_mode", "vllm_enable_sleep_mode"}
 
 
 def test_its_trainers_sync_by_the_attribute_that_is_replaced() -> None:
@@ -153,7 +153,6 @@ def test_a_sync_that_fails_is_made_again(made: Any, monkeypatch: pytest.MonkeyPa
     [
         ("mode", "server", 'vllm_mode="colocate"'),
         ("enable_sleep_mode", False, "vllm_enable_sleep_mode=True"),
-        ("tensor_parallel_size", 2, "vllm_tensor_parallel_size=2: .* use 1"),
         ("model", SimpleNamespace(peft_config={}), "adapters"),
     ],
 )
@@ -180,7 +179,7 @@ def test_other_sharding_and_another_allocator_are_refused(made: Any) -> None:
         trl.use(SimpleNamespace(vllm_generation=made))
 
 
-def rank_of_two(rank: int, folder: str) -> int:
+def rank_of_two(rank: int, folder: str, size: int) -> int:
     """A rank of FSDP2, sharded when vLLM is there already, as by accelerate."""
     assert WHEEL.folder is not None
     sys.path[:] = [STAND_IN, *sys.path, str(WHEEL.folder.parent)]
@@ -191,7 +190,8 @@ def rank_of_two(rank: int, folder: str) -> int:
     from trl.generation.vllm_generation import VLLMGeneration
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    made = VLLMGeneration(model, Accelerator(cpu=True), None, enable_sleep_mode=True)
+    engine: dict[str, Any] = {"enable_sleep_mode": True, "tensor_parallel_size": size}
+    made = VLLMGeneration(model, Accelerator(cpu=True), None, **engine)
     sync = trl.use(SimpleNamespace(vllm_generation=made))
     for layer in model.model.layers:
         fully_shard(layer)
@@ -211,7 +211,8 @@ def rank_of_two(rank: int, folder: str) -> int:
 
 
 @pytest.mark.extended
-def test_two_ranks_of_fsdp2_write_into_both_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_ranks_of_fsdp2_write_into_both_engines(tmp_path: Path, size: int) -> None:
     save_tiny(tmp_path / "model", "qwen2", tie_word_embeddings=True)
-    ranks = start_ranks(rank_of_two, 2, tmp_path / "meet", str(tmp_path / "model"))
+    ranks = start_ranks(rank_of_two, 2, tmp_path / "meet", str(tmp_path / "model"), size)
     assert results(ranks) == [3, 3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import memsaver
 from rollout import Engine
+from tests.helpers.memsaver.arrivals import gated
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import (
     config,
@@ -35,6 +37,7 @@ from tests.helpers.trainer_bridge.states import (
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,
     assert_learned,
+    assert_merged,
     assert_metrics,
     assert_scores,
 )
@@ -57,6 +60,8 @@ EXPERTS = (5, 1)  # 3 of a rank and 2 of the other; 1 and none; in a layer by co
 COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
 BLOCK = 5 * 33 + 7  # elements that are drawn at once, not a whole number of rows
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
+LORA_EXPERTS = LoraConfig(rank=8, alpha=16.0, target_modules=("q_proj", "experts"))
+COLUMNS = {"model.layers.1.mlp.experts.down_proj": 2}
 
 
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -140,6 +145,28 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     return result | {"next": other.update_actor(make_batch(3, seed=9))}
 
 
+def adapted_experts(path: str) -> dict[str, Any]:
+    """A trainer with adapters on experts, one stack of which is sharded by columns."""
+    other = Trainer(config(path, **CHANGES, lora=LORA_EXPERTS), shard_dims=COLUMNS)
+    engines = connected(other, path)
+    result: dict[str, Any] = {"metrics": learn(other), "learned": bits(other, whole=True)}
+    other.save_checkpoint(f"{path}/adapters")
+    other.sync_weights(1, check_finite=True)
+    found, held = [weights(engine) for engine in engines], whole(other)
+    merged = {name: value for name, value in held.items() if "lora_" not in name}
+    for name in merged:
+        path_of = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_lora"
+        if f"{path_of}.lora_a" in held:
+            a, b = (held[f"{path_of}.lora_{x}"] for x in "ab")
+            merged[name] = held[name] + LORA_EXPERTS.scale * b @ a
+            if found and a.ndim == 3:
+                for got, base, *factors in zip(found[0][name], held[name], a, b, strict=True):
+                    assert_merged(got, base, *factors, LORA_EXPERTS.scale)
+                assert not torch.equal(found[0][name], held[name])
+    result["parts"] = arrives_in_parts(other, path, merged, apart=2e-6)
+    return result
+
+
 def streamed(path: str) -> list[bool]:
     """Whether a trainer with its optimizer on the host does the same, bit for bit. In bf16 the sums
     of two ranks' gradients would be rounded, which one rank cannot show.
@@ -210,12 +237,16 @@ def worker(rank: int, path: str, out: str) -> None:
         "learned": bits(trainer, whole=True),
         "weights": whole(trainer),
     }
-    before = bits(trainer)
+    before = bits(trainer), trainer.compute_log_prob(make_batch(3))
     trainer.park()
     # Takes what was freed; a rank can have no process of its own.
     torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-    trainer.restore()
-    assert_same_bits(bits(trainer), before)
+    with gated(saver, 200) as gate, ThreadPoolExecutor(1) as thread:
+        trainer.restore(wait="memory")
+        thread.submit(gate.trickle)
+        assert trainer.compute_log_prob(make_batch(3)) == before[1]  # each unit as it arrives
+        trainer.restore()
+    assert_same_bits(bits(trainer), before[0])
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["columns"] = columns_sharded(trainer, path)
     result["adapted"] = adapted(trainer, path, out)
@@ -227,8 +258,9 @@ def worker(rank: int, path: str, out: str) -> None:
     result["experts"] = []
     for count in EXPERTS:
         path = f"{out}/experts{count}"
-        other = Trainer(config(path), shard_dims={"model.layers.1.mlp.experts.down_proj": 2})
+        other = Trainer(config(path), shard_dims=COLUMNS)
         result["experts"] += [arrives(other, path), arrives_in_parts(other, path)]
+    result["adapted_experts"] = [adapted_experts(f"{out}/experts{count}") for count in EXPERTS]
     result["next"] = trainer.update_actor(make_batch(3, seed=9))
     torch.save(result, f"{out}/rank{rank}.pt")
 
@@ -354,6 +386,22 @@ def test_adapters_learn_on_two_ranks_as_on_one(
     alone.load_checkpoint(str(out / "adapters"))  # the same base, however it is sharded
     assert_same_bits(whole(alone), results[0]["adapted"]["weights"])
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["adapted"]["next"])
+
+
+@pytest.mark.parametrize("number", range(len(EXPERTS)))
+def test_adapters_of_experts_learn_on_two_ranks_as_on_one(
+    number: int, two_ranks: Ranks, make_trainer: Callable[..., Trainer]
+) -> None:
+    """Also where a rank has no expert; merged weights were looked at beside the engine."""
+    _, out, results = two_ranks
+    path = str(out / f"experts{EXPERTS[number]}")
+    alone = make_trainer(path, **CHANGES, lora=LORA_EXPERTS)
+    metrics = learn(alone)
+    for result in results:
+        assert_learning(result["adapted_experts"][number], metrics, bits(alone))
+        assert result["adapted_experts"][number]["parts"]
+    alone.load_checkpoint(f"{path}/adapters")  # the same base, however it is sharded
+    assert_same_bits(bits(alone), results[0]["adapted_experts"][number]["learned"])
 
 
 def test_both_ranks_write_merged_weights(two_ranks: Ranks) -> None:

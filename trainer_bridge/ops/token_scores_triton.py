@@ -15,12 +15,10 @@ def reduce_logits_triton(logits: Tensor, target: Tensor, start: int, temperature
     rows, words = logits.shape
     assert logits.stride(1) == 1 and target.is_contiguous()
     out = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
-    block = min(_BLOCK, triton.next_power_of_2(words))
     with torch.cuda.device_of(logits):
         _reduce[(rows,)](
-            logits, target, out, logits.stride(0), rows, words, start, temperature,
-            BLOCK=block, num_warps=max(1, min(8, block // 256)),
-        )  # fmt: skip
+            logits, target, out, logits.stride(0), rows, words, start, temperature, **_cut(words)
+        )
     return out
 
 
@@ -36,12 +34,29 @@ def logits_to_gradient_triton(
     rows, words = logits.shape
     assert logits.stride(1) == 1
     assert target.is_contiguous() and norm.is_contiguous() and grad.is_contiguous()
-    block = min(_BLOCK, triton.next_power_of_2(words))
+    how = _cut(words)
     with torch.cuda.device_of(logits):
-        _to_gradient[(rows, triton.cdiv(words, block))](
-            logits, target, norm, grad, logits.stride(0), words, start, temperature,
-            BLOCK=block, num_warps=max(1, min(8, block // 256)),
-        )  # fmt: skip
+        _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](
+            logits, target, norm, grad, logits.stride(0), words, start, temperature, **how
+        )
+
+
+def compile_scores(dtype: torch.dtype, vocabulary: int, gradient: bool) -> None:
+    """Compiles a kernel for whole slices of a vocabulary: the gradient's, or that of the sums."""
+    words = min(vocabulary, _BLOCK)
+    numbers, how = (words, 0, 1.0), {**_cut(words), "grid": (1, 1)}
+    if gradient:
+        _to_gradient.warmup(
+            dtype, torch.int64, torch.float32, torch.float32, words, *numbers, **how
+        )
+    else:
+        _reduce.warmup(dtype, torch.int64, torch.float32, words, 1, *numbers, **how)
+
+
+def _cut(words: int) -> dict[str, int]:
+    """Returns compile-time arguments for rows of so many words."""
+    block = min(_BLOCK, triton.next_power_of_2(words))
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
 @triton.jit(do_not_specialize=["rows", "start", "temperature"])

@@ -3,6 +3,7 @@ bounded memory.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ class LowRank:
     The base stays.
 
     a: [rank, columns], b: [rows, rank], any float dtypes, of the rows and columns of this rank's
-    shard of the base.
+    shard of the base; of a stack of matrices [experts, rank, columns] and [experts, rows, rank].
     """
 
     a: Tensor
@@ -30,17 +31,25 @@ class LowRank:
     scale: float
 
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
-        """Writes rows `first` to `last` (excluded) into `out`, fp32 [last - first, columns]."""
+        """Writes rows (of a stack: matrices) `first` to `last` (excluded) of the merged base into
+        `out`, fp32 [last - first, ...].
+        """
         out.copy_(base[first:last])
+        b = self.b[first:last].float()
         with _full_precision(out.device):
-            out.addmm_(self.b[first:last].float(), self.a.float(), alpha=self.scale)
+            if base.ndim == 3:
+                out.baddbmm_(b, self.a[first:last].float(), alpha=self.scale)
+            else:
+                out.addmm_(b, self.a.float(), alpha=self.scale)
 
     def finite(self) -> bool:
-        return all_finite(self.a) and all_finite(self.b)
+        return all_finite(self.a.contiguous()) and all_finite(self.b.contiguous())
 
     def misfit(self, name: str, base: Tensor) -> str | None:
-        made = (len(self.b), self.a.shape[1])
-        if made == tuple(base.shape) and len(self.a) == self.b.shape[1]:
+        *experts, rank, columns = self.a.shape
+        if (*experts, columns) == (*base.shape[:-2], base.shape[-1]) and (
+            tuple(self.b.shape) == (*base.shape[:-1], rank)
+        ):
             return None
         product = f"b {tuple(self.b.shape)} @ a {tuple(self.a.shape)}"
         return f"{name}: {product} does not fit the shard {tuple(base.shape)}"
@@ -61,7 +70,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """Rows `first` to `last` of a shard, and the tables that write them from the scratch."""
+    """Rows (of a stack: matrices) `first` to `last` of a shard, and the tables that write them from
+    the scratch.
+    """
 
     name: str
     first: int
@@ -87,7 +98,7 @@ class DerivedCopies:
             named.setdefault(copy.name, []).append(copy)
         rows, wanted = dict[str, int](), 0
         for name in named:
-            count, width = sources[name].shape[:2]
+            count, width = len(sources[name]), math.prod(sources[name].shape[1:])
             rows[name] = max(1, scratch_bytes // 4 // max(1, width))
             wanted = max(wanted, min(rows[name], count) * width)
         device = next((sources[name].device for name in named), None)
@@ -141,7 +152,8 @@ class DerivedCopies:
         return _Piece(name=name, first=first, last=last, casts=casts)
 
     def _rows(self, first: int, last: int, base: Tensor) -> Tensor:
-        return self._scratch[: (last - first) * base.shape[1]].view(last - first, base.shape[1])
+        shape = (last - first, *base.shape[1:])
+        return self._scratch[: math.prod(shape)].view(shape)
 
 
 def _rows_of(copy: Copy, first: int, last: int) -> Copy | None:

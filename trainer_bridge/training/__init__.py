@@ -1,7 +1,8 @@
 """Holds what a training step takes: model, losses, optimizer, adapters, critic, checkpoints."""
 
-from trainer_bridge.training.model import check_layout, linear_layer_names
+from trainer_bridge.training.model import check_layout, lora_target_names
+from trainer_bridge.training.offload import Wait
 from trainer_bridge.training.packing import packed_attention
 from trainer_bridge.training.runtime import Runtime
 
-__all__ = ["Runtime", "check_layout", "linear_layer_names", "packed_attention"]
+__all__ = ["Runtime", "Wait", "check_layout", "lora_target_names", "packed_attention"]

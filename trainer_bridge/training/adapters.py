@@ -19,7 +19,7 @@ from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.lora_merge import LowRank
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.training import checkpoint
-from trainer_bridge.training.lora import LoraLinear, adapted_layers, base_params
+from trainer_bridge.training.lora import EXPERTS, STACKS, Adapter, adapted_params, base_params
 from trainer_bridge.training.shards import shard_box
 
 _MASK64 = (1 << 64) - 1
@@ -30,18 +30,18 @@ class Adapters:
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._config = config
-        self._layers = adapted_layers(model)
+        self._adapted = adapted_params(model)
         self._base = base_params(model)
         self._digest: int | None = None
         # Of the parameters that are adapted.
-        self.names = tuple(f"{path}.weight" for path in self._layers)
+        self.names = tuple(self._adapted)
 
     def factors(self) -> dict[str, LowRank]:
         """Returns the factors by parameter, for this rank's shard of it.
 
         They are no copies where ranks need not gather; read them at once.
         """
-        return {f"{path}.weight": _factors(layer) for path, layer in self._layers.items()}
+        return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
         """Returns what a checkpoint's adapters must agree with, plain data.
@@ -59,14 +59,19 @@ class Adapters:
         """Writes adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or
         not at all.
 
-        base_path: what the config names as the base model. Tensors are in the adapters' dtype.
+        base_path: what the config names as the base model. Tensors are in the adapters' dtype;
+        those of experts are PEFT's of `target_parameters`.
         """
         from safetensors.torch import save_file
 
         tensors: dict[str, Tensor] = {}
-        for path, layer in self._layers.items():
-            for name, param in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b)):
-                tensors[f"base_model.model.{path}.{name}.weight"] = _whole(param).cpu().contiguous()
+        for name, adapter in self._adapted.items():
+            a, b = _whole(adapter.a).cpu(), _whole(adapter.b).cpu()
+            if a.ndim == 3:
+                a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+            for letter, factor in (("A", a), ("B", b)):
+                key = f"base_model.model.{_peft_path(name)}.lora_{letter}.weight"
+                tensors[key] = factor.contiguous()
         with checkpoint.whole_directory(directory) as partial:
             if dist.get_rank() == 0:
                 save_file(
@@ -84,12 +89,19 @@ class Adapters:
             "base_model_name_or_path": base_path,
             "r": self._config.rank,
             "lora_alpha": self._config.alpha,
-            "target_modules": list(self._config.target_modules),
+            **self._peft_targets(),
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
+
+    def _peft_targets(self) -> dict[str, list[str] | None]:
+        targets = [name for name in self._config.target_modules if name != EXPERTS]
+        if EXPERTS not in self._config.target_modules:
+            return {"target_modules": targets}
+        stacks = [f"{EXPERTS}.{name}" for name in STACKS]
+        return {"target_modules": targets or None, "target_parameters": stacks}
 
     def _base_digest(self) -> int:
         """Digests the frozen bits, however they are sharded, once: they never change."""
@@ -103,15 +115,27 @@ class Adapters:
         return self._digest
 
 
-def _factors(layer: LoraLinear) -> LowRank:
-    """Returns the rows of B and columns of A that this rank's shard of the weight has."""
-    (row, column), (rows, columns) = shard_box(layer.weight)
-    assert isinstance(layer.weight, DTensor) and isinstance(layer.lora_b, DTensor)
-    if layer.lora_b.placements == layer.weight.placements:  # both by rows
-        b = local_shard(layer.lora_b)
-    else:
-        b = _whole(layer.lora_b)[row : row + rows]
-    return LowRank(a=_whole(layer.lora_a)[:, column : column + columns], b=b, scale=layer.scale)
+def _factors(adapter: Adapter) -> LowRank:
+    """Returns the experts, rows of B and columns of A that this rank's shard of the weight has."""
+    weight, a, b, scale = adapter
+    assert isinstance(weight, DTensor) and isinstance(b, DTensor)
+    *experts, rows, columns = (
+        slice(start, start + size) for start, size in zip(*shard_box(weight), strict=True)
+    )
+    alike = b.placements == weight.placements  # all by rows, or by expert
+    return LowRank(
+        a=local_shard(a) if alike and experts else _whole(a)[*experts, :, columns],
+        b=local_shard(b) if alike else _whole(b)[*experts, rows],
+        scale=scale,
+    )
+
+
+def _peft_path(name: str) -> str:
+    """Returns where PEFT has the adapters of a parameter: it wraps a module once for each of its
+    parameters, the first one innermost.
+    """
+    path, _, last = name.rpartition(".")
+    return path if last != STACKS[0] else f"{path}.base_layer"
 
 
 def _whole(param: Tensor) -> Tensor:
@@ -126,9 +150,9 @@ def _part(param: Tensor, first: int) -> Part:
     """Returns this rank's shard with the numbers of its elements; `first` is that of the
     parameter's first one.
     """
-    start, shape = shard_box(param)
-    width = math.prod(param.shape[1:])
-    if len(shape) == 2:
-        return local_shard(param), first + start[0] * width + start[1], width
-    assert not any(start[1:])
-    return local_shard(param), first + start[0] * width
+    start, _ = shard_box(param)
+    local, first = local_shard(param), first + start[0] * math.prod(param.shape[1:])
+    if param.ndim == 1:
+        return local, first
+    assert not any(start[1:-1])  # by rows, by experts or by columns
+    return local.flatten(0, -2), first + start[-1], param.shape[-1]

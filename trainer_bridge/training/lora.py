@@ -1,5 +1,5 @@
-"""Low-rank adapters in a model: its linear layers add scale * B A x to what they are; their own
-weights are frozen.
+"""Low-rank adapters in a model: its linear layers, and each of its experts, add scale * B A x to
+what they are; their own weights are frozen.
 
 Layers of our own, not PEFT's: a weight keeps its name and its place, by which it is loaded, sharded
 and synced, and the adapters are made on the meta device as every other parameter is.
@@ -8,6 +8,7 @@ and synced, and the adapters are made on the meta device as every other paramete
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from trainer_bridge.config import LoraConfig
 
 NAMES = ("lora_a", "lora_b")
+EXPERTS = "experts"
+STACKS = ("gate_up_proj", "down_proj")
+"""What `EXPERTS` stands for: [experts, 2 * inner, hidden], [experts, hidden, inner]."""
 
 
 class LoraLinear(nn.Linear):
@@ -46,14 +50,48 @@ class LoraLinear(nn.Linear):
         return torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
+class LoraStack(nn.Module):
+    """Holds the adapters of a stack of experts' matrices, beside it in its module under
+    `stack_name`; that module's forward adds scale * B (A x) while `adapted` is True.
+
+    lora_a: A, [experts, rank, in]; lora_b: B, [experts, out, rank].
+    """
+
+    def __init__(self, stack: Tensor, config: LoraConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, rows, columns = stack.shape
+        on = stack.device
+        self.lora_a = nn.Parameter(
+            torch.empty(experts, config.rank, columns, dtype=dtype, device=on)
+        )
+        self.lora_b = nn.Parameter(torch.empty(experts, rows, config.rank, dtype=dtype, device=on))
+        self.scale = config.scale
+        self.adapted = True
+
+
+class Adapter(NamedTuple):
+    """A frozen parameter and its factors: weight + scale * b @ a, matrices or stacks of them."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def stack_name(name: str) -> str:
+    """Returns what the adapters of the stacked parameter `name` are called in its module."""
+    return f"{name}_lora"
+
+
 def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze the model, and put adapters, undefined, into the linear layers that `config` names.
+    """Freeze the model, and put adapters, undefined, into the linear layers and experts that
+    `config` names.
 
     A ValueError says which names are of no linear layer, or of one whose weight another layer has,
     too.
     """
-    if unknown := sorted(set(config.target_modules) - linear_names(model)):
-        known = ", ".join(sorted(linear_names(model)))
+    if unknown := sorted(set(config.target_modules) - target_names(model)):
+        known = ", ".join(sorted(target_names(model)))
         text = f"no linear layer is called {', '.join(unknown)}; there are: {known}"
         raise ValueError(f"LoraConfig.target_modules: {text}")
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
@@ -66,18 +104,32 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
             raise ValueError(f"LoraConfig.target_modules: {text}")
         parent = model.get_submodule(path.rpartition(".")[0])
         setattr(parent, _last(path), LoraLinear(layer, config, dtype))
+    if EXPERTS in config.target_modules:
+        for experts in _expert_layers(model):
+            for name in STACKS:
+                stack = LoraStack(experts.get_parameter(name), config, dtype)
+                experts.add_module(stack_name(name), stack)
 
 
-def linear_names(model: nn.Module) -> set[str]:
-    """Returns the last parts of its linear layers' names: what `target_modules` may name."""
-    return {_last(path) for path in _linear_layers(model)}
+def target_names(model: nn.Module) -> set[str]:
+    """Returns what `target_modules` may name: the last parts of its linear layers' names, and
+    `EXPERTS` where it has stacked ones.
+    """
+    names = {_last(path) for path in _linear_layers(model)}
+    return names | ({EXPERTS} if _expert_layers(model) else set())
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """Returns the adapted layers by path; empty without adapters."""
-    return {
-        path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
-    }
+def adapted_params(model: nn.Module) -> dict[str, Adapter]:
+    """Returns what is adapted by the parameter's name; empty without adapters."""
+    found = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLinear):
+            found[f"{path}.weight"] = Adapter(layer.weight, layer.lora_a, layer.lora_b, layer.scale)
+        elif isinstance(layer, LoraStack):
+            name = path.removesuffix(stack_name(""))
+            weight = model.get_parameter(name)
+            found[name] = Adapter(weight, layer.lora_a, layer.lora_b, layer.scale)
+    return found
 
 
 def is_adapter(name: str) -> bool:
@@ -93,7 +145,7 @@ def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is the frozen one."""
-    layers = adapted_layers(model).values()
+    layers = [each for each in model.modules() if isinstance(each, LoraLinear | LoraStack)]
     for layer in layers:
         layer.adapted = False
     try:
@@ -105,6 +157,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _expert_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that hold the matrices of all experts of a layer, and have no biases."""
+    return [
+        module
+        for path, module in model.named_modules()
+        if _last(path) == EXPERTS and tuple(dict(module.named_parameters(recurse=False))) == STACKS
+    ]
 
 
 def _last(path: str) -> str:

@@ -8,7 +8,7 @@ needlessly.
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,20 +29,24 @@ from trainer_bridge.sync.layout import byte_offsets
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
+from trainer_bridge.training.experts import NAME as EXPERTS
+from trainer_bridge.training.experts import register_experts
 from trainer_bridge.training.head import score_in_head
 from trainer_bridge.training.initial import stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,
-    adapted_layers,
+    adapted_params,
     add_adapters,
     base_params,
     is_adapter,
-    linear_names,
+    target_names,
 )
 from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.packing import pack_if_possible
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.shards import like_shard, shard_box
+
+Arrive = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
 
 def build_model(
@@ -114,9 +118,9 @@ def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def linear_layer_names(model_path: str) -> set[str]:
+def lora_target_names(model_path: str) -> set[str]:
     """Tells what adapters of this model may target, from its config.json alone."""
-    return linear_names(meta_model(TrainerConfig(model_path=model_path)))
+    return target_names(meta_model(TrainerConfig(model_path=model_path)))
 
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
@@ -140,6 +144,7 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    register_experts()
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
     for random in ("attention_dropout", "router_jitter_noise"):
         if getattr(hf_config, random, 0.0):
@@ -147,7 +152,10 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
             setattr(hf_config, random, 0.0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=config.torch_model_dtype, attn_implementation=attention
+            hf_config,
+            dtype=config.torch_model_dtype,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS,
         )
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
@@ -296,6 +304,37 @@ def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
                 param.reset_sharded_param()
 
 
+def shards_in_order(model: nn.Module) -> list[Tensor]:
+    """Returns this rank's shards as they lie on tags, in the order in which a forward of a decoder
+    gathers them: the root's, the embedding's, the layers', the head's.
+    """
+    return [*chain.from_iterable(map(_shards, _groups(model)))]
+
+
+def await_shards(model: nn.Module, arrive: Arrive) -> None:
+    """Has `arrive` called before each FSDP unit's forward, with what it gathers and the streams
+    that do (none on the CPU).
+    """
+    for group in _groups(model):
+        for module in group.modules:
+            hook = partial(_await, group, arrive)
+            module.register_forward_pre_hook(hook, prepend=True)  # before FSDP's
+
+
+def _await(group: Any, arrive: Arrive, module: nn.Module, args: object) -> None:
+    streams = []
+    if group.device.type == "cuda":
+        streams = [
+            torch.cuda.current_stream(group.device),
+            group.comm_ctx.all_gather_copy_in_stream,
+        ]
+    arrive(_shards(group), streams)
+
+
+def _shards(group: Any) -> list[Tensor]:
+    return [param._sharded_param_data for param in group.fsdp_params]
+
+
 def _keep_fp32_gradients(model: nn.Module) -> None:
     """Has FSDP leave reduced gradients in fp32, in which the micro batches are added, too: it would
     round each to the shards' dtype.
@@ -346,10 +385,11 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 
     The same bits for the same seed and name, on any device and number of ranks.
     """
-    for path, layer in adapted_layers(model).items():
+    for name, adapter in adapted_params(model).items():
+        path = name.removesuffix(".weight")
         generator = torch.Generator().manual_seed(hash_text(f"{seed}/{path}") >> 1)
-        bound = 1 / math.sqrt(layer.in_features)
-        whole = torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator)
-        (row, column), (rows, columns) = shard_box(layer.lora_a)
-        local_shard(layer.lora_a).copy_(whole[row : row + rows, column : column + columns])
-        local_shard(layer.lora_b).zero_()
+        bound = 1 / math.sqrt(adapter.a.shape[-1])
+        whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
+        start, shape = shard_box(adapter.a)
+        local_shard(adapter.a).copy_(whole[start[0] : start[0] + shape[0]])
+        local_shard(adapter.b).zero_()

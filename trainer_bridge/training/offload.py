@@ -9,9 +9,14 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, Literal
 
-from memsaver import MemorySaver
-from memsaver.errors import HostMemoryError, OutOfMemory, StateError
+import torch
+from torch import Tensor
+
+from memsaver import Arrival, MemorySaver
+from memsaver.common.signals import deliver, held
+from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from rollout.partner import Partner, handing_over
 
 # Seconds that memory which has just been given back is left to others: an engine that waits for
@@ -21,18 +26,19 @@ _OTHERS_TURN, _LOOK = 0.1, 0.1
 _SPARE = 1 << 30  # bytes of a GPU that what comes back early leaves to the steps of others
 
 Version = Callable[[], Hashable]
+Wait = bool | Literal["memory"]
 
 
 @dataclass(frozen=True)
 class _Begun:
     """A pause or resume beside other work. before: what was parked then. behind: what comes first.
-    awaited: somebody waits for it.
+    done: when its memory is there, with what brings the content. awaited: somebody waits for it.
     """
 
     tags: tuple[str, ...]
     before: frozenset[str]
-    behind: tuple[Future[None], ...] = ()
-    done: Future[None] = field(default_factory=Future)
+    behind: tuple[Future[Any], ...] = ()
+    done: Future[Any] = field(default_factory=Future)
     awaited: threading.Event = field(default_factory=threading.Event)
 
 
@@ -46,6 +52,8 @@ class Parking:
 
     def __init__(self, saver: MemorySaver | None) -> None:
         self.partner: Partner | None = None  # the engine of this device
+        self.order: Callable[[], Sequence[Tensor]] = tuple  # in which content is to come back
+        self._arriving: list[tuple[tuple[str, ...], Arrival]] = []
         self._saver = saver
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
@@ -93,19 +101,26 @@ class Parking:
             self._begun.append(_Begun(chosen, before, done=done))
         self._parked |= set(chosen)
 
-    def restore(self, *tags: str, wait: bool = True) -> None:
+    def restore(self, *tags: str, wait: Wait = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
 
         wait: False returns at once, and they come behind what was begun before, as soon as there is
-        room; where there is none until somebody waits for them, the tags stay parked.
+        room; where there is none until somebody waits for them, the tags stay parked. "memory"
+        returns when they have memory; what touches their content waits for that (`arrive`).
         """
         if wait:
-            self.finish()
+            self._end_begun()
+        if wait is True:
+            self.arrive()
         chosen = self._chosen(tags)
         if (saver := self._saver) is not None and (memory := self._memory(chosen)):
-            if wait:  # of none the saver would resume all
+            if wait is True:  # of none the saver would resume all
                 saver.resume(*memory)
+            elif wait:
+                back = tuple(tag for tag in chosen if tag in self._parked)
+                if memory := self._memory(back):
+                    self._arriving.append((back, saver.begin_resume(*memory, order=self.order())))
             else:
                 held = saver.report(others=False).tags
                 needed = sum(held[tag].live_bytes for tag in memory)
@@ -118,15 +133,42 @@ class Parking:
         self._parked -= set(chosen)
 
     def finish(self) -> None:
-        """Waits for what was begun, and raises what became of it."""
+        """Waits for all that was begun, and raises what became of it."""
+        self._end_begun()
+        self.arrive()
+
+    def arrive(
+        self, tensors: Sequence[Tensor] | None = None, streams: Sequence[torch.cuda.Stream] = ()
+    ) -> None:
+        """Waits for the content of these tensors (None: all) of tags that have memory; see
+        `Arrival.wait`. Tags whose content does not come are parked as before.
+        """
+        for each in tuple(self._arriving):
+            tags, arrival = each
+            try:
+                arrival.wait(tensors, streams)
+            except BackendError:
+                self._arriving.remove(each)
+                self._parked.update(tags)
+                raise
+            if tensors is None:
+                self._arriving.remove(each)
+
+    @held()  # an interrupt in the middle of a look would leave a future locked
+    def _end_begun(self) -> None:
+        """Waits for the copies out of what was begun, and for the memory of what comes back."""
         for each in self._begun:
             each.awaited.set()
-        wait([each.done for each in self._begun])  # an interrupt here leaves it begun
-        begun, self._begun = self._begun, []
-        for each in begun:
+        while wait([each.done for each in self._begun], _LOOK).not_done:
+            deliver()  # which leaves it begun
+        for each in tuple(self._begun):
             if (error := each.done.exception()) is None:
+                if (arrival := each.done.result()) is not None:
+                    self._arriving.append((each.tags, arrival))
+                self._begun.remove(each)
                 continue
             self._parked = self._parked.difference(each.tags) | each.before.intersection(each.tags)
+            self._begun.remove(each)
             short = isinstance(error, OutOfMemory) and not isinstance(error, HostMemoryError)
             if not (short and each.before.issuperset(each.tags)):  # a restore may be tried again
                 raise error
@@ -135,12 +177,16 @@ class Parking:
         """Waits for what was begun, whatever becomes of it; nothing can be begun any more."""
         self._thread.shutdown()
 
-    def require(self, method: str, *tags: str) -> None:
+    def require(self, method: str, *tags: str, arriving: bool = False) -> None:
         """Raises a StateError if one of these is parked; a tag that the trainer has not got is none
         of its business.
+
+        Waits for all of their content, but if it may be `arriving`: who touches it waits then.
         """
         if any(set(tags) & set(each.tags) for each in self._begun):
-            self.finish()
+            self._end_begun()
+        if not arriving and any(set(tags) & set(back) for back, _ in self._arriving):
+            self.arrive()
         for tag in tags:
             if tag in self._parked:
                 raise StateError(
@@ -157,8 +203,7 @@ class Parking:
             awaited, due = begun.awaited.wait(pause), all(each.done() for each in begun.behind)
             if due and (awaited or saver.free_bytes >= needed):
                 with contextlib.nullcontext() if awaited else contextlib.suppress(OutOfMemory):
-                    saver.resume(*tags)
-                    return begun.done.set_result(None)
+                    return begun.done.set_result(saver.begin_resume(*tags, order=self.order()))
             # not a loop: at the end of Python, or of the trainer, no more work is taken
             self._thread.submit(self._bring, saver, begun, tags, needed, _LOOK)
         except BaseException as error:

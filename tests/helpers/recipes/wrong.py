@@ -132,7 +132,9 @@ OUT_OF_RANGE = {
         "trainer.activation_checkpointing=true",
         "activation_checkpointing=True: must be one of layers, mlp, none",
     ),
-    "cycle.hand_over": wrong("cycle.hand_over=no", "cycle.hand_over=False: must be auto or never"),
+    "cycle.hand_over": wrong(
+        "cycle.hand_over=no", "cycle.hand_over=False: must be one of auto, always, never"
+    ),
     "cluster.gpu": wrong("cluster.gpu=h900", "cluster.gpu=h900: must be one of h100-80gb"),
 }
 WITHOUT_RANGE = [
@@ -151,6 +153,10 @@ LATENT = " model.config.".join([
     "kv_lora_rank=16", "q_lora_rank=20", "qk_nope_head_dim=12", "qk_rope_head_dim=8",
     "v_head_dim=10",
 ])  # fmt: skip
+MIXTURE = " model.config.".join([
+    "algorithm=grpo", "model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2",
+    "moe_intermediate_size=32",
+])  # fmt: skip
 VLLM = "device=auto engine.kind=vllm"
 OF_VLLM = [
     wrong("engine.kind=vllm", "device=cpu: is not for vLLM's kernels", "set device=auto"),
@@ -160,11 +166,11 @@ OF_VLLM = [
     ),
     wrong(f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "kv_cache_dtype=fp8_e4m3: was not tried"),
     wrong(f"{VLLM} engine.host_to_device_ratio=1", "ratio=1.0: is the native engine's"),
+    wrong(f"{VLLM} driver=ray cluster.nnodes=2", "nnodes=2: takes several machines, and one was"),
     wrong(
         f"{VLLM} driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
-        "tensor_parallel_size=2: puts vLLM's workers into processes of their own",
+        "engine.kind=vllm: torch sees no GPU here",
     ),
-    wrong(f"{VLLM} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one was"),
     wrong(f"{VLLM} cycle.alias=always", "alias=always: is not for weights that vLLM's buffers"),
     wrong(f"{VLLM} cycle.overlap=[params]", "cycle.overlap=[params]: needs a KV cache that grows"),
     wrong(f"{VLLM} sampling.top_k=5", "sampling.top_k=5: cuts before vLLM takes"),
@@ -175,6 +181,11 @@ SGLANG = "device=auto engine.kind=sglang"
 OF_SGLANG = [
     wrong("engine.kind=sglang", "device=cpu: is not for SGLang's kernels", "set device=auto"),
     wrong(f"{SGLANG} sampling.top_k=5", "engine.kind=sglang: torch sees no GPU here"),
+    wrong(
+        f"{SGLANG} driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
+        "tensor_parallel_size=2: puts SGLang's workers into processes of their own",
+    ),
+    wrong(f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one was"),
     wrong(f"{SGLANG} cycle.alias=always", "alias=always: is not for weights that SGLang's"),
 ]
 CONTRADICTIONS = [
@@ -240,6 +251,15 @@ CONTRADICTIONS = [
         "set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]",
     ),
     wrong(
+        f"{MIXTURE} lora.target_modules=[experts] lora.rank=12",
+        "lora.rank=12: must be a multiple of 8 for adapters of experts; set lora.rank=16",
+    ),
+    wrong(
+        f"{MIXTURE} lora.rank=8",
+        "the model has no layers gate_proj, up_proj, down_proj; ",
+        "set lora.target_modules=[q_proj,k_proj,v_proj,o_proj,experts]",
+    ),
+    wrong(
         "trainer.optimizer_offload=true trainer.dtype=bfloat16",
         "optimizer_offload=true: keeps float32 masters, and trainer.dtype=bfloat16",
         "set trainer.dtype=float32",
@@ -297,6 +317,10 @@ CONTRADICTIONS = [
     ),
     wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
     wrong("cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
+    wrong(
+        "cycle.overlap=[optim] cycle.hand_over=always",
+        "cycle.hand_over=always: is not for what leaves beside work, cycle.overlap=[optim]",
+    ),
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
     wrong("grpo.router_replay=true", "the model has no experts to choose"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),

@@ -4,14 +4,18 @@ cannot generate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
 
 from memsaver import MemorySaver
 from rollout.tags import KV_CACHE, WEIGHTS
+from tests.helpers.models import SIZES, save_tiny
 
 PADDED_TO = 64
 STACKED = (
@@ -21,6 +25,11 @@ STACKED = (
     ("gate_up_proj", "gate_proj", 0),
     ("gate_up_proj", "up_proj", 1),
 )
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"normed": False},
+    "qwen2": {"normed": False, "biased": True},
+    "qwen3": {},
+}
 Make = Callable[[tuple[int, ...]], nn.Parameter]
 
 
@@ -29,26 +38,45 @@ def plain(param: Tensor, loaded: Tensor) -> None:
     param.data.copy_(loaded)
 
 
-def padded(param: Tensor, loaded: Tensor) -> None:
-    param[: loaded.shape[0]].data.copy_(loaded)
-    param[loaded.shape[0] :].data.fill_(0)
+class Share(NamedTuple):
+    """A rank's part of the model, cut as vLLM cuts it."""
 
+    rank: int = 0
+    size: int = 1
 
-def stacked(sizes: Sequence[int]) -> Callable[..., None]:
-    def load(param: Tensor, loaded: Tensor, part: int) -> None:
-        place = param.data.narrow(0, sum(sizes[:part]), sizes[part])
-        assert place.shape == loaded.shape
-        place.copy_(loaded.narrow(0, 0, sizes[part]))
+    def heads(self, count: int) -> int:
+        """Each rank has one at least."""
+        return max(1, count // self.size)
 
-    return load
+    def padded(self, param: Tensor, loaded: Tensor) -> None:
+        first = self.rank * len(param)
+        count = max(0, min(len(param), len(loaded) - first))
+        param[:count].data.copy_(loaded.narrow(0, min(first, len(loaded)), count))
+        param[count:].data.fill_(0)
 
+    def columns(self, param: Tensor, loaded: Tensor) -> None:
+        width = param.shape[1]
+        param.data.copy_(loaded.narrow(1, self.rank * width, width))
 
-def experts(param: Tensor, loaded: Tensor, expert: int, part: str) -> None:
-    place = param.data[expert]
-    if part != "down_proj":
+    def stacked(self, sizes: Sequence[int]) -> Callable[..., None]:
+        def load(param: Tensor, loaded: Tensor, part: int) -> None:
+            place = param.data.narrow(0, sum(sizes[:part]), sizes[part])
+            several = sizes[part] * self.size // len(loaded)  # ranks that hold the same heads
+            place.copy_(loaded.narrow(0, self.rank // several * sizes[part], sizes[part]))
+
+        return load
+
+    def experts(self, param: Tensor, loaded: Tensor, expert: int, part: str) -> None:
+        place = param.data[expert]
+        if part == "down_proj":
+            self.columns(place, loaded)
+            return
         half = place.shape[0] // 2
         place = place.narrow(0, 0 if part == "gate_proj" else half, half)
-    place.copy_(loaded)
+        place.copy_(loaded.narrow(0, self.rank * half, half))
+
+
+WHOLE = Share()
 
 
 class FusedModel(nn.Module):
@@ -56,39 +84,44 @@ class FusedModel(nn.Module):
     or without.
     """
 
-    def __init__(self, config: Any, biased: bool, normed: bool, make: Make) -> None:
+    def __init__(
+        self, config: Any, biased: bool, normed: bool, make: Make, share: Share = WHOLE
+    ) -> None:
         super().__init__()
         self._make = make
         self.loaders: dict[str, Callable[..., None]] = {}
         self._named: dict[str, nn.Parameter] = {}
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, config.intermediate_size // share.size
         width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-        sizes = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
-        rows = -(-config.vocab_size // PADDED_TO) * PADDED_TO
+        heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+        sizes = [share.heads(count) * width for count in heads]
+        rows = -(-config.vocab_size // PADDED_TO) * PADDED_TO // share.size
         self.skip = ("lm_head.",) if config.tie_word_embeddings else ()
-        self._add("model.embed_tokens.weight", (rows, hidden), padded)
+        self._add("model.embed_tokens.weight", (rows, hidden), share.padded)
         if not config.tie_word_embeddings:
-            self._add("lm_head.weight", (rows, hidden), padded)
+            self._add("lm_head.weight", (rows, hidden), share.padded)
         self._add("model.norm.weight", (hidden,), plain)
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}."
-            self._add(f"{at}self_attn.qkv_proj.weight", (sum(sizes), hidden), stacked(sizes))
+            self._add(f"{at}self_attn.qkv_proj.weight", (sum(sizes), hidden), share.stacked(sizes))
             if biased:
-                self._add(f"{at}self_attn.qkv_proj.bias", (sum(sizes),), stacked(sizes))
+                self._add(f"{at}self_attn.qkv_proj.bias", (sum(sizes),), share.stacked(sizes))
             for norm in ("q_norm", "k_norm") if normed else ():
                 self._add(f"{at}self_attn.{norm}.weight", (width,), plain)
-            self._add(f"{at}self_attn.o_proj.weight", (hidden, sizes[0]), plain)
+            self._add(f"{at}self_attn.o_proj.weight", (hidden, sizes[0]), share.columns)
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 self._add(f"{at}{norm}.weight", (hidden,), plain)
             if count := getattr(config, "num_experts", 0):
-                inner = config.moe_intermediate_size
+                inner = config.moe_intermediate_size // share.size
                 self._add(f"{at}mlp.gate.weight", (count, hidden), plain)
-                self._add(f"{at}mlp.experts.w13_weight", (count, 2 * inner, hidden), experts)
-                self._add(f"{at}mlp.experts.w2_weight", (count, hidden, inner), experts)
+                self._add(f"{at}mlp.experts.w13_weight", (count, 2 * inner, hidden), share.experts)
+                self._add(f"{at}mlp.experts.w2_weight", (count, hidden, inner), share.experts)
             else:
                 halves = [inner, inner]
-                self._add(f"{at}mlp.gate_up_proj.weight", (2 * inner, hidden), stacked(halves))
-                self._add(f"{at}mlp.down_proj.weight", (hidden, inner), plain)
+                self._add(
+                    f"{at}mlp.gate_up_proj.weight", (2 * inner, hidden), share.stacked(halves)
+                )
+                self._add(f"{at}mlp.down_proj.weight", (hidden, inner), share.columns)
         self.register_buffer("cos_sin_cache", make((8, width)).data)
 
     def _add(self, name: str, shape: tuple[int, ...], loader: Callable[..., None]) -> None:
@@ -135,14 +168,20 @@ class FusedEngine:
         *,
         biased: bool = False,
         normed: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        """group: of the ranks that share the model."""
+        share = (
+            Share() if group is None else Share(dist.get_rank(group), dist.get_world_size(group))
+        )
+        self.group = group
         self.saver = MemorySaver(device=device)
 
         def make(shape: tuple[int, ...]) -> nn.Parameter:
             tensor = self.saver.empty(shape, dtype, tag=WEIGHTS)
             return nn.Parameter(tensor.normal_(), requires_grad=False)
 
-        self.model = FusedModel(config, biased, normed, make)
+        self.model = FusedModel(config, biased, normed, make, share)
         self.kv_cache = self.saver.empty((1 << 16,), torch.uint8, tag=KV_CACHE)
         self.tables = self.saver.empty((16,), torch.uint8, tag=KV_CACHE)
         self.refill_kv_state()
@@ -168,3 +207,42 @@ class FusedEngine:
 
     def close(self) -> None:
         self.saver.close()
+
+
+def random_directory(path: Path, kind: str, **overrides: Any) -> str:
+    """Describes a tiny model of one of KINDS, or "qwen3_moe"."""
+    if kind != "qwen3_moe":
+        save_tiny(path, kind, **overrides)
+        return str(path)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = Qwen3MoeConfig(**SIZES, **sizes, head_dim=16, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(path)
+    return str(path)
+
+
+def loaded(engine: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the model's own loader makes of weights, spelled as on the Hub; it stays as it is."""
+    spelled: list[tuple[str, Tensor]] = []
+    for name, tensor in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for number, rows in enumerate(tensor):
+                gate, up = rows.chunk(2)
+                at = name.removesuffix("gate_up_proj") + str(number)
+                spelled += [(f"{at}.gate_proj.weight", gate), (f"{at}.up_proj.weight", up)]
+        elif name.endswith("experts.down_proj"):
+            at = name.removesuffix("down_proj")
+            spelled += [(f"{at}{i}.down_proj.weight", each) for i, each in enumerate(tensor)]
+        else:
+            spelled.append((name, tensor))
+    state = engine.model.state_dict().items()
+    before = {name: each.detach().clone() for name, each in state}
+    engine.load_weights(spelled)
+    made = {name: each.detach().clone() for name, each in state}
+    for name, each in state:
+        each.copy_(before[name])
+    return made
+
+
+def same(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, each in model.state_dict().items():
+        assert torch.equal(each, tensors[name]), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,31 @@ import torch
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator
+from memsaver.vmm import torch_usage
 from tests.helpers.memory import Scribbler
+
+
+@pytest.fixture(autouse=True)
+def _forgets_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process holds from an installation on is not held in other tests."""
+    monkeypatch.setattr(torch_usage, "_workspaces_in_graphs", False)
+
+
+@pytest.fixture
+def clears_workspaces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Tells whether who empties torch's cache frees cuBLAS's workspaces, to which graphs write."""
+    cleared: list[str] = []
+    clear = partial(cleared.append, "all")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    for place in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, place, lambda *device: None)
+
+    def clears() -> bool:
+        cleared.clear()
+        torch_usage.empty_torch_cache(torch.device("cuda:0"))
+        return bool(cleared)
+
+    return clears
 
 
 @pytest.fixture

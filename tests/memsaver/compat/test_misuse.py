@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -196,6 +196,17 @@ def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> 
     compat.uninstall()
     compat.uninstall()
     assert not set(NAMES) & set(sys.modules)
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("name", NAMES)
+def test_workspaces_stay_for_an_engine_in_a_loop_of_ones_own(
+    name: str, clears_workspaces: Callable[[], bool]
+) -> None:
+    """A trainer of ours empties torch's cache at each turn."""
+    assert clears_workspaces()
+    compat.install(name)
+    assert not clears_workspaces()
 
 
 @pytest.mark.usefixtures("clean")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,13 @@ def test_installed_alone_it_changes_nothing(
     assert not isinstance(made(enable=True), SglangAdapter)
 
 
-def test_named_it_makes_our_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_it_makes_our_adapter(
+    monkeypatch: pytest.MonkeyPatch, clears_workspaces: Callable[[], bool]
+) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "others, memsaver")
     adapter = made(enable=True)
     assert isinstance(adapter, SglangAdapter) and adapter.enabled
+    assert not clears_workspaces()
     assert not isinstance(made(enable=False), SglangAdapter)
 
 

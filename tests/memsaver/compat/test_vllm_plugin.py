@@ -41,6 +41,8 @@ for _ in range(2):
     register()
 from vllm.device_allocator import get_mem_allocator_instance
 print("theirs" if hasattr(get_mem_allocator_instance(), "own") else "ours")
+from memsaver.vmm import torch_usage
+print("held" if torch_usage._workspaces_in_graphs else "not held")
 if importlib.util.find_spec("vllm.device_allocator.sleep_mode_backend"):
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as factory
     print(factory._registry)
@@ -79,16 +81,16 @@ def test_installed_alone_it_changes_nothing(
     version: str, tmp_path: Path, plugins: str | None
 ) -> None:
     lines = said(LOAD, tmp_path, plugins)
-    assert lines[0] == "theirs" and lines[1:] in ([], ["{}"])
+    assert lines[:2] == ["theirs", "not held"] and lines[2:] in ([], ["{}"])
 
 
 @pytest.mark.parametrize("plugins", [rare("memsaver"), "other,memsaver"])
 def test_named_it_puts_our_allocator_in_place(version: str, tmp_path: Path, plugins: str) -> None:
     lines = said(LOAD, tmp_path, plugins)
-    assert lines[0] == "ours"
+    assert lines[:2] == ["ours", "held"]
     if version == "0.33.0":
         place = "('vllm.device_allocator.sleep_mode_backend', 'CuMemBackend')"
-        assert lines[1] == f"{{'memsaver': {place}}}"
+        assert lines[2] == f"{{'memsaver': {place}}}"
 
 
 def test_too_late_is_an_error(version: str, tmp_path: Path) -> None:

@@ -101,5 +101,11 @@ def test_a_hosted_engine_takes_what_was_measured() -> None:
     padded = engine_sizes(recipe, fields | {"vocab_size": 152192}, GPU, prompt_tokens=9)[0]
     more = engine_sizes(recipe, fields | {"vocab_size": 152129}, GPU, prompt_tokens=9)[0]
     assert more.weights == padded.weights > sizes.weights
+    two = ["driver=ray", "cluster.n_gpus_per_node=2", "engine.tensor_parallel_size=2"]
+    shared = recipes.load("tiny", [*words, *two, "engine.kind=vllm"])
+    half, _, per_token = engine_sizes(shared, fields, GPU, prompt_tokens=9)
+    assert per_token == 57344 // 2 and abs(half.kv_cache / sizes.kv_cache - 0.5) < 0.01
+    table = fields["max_position_embeddings"] * 128 * 4  # of rotations, whole on both
+    assert abs((half.weights - table) / (sizes.weights - table) - 0.5) < 0.01
     with pytest.raises(recipes.RecipeError, match="windows or states .* engine.kind=native"):
         engine_sizes(recipe, MODELS["sliding"], GPU, prompt_tokens=9)

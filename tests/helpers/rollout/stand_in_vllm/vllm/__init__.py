@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from tests.helpers.rollout.fused import FusedEngine
 from vllm import device_allocator
+from vllm.distributed import parallel_state
 
 
 class SamplingParams(SimpleNamespace):
@@ -20,15 +23,22 @@ class RequestOutput(SimpleNamespace):
 
 
 class LLM:
-    """calls: what was asked of its sleep mode, in order."""
+    """calls: what was asked of its sleep mode, in order. seat: where it was told to be."""
 
     def __init__(self, model: str, **options: Any) -> None:
         self.options, self.calls = options, list[Any]()
-        config = AutoConfig.from_pretrained(model)
-        self.fused = FusedEngine(config, "cpu", normed=False, biased=True)
+        config, group = AutoConfig.from_pretrained(model), None
+        if options.get("distributed_executor_backend") == "external_launcher":
+            self.seat = os.environ["RANK"], os.environ["LOCAL_RANK"]
+            if dist.is_initialized():
+                parallel_state.share_engines(options["tensor_parallel_size"])
+                ranks = parallel_state.get_tp_group()
+                group = ranks.cpu_group if ranks.world_size > 1 else None
+        self.fused = FusedEngine(config, "cpu", normed=False, biased=True, group=group)
         device_allocator.instance = SimpleNamespace(saver=self.fused.saver)
-        self.worker = SimpleNamespace(get_model=lambda: self.fused.model)
-        runner = SimpleNamespace(model=self.fused.model)
+        refill = self.fused.refill_kv_state
+        runner = SimpleNamespace(model=self.fused.model, post_kv_cache_wake_up=refill)
+        self.worker = SimpleNamespace(get_model=lambda: self.fused.model, model_runner=runner)
         driver = SimpleNamespace(model_runner=runner)
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=driver))
 

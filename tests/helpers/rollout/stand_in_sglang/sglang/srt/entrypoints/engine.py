@@ -54,8 +54,11 @@ class Engine:
         sampling_params: Any = None,
         input_ids: Any = None,
         return_logprob: bool = False,
+        stream: bool = False,
     ) -> Any:
         """A hundred tokens and more take for ever."""
+        if stream:
+            return self.each(input_ids, sampling_params)
         params = dict(sampling_params)
         if params["max_new_tokens"] >= 100:
             await self.aborted.wait()
@@ -66,6 +69,18 @@ class Engine:
                 await asyncio.sleep(0.001)
             one = self.requests.recv()
         return one if params["n"] == 1 else [one] * params["n"]
+
+    async def each(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Any:
+        """Their beginnings, then each when it has ended."""
+        tasks = {}
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            yield {"index": index, "meta_info": {"finish_reason": None}}
+            asked = self.async_generate(input_ids=prompt, sampling_params=each)
+            tasks[asyncio.create_task(asked)] = index
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                yield {**task.result(), "index": tasks.pop(task)}
 
     def get_all_child_pids(self) -> list[int]:
         return [self.process.pid or 0]

@@ -1,0 +1,195 @@
+"""What surrounds the products of experts in training: values and gradients against plain torch in
+fp64, by torch and by the kernels, and transformers' own forward beside the trainer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from memsaver.common.dispatch import Impl
+from tests.helpers.compiler import compile_alone
+from tests.helpers.effort import some
+from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
+from trainer_bridge.training.experts import mix_experts
+
+# Tokens, choices, experts, width.
+SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (40, 8, 128, 2056), (33, 2, 64, 16)])
+# Of the largest, for few sums and roundings; Triton's interpreter cuts bf16 off.
+U = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-6}
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request: pytest.FixtureRequest, device: str) -> Impl:
+    if request.param == "triton" and device == "cpu" and torch.cuda.is_available():
+        pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
+    return request.param
+
+
+def choices(tokens: int, top_k: int, experts: int, device: str) -> Tensor:
+    """No expert twice in a row; the last one of several has no token."""
+    some = max(top_k, experts - 1)
+    ids = torch.rand(tokens, some).argsort(-1)[:, :top_k]
+    return ids.to(device)
+
+
+def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype and found.shape == exact.shape
+    found, exact = found.detach().double(), exact.detach()
+    assert float((found - exact).abs().max()) <= U[dtype] * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pairs_lie_by_expert_tokens_in_their_order(
+    shape: tuple[int, int, int, int], device: str
+) -> None:
+    tokens, top_k, experts, _ = shape
+    ids = choices(tokens, top_k, experts, device)
+    pairs = sort_pairs(ids, experts)
+    order = ids.flatten()[pairs.number]
+    assert torch.equal(order, ids.flatten().sort().values)
+    assert torch.equal(pairs.place.flatten()[pairs.number], torch.arange(len(order)).to(device))
+    counts = torch.bincount(order, minlength=experts)
+    assert torch.equal(pairs.ends, counts.cumsum(0).int())
+    for expert in range(experts):
+        mine = pairs.number[order == expert]
+        assert torch.equal(mine, mine.sort().values)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weighing"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_rows_go_out_and_come_back_as_in_fp64(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    weighing: torch.dtype,
+    impl: Impl,
+    device: str,
+) -> None:
+    """The sum over choices of weight * (row + its gate), so that rows of a token differ."""
+    tokens, top_k, experts, width = shape
+    ids = choices(tokens, top_k, experts, device)
+    x = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
+    more = torch.randn(tokens * top_k, width, device=device).to(dtype).requires_grad_()
+    weights = torch.rand(tokens, top_k, device=device).to(weighing).requires_grad_()
+    pairs = sort_pairs(ids, experts)
+    y = spread(x, pairs, impl) + more
+    out = combine(y, weights, pairs, impl)
+    slope = torch.randn(out.shape, device=device).to(dtype)
+    out.backward(slope)
+    wide = y.detach().double().requires_grad_()
+    exact_weights = weights.detach().double().requires_grad_()
+    exact = (wide[pairs.place] * exact_weights[..., None]).sum(1)
+    exact.backward(slope.double())
+    assert_near(out, exact, dtype)
+    assert weights.grad is not None and more.grad is not None and x.grad is not None
+    assert exact_weights.grad is not None and wide.grad is not None
+    assert_near(weights.grad, exact_weights.grad, weighing)
+    assert_near(more.grad, wide.grad, dtype)
+    assert_near(x.grad, more.grad.double()[pairs.place].sum(1), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("inner", some(40, whole=[768, 4096]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_and_its_gradient_are_those_of_fp64(
+    rows: int, inner: int, dtype: torch.dtype, impl: Impl, device: str
+) -> None:
+    """Also far out, where the sigmoid is 0 and 1."""
+    gate_up = 3 * torch.randn(rows, 2 * inner, device=device)
+    gate_up[0, :2] = torch.tensor([-200.0, 200.0])
+    gate_up = gate_up.to(dtype).requires_grad_()
+    out = silu_gate(gate_up, impl)
+    slope = torch.randn(out.shape, device=device).to(dtype)
+    out.backward(slope)
+    wide = gate_up.detach().double().requires_grad_()
+    gate, up = wide.chunk(2, -1)
+    exact = torch.nn.functional.silu(gate) * up
+    exact.backward(slope.double())
+    assert_near(out, exact, dtype)
+    assert gate_up.grad is not None and wide.grad is not None
+    assert_near(gate_up.grad, wide.grad, dtype)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_and_their_gradients_are_those_of_transformers(
+    act: str, dtype: torch.dtype, device: str
+) -> None:
+    """With experts that have no token; gradients of all that goes in."""
+    config: Any = Qwen3MoeConfig(
+        num_experts=6, hidden_size=32, moe_intermediate_size=16, hidden_act=act
+    )
+    own = Qwen3MoeExperts(config).to(device, dtype)
+    for param in own.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    other, eager = copy.deepcopy(own).double(), inspect.unwrap(Qwen3MoeExperts.forward)
+    ids = choices(11, 2, 6, device)
+    x, weights = torch.randn(11, 32, device=device), torch.rand(11, 2, device=device)
+    given = [each.to(dtype).requires_grad_() for each in (x, weights)]
+    wide = [each.detach().double().requires_grad_() for each in given]
+    out, exact = mix_experts(own, given[0], ids, given[1]), eager(other, wide[0], ids, wide[1])
+    slope = torch.randn(out.shape, device=device).to(dtype)
+    out.backward(slope)
+    exact.backward(slope.double())
+    found = [out, *(each.grad for each in (*given, *own.parameters()))]
+    expected = [exact, *(each.grad for each in (*wide, *other.parameters()))]
+    size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-5}[dtype]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine is not None and theirs is not None and mine.dtype == dtype
+        apart = (mine.detach().double() - theirs.detach()).abs().max()
+        assert float(apart) <= size * float(theirs.detach().abs().max())
+
+
+@pytest.mark.extended  # on a GPU the kernels themselves run
+def test_the_kernels_access_sixteen_bytes_and_spill_nothing() -> None:
+    lines = [line.split() for line in compile_alone(COMPILE).splitlines()]
+    assert len(lines) == 8
+    for kernel, stack, *accesses in lines:
+        assert stack == "0", kernel
+        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= {*accesses}, (kernel, accesses)
+
+
+COMPILE = """
+import re, subprocess, tempfile
+from triton import compile, knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trainer_bridge.ops import experts_triton as kernels
+
+for name in ("_token_sum", "_pair_gradients", "_gated", "_gated_gradient"):
+    kernel = getattr(kernels, name)
+    for element in ("*bf16", "*fp32"):
+        constants = dict(TOP_K=8, WEIGHED=True, ROUNDED=True, BLOCK=2048)
+        constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        types = dict(place="*i64", number="*i64", hidden="i32", inner="i32")
+        types |= dict.fromkeys(constants, "constexpr")
+        signature = {key: types.get(key, element) for key in kernel.arg_names}
+        even = [i for i, key in enumerate(signature) if key not in constants]
+        attrs = {(i,): [["tt.divisibility", 16]] for i in even}
+        source = ASTSource(kernel, signature, constants, attrs)
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            usage = subprocess.run(
+                [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+                capture_output=True, text=True, check=True,
+            ).stdout
+        stack = re.search(r"STACK:(\\d+)", usage).group(1)
+        accesses = sorted(set(re.findall(r"(?:ld|st)\\.global\\S*", made.asm["ptx"])))
+        print(name, stack, *accesses)
+"""
