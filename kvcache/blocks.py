@@ -33,13 +33,11 @@ class _Growth:
 
 class BlockManager:
     """Sequences over one pool. All decisions are made on the CPU, token ids included; the device
-    sees one transfer and one table write and, when a shared page is written to, one page copy an
-    `extend`.
+    sees one transfer and one table write and perhaps one page copy an `extend`.
 
     A page may belong to several sequences (`fork`). Writing into a page with more than one owner
     copies exactly that page first; the last owner writes in place. Only the last, partial page of a
-    sequence can ever be written to. The manager assumes that nobody else allocates from `allocator`
-    or `req_to_token`.
+    sequence can ever be written to. Nobody else allocates from its ledger and table.
 
     window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their
     window halves where the allocator has two ledgers.
@@ -106,11 +104,9 @@ class BlockManager:
         return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """A sequence with the same tokens that shares every page, a partial last one included; None
-        without a row.
+        """A sequence with the same tokens that shares every page; None without a row.
 
-        States, where the request table holds some, are copied: they must be those after the
-        sequence's last token.
+        States in the request table are copied: they must be those after the last token.
         """
         parent = self.req_to_token.row(handle)
         child = self.admit()
@@ -131,9 +127,7 @@ class BlockManager:
         return child
 
     def pages(self, handle: ReqHandle) -> Int64Array:
-        """Pages of a sequence in order, a partial last one included, int64; those behind its window
-        are not its own.
-        """
+        """Pages of a sequence, a partial last one included, int64; not all are its own."""
         return self._row_pages(self.req_to_token.row(handle)).copy()
 
     def release(self, handle: ReqHandle) -> None:
@@ -143,29 +137,8 @@ class BlockManager:
         self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
-    def truncate(self, handle: ReqHandle, new_len: int) -> None:
-        """Frees positions [new_len, seq_len) of a sequence, pages that it leaves altogether
-        included. ValueError for a length that it does not have, or whose window it has given back.
-        """
-        row = self.req_to_token.row(handle)
-        held = self._row_pages(row)
-        if not 0 <= new_len <= self._lens[row]:
-            raise ValueError(
-                f"{handle} has {self._lens[row]} tokens and can't be cut to {new_len}; "
-                "extend() grows it"
-            )
-        self._shares.check_cut(row, new_len)
-        kept = -(-new_len // self.page_size)
-        self._shares.free(row, held[kept:], kept)
-        self._lens[row] = new_len
-        self._forked[row] = True  # a page in its middle may be shared
-        if new_len == 0:
-            self._shares.behind[row] = 0
-
     def slide(self, handles: Sequence[ReqHandle]) -> None:
-        """All tokens of these sequences are computed: drops their shares of what has left the
-        window for good.
-        """
+        """All tokens of these are computed: drops their shares of what left the window."""
         window = self._shares.window
         if window is not None:
             rows = self.req_to_token.rows(handles)
@@ -174,9 +147,9 @@ class BlockManager:
             )
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
-        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` and
-        `free_swa` of an allocator take without a synchronise. ValueError for positions that it does
-        not have, or has given back.
+        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` of
+        an allocator takes without a synchronise. ValueError for positions that it does not have, or
+        has given back.
         """
         row = self.req_to_token.row(handle)
         if not 0 <= start <= stop <= self._lens[row]:
@@ -197,14 +170,12 @@ class BlockManager:
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> torch.Tensor | None:
-        """Grows sequences (prefill chunks and decode steps alike) to `new_lens` tokens, the lengths
-        afterwards.
+        """Grows sequences, by prefill chunks and decode steps alike, to `new_lens` tokens.
 
         Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the
-        order of `handles`, and has written them to `req_to_token`; a shared partial last page was
-        copied before. None when pages are
-        short: nothing changed. ValueError for a stale or repeated handle, a shrinking length or one
-        past `max_context_len`.
+        order of `handles`, and has written them to `req_to_token`. None when pages are short:
+        nothing changed. ValueError for a stale or repeated handle, a shrinking length or one past
+        `max_context_len`.
         """
         growth = self._plan(handles, new_lens)
         counts = self.allocator.pages_between(growth.start, growth.new)
@@ -259,8 +230,7 @@ class BlockManager:
         return renamed
 
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
-        """Raises AssertionError unless the page tables, the reference counts and `req_to_token`
-        tell one story.
+        """Raises AssertionError unless page tables, reference counts and `req_to_token` agree.
 
         cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it
         synchronises. May be called between any two operations.
@@ -329,9 +299,7 @@ class BlockManager:
     def _fresh_start(
         self, rows: Int64Array, old: Int64Array, new: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """The old length, or the start of the last page for each request that has to copy it; those
-        pages.
-        """
+        """The old length, or the start of the last page where it has to be copied; such pages."""
         if not self._forked[rows].any():  # as in nearly every step of decoding
             return old, np.empty(0, dtype=np.int64)
         offset = old % self.page_size
@@ -353,8 +321,7 @@ class BlockManager:
         return start, self._pages[rows[copying], start[copying] // self.page_size]
 
     def _fill_device(self, growth: _Growth) -> torch.Tensor:
-        """Copies the shared pages, then writes all fresh ids to the table; returns the ids of the
-        new tokens.
+        """Copies shared pages, then writes fresh ids to the table; returns the new tokens'.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
@@ -377,9 +344,7 @@ class BlockManager:
         return self._write_table(flat, loc)[copies:]
 
     def _write_table(self, flat: Int64Array, loc: Int64Array) -> torch.Tensor:
-        """Writes slots to the table at these places, by one transfer and one launch; returns them,
-        on the device.
-        """
+        """Writes slots to the table at these places, by one launch; returns them."""
         n = len(loc)
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
@@ -393,9 +358,7 @@ class BlockManager:
 
 
 def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
-    """For every one of `counts` things a request: which request's it is, and its number among those
-    of the request.
-    """
+    """For every one of `counts` things a request: which request's, and its number there."""
     if (counts <= 1).all():  # as in nearly every step of decoding
         return slice(None) if counts.all() else np.flatnonzero(counts), 0
     which = np.repeat(np.arange(len(counts)), counts)

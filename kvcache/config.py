@@ -22,9 +22,7 @@ _KV_DTYPES = {
 
 
 def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The stored dtype that `kv_cache_dtype` names; "auto" is the model's dtype. ValueError for an
-    unknown name.
-    """
+    """The stored dtype that `kv_cache_dtype` names ("auto": the model's), or ValueError."""
     if name == "auto":
         return model_dtype
     if name not in _KV_DTYPES:
@@ -36,9 +34,7 @@ def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def store_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that elements are kept in: fp8 and fp4 lack indexing kernels on some devices and
-    are kept as bytes.
-    """
+    """The dtype that elements are kept in: bytes for fp8 and fp4, which lack indexing kernels."""
     return torch.uint8 if dtype in FP8_DTYPES or dtype == FP4_DTYPE else dtype
 
 
@@ -49,8 +45,7 @@ def row_bytes(dtype: torch.dtype, width: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig(ABC):
-    """A paged cache of `size` tokens for `num_layers` attention layers; what a token's rows are, a
-    subclass says.
+    """A paged cache for `num_layers` attention layers; a subclass says what a token's rows are.
 
     size: tokens, a multiple of `page_size`; one padding page comes on top of it. Token ids are
         stored as int32 in the request table, hence its limit.
@@ -130,10 +125,7 @@ class TokenConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig(TokenConfig):
-    """Multi-head or grouped-query attention.
-
-    `v_head_dim` None means that values are as wide as keys.
-    """
+    """Multi-head or grouped-query attention; `v_head_dim` None: values are as wide as keys."""
 
     num_kv_heads: int
     head_dim: int

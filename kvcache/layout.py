@@ -1,5 +1,4 @@
-"""Derives from a Hugging Face config object what its KV cache is made of. Reads attributes only,
-imports no transformers.
+"""Derives from a Hugging Face config what its KV cache is made of, without importing transformers.
 
 It knows dense and mixture-of-experts decoders with full or sliding attention in every layer or
 alternating (Llama, Qwen2, Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2,
@@ -14,10 +13,14 @@ from typing import Any, Literal
 import torch
 
 from kvcache.config import FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
+from kvcache.pools.attention import (
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
+)
 from kvcache.pools.base import KVPool
 from kvcache.pools.mamba import MambaConfig, MambaPool
-from kvcache.pools.mha import MHATokenToKVPool, MHATokenToKVPoolFP4
-from kvcache.pools.mla import MLATokenToKVPool, MLATokenToKVPoolFP4
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from memsaver import MemorySaver
 
@@ -62,9 +65,7 @@ class KVLayout:
 
     @property
     def layer_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """For each layer: what one token has there (heads, width), or one request (states of linear
-        layers).
-        """
+        """For each layer: what a token has there (heads, width), or a request (states)."""
         states = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
         states |= {"temporal": self.temporal_shape} if self.temporal_shape else {}
         return tuple(dict(states if kind == "linear" else self.rows) for kind in self.kinds)
@@ -97,10 +98,7 @@ class KVLayout:
         return self.pool in ("mha", "mla") and self.sliding_window is None
 
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
-        """The config of a pool of so many of the layers that keep tokens.
-
-        fields: size, page_size, device, ...
-        """
+        """The config of a pool of so many layers that keep tokens. fields: size, device, ..."""
         fields |= {"num_layers": num_layers, "dtype": self.dtype, "compute_dtype": self.model_dtype}
         if self.kv_lora_rank is not None:
             rope = self.rows["kv"][1] - self.kv_lora_rank
@@ -109,9 +107,7 @@ class KVLayout:
         return KVCacheConfig(num_kv_heads=heads, head_dim=dim, v_head_dim=value_dim, **fields)
 
     def mamba_config(self, *, size: int, device: torch.device | str) -> MambaConfig:
-        """The config of the pool of states for `size` requests; ValueError for a model without
-        linear layers.
-        """
+        """The config of the pool of states for `size` requests; ValueError without such layers."""
         if self.temporal_shape is None:
             raise ValueError("this model has no linear layers and keeps no states")
         return MambaConfig(
@@ -135,9 +131,7 @@ class KVLayout:
         tag: str = "kv_cache",
         slot_major: bool = False,
     ) -> KVPool:
-        """The pool for `size` tokens; `window_size`: tokens of a `swa` pool's window side, needed
-        there only. slot_major: see `TokenConfig`.
-        """
+        """The pool for `size` tokens, `window_size` of a `swa` pool's window side."""
         fields: dict[str, Any] = {
             "size": size,
             "page_size": page_size,

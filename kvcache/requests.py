@@ -11,9 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ReqHandle:
-    """Names one row of a `ReqToTokenPool` until that row is freed; after that every use of it
-    raises ValueError.
-    """
+    """Names a row of a `ReqToTokenPool` until it is freed; after that it raises ValueError."""
 
     row: int
     generation: int
@@ -52,11 +50,9 @@ class ReqToTokenPool:
         return len(self._free_rows)
 
     def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """One handle a request: None asks for a new row, a handle keeps the row it holds (chunked
-        prefill).
+        """One handle a request: None asks for a new row, a handle keeps the row it holds.
 
-        All or nothing: returns None and changes nothing when the rows don't suffice. A stale handle
-        raises ValueError.
+        All, or None, with nothing changed, when rows don't suffice. ValueError if stale.
         """
         self.rows([r for r in reqs if r is not None])
         count = sum(r is None for r in reqs)
@@ -71,15 +67,6 @@ class ReqToTokenPool:
 
     def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
         """After a fork: gives `target` what `source` holds besides tokens. Here that is nothing."""
-
-    def shortage(self, request: object, rows: int = 1) -> str:
-        """Says why `request` (anything that names it) can't have `rows` more rows."""
-        return (
-            f"{request} needs {rows} row(s) of the request table, "
-            f"{len(self._free_rows)} of {self.size} are free: "
-            f"{max(0, rows - len(self._free_rows))} are missing; "
-            "end a request, or make the table larger"
-        )
 
     def _fits(self, count: int) -> bool:
         return count <= len(self._free_rows)
@@ -114,21 +101,15 @@ class ReqToTokenPool:
         return np.array(rows, dtype=np.int64)
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
-        """`req_to_token[indices] = values`: one indexed write of token ids, given as any index
-        torch accepts.
-        """
+        """`req_to_token[indices] = values`: one indexed write, any index that torch accepts."""
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """One write of `values`, int32 `[n]`, at `row * max_context_len + position`, int64 `[n]`
-        without repeats, both on the device.
-        """
+        """One write of `values`, int32 `[n]`, at int64 `row * max_context_len + position`."""
         self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a row is neither free nor live, or both, or row 0 was touched
-        (synchronises).
-        """
+        """Raises AssertionError unless each row is free or live, and row 0 untouched; waits."""
         free = self._free_rows
         assert len(set(free)) == len(free), f"a row is twice in the free list: {sorted(free)}"
         assert all(0 < row <= self.size for row in free), (

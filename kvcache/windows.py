@@ -1,6 +1,4 @@
-"""Sliding windows: a query at position p sees the keys at (p - window, p]; what no later query sees
-is given back.
-"""
+"""Sliding windows: a query at p sees keys at (p - window, p]; the rest is given back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from kvcache.allocators.base import Int64Array, KVAllocator
-from kvcache.allocators.swa import SWATokenToKVPoolAllocator
+from kvcache.allocators.paged import SWATokenToKVPoolAllocator
 
 _Length = TypeVar("_Length", int, Int64Array)
 
@@ -28,9 +26,7 @@ class Ledger:
 
 
 def pages_behind(length: _Length, window: int, page_size: int) -> _Length:
-    """Leading pages of a sequence whose first `length` tokens are computed that no later query sees
-    a token of.
-    """
+    """Leading pages of a sequence of `length` computed tokens that no later query sees."""
     seen_from = length - window + 1
     return seen_from * (seen_from > 0) // page_size
 
@@ -41,8 +37,7 @@ def pages_across(tokens: int, page_size: int) -> int:
 
 
 class WindowShares:
-    """Tracks which of its pages each sequence still holds. `behind[row]` counts its leading pages
-    that have left its window.
+    """Tracks which pages each sequence holds. `behind[row]` counts those that left its window.
 
     With two ledgers a sequence holds the window half of the pages from there on, and the full half
     of every page; with one it holds the pages from there on. Without a window `behind` stays 0, and
@@ -79,9 +74,9 @@ class WindowShares:
             self._two.free_swa_pages(gone[self._two.swa_ref_counts(gone) > 0])
         self.behind[child] = self.behind[parent]
 
-    def free(self, row: int, pages: Int64Array, at: int = 0) -> None:
-        """Drops what a sequence holds of `pages`, its pages from number `at` on."""
-        seen = pages[max(0, int(self.behind[row]) - at) :]
+    def free(self, row: int, pages: Int64Array) -> None:
+        """Drops what a sequence holds of `pages`, all its pages."""
+        seen = pages[self.behind[row] :]
         self.free_seen(seen)
         if self._two:
             self.allocator.free_pages(pages[: len(pages) - len(seen)])
@@ -110,22 +105,8 @@ class WindowShares:
             self.allocator.free_pages(pages)
         self.behind[rows] = until
 
-    def check_cut(self, row: int, new_len: int) -> None:
-        """ValueError if a sequence cut to `new_len` tokens lacks keys that its next query sees."""
-        if self.window is None or new_len == 0:
-            return
-        if pages_behind(new_len, self.window, self.allocator.page_size) < self.behind[row]:
-            first = int(self.behind[row]) * self.allocator.page_size
-            raise ValueError(
-                f"cut to {new_len} tokens, the next query would see keys before position {first}, "
-                f"which left the window of {self.window} and were freed; "
-                "release the sequence and compute it anew"
-            )
-
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
-        """AssertionError unless owners are counted as sequences (row, all its pages) and a cache
-        hold them.
-        """
+        """AssertionError unless owners are counted as sequences (row, pages) and a cache hold."""
         owners, seen = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
         owners[cached] += 1
         for row, pages in tables:

@@ -5,7 +5,6 @@
 >>> saver.pause("kv_cache"); saver.resume("kv_cache")
 """
 
-from memsaver.common.timeline import Timeline
 from memsaver.errors import (
     BackendError,
     CompilerError,
@@ -17,7 +16,7 @@ from memsaver.errors import (
     StateError,
     TagError,
 )
-from memsaver.report import CallStats, Event, Report, TagReport, Usage
+from memsaver.report import CallStats, Event, Report, TagReport, Timeline, Usage
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, attach
 from memsaver.sharing.lease_cache import LeaseCache

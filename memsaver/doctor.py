@@ -12,11 +12,13 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -27,8 +29,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from memsaver import doctor_gpu as gpu
-from memsaver.common.host_limits import container_memory, meminfo
-from memsaver.compat import engines
+from memsaver.common.machine import container_memory, meminfo
+from memsaver.compat import IN_PROCESS, require
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
 from memsaver.native import build, shim
@@ -40,6 +42,7 @@ MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 OPEN_FILES = 4096
 MEMORY_MAPS = 65530  # the kernel's own default
 LITTLE_MEMORY = 2 << 30
+_SECONDS = 120  # for an import
 _APT = "(Debian, Ubuntu: apt install gcc g++)"
 NEED_COMPILER = f"install a C and C++ compiler {_APT}, or install memsaver from a wheel"
 UNIX_SOCKETS = "allow unix sockets in the sandbox (SCM_RIGHTS)"
@@ -315,6 +318,41 @@ def passing_files() -> Finding:
     return "fail", "an open file did not arrive", UNIX_SOCKETS
 
 
+def vllm() -> Finding:
+    found = _imported("vllm")
+    if found[0] == "ok" and (value := os.environ.get(IN_PROCESS, "0")) != "0":
+        told = f"{IN_PROCESS}={value}: its engine would be a process of its own"
+        return "warn", f"{found[1]}; {told}", f"unset {IN_PROCESS}, or set it to 0"
+    return found
+
+
+def sglang() -> Finding:
+    return _imported("sglang")
+
+
+def _imported(package: str) -> Finding:
+    """Imports it in a process of its own: that may fail, and leaves threads and settings behind."""
+    if importlib.util.find_spec(package) is None:
+        return "skip", f"not installed; only engine.kind={package} needs it"
+    try:
+        version = require(package)
+    except ValueError as error:
+        found, _, remedy = str(error).partition("; ")
+        return "warn", found, remedy
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {package}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        remedy = f"install what it lacks, or {package} anew in an environment of its own"
+        return "warn", f"{version}, does not import: {said}", remedy
+    return "ok", version
+
+
 _SEE_PROC = "run where /proc is mounted"
 _LOOK = "look at nvidia-smi and dmesg for errors of the GPU, then retry in a fresh process"
 _RETRY = "put the checks of the shim, memfd and limits right, then retry"
@@ -355,8 +393,8 @@ CHECKS = [
     Row("regions on the GPU", "gpu", gpu.regions, _LOOK),
     Row("CUDA graphs", "gpu", gpu.graph, _LOOK),
     Row("pinned memory", "gpu", gpu.pinned, _PINNING),
-    Row("vLLM", "machine", engines.vllm, _ENGINE),
-    Row("SGLang", "machine", engines.sglang, _ENGINE),
+    Row("vLLM", "machine", vllm, _ENGINE),
+    Row("SGLang", "machine", sglang, _ENGINE),
 ]
 
 if __name__ == "__main__":

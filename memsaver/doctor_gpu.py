@@ -43,10 +43,7 @@ Finding = tuple[Status, str] | tuple[Status, str, str]
 
 
 class Target(NamedTuple):
-    """The GPU to try, or why there is none.
-
-    ``remedy``: what to do where the user named a device that cannot be tried.
-    """
+    """The GPU to try, or why there is none. ``remedy``: where the user named one that fails."""
 
     gpu: torch.device | None
     why_not: str = ""

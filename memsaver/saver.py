@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memsaver.backup.disk_file import default_directory
-from memsaver.common.finalizers import call_due
-from memsaver.common.signals import Unbroken, held
+from memsaver.backup.on_disk import default_directory
+from memsaver.common.signals import Unbroken, call_due, held
 from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
 from memsaver.tag import integrity

@@ -7,7 +7,7 @@ from rollout.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.protocols import Progress, Rollout, SyncTarget
 from rollout.serving.double_sparsity import DoubleSparsity, heavy_channels
-from rollout.serving.tier_config import KVTiers
+from rollout.serving.tiered_blocks import KVTiers
 from rollout.types import (
     CommitReceipt,
     Completion,

@@ -9,7 +9,7 @@ from kvcache import kv_dtype
 from memsaver.common.dispatch import Impl
 from memsaver.common.rounding import round_up
 from rollout.serving.double_sparsity import DoubleSparsity
-from rollout.serving.tier_config import KVTiers
+from rollout.serving.tiered_blocks import KVTiers
 
 
 @dataclass(frozen=True, kw_only=True)

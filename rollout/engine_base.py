@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from memsaver import Event, MemorySaver, Report, Usage
-from memsaver.common.device_ids import place_of
+from memsaver.common.machine import place_of
 from memsaver.common.signals import held
 from rollout.partner import Partner
 from rollout.tags import TAGS

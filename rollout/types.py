@@ -222,7 +222,7 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 class WeightLayout:
     """Says what lies where, for who plans to write it.
 
-    place: the device of the pages (`memsaver.common.device_ids.place_of`).
+    place: the device of the pages (`memsaver.common.machine.place_of`).
     """
 
     manifest: Manifest

@@ -82,10 +82,10 @@ BUGS = [
         "",
     ),
     Bug(
-        "a sequence cut in the middle of a shared page writes into it (copy on write left out)",
+        "a forked sequence writes into a page that its fork shares (copy on write left out)",
         "kvcache/blocks.py",
-        "        self._forked[row] = True  # a page in its middle may be shared\n",
-        "",
+        "self._forked[[parent, child.row]] = True",
+        "self._forked[child.row] = True",
     ),
     Bug(
         "the upper half of a split node loses its locks",
@@ -96,8 +96,8 @@ BUGS = [
     Bug(
         "pages computed under older weights are found (stale version)",
         "kvcache/radix/cache.py",
-        "        if version < self.version:\n",
-        "        if version < 0:\n",
+        "if version < self.version:\n            return len(run)",
+        "if version < 0:\n            return len(run)",
     ),
     Bug(
         "fp8 rows are scaled in the wanted dtype instead of fp32 (wrong cast)",
@@ -107,13 +107,13 @@ BUGS = [
     ),
     Bug(
         "a writer fills a staging range one round too early (off by one)",
-        "kvcache/staging/ring.py",
+        "kvcache/staging.py",
         "or before < watermark.round",
         "or before <= watermark.round",
     ),
     Bug(
         "readers and writers of replicated heads are paired wrongly (swapped ranks)",
-        "kvcache/staging/heads.py",
+        "kvcache/staging.py",
         "return first - src_first, count, first - dst_first, count",
         "return first - dst_first, count, first - src_first, count",
     ),

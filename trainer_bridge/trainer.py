@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
-from memsaver.common.device_ids import place_of
+from memsaver.common.machine import place_of
 from memsaver.common.warm_up import WarmUp
 from memsaver.errors import StateError
 from rollout.partner import Partner

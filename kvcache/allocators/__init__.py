@@ -1,8 +1,11 @@
 """Ledgers of a pool's pages: which are free, and which a request gets next."""
 
 from kvcache.allocators.base import KVAllocator, to_device
-from kvcache.allocators.paged import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from kvcache.allocators.swa import SWATokenToKVPoolAllocator
+from kvcache.allocators.paged import (
+    PagedTokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 
 __all__ = [
     "KVAllocator",

@@ -1,6 +1,4 @@
-"""Defines what every page ledger does, and the parts that follow from pages alone: token ids,
-grouped frees, error texts.
-"""
+"""Defines what every page ledger does, and the parts that follow from pages alone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,8 +17,7 @@ _PINNED_FROM = 1 << 16
 
 
 class KVAllocator(ABC):
-    """Decides who holds which page of a pool of `size` tokens; token id = page * page_size +
-    offset.
+    """Decides who holds which page of a pool; token id = page * page_size + offset.
 
     Pages are 1 .. total_pages; page 0 takes the writes of padded tokens and is never issued. Every
     issued page has a count of owners: 1 when issued, +1 for each `share`, -1 for each `free`,
@@ -28,8 +25,7 @@ class KVAllocator(ABC):
     synchronises unless it says so, and a pause changes nothing.
 
     A call that returns None (pages are short) or raises has changed nothing. `alloc*` raise
-    ValueError for wrong arguments only; `shortage` is the text for who wants to raise where None
-    came back.
+    ValueError for wrong arguments only.
     """
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
@@ -51,48 +47,27 @@ class KVAllocator(ABC):
 
     @abstractmethod
     def ref_counts(self, pages: Indices) -> Int64Array:
-        """Owners of each page, int64 `[n]`; 0 for a free page. ValueError for a page that does not
-        exist.
-        """
+        """Owners of each page, int64 `[n]`; 0: free. ValueError for a page that does not exist."""
 
     @abstractmethod
     def next_pages(self, count: int) -> Int64Array | None:
-        """The pages that `alloc_pages(count)` would hand out, int64 `[count]` on the CPU, or None.
-
-        Changes nothing.
-        """
+        """The pages that `alloc_pages(count)` would give, int64 `[count]` on the CPU, or None."""
 
     @abstractmethod
     def alloc_pages(self, count: int) -> Int64Array | None:
-        """`count` pages with one owner each, int64 on the CPU, or None.
-
-        `alloc_pages(0)` is an empty array.
-        """
+        """`count` pages (0: an empty array) with one owner each, int64 on the CPU, or None."""
 
     @abstractmethod
     def share(self, pages: Indices) -> None:
-        """One more owner for each page; a page named twice gains two. ValueError if one of them is
-        free.
-        """
+        """One more owner a page, two for one named twice. ValueError if one of them is free."""
 
     @abstractmethod
     def free_pages(self, pages: Indices) -> None:
-        """Drops one owner of each page, two of a page named twice; ValueError (double free) leaves
-        all as it was.
-        """
-
-    @abstractmethod
-    def shortage(self, request: object, pages: int) -> str:
-        """Says why `request` (anything that names it) can't have `pages` more pages: how many are
-        missing, and of what.
-        """
+        """Drops one owner of each page named; ValueError (double free) leaves all as it was."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AssertionError when the ledger contradicts itself.
-
-        May be called between any two operations.
-        """
+        """Raises AssertionError when the ledger contradicts itself, between any operations."""
 
     @abstractmethod
     def _give_back(self, pages: Int64Array) -> None:
@@ -118,8 +93,7 @@ class KVAllocator(ABC):
     def alloc_extend(
         self, prefix_lens: Indices, seq_lens: Indices, last_loc: Indices, extend_num_tokens: int
     ) -> torch.Tensor | None:
-        """Ids of the tokens that n requests gain by growing from `prefix_lens` to `seq_lens`, int64
-        on the device.
+        """Ids of the tokens by which n requests grow, int64 on the device.
 
         Lengths and `last_loc` (id of each request's last token, -1 without one) are int64 `[n]` on
         the CPU; `extend_num_tokens` = sum(seq - prefix). The partial page after `last_loc` is
@@ -142,29 +116,29 @@ class KVAllocator(ABC):
         return loc
 
     def alloc_decode(self, seq_lens: Indices, last_loc: Indices) -> torch.Tensor | None:
-        """One token id a request, int64 `[n]` on the device, or None.
-
-        `seq_lens` count the new token.
-        """
+        """One token id a request, int64 `[n]` on the device, or None. `seq_lens` count it."""
         seq = as_int64(seq_lens, "seq_lens")
         return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
 
     def pages_between(self, prefix: Int64Array, seq: Int64Array) -> Int64Array:
-        """New pages a request takes to grow from `prefix` to `seq` tokens: ceil(seq / ps) -
-        ceil(prefix / ps).
-        """
+        """New pages of a request: ceil(seq / ps) - ceil(prefix / ps)."""
         return -(-seq // self.page_size) + -prefix // self.page_size
 
     def free(self, loc: Indices) -> None:
-        """Drops one owner of each page that `loc` names a token of (one of its tokens or all of
-        them).
+        """Drops one owner of each page that `loc` names a token of.
 
         `loc` are token ids; on a GPU tensor this synchronises, CPU ids don't:
         BlockManager.token_ids gives those of (request, from, to). Empty is a no-op. A token of a
-        page without owners, or one named twice, raises ValueError (double free) before anything is
-        dropped.
+        page without owners, or one named twice, raises ValueError (double free) first.
         """
-        self.free_pages(self._named_pages(loc)[0])
+        ids = np.sort(as_int64(loc.cpu() if isinstance(loc, torch.Tensor) else loc, "loc"))
+        twice = ids[1:] == ids[:-1]
+        if twice.any():
+            raise ValueError(
+                f"double free of token {int(ids[1:][twice][0])}: it is named twice; "
+                "name each token once"
+            )
+        self.free_pages(np.unique(ids // self.page_size))
 
     def free_group_begin(self) -> None:
         """Opens a group: owners drop at once, so that a double free raises where it happens, but no
@@ -177,10 +151,7 @@ class KVAllocator(ABC):
         self._deferred = []
 
     def free_group_end(self) -> None:
-        """Closes the group: the pages it freed become available together.
-
-        ValueError without a group.
-        """
+        """Closes the group: what it freed becomes available. ValueError without a group."""
         if self._deferred is None:
             raise ValueError("no free group is open; call free_group_begin() first")
         self._give_back(self._deferred_pages())
@@ -194,18 +165,6 @@ class KVAllocator(ABC):
 
     def _deferred_pages(self) -> Int64Array:
         return np.concatenate([np.empty(0, dtype=np.int64), *(self._deferred or [])])
-
-    def _named_pages(self, loc: Indices) -> tuple[Int64Array, Int64Array]:
-        """The pages that token ids name, ascending, and how many tokens of each."""
-        ids = np.sort(as_int64(loc.cpu() if isinstance(loc, torch.Tensor) else loc, "loc"))
-        twice = ids[1:] == ids[:-1]
-        if twice.any():
-            raise ValueError(
-                f"double free of token {int(ids[1:][twice][0])}: it is named twice; "
-                "name each token once"
-            )
-        pages, counts = np.unique(ids // self.page_size, return_counts=True)
-        return pages, counts.astype(np.int64, copy=False)
 
     def _valid_pages(self, pages: Int64Array) -> Int64Array:
         wrong = (pages < 1) | (pages > self.total_pages)
@@ -269,10 +228,7 @@ def _checked_gains(
 
 
 def as_int64(values: Indices, name: str) -> Int64Array:
-    """CPU indices as int64 `[n]`.
-
-    A device tensor raises: reading it would synchronise on every call.
-    """
+    """CPU indices as int64 `[n]`; ValueError for a device tensor: reading it would wait."""
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise ValueError(
@@ -288,9 +244,7 @@ def as_int64(values: Indices, name: str) -> Int64Array:
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    """The array on the device; nothing waits for the device, and on a GPU the caller may change the
-    array at once.
-    """
+    """The array on the device, without a wait; on a GPU the caller may change it at once."""
     host = torch.from_numpy(array)
     if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
         host = host.pin_memory()

@@ -1,5 +1,4 @@
-"""Writes the key and value rows of new tokens into their pool slots: dispatch, and the torch
-reference.
+"""Writes key and value rows of new tokens into their slots: dispatch, and the torch reference.
 
 k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified; buffers `[N, H, D]`
 need a contiguous last dimension, so a slice of a wider row will do. loc is int64 `[n]`, all on one
@@ -26,10 +25,7 @@ def set_kv_buffer(
     loc: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit.
-
-    Widths equal within a pair.
-    """
+    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit."""
     if loc.shape[0] == 0:
         return
     k, k_buffer = _as_bits(k, k_buffer)
@@ -84,11 +80,9 @@ def set_kv_buffer_fp4(
     loc: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """The rows as FP4 into `*_parts`: codes uint8 `[N, H, D / 2]` and block scales uint8 `[N, H, D
-    / 16]`.
+    """The rows as FP4 into `*_parts`: codes `[N, H, D / 2]`, block scales `[N, H, D / 16]`, uint8.
 
-    k and v: float32, float16 or bfloat16, D and Dv multiples of 16. See `quant.py` for the
-    rounding.
+    k and v: float32, float16 or bfloat16; D, Dv: multiples of 16. See `quant.py` for the rounding.
     """
     if loc.shape[0] == 0:
         return

@@ -27,9 +27,7 @@ FP4_LIMIT = 6 * 2.0**FP4_MAX_EXPONENT
 def quantise_fp8(
     rows: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`rows` (any shape, floating) times `inverse_scale` (fp32, one element) as fp8 `dtype`,
-    saturated; a new one.
-    """
+    """`rows` (any shape, floating) times `inverse_scale` (fp32, one element) as fp8, saturated."""
     limit = torch.finfo(dtype).max
     scaled = (rows.float() * inverse_scale).nan_to_num(0.0, limit, -limit)
     return scaled.clamp(-limit, limit).to(dtype)
@@ -44,8 +42,7 @@ def read_fp8(
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Rows `loc` (int64 `[n]`) of a uint8 buffer `[N, H, D]` of fp8 `stored`, times `scale` (fp32,
-    one element), as `dtype` `[n, H, D]`, saturated. The buffer's last dimension must be contiguous.
-    `dtype` as in `read_fp4`.
+    one element), as `dtype` `[n, H, D]`, saturated. Contiguous rows; `dtype` as in `read_fp4`.
     """
     if use_triton(impl, buffer.device) and loc.shape[0]:
         from kvcache.ops.quant_triton import read_fp8_triton
@@ -56,9 +53,7 @@ def read_fp8(
 
 
 def quantise_fp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows` `[..., W]`, floating, 16 dividing W -> codes uint8 `[..., W / 2]` and scales uint8
-    `[..., W / 16]`.
-    """
+    """`rows` `[..., W]`, floating -> codes uint8 `[..., W / 2]`, scales uint8 `[..., W / 16]`."""
     blocks = rows.float().nan_to_num(0.0, FP4_LIMIT, -FP4_LIMIT).clamp(-FP4_LIMIT, FP4_LIMIT)
     blocks = blocks.unflatten(-1, (-1, FP4_BLOCK))
     amax = blocks.abs().amax(-1)
@@ -76,9 +71,7 @@ def quantise_fp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise_fp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse: codes `[..., W / 2]` and scales `[..., W / 16]` -> `[..., W]` of `dtype`,
-    saturated in fp16.
-    """
+    """The inverse of `quantise_fp4`: `[..., W]` of `dtype`, saturated in fp16."""
     values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)), device=codes.device)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
     # e + 127 is fp32's own exponent field
@@ -96,11 +89,9 @@ def read_fp4(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Rows `loc` (int64 `[n]`) of codes uint8 `[N, H, D / 2]` and scales uint8 `[N, H, D / 16]` as
-    `dtype` `[n, H, D]`.
+    """Rows `loc` (int64 `[n]`) of codes and block scales, uint8, as `dtype` `[n, H, D]`.
 
-    Only the asked rows are read; their last dimension must be contiguous. `dtype`: float32, float16
-    or bfloat16.
+    Only the asked rows are read, and contiguous. `dtype`: float32, float16 or bfloat16.
     """
     if use_triton(impl, codes.device) and loc.shape[0]:
         from kvcache.ops.quant_triton import read_fp4_triton

@@ -1,8 +1,6 @@
-"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32: no hardware support of fp8
-or FP4 is needed.
+"""The arithmetic of `quant.py` for Triton kernels, on the bits of fp32, without hardware's support.
 
-Bit-exact to the torch reference on every GPU and in the interpreter, whose own fp8 arithmetic is
-wrong.
+Bit-exact to the reference on every GPU and in the interpreter, whose own fp8 arithmetic is wrong.
 """
 
 import torch
@@ -61,9 +59,7 @@ def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
-    """Scale bytes int32 [B] of blocks whose elements, fp32 without NaN, are even [B, 8] and odd [B,
-    8].
-    """
+    """Scale bytes int32 [B] of blocks, fp32 without NaN, given as even and odd [B, 8]."""
     amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
     bits = amax.to(tl.int32, bitcast=True)
     # amax = 1.m * 2**x <= 6 * 2**e = 1.5 * 2**(e + 2): e is x - 2, one more where 1.m passes 1.5
@@ -74,9 +70,7 @@ def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def encode_fp4(x, scale):  # type: ignore[no-untyped-def]
-    """Codes int32 [B, 8] of fp32 [B, 8] without NaN under scale bytes int32 [B]; beyond 6 they
-    saturate.
-    """
+    """Codes int32 [B, 8] of fp32 [B, 8] without NaN under scale bytes int32 [B], saturated."""
     # 2**-e; of a block of zeros, some finite number
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     bits = (x * inverse[:, None]).to(tl.int32, bitcast=True)

@@ -1,6 +1,4 @@
-"""Rotary embedding of new queries and keys, alone or with the store of both: dispatch, and the
-torch references.
-"""
+"""Rotary embedding of queries and keys, alone or with their store: dispatch, torch references."""
 
 from dataclasses import dataclass
 
@@ -19,9 +17,7 @@ class RotaryTables:
     sin: Tensor
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads they
-        multiply.
-        """
+        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads."""
         cos, sin = (table[positions].to(dtype) for table in (self.cos, self.sin))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
@@ -59,9 +55,7 @@ def rotate_and_store(
 def rotate(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous: for a cache whose rows another kernel
-    writes.
-    """
+    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous, for another kernel to write."""
     if use_triton(impl, q.device):
         from kvcache.ops.rotary_triton import rotate_and_store_triton
 
@@ -84,8 +78,7 @@ def rotate_heads(
     interleaved: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Writes rotated heads x [T, H, D] to `out`, another view of that shape and dtype; heads of
-    both are contiguous.
+    """Writes rotated heads x [T, H, D] to `out`, alike; heads of both are contiguous.
 
     interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same.
     positions: contiguous int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in
@@ -103,8 +96,7 @@ def rotate_heads(
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [tokens, heads, head_dim] with the first 2 * cos.shape[-1] elements of its heads rotated.
 
-    cos, sin: [tokens, 1, pairs] of x's dtype. Elements of the two halves are pairs, as in Hugging
-    Face checkpoints.
+    cos, sin: [tokens, 1, pairs] of x's dtype. Pairs are of the two halves, as in Hugging Face.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

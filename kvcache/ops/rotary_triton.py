@@ -68,9 +68,7 @@ def rotate_heads_triton(
 def _rotate(  # type: ignore[no-untyped-def]
     source, to, cos, sin, inside, HALF: tl.constexpr, APART: tl.constexpr
 ):
-    """Pairs (source, source + APART), rotated, to (to, to + HALF); products and sums rounded to the
-    dtype of `to`.
-    """
+    """Pairs (source, source + APART), rotated, to (to, to + HALF); rounded to `to`'s dtype."""
     dtype = to.dtype.element_ty
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)
@@ -126,9 +124,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block): the first q_blocks blocks are query heads, the others key and value
-    heads.
-    """
+    """Program (token, block): the first q_blocks blocks are query heads, the others KV heads."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)

@@ -18,8 +18,7 @@ from memsaver.common.dispatch import Impl, use_triton
 
 @dataclass(frozen=True)
 class Writers:
-    """Whose heads lie in a staged range, in order: (first head in the pool, heads). Made once, by
-    `Writers.of`.
+    """Whose heads lie in a staged range, in order: (first head in the pool, heads).
 
     table: int64 `[writers, 3]` on the device: first head, heads, heads staged before.
     """
@@ -29,10 +28,7 @@ class Writers:
 
     @staticmethod
     def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
-        """Synchronises, so not for every transfer.
-
-        ValueError where two writers have a head in common.
-        """
+        """Synchronises: not for every transfer. ValueError where two writers share a head."""
         ends = list(itertools.accumulate(count for _, count in heads))
         pairs = zip(heads, ends, strict=True)
         rows = [(first, count, end - count) for (first, count), end in pairs]
@@ -67,8 +63,7 @@ def gather_staged(
 ) -> None:
     """Fills `staged` with `num_heads` heads from `head_start` of slots `loc`, in all layers.
 
-    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long. A slot may be named
-    twice.
+    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long.
     """
     _check(k, v, loc, staged, [(head_start, num_heads)])
     if len(loc) == 0:
@@ -91,11 +86,9 @@ def scatter_staged(
     writers: Writers,
     impl: Impl = "auto",
 ) -> None:
-    """Puts what the writers staged into slots `loc`; heads that have no writer here stay as they
-    are.
+    """Puts what the writers staged into slots `loc`; heads without a writer here stay.
 
-    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), writers.total)`. A slot named twice
-    holds any of its rows.
+    staged: as of `gather_staged`, all writers'. A slot named twice holds any of its rows.
     """
     _check(k, v, loc, staged, writers.heads)
     if writers.table.device != k.device:

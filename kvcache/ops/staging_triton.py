@@ -1,7 +1,6 @@
 """Triton kernels of `staging.py`: a program a layer (keys, then values) and block of tokens.
 
-Bytes are moved in units, the widest of 16, 8, 4, 2 and 1 that all addresses, strides and rows are
-multiples of.
+Bytes are moved in units, the widest that divide all addresses, strides and rows, 16 at most.
 """
 
 import math
@@ -11,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache.ops.units_triton import WORDS, unit_pointer
+from kvcache.ops.move_triton import WORDS, unit_pointer
 
 MAX_BLOCK = 1024  # units a program
 # programs in the second dimension of a CUDA grid; where there is more to do, they go round
@@ -74,9 +73,7 @@ def _copy_layer(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """One layer of keys or of values of one writer: `pages` at its first head, `staged` at its
-    first token.
-    """
+    """A layer of keys or values of a writer: `pages` at its first head, `staged` at its token."""
     lane = tl.arange(0, BLOCK)
     word = tl.arange(0, VECTOR)[None, :]
     block = tl.program_id(1).to(tl.int64)

@@ -19,8 +19,7 @@ class HostCopy:
 
 
 class KVPool(ABC):
-    """Device memory for keys and values, addressed by token id; page 0 takes the writes of padded
-    tokens.
+    """Device memory for keys and values by token id; page 0 takes the writes of padded tokens.
 
     A pool owns storage only, never the decision who uses a slot. While its memsaver tag is paused
     no method but the byte counts may be called: the memory is not mapped. After a resume contents
@@ -47,11 +46,9 @@ class KVPool(ABC):
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's keys and values, valid as long as the pool; writes through them reach
-        the pool.
+        """Views of a layer's keys and values, to read and write, valid as long as the pool.
 
-        fp8: as stored, to be multiplied by the scales. ValueError where elements have no views
-        (FP4).
+        fp8: as stored, to be multiplied by the scales. ValueError for FP4, without views.
         """
 
     @abstractmethod
@@ -60,29 +57,21 @@ class KVPool(ABC):
 
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """Returns what stored values of the layer are multiplied by, one number a kind of row
-        (keys, values); 1 but for fp8.
-        """
+        """Returns what stored values of the layer are multiplied by, a number a kind of row."""
 
     @abstractmethod
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """fp8: a number for each kind of row (keys, values), as fp32.
-
-        Rows written before are not rescaled.
-        """
+        """fp8: a number a kind of row, as fp32; rows written before are not rescaled."""
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> torch.Tensor | None:
-        """`scales` of keys and of values, fp32 `[2]` on the device (one kind of row is both), for
-        kernels, always at one address, so that a captured graph sees new ones; None where they are
-        1 for good.
+        """`scales` of keys and values, fp32 `[2]` on the device (one kind of row is both), always
+        at one address, so that a captured graph sees new ones; None where they are 1 for good.
         """
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copies slots `src_loc` to `tgt_loc` in every layer, as if all were read before any is
-        written.
-        """
+        """Copies slots `src_loc` to `tgt_loc` in every layer, all read before any is written."""
 
     @abstractmethod
     def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
@@ -94,9 +83,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def on_resume(self) -> None:
-        """Zeroes page 0, as 0 x NaN spreads; must be called after every resume of the tag, and
-        after a graph capture.
-        """
+        """Zeroes page 0, as 0 x NaN spreads; to be called after every resume and graph capture."""
 
 
 def check_loc(name: str, loc: torch.Tensor, device: torch.device) -> None:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcache.config import KVCacheConfig
+from kvcache.pools.attention import MHATokenToKVPool
 from kvcache.pools.base import HostCopy, KVPool, check_loc, check_pairs
-from kvcache.pools.mha import MHATokenToKVPool
 from memsaver import MemorySaver
 
 
 class RoutedKVPool(KVPool):
-    """Layers spread over `pools`, each with slots of its own; `routes` maps layer id -> (pool,
-    index in it).
+    """Layers spread over `pools`; `routes` maps layer id -> (pool, index in it).
 
     A subclass says how a slot of the first pool translates to one of another.
     """
@@ -114,8 +113,7 @@ class RoutedKVPool(KVPool):
 
 
 class SWAKVPool(RoutedKVPool):
-    """Full-attention layers in one pool, sliding-window layers in a smaller one (`full_pool`,
-    `window_pool`).
+    """Full-attention layers in `full_pool`, sliding-window layers in a smaller `window_pool`.
 
     Callers name slots of the full pool everywhere. Those of the window pool come from
     `full_to_swa_index_mapping` (int64, slot -> slot, 0: unmapped), which the allocator owns and
@@ -154,9 +152,7 @@ class SWAKVPool(RoutedKVPool):
         super().__init__((self.full_pool, self.window_pool), routes)
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Takes the allocator's mapping, int64 `[>= full.size + page_size]` on the pool's device;
-        kept, not copied.
-        """
+        """Takes the allocator's mapping, int64 `[>= full.size + page_size]`; not copied."""
         slots = self.full_pool.size + self.page_size
         check_loc("full_to_swa_index_mapping", full_to_swa_index_mapping, self.device)
         if len(full_to_swa_index_mapping) < slots:
@@ -179,9 +175,7 @@ class SWAKVPool(RoutedKVPool):
 
 
 class HybridLinearKVPool(RoutedKVPool):
-    """Keys and values of the full-attention layers only, of a model whose other layers keep states
-    (`MambaPool`).
-    """
+    """Keys and values of the full-attention layers, where others keep states (`MambaPool`)."""
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ import torch
 
 from kvcache.config import FP4_DTYPE, TokenConfig, store_dtype
 from kvcache.pools.base import HostCopy, KVPool, check_copy, check_loc, check_pairs
-from kvcache.pools.codec import make_codec
-from kvcache.pools.storage import Part, SlotStorage
+from kvcache.pools.storage import Part, SlotStorage, make_codec
 from memsaver import MemorySaver
 
 
@@ -80,9 +79,7 @@ class TokenPool(KVPool):
         self._codec.set_scales(layer_id, scales)
 
     def get_stored(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The stored tensors `[size + ps, H, ...]` of a layer, for kernels: elements, with FP4
-        scales, too.
-        """
+        """The stored tensors `[size + ps, H, ...]` of a layer: elements, with FP4 scales, too."""
         self._check_layer(layer_id)
         return tuple(itertools.chain.from_iterable(self._layers[layer_id]))
 
@@ -105,9 +102,7 @@ class TokenPool(KVPool):
 
     @property
     def stored(self) -> Mapping[str, torch.Tensor]:
-        """All that a slot holds, `[L, N, *row]` a part: views of the pool's memory, rows
-        contiguous.
-        """
+        """All that a slot holds, `[L, N, *row]` a part: views of the memory, rows contiguous."""
         return self._storage.parts
 
     def format(self) -> tuple[object, ...]:
@@ -123,8 +118,7 @@ class TokenPool(KVPool):
         self._storage.zero_first(self.page_size)
 
     def resize(self, tokens: int) -> int:
-        """Gives memory back, or takes it again, behind the slots past `tokens`; returns `size`,
-        tokens usable now.
+        """Gives memory back, or takes it again, past `tokens`; returns `size`, usable now.
 
         For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so
         do contents of the slots that stay; slots that come are undefined, and slots that went must
@@ -148,10 +142,7 @@ class TokenPool(KVPool):
             )
 
     def _check_rows(self, loc: torch.Tensor, **rows: tuple[torch.Tensor, tuple[int, int]]) -> None:
-        """ValueError unless each tensor fits.
-
-        rows: name -> (tensor, its wanted heads and width).
-        """
+        """ValueError unless each fits. rows: name -> (tensor, its wanted heads and width)."""
         check_loc("loc", loc, self.device)
         count, first = loc.shape[0], next(iter(rows.values()))[0].dtype
         for name, (row, shape) in rows.items():

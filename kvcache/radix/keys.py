@@ -19,10 +19,7 @@ _NO_TOKENS = memoryview(b"")  # an empty view can't be cast
 
 
 def as_ids(values: Tokens, name: str) -> Int64Array:
-    """int64 `[n]`, a view of a dense int64 array.
-
-    ValueError for anything but integers in one dimension.
-    """
+    """int64 `[n]`, a view of a dense int64 array. ValueError for anything else."""
     return np.ascontiguousarray(_integers(values, name, "q"), dtype=np.int64)
 
 
@@ -39,9 +36,7 @@ def as_run(values: Tokens, name: str) -> memoryview:
 
 
 def common_prefix(run: bytes, key: memoryview) -> int:
-    """Bytes of the leading tokens that agree. Stretches grow: an early difference costs little, a
-    late one few calls.
-    """
+    """Bytes of the leading tokens that agree, looked for in stretches that grow."""
     a, b = np.frombuffer(run, dtype=np.int32), np.frombuffer(key, dtype=np.int32)
     length = min(len(a), len(b))
     start, step = 0, 256

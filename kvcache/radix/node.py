@@ -1,25 +1,96 @@
-"""Defines the parts of a prefix tree: nodes, their use so far, the tree of one weight version."""
+"""Defines the parts of a prefix tree: nodes, their use, the eviction queue, a version's tree."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array
-from kvcache.radix.queue import EvictionQueue, Rank
 
+T = TypeVar("T")
+Rank = tuple[int, ...]
 EMPTY = np.empty(0, dtype=np.int64)
+_SLACK = 64
+
+
+class EvictionQueue(Generic[T]):
+    """Items, that of lowest `rank` first. `push`, `pop`: O(log n) amortised; `discard`: O(1).
+
+    The rank of an item that waits may grow: nothing need be done then, as its entry comes up early
+    and is put right. An item whose rank falls has to be pushed again. The heap holds at most twice
+    as many entries as there are items (and a few): past that it is rebuilt without the outdated
+    ones, which the pushes since the last time have paid for.
+    """
+
+    def __init__(self, rank: Callable[[T], Rank]) -> None:
+        self._rank = rank
+        # entries are flat, (*rank, number of the push, item): nested tuples take twice as long to
+        # compare
+        self._heap: list[tuple[Any, ...]] = []
+        self._live: dict[T, tuple[Any, ...]] = {}
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._live
+
+    @property
+    def entries(self) -> int:
+        """Counts the heap's entries, outdated ones too."""
+        return len(self._heap)
+
+    def is_right(self, item: T, wanted: bool) -> bool:
+        """Tells whether an item is queued exactly where that is `wanted`, and comes up in time."""
+        entry = self._live.get(item)
+        if entry is None or not wanted:
+            return (entry is not None) == wanted
+        return entry[:-2] <= self._rank(item)
+
+    def push(self, item: T) -> None:
+        """Adds an item, or notices that its rank fell."""
+        queued, rank = self._live.get(item), self._rank(item)
+        if queued is not None and queued[:-2] <= rank:
+            return
+        heapq.heappush(self._heap, self._entry(item, rank))
+        if len(self._heap) > 2 * len(self._live) + _SLACK:
+            self._heap = list(self._live.values())
+            heapq.heapify(self._heap)
+
+    def discard(self, item: T) -> None:
+        self._live.pop(item, None)
+
+    def pop(self) -> T:
+        """Takes the item of lowest rank; IndexError without one."""
+        while True:
+            entry = self._heap[0]
+            item: T = entry[-1]
+            if self._live.get(item) is not entry:
+                heapq.heappop(self._heap)
+            elif entry[:-2] != (rank := self._rank(item)):
+                heapq.heapreplace(self._heap, self._entry(item, rank))
+            else:
+                heapq.heappop(self._heap)
+                del self._live[item]
+                return item
+
+    def _entry(self, item: T, rank: Rank) -> tuple[Any, ...]:
+        """Its only one that counts from here on."""
+        # between equal ranks the order of pushes decides; items are never compared
+        self._pushes += 1
+        entry = self._live[item] = (*rank, self._pushes, item)
+        return entry
 
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """Holds what policies rank by.
-
-    Times are ticks of the cache's own clock: one match or insert is one tick.
-    """
+    """Holds what policies rank by, in ticks of the cache: one match or insert is one."""
 
     created: int
     last_access: int
@@ -35,13 +106,11 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class RadixNode(Usage):
-    """A run of whole pages of tokens below its parent; callers hold one as a handle for locks and
-    read nothing else.
+    """A run of whole pages of tokens below its parent; to callers only a handle for locks.
 
     `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
     lock_ref = own_lock_ref + sum of the children's lock_ref. `state` is a Mamba slot, 0 without
-    one. A root has no tokens and is never locked; a node that was evicted has no parent and is no
-    root.
+    one. A root has no tokens and is never locked; an evicted node has no parent.
     """
 
     generation: Generation
@@ -98,9 +167,7 @@ class Generation:
         )
 
     def root(self, extra_key: Hashable) -> RadixNode:
-        """The root of a namespace; an empty one is made up and not kept, so that misses leave
-        nothing behind.
-        """
+        """The root of a namespace; an empty one is not kept, so that misses leave nothing."""
         found = self.roots.get(extra_key)
         return found or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
 
@@ -112,3 +179,54 @@ class Generation:
             if not node.is_root:
                 yield node
             stack += node.children.values()
+
+
+def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
+    """Tokens that can be evicted, and locked ones; AssertionError for a contradiction."""
+    evictable = protected = 0
+    nodes = list(generation.nodes())
+    for root in generation.roots.values():
+        assert root.children and root.is_root and root.lock_ref == 0, f"{root} is empty or locked"
+        _check_children(root, page_size)
+    for node in nodes:
+        _check_node(node, page_size)
+        if node.lock_ref:
+            protected += node.length
+        else:
+            evictable += node.length
+    assert generation.tokens == evictable + protected, (
+        f"version {generation.version} counts {generation.tokens} tokens"
+    )
+    leaves = sum(not node.children and node.lock_ref == 0 for node in nodes)
+    assert leaves == len(generation.leaves), (
+        "the eviction queue holds nodes that are not in the tree"
+    )
+    return evictable, protected
+
+
+def check_pages(pages: Int64Array, ref_counts: Callable[[Int64Array], Int64Array]) -> None:
+    """Every page of the cache is in it once and has an owner by the ledger's `ref_counts`."""
+    assert len(np.unique(pages)) == len(pages), "a page is in the cache twice"
+    assert (ref_counts(pages) > 0).all(), "a page of the cache is free in the ledger"
+
+
+def _check_node(node: RadixNode, page_size: int) -> None:
+    assert node.length and node.length == len(node.pages) * page_size, (
+        f"{node} has {len(node.pages)} pages"
+    )
+    below = sum(child.lock_ref for child in node.children.values())
+    assert node.lock_ref == node.own_lock_ref + below, (
+        f"{node} has {node.own_lock_ref} locks and {below} below it"
+    )
+    assert node.own_lock_ref >= 0, f"{node} was unlocked too often"
+    _check_children(node, page_size)
+
+
+def _check_children(node: RadixNode, page_size: int) -> None:
+    for edge, child in node.children.items():
+        assert child.parent is node and child.generation is node.generation, (
+            f"{child} has another parent"
+        )
+        assert child.run[: page_size * TOKEN_BYTES] == edge, (
+            f"{child} is under another run's first page"
+        )

@@ -1,18 +1,22 @@
-"""Defines what both prefix caches are built on: namespaces, versions, walking, splitting, path
-locks, counters, eviction and its policies.
-"""
+"""Defines what both prefix caches are built on: walking, splitting, path locks, eviction."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from kvcache.radix.integrity import check_generation, check_pages
+from kvcache.allocators.base import KVAllocator
 from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
-from kvcache.radix.node import EMPTY, Generation, RadixNode, Usage
-from kvcache.radix.queue import Rank
+from kvcache.radix.node import (
+    EMPTY,
+    Generation,
+    RadixNode,
+    Rank,
+    Usage,
+    check_generation,
+    check_pages,
+)
 
 Policy = Callable[[Usage], Rank]  # the entry of the lowest rank is evicted first
 
@@ -27,22 +31,9 @@ POLICIES: dict[str, Policy] = {
 FALLING = frozenset({"mru"})  # where use lowers the rank; everywhere else it never does
 
 
-class PageLedger(Protocol):
-    """The part of an allocator (any KVAllocator) that a prefix cache uses."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    def free_pages(self, pages: Int64Array) -> None: ...
-
-    def ref_counts(self, pages: Int64Array) -> Int64Array: ...
-
-
 @dataclass(slots=True)
 class Walk:
-    """Says how far a key goes down a tree: all of `path`, `length` tokens, and `inside` tokens into
-    `child`.
-    """
+    """Says how far a key goes down a tree: `path`, `length` tokens, and `inside` of `child`."""
 
     root: RadixNode
     path: list[RadixNode]
@@ -69,7 +60,7 @@ class PrefixTree:
     """
 
     def __init__(
-        self, allocator: PageLedger, eviction_policy: str = "lru", version: int = 0
+        self, allocator: KVAllocator, eviction_policy: str = "lru", version: int = 0
     ) -> None:
         if eviction_policy not in POLICIES:
             known = ", ".join(POLICIES)
@@ -107,16 +98,11 @@ class PrefixTree:
         return self._evictable + self._protected
 
     def pages(self) -> Int64Array:
-        """All pages that the cache owns, those of older versions included, int64.
-
-        Walks all nodes.
-        """
+        """All pages that the cache owns, of older versions too, int64. Walks all nodes."""
         return np.concatenate([EMPTY, *(node.pages for node in self._nodes())])
 
     def rename(self, renamed: Int64Array) -> None:
-        """Replaces the number of every page that the cache owns, of older versions too, by
-        `renamed[number]` (`BlockManager.gather`).
-        """
+        """Replaces the number of every page that the cache owns by `renamed[number]`."""
         for node in self._nodes():
             node.pages = renamed[node.pages]
 
@@ -133,10 +119,7 @@ class PrefixTree:
         self._current = Generation(version, self._policy)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Keeps a match's node and all above it until `dec_lock_ref`.
-
-        ValueError for a node that was evicted.
-        """
+        """Keeps a match's node and all above it until `dec_lock_ref`; ValueError if evicted."""
         self._check_present(node)
         for above in node.path():
             if above.lock_ref == 0:
@@ -149,10 +132,7 @@ class PrefixTree:
         self._requeue(node)
 
     def dec_lock_ref(self, node: RadixNode) -> None:
-        """Takes one lock off; of an older version too.
-
-        ValueError for a node that is not locked itself.
-        """
+        """Takes one lock off, of an older version too; ValueError for a node without."""
         self._check_present(node)
         if node.is_root:
             return
@@ -200,10 +180,7 @@ class PrefixTree:
         self._release(gone)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when counters, locks or queues differ from what a walk finds.
-
-        Costs O(tokens).
-        """
+        """Raises AssertionError when counters, locks or queues are wrong, in O(tokens)."""
         evictable = protected = 0
         for generation in self.generations():
             free, locked = check_generation(generation, self.page_size)
@@ -281,9 +258,7 @@ class PrefixTree:
         return Walk(walk.root, [*walk.path, upper], walk.length + walk.inside, None, 0)
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
-        """Puts the first `at` tokens of a node into a new one above it. The node itself stays the
-        deeper part, so that handles and locks go on meaning the same prefix.
-        """
+        """Puts the first `at` tokens of a node into a new one above, so that handles stay good."""
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut, byte = at // self.page_size, at * TOKEN_BYTES
@@ -296,9 +271,7 @@ class PrefixTree:
         return upper
 
     def _extend(self, walk: Walk, key: memoryview, pages: Int64Array) -> None:
-        """Adds what is left of a run below the end of a walk, and to its path; its length stays
-        what was known.
-        """
+        """Adds what is left of a run below the end of a walk, and to its path."""
         known = walk.length * TOKEN_BYTES
         if known == len(key):
             return
@@ -334,9 +307,7 @@ class PrefixTree:
             node.generation.leaves.push(node)
 
     def _remove(self, leaf: RadixNode) -> list[RadixNode]:
-        """Takes an unlocked leaf out of its tree; the nodes that went, whose pages are still to be
-        released.
-        """
+        """Takes an unlocked leaf out; the nodes that went, whose pages are to be released."""
         parent, generation = leaf.parent, leaf.generation
         assert parent is not None and not leaf.children and leaf.lock_ref == 0
         del parent.children[self._edge(leaf)]

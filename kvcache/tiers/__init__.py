@@ -1,10 +1,9 @@
 """The tiers that pages of a device pool go to when it is full: host memory, then disk."""
 
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostCacheConfig, HostKVCache, Layout
+from kvcache.tiers.host import HostCacheConfig, HostKVCache, Layout, Transfer
 from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.prefix import TieredMatch, TieredPrefixCache, WritePolicy, check_policy
-from kvcache.tiers.transfer import Transfer
 
 __all__ = [
     "DiskTier",

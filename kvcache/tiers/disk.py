@@ -1,6 +1,4 @@
-"""The disk tier: a directory with one file a page, none of which is ever believed without its
-checksum.
-"""
+"""The disk tier: one file a page, none of which is ever believed without its checksum."""
 
 import contextlib
 import fcntl
@@ -12,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache.tiers.keys import HASH_BYTES, check_page, stable_hash
-from kvcache.tiers.lru import VersionedLRU
+from kvcache.tiers.keys import HASH_BYTES, VersionedLRU, check_page, stable_hash
 from memsaver.backup import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 from memsaver.vmm import host_memory
@@ -29,8 +26,7 @@ _ADVICE = "free some space or pass another directory; pages stored before are st
 
 
 class DiskTier:
-    """Pages of `page_bytes` by (weight version, page hash) in `directory`, at most `budget_bytes`
-    of files.
+    """Pages by (weight version, page hash) in `directory`, at most `budget_bytes` of files.
 
     format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the
     model and the run; in one directory the same owner and version have to mean the same weights.
@@ -116,8 +112,7 @@ class DiskTier:
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
-        """Reads a page into uint8 `[page_bytes]` on the CPU; False, with `into` as it was, for a
-        miss.
+        """Reads a page into uint8 `[page_bytes]` on the CPU; False, `into` unchanged, for a miss.
 
         A file that is not what was written, or that cannot be read, is deleted, logged and a miss.
         """
@@ -141,15 +136,11 @@ class DiskTier:
         return False
 
     def raise_version(self, version: int) -> None:
-        """Makes every entry a miss, in O(1); their files go when room is needed, or at the next
-        start.
-        """
+        """Makes every entry a miss, in O(1); files go when room is needed, or at the next start."""
         self._entries.raise_version(version)
 
     def clear(self) -> None:
-        """Drops all pages, of every version, and deletes their files as far as the file system lets
-        them go.
-        """
+        """Drops all pages, of every version, and their files as far as they can be deleted."""
         while dropped := self._entries.drop():
             with contextlib.suppress(BackendError):
                 self._delete(dropped.value)
@@ -172,9 +163,7 @@ class DiskTier:
             ) from error
 
     def _adopt(self) -> None:
-        """Takes over the files that can be hit, in the order of their last use, and deletes others
-        of this kind.
-        """
+        """Takes over files that can be hit, in order of use, and deletes others of this kind."""
         found = []
         for path in self.directory.iterdir():
             if not path.name.endswith((_SUFFIX, _PART)):

@@ -1,7 +1,8 @@
-"""The host tier: pages of a device pool in host memory."""
+"""The host tier: pages of a device pool in host memory, and the copies that are under way."""
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,12 +10,65 @@ import torch
 
 from kvcache.allocators.base import Indices, Int64Array, as_int64, to_device
 from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
-from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
+from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
 from kvcache.tiers.keys import check_page
-from kvcache.tiers.transfer import Clock, Transfer
 from memsaver.common.dispatch import Impl
 from memsaver.vmm import host_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Holds what a copy is measured by. start: None where it took `seconds` and is over."""
+
+    nbytes: int
+    to_host: bool
+    start: torch.cuda.Event | None = None
+    seconds: float = 0.0
+
+
+class Transfer:
+    """An event for each layer that is copied; without any (on the CPU) all is done already."""
+
+    def __init__(
+        self, layers: range, events: Mapping[int, torch.cuda.Event], clock: Clock | None = None
+    ) -> None:
+        self.layers = layers
+        self.clock = clock
+        self._events = events
+
+    @property
+    def done(self) -> bool:
+        return all(event.query() for event in self._events.values())
+
+    @property
+    def seconds(self) -> float:
+        """Returns, once it is done, how long it took on its stream."""
+        assert self.clock is not None and self.done, "not measured, or not over yet"
+        if self.clock.start is None:
+            return self.clock.seconds
+        return self.clock.start.elapsed_time(self._events[self.layers[-1]]) / 1e3
+
+    def wait(self, layer: int | None = None) -> None:
+        """Makes what is queued on the current stream from now on wait for this layer (None: for
+        all); the host does not wait.
+
+        Raises ValueError for a layer that is not copied here.
+        """
+        last = self.layers[-1] if layer is None else layer
+        if last not in self.layers:
+            raise ValueError(
+                f"layer {layer} is not copied here, "
+                f"but layers {self.layers.start}..{self.layers[-1]} are"
+            )
+        if last in self._events:  # layers follow each other on one stream
+            torch.cuda.current_stream().wait_event(self._events[last])
+
+    def synchronize(self) -> None:
+        """The host waits for all layers: before the pool is paused, or host pages are read."""
+        for event in self._events.values():
+            event.synchronize()
+
 
 Layout = Literal["layer_first", "page_first"]
 _RECENT = 64  # transfers kept for who measures
@@ -100,10 +154,7 @@ class HostKVCache:
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: torch.Tensor
     ) -> Transfer:
-        """Starts copying all layers of the device slots to as many host slots.
-
-        ValueError: nothing was copied.
-        """
+        """Starts copying all layers to as many host slots; ValueError: nothing was copied."""
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=True)
 
     def load_to_device_per_layer(
@@ -117,15 +168,11 @@ class HostKVCache:
         return self._start(host_slots, device_slots, range(layer, layer + 1), to_host=False)
 
     def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
-        """Starts copying all layers, one after the other: `Transfer.wait(i)` waits for layers up to
-        i alone.
-        """
+        """Starts copying all layers, in order: `Transfer.wait(i)` waits for those up to i."""
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=False)
 
     def read_page(self, page: int) -> torch.Tensor:
-        """All bytes of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part, whatever the layout. A
-        copy; waits.
-        """
+        """A copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part. Waits for the copy."""
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
@@ -136,15 +183,11 @@ class HostKVCache:
             rows.copy_(part.view(rows.shape))
 
     def accept_scales(self) -> None:
-        """The pool's fp8 scales of now are those of all pages from here on; who calls it drops what
-        was here before.
-        """
+        """The pool's scales of now are all pages'; what was here before must be dropped."""
         self._scales = [self.pool.scales(layer) for layer in range(self.num_layers)]
 
     def slots_of(self, pages: Int64Array) -> torch.Tensor:
-        """Token slots of pages in order, int64 `[n * ps]` on the CPU; for host and device pages
-        alike.
-        """
+        """Token slots of host or device pages in order, int64 `[n * ps]` on the CPU."""
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 

@@ -1,7 +1,9 @@
-"""Names pages where no slot number means anything: by the tokens up to their end."""
+"""Names pages by the tokens up to their end, and keeps what is named so in order of use."""
 
 import hashlib
-from collections.abc import Hashable
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,9 +14,7 @@ HASH_BYTES = 16
 
 
 def stable_hash(*parts: bytes | memoryview) -> bytes:
-    """16 bytes that depend on each part, its length included; the same in every process and on
-    every machine.
-    """
+    """16 bytes that depend on each part and its length; the same on every machine."""
     state = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -23,8 +23,7 @@ def stable_hash(*parts: bytes | memoryview) -> bytes:
 
 
 def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> list[bytes]:
-    """One for each whole page: of the hash of the page before (of the namespace for the first) and
-    its tokens.
+    """One a whole page: of the hash of the page before (first: the namespace) and its tokens.
 
     So equal hashes mean equal tokens from the beginning on. ValueError for a namespace (adapter,
     salt) that is no str, int or None: what others hash to need not be the same in the next process.
@@ -52,3 +51,80 @@ def check_page(content: torch.Tensor, nbytes: int) -> None:
         raise ValueError(
             f"a page is uint8 [{nbytes}], got {content.dtype} of {tuple(content.shape)}"
         )
+
+
+V = TypeVar("V")
+
+
+class Dropped(NamedTuple, Generic[V]):
+    """An entry that was taken out; `version` is the one it belongs to."""
+
+    version: int
+    key: bytes
+    value: V
+
+
+class VersionedLRU(Generic[V]):
+    """Keys of the present version are found, older ones only dropped. Not thread-safe."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._entries: OrderedDict[bytes, V] = OrderedDict()
+        self._older: deque[tuple[int, OrderedDict[bytes, V]]] = deque()  # none is empty
+
+    def __len__(self) -> int:
+        """Entries that can be found."""
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def values(self) -> Iterator[V]:
+        """Yields the values of all entries, older versions included."""
+        for _, entries in self._older:
+            yield from entries.values()
+        yield from self._entries.values()
+
+    def use(self, key: bytes) -> V | None:
+        """The value, which is now the one used last."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def add(self, key: bytes, value: V) -> None:
+        """A new entry, used last."""
+        assert key not in self._entries, "an entry is there already"
+        self._entries[key] = value
+
+    def remove(self, key: bytes) -> V:
+        return self._entries.pop(key)
+
+    def oldest(self) -> Dropped[V] | None:
+        """Returns what `drop` would take out."""
+        if self._older:
+            version, entries = self._older[0]
+        else:
+            version, entries = self.version, self._entries
+        return Dropped(version, *next(iter(entries.items()))) if entries else None
+
+    def drop(self) -> Dropped[V] | None:
+        """Takes out an entry of the oldest version, of the present one the least recently used."""
+        found = self.oldest()
+        if found is None:
+            return None
+        entries = self._older[0][1] if self._older else self._entries
+        del entries[found.key]
+        if self._older and not entries:
+            self._older.popleft()
+        return found
+
+    def raise_version(self, version: int) -> None:
+        """Sets all entries aside. ValueError unless `version` is above the present one."""
+        if version <= self.version:
+            raise ValueError(
+                f"version {version} is not above {self.version}; weight versions only grow"
+            )
+        if self._entries:
+            self._older.append((self.version, self._entries))
+        self._entries = OrderedDict()
+        self.version = version

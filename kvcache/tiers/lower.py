@@ -8,9 +8,8 @@ import torch
 
 from kvcache.allocators.base import Int64Array
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostKVCache
-from kvcache.tiers.lru import VersionedLRU
-from kvcache.tiers.transfer import Transfer
+from kvcache.tiers.host import HostKVCache, Transfer
+from kvcache.tiers.keys import VersionedLRU
 from memsaver.errors import BackendError
 
 _log = logging.getLogger("kvcache")
@@ -20,8 +19,7 @@ class LowerTiers:
     """Pages below the device, of one weight version at a time. A page may be on the device, on the
     host and on disk at once; each tier evicts on its own, least recently used first.
 
-    A disk that is full or fails costs the pages that would have gone there: `lost_pages`,
-    `disk_error`.
+    A disk that is full or fails costs the pages meant for it: `lost_pages`, `disk_error`.
     """
 
     def __init__(self, host: HostKVCache, disk: DiskTier | None, version: int) -> None:
@@ -57,9 +55,7 @@ class LowerTiers:
         return len(self._private)
 
     def take_private(self, wanted: frozenset[bytes]) -> int:
-        """A host page for a caller of its own, of no version; 0 where none can be had without
-        dropping `wanted`.
-        """
+        """A host page of no version; 0 where none can be had without dropping `wanted`."""
         taken = self._take(1, wanted)
         self._private.update(taken.tolist())
         return int(taken[0]) if len(taken) else 0
@@ -76,9 +72,7 @@ class LowerTiers:
             self.disk.raise_version(version)
 
     def save(self, keys: Sequence[bytes], device_pages: Int64Array) -> Transfer | None:
-        """Starts copying device pages to the host, as many from the first on as there is room for;
-        None: no copy.
-        """
+        """Starts copying device pages to the host, as many as there is room for; None: none."""
         new = [i for i, key in enumerate(keys) if self._pages.use(key) is None]
         pages = self._take(len(new), frozenset(keys))
         if not len(pages):
@@ -97,9 +91,7 @@ class LowerTiers:
         return transfer
 
     def load(self, keys: Sequence[bytes], device_pages: Int64Array) -> tuple[int, Transfer | None]:
-        """Starts copying pages to the device; how many from the first on, fewer than asked where
-        one is missing.
-        """
+        """Starts copying pages to the device, up to the first that is missing; how many."""
         wanted = frozenset(keys)
         pages = []
         for key in keys:

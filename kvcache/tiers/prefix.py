@@ -13,10 +13,9 @@ from kvcache.radix.cache import PrefixMatch, RadixCache
 from kvcache.radix.keys import Int64Array, Tokens, as_ids
 from kvcache.radix.node import EMPTY, RadixNode
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostKVCache
+from kvcache.tiers.host import HostKVCache, Transfer
 from kvcache.tiers.keys import page_hashes
 from kvcache.tiers.lower import LowerTiers
-from kvcache.tiers.transfer import Transfer
 
 _log = logging.getLogger("kvcache")
 
@@ -35,17 +34,14 @@ def check_policy(policy: str) -> None:
 
 @dataclass
 class TieredMatch(PrefixMatch):
-    """A PrefixMatch whose pages may be on their way: call `transfer.wait(layer)` before a layer's
-    rows are read. `loaded` tokens of `length` were not on the device.
-    """
+    """A PrefixMatch with `loaded` tokens on their way: `transfer.wait(layer)` before a layer."""
 
     transfer: Transfer
     loaded: int
 
 
 class TieredPrefixCache(RadixCache):
-    """A RadixCache whose pages go to the host, and from there to disk, and come back where a match
-    needs them.
+    """A RadixCache whose pages go to the host, then to disk, and come back for a match.
 
     Pages are known below by their hash, so that a lower tier need not follow splits and evictions
     of the tree; a page is only ever found there under the version that it was inserted under.
@@ -78,8 +74,7 @@ class TieredPrefixCache(RadixCache):
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
         """The longest prefix that the tiers have one after the other; what is below the device gets
-        device pages, for which others may be evicted, as far as there are any. Nothing is reserved,
-        as of RadixCache.
+        device pages, for which others may be evicted. Nothing is reserved.
         """
         tokens = as_ids(key, "key")
         found = self.match_resident(tokens, extra_key=extra_key)
@@ -118,8 +113,7 @@ class TieredPrefixCache(RadixCache):
 
     def move_to_host(self) -> None:
         """Before the pool's tag is paused: copies all that can be hit to the host, as far as it has
-        room, waits for it and drops the device pages. ValueError, with nothing changed, while
-        something is locked.
+        room, waits for it and drops the device pages. ValueError while something is locked.
         """
         if not self.protected_size:
             self._save(np.fromiter(self._hashes, dtype=np.int64))
@@ -143,8 +137,7 @@ class TieredPrefixCache(RadixCache):
         self._last.synchronize()
 
     def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Starts copying at most a page of device slots, int64 `[n]`, to a host page that only its
-        owner knows.
+        """Starts copying at most a page of device slots, int64 `[n]`, to a host page of its own.
 
         Returns that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies`
         before the slots are written.
@@ -166,10 +159,7 @@ class TieredPrefixCache(RadixCache):
         return self._last
 
     def reset(self) -> None:
-        """Drops everything on every tier.
-
-        ValueError, with nothing changed, while something is locked.
-        """
+        """Drops everything on every tier. ValueError while something is locked."""
         if not self.protected_size:
             self._hashes.clear()  # so that nothing is written back
         super().reset()
@@ -240,9 +230,7 @@ class TieredPrefixCache(RadixCache):
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
-        """Pages leave the device: written back where the policy says so, and not written again
-        before that is over.
-        """
+        """Pages leave the device: written back where the policy says so."""
         try:
             if self.write_policy == "write_back":
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from memsaver.common.finalizers import Finalizer
-from memsaver.common.ranges import Ranges, joined
-from memsaver.common.rounding import round_up
+from memsaver.common.rounding import Ranges, joined, round_up
+from memsaver.common.signals import Finalizer
 from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 
@@ -35,9 +34,7 @@ class HostBackup:
     def start_save(
         self, backend: Backend, base: int, done: Callable[[float], None]
     ) -> Waitable | None:
-        """Saves after what is queued on the current stream, without waiting; None: it is done.
-        done: see `Backend.copy_beside`.
-        """
+        """Saves after what the current stream has queued; done: see `Backend.copy_beside`."""
         return backend.copy_beside(self._out(base), self, done)
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:

@@ -1,9 +1,7 @@
-"""Cuts segments into the programs of a table: on whole int64 tensors, no loop over segments, rows
-or programs.
+"""Cuts segments into the programs of a table, on whole int64 tensors, without a loop over them.
 
 Segments come as a matrix with the columns of FIELDS. A segment of several rows stays a *grid*,
-which a program takes a range of, unless its rows are so long that each of them makes contiguous
-*runs*.
+which a program takes a range of, unless each of its rows is so long that it makes *runs*.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ class Cut:
 def cut(
     fields: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int
 ) -> dict[tuple[bool, bool], Cut]:
-    """(aligned, grid) -> programs of at most `chunk` elements, a power of two from VECTOR on; no
-    kind without any.
+    """(aligned, grid) -> programs of at most `chunk` elements, a power of two, VECTOR or more.
 
     fields: int64 [segments, len(FIELDS)]. owners: int64 [segments], rising. widths: bytes of a
     source and of a target element.
@@ -92,9 +89,7 @@ def _rows_apart(fields: Tensor, owners: Tensor, widths: tuple[int, int]) -> tupl
 def _whole_vectors(
     runs: Tensor, owners: Tensor, widths: tuple[int, int]
 ) -> tuple[tuple[bool, Tensor, Tensor], tuple[bool, Tensor, Tensor]]:
-    """(aligned, runs, owners), twice: whole vectors and what is left, so that one odd size costs no
-    wide accesses.
-    """
+    """(aligned, runs, owners), twice: whole vectors of 16 bytes, and what is left."""
     aligned = (runs[:, SOURCE] | runs[:, TARGET]) % VECTOR == 0
     whole = torch.where(aligned, runs[:, COUNT] - runs[:, COUNT] % VECTOR, 0)
     vectors, rest = runs.clone(), runs.clone()
@@ -121,9 +116,7 @@ def _cut_runs(runs: Tensor, owners: Tensor, widths: tuple[int, int], chunk: int)
 
 
 def _aligned_grids(grids: Tensor, widths: tuple[int, int]) -> Tensor:
-    """bool [grids]: vectors of 16 bytes of the target lie within rows, and every row begins at such
-    a place.
-    """
+    """bool [grids]: all rows of the target are whole vectors of 16 bytes at such addresses."""
     lane = VECTOR // widths[1]
     source, target = (grids[:, PITCHES][:, space] for space in (0, 1))
     odd = (grids[:, SOURCE] | grids[:, TARGET] | source * widths[0] | target * widths[1]) % VECTOR
@@ -173,9 +166,8 @@ class Kind:
 class Launch:
     """The programs of one kind.
 
-    rows, shapes: on the device, as in `memsaver.common.cuts.Cut`.
-    partials: int64 [programs], where they leave their sums. ends[s]: programs of the first s
-    segments.
+    rows, shapes: on the device, as in `memsaver.common.cuts.Cut`. partials: int64 [programs], where
+    they leave their sums. ends[s]: of the first s segments.
     """
 
     kind: Kind

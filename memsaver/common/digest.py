@@ -10,8 +10,7 @@ digest = sum mod 2^64 over elements of hash(global element index i, stored bits 
 A sum does not care about order, so slices, ranks and chunks can be digested apart and added; the
 index inside the hash makes a swap, shift or repetition visible. For a fixed i the hash is injective
 in b (every step is a bijection, the last factor is odd), so one changed element is always noticed;
-it takes about ten integer instructions, so a GPU can digest what it copies. It finds errors, not
-forgeries.
+about ten integer instructions let a GPU digest what it copies. It finds errors, not forgeries.
 """
 
 from collections.abc import Sequence
@@ -52,18 +51,13 @@ and index_pitch.
 
 
 class Digest:
-    """Digest of many tensors, to be taken again and again: on a GPU in one launch a kind, with one
-    wait.
+    """Digest of many tensors, to be taken often: on a GPU in one launch a kind, with one wait.
 
-    The tensors must keep their addresses; they are only read by `run`, so their memory may be
-    paused between runs.
+    The tensors keep their addresses; their memory may be paused between runs.
     """
 
     def __init__(self, parts: Sequence[Part], impl: Impl = "auto") -> None:
-        """parts: tensors of one device.
-
-        A ValueError names a shape, strides or a dtype that does not do.
-        """
+        """parts: tensors of one device. ValueError for a shape, strides or dtype that fails."""
         self._grids = [_grid(*part) for part in parts]
         self._value = 0
         self._table: SegmentTable | None = None
@@ -90,9 +84,7 @@ class Digest:
 
 
 class BytesDigest:
-    """Digest of segments (without sources) of any bytes laid out so: a `Digest` whose tables hold
-    no addresses.
-    """
+    """Digest of any bytes laid out so: a `Digest` whose tables hold no addresses."""
 
     def __init__(
         self, segments: Sequence[Segment], device: torch.device, impl: Impl = "auto"
@@ -103,9 +95,7 @@ class BytesDigest:
         self._table = SegmentTable(segments, device) if use_triton(impl, device) else None
 
     def run(self, data: Tensor) -> int:
-        """Returns the digest, in [0, 2**64). data: uint8, contiguous, on the device of the tables;
-        segments count from its first byte.
-        """
+        """Returns the digest of `data`: uint8, contiguous, where segments begin to count."""
         if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < self._end:
             raise ValueError(
                 f"the digest reads {self._end} bytes, got {data.dtype} {tuple(data.shape)}"

@@ -1,7 +1,4 @@
-"""splitmix64 on int64 tensors (two's complement stands for uint64) and Python integers.
-
-Same bits on every device.
-"""
+"""splitmix64 on int64 tensors (as uint64) and Python integers, the same on every device."""
 
 import hashlib
 
@@ -32,10 +29,7 @@ def _xor_shift_(x: Tensor, bits: int, scratch: Tensor) -> None:
 
 
 def finalize_(x: Tensor, scratch: Tensor) -> Tensor:
-    """splitmix64's bijective finalizer in place.
-
-    x, scratch: int64 of one shape, not overlapping.
-    """
+    """splitmix64's bijective finalizer in place. x, scratch: int64 of one shape, apart."""
     _xor_shift_(x, 30, scratch)
     x.mul_(signed(MUL1))
     _xor_shift_(x, 27, scratch)

@@ -1,5 +1,4 @@
-"""Plain values as sealed text: what goes over stores and sockets. Nothing that arrives there is
-unpickled.
+"""Plain values as sealed text, for stores and sockets: nothing that arrives there is unpickled.
 
 JSON for what JSON has; tuples, sets, bytes, mappings and records are objects with one key that says
 which. A seal is a MAC over the text and over where it belongs, so that neither a stranger's words
@@ -27,9 +26,7 @@ class Forged(Exception):
 
 
 class Plain:
-    """Values of JSON, tuples, sets, bytes, mappings, and the records given: dataclasses and named
-    tuples, by name.
-    """
+    """Values of JSON, tuples, sets, bytes, mappings, and the record classes given, by name."""
 
     def __init__(self, *records: type, whole: tuple[type, ...] = ()) -> None:
         """whole: of these (dataclasses that never change) large texts are made, and read, once."""

@@ -1,8 +1,6 @@
-"""Many runs and grids of elements, one launch a kind: cut into chunks, one a program, listed in a
-table on the device.
+"""Many runs and grids of elements, one launch a kind, in chunks that a table on the device lists.
 
-The table is made once; a run copies, casts and digests (or only digests) what it lists, and the
-host waits once.
+The table is made once; a run copies, casts and digests what it lists, and the host waits once.
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ class Segment:
 
 
 class SegmentTable:
-    """Device tables of some segments, for as long as the addresses in them hold.
-
-    launches: one of each kind.
-    """
+    """Device tables of segments, good while their addresses hold. launches: one a kind."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         chunk = _chunk(sum(segment.count * segment.rows for segment in segments))
@@ -91,11 +86,10 @@ class SegmentTable:
     def launch(
         self, base: int, first: int = 0, last: int | None = None, *, programs: int | None = None
     ) -> None:
-        """Start work on segments `first` to `last` (excluded; None: all) on the current stream.
-        base: address.
+        """Start segments `first` to `last` (excluded; None: all) on the current stream.
 
-        programs: None: one for each row of the table. A number: so many go through the rows, which
-        leaves the rest of the device to other kernels. A ValueError for less than one.
+        base: address. programs: one for each row of the table (None), or so many for all rows,
+        which leaves the rest of the device to other kernels; ValueError for less than one.
         """
         # here: Triton costs a second to import, and a CPU engine needs none
         from memsaver.common.segments_triton import launch_rows

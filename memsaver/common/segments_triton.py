@@ -1,8 +1,6 @@
-"""The kernels behind `SegmentTable`: copy with a cast, and the digest of the bits stored, in one
-pass over memory.
+"""The kernels behind `SegmentTable`: copy, cast and digest in one pass over memory.
 
-`run_segments` is for plain rows of the table, `run_grids` for rows with pitches: a division for
-every vector.
+`run_segments` is for plain rows of the table, `run_grids` for rows with pitches.
 """
 
 import torch
@@ -24,9 +22,7 @@ _MUL32 = tl.constexpr(MUL32)
 
 
 def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int | None) -> None:
-    """Start rows `first` to `last` (excluded) of a launch, targets counted from address `base`: a
-    program for each, or so many programs for all.
-    """
+    """Start rows `first` to `last` (excluded) of a launch, one or more a program."""
     looping = programs is not None
     size = min(programs, last - first) if programs is not None else last - first
     arguments = (launch.rows, launch.partials, base, first, last)
@@ -46,10 +42,7 @@ def compile_rows(kind: Kind) -> None:
 
 
 def instance(kind: Kind, looping: bool = False) -> dict[str, object]:
-    """Compile-time arguments of the kernels.
-
-    Without a cast the elements are moved as integers, NaN and all.
-    """
+    """Compile-time arguments of the kernels; without a cast elements move as integers."""
     width = kind.target.itemsize
     source, target = _BITS[width], _BITS[width]
     if kind.source is not None and kind.source != kind.target:
@@ -83,9 +76,7 @@ def move(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """uint64 [rows], sums of the hashes of what pointers [rows, VECTOR] point to; key: uint64
-    [rows], of each first.
-    """
+    """uint64 [rows], sums of hashes of what pointers [rows, VECTOR] point to."""
     if COPY:
         values = tl.load(source, mask=inside)
         if SOURCE != TARGET:
@@ -146,9 +137,7 @@ def run_segments(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
-    many as there are.
-    """
+    """Program p: row `first` + p of the table; LOOPING: and those one grid further, each."""
     program = (tl.program_id(0) + first).to(tl.int64)
     if LOOPING:
         while program < last:
@@ -164,10 +153,7 @@ def _part(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`move` of vectors `unit` [rows], uint32, counted along the grid.
-
-    All but index_pitch are in vectors.
-    """
+    """`move` of vectors `unit` [rows], uint32, counted along the grid."""
     down = unit // width
     across = unit - down * width
     far, near = down.to(tl.int64), across.to(tl.int64)  # a pitch times rows goes beyond 32 bits
@@ -225,9 +211,7 @@ def run_grids(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr, LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Program p: row `first` + p of the table; LOOPING: and every further one at a distance of as
-    many as there are.
-    """
+    """Program p: row `first` + p of the table; LOOPING: and those one grid further, each."""
     program = (tl.program_id(0) + first).to(tl.int64)
     if LOOPING:
         while program < last:

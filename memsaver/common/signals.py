@@ -6,6 +6,11 @@ while ``held`` lasts a gate stands in for every handler that is written in Pytho
 signal, and the handler is called when the operation has ended, whole or undone. Long waits call
 ``deliver`` where an exception does no harm. Signals that Python does not handle (the kernel's
 default, handlers in C) act at once, as ever.
+
+A handler that raises in the middle of a finalizer would end it, too: ``weakref.finalize`` has
+forgotten the call by then, and what it was to give back is lost. A ``Finalizer`` here is a function
+in C that notes the death, and what was noted is called where signals wait: at once, or, where an
+interrupt came in between, when something else dies or ``call_due`` is called.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -33,14 +39,15 @@ _open = 0  # how many ``Unbroken`` it is in: the gate stays
 _noted: deque[int] = deque()
 # what the gate stands, or once stood, in for
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+# of finalizers
+_due: deque[weakref.ref[Any]] = deque()
+_calls: dict[int, Finalizer] = {}  # by id of the reference that is noted
 
 
 class held(contextlib.ContextDecorator):
-    """Context manager or decorator: inside, no handler runs; then those that were to run do, and
-    may raise.
+    """Context manager or decorator: inside, no handler runs; then those due do, and may raise.
 
-    Nested uses end with the outermost. Takes some 20 us, and nothing outside of the main thread,
-    where no handler runs.
+    Nested uses end with the outermost. Takes some 20 us, in the main thread alone.
     """
 
     def __enter__(self) -> None:
@@ -146,3 +153,31 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class Finalizer:
+    """``call`` when ``target`` dies, or when this is called, whichever is first; never at exit."""
+
+    def __init__(self, target: Any, call: Callable[..., object], *args: Any) -> None:
+        self._call, self._args = call, args
+        # the newest reference's callback runs first
+        self._second = weakref.ref(target, call_due)
+        self._first = weakref.ref(target, _due.append)
+        _calls[id(self._first)] = self
+
+    def __call__(self) -> None:
+        if _calls.pop(id(self._first), None) is not None:
+            self._call(*self._args)
+
+
+def call_due(_: object = None) -> None:
+    """Call what belongs to objects that have died. Any thread may, under any lock."""
+    if _due:
+        _call_due()
+
+
+@held()
+def _call_due() -> None:
+    while _due:
+        if (finalizer := _calls.get(id(_due.popleft()))) is not None:
+            finalizer()

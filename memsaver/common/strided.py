@@ -1,6 +1,4 @@
-"""Boxes of elements that lie with strides in several spaces at once: a source, a target, the
-numbers of a digest.
-"""
+"""Boxes of elements that lie with strides in several spaces at once, as source and target do."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from dataclasses import dataclass
 class Grid:
     """`rows` runs of `width` adjacent elements, in each of several spaces.
 
-    starts, pitches: one entry a space, in elements; pitches: from one row to the next, 0 for a
-    single row.
+    starts, pitches: one entry a space, in elements; pitches: 0 for a single row.
     """
 
     rows: int
@@ -57,9 +54,7 @@ def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
 
 
 def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of the parts of a grid of at most `limit` elements each; all but the last
-    ones are as large.
-    """
+    """(rows, columns) of the parts of a grid, of at most `limit` elements each."""
     across = max(1, min(width, limit))
     down = limit // across
     for row in range(0, rows, down):

@@ -1,5 +1,5 @@
 """Drop-in replacements for two other memory savers, under their own names where a program asks for
-that.
+that, and which versions of other projects' engines are known.
 
 >>> import memsaver.compat
 >>> memsaver.compat.install("torch_memory_saver")  # before anything imports the real one
@@ -9,24 +9,42 @@ that.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
+import re
 import sys
 
-from memsaver.compat.engines import IN_PROCESS, require
 from memsaver.errors import StateError
 from memsaver.vmm.registrations import keep_graphs_unregistered
 from memsaver.vmm.torch_usage import hold_workspaces
 
 __all__ = ["IN_PROCESS", "hook_sglang", "install", "require", "uninstall"]
 
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_OLDEST = {"vllm": (0, 24), "sglang": (0, 5, 16)}
 _OURS = {
     "torch_memory_saver": "memsaver.compat.torch_memory_saver",
     "vllm.device_allocator.cumem": "memsaver.compat.vllm",
 }
 
 
+def require(package: str) -> str:
+    """Returns the version; ``ValueError`` without the package, or with one older than was read."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"engine.kind={package} needs the package {package}; run: pip install {package}"
+        )
+    version, oldest = importlib.metadata.version(package), _OLDEST[package]
+    if tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
+        least = ".".join(map(str, oldest))
+        raise ValueError(
+            f"{package} {version} is older than {least}; run: pip install '{package}>={least}'"
+        )
+    return version
+
+
 def install(*names: str) -> None:
-    """Put our modules under these import names, for this process: all of them or none. Doing it
-    twice is no error.
+    """Put our modules under these import names, for this process: all or none; twice is no error.
 
     Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real
     module is imported already: somebody may hold objects of it, and two memory savers in one

@@ -1,15 +1,28 @@
-"""The memory savers behind a drop-in: one for each device of the process."""
+"""Parts of the drop-ins: a saver a device, regions that a thread can leave, graphs on a tag."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memsaver.common.signals import Finalizer, Unbroken
+from memsaver.errors import OutOfMemory
+from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
+from memsaver.vmm.registrations import check_capture
+
+_thread = threading.local()  # .regions: those that the thread is in, outermost first
+Handle = tuple[int, int]
+Key = tuple[object, ...]  # (device, tag, the caller's handle), or (our own handle,)
 
 
 def current_device() -> torch.device:
@@ -20,10 +33,7 @@ def current_device() -> torch.device:
 
 
 class Savers:
-    """One ``MemorySaver`` a device, made when it is first asked for.
-
-    A forked child begins with none.
-    """
+    """One ``MemorySaver`` a device, made when asked for. A forked child begins with none."""
 
     def __init__(self, device: Callable[[], torch.device] = current_device, **options: Any) -> None:
         """device: tells which is the current one. options: of every ``MemorySaver``."""
@@ -47,3 +57,147 @@ class Savers:
         self._options["disk_dir"] = path
         for saver in self:
             saver.disk_dir = path
+
+
+def _regions() -> list[Region]:
+    regions: list[Region] = _thread.__dict__.setdefault("regions", [])
+    return regions
+
+
+class Region:
+    """A saver's region that can be left, and entered anew, before it ends."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._inside: contextlib.ExitStack | None = None
+
+    def enter(self) -> None:
+        inside = contextlib.ExitStack()
+        inside.enter_context(self._make())
+        self._inside = inside
+
+    def leave(self, *error: Any) -> bool:
+        """``error`` goes through the saver's region, which may have a better one to raise."""
+        inside, self._inside = self._inside, None
+        return inside is not None and bool(inside.__exit__(*(error or (None, None, None))))
+
+    def __enter__(self) -> None:
+        self.enter()
+        _regions().append(self)
+
+    def __exit__(self, *error: Any) -> bool:
+        _regions().pop()
+        return self.leave(*error)
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Lets what this thread allocates inside be torch's own; its regions go on afterwards.
+
+    Raises ``StateError`` at the end if a region's tag was paused meanwhile, and is not resumed.
+    """
+    left = _regions()
+    with contextlib.ExitStack() as back:
+        for region in reversed(left):
+            region.leave()
+            back.callback(region.enter)  # the outermost first: it was left last
+        _thread.regions = []
+        back.callback(setattr, _thread, "regions", left)
+        yield
+
+
+@dataclass
+class _Limits:
+    """The saver's own limit, and those of the regions that are open, in whatever threads."""
+
+    own: int | None
+    open: list[int] = field(default_factory=list)
+
+    @property
+    def tightest(self) -> int | None:
+        return min([*self.open, *([] if self.own is None else [self.own])], default=None)
+
+
+_lock = threading.Lock()
+_limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictionary()
+
+
+def headroom(saver: MemorySaver, nbytes: int) -> AbstractContextManager[None]:
+    """Inside, ``OutOfMemory`` where a saver's tag would leave less than ``nbytes`` free.
+
+    What is free is looked up on entry. A resume inside is held to it, too; one outside is not.
+    """
+    return Unbroken(_headroom(saver, nbytes)) if nbytes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
+    most = saver.backend.committed_bytes + max(0, saver.backend.device_free_bytes - nbytes)
+    with _lock:
+        limits = _limits.setdefault(saver, _Limits(saver.limit_bytes))
+        limits.open.append(most)
+        saver.limit_bytes = limits.tightest
+    try:
+        yield
+    except OutOfMemory as error:
+        error.add_note(
+            f"memory_margin_bytes={nbytes}: so much has to stay free; lower it to allow more"
+        )
+        raise
+    finally:
+        with _lock:
+            limits.open.remove(most)
+            saver.limit_bytes = limits.tightest
+            if not limits.open:
+                del _limits[saver]
+
+
+class GraphPools:
+    """Pools of captured graphs. One lives as long as a graph that was captured with it."""
+
+    def __init__(self) -> None:
+        self._pools: weakref.WeakValueDictionary[Key, torch.cuda.MemPool] = (
+            weakref.WeakValueDictionary()
+        )
+
+    @contextlib.contextmanager
+    def capture(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        saver: MemorySaver,
+        tag: str,
+        content: str,
+        pool: Handle | None,
+        stream: torch.cuda.Stream | None,
+        capture_error_mode: str,
+    ) -> Iterator[None]:
+        """Like ``torch.cuda.graph``, on ``tag``.
+
+        pool: from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``: graphs captured
+        with the same one share a pool of the tag. Memory that lies behind such a handle elsewhere
+        is not used. ``StateError`` where NCCL would register the tag's pages with other ranks.
+        """
+        check_capture(tag)
+        memory = self._pool(saver, tag, content, pool)
+        identity: Any = memory.id  # typed as torch.cuda.graph's own kind of pool
+        mode: Any = capture_error_mode
+        capturing = torch.cuda.graph(graph, pool=identity, stream=stream, capture_error_mode=mode)
+        with torch.cuda.stream(capturing.capture_stream):
+            # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+            torch.cuda.current_blas_handle()
+        # torch aborts if a pool goes while a region is open
+        Finalizer(graph, cuda_hook.retire, memory)
+        with capturing:
+            yield
+
+    def _pool(
+        self, saver: MemorySaver, tag: str, content: str, handle: Handle | None
+    ) -> torch.cuda.MemPool:
+        keys: list[Key] = [] if handle is None else [(saver.device, tag, handle), (handle,)]
+        for key in keys:
+            if (known := self._pools.get(key)) is not None:
+                return known
+        pool = saver.mem_pool(tag, content)
+        for key in [(pool.id,), *keys[:1]]:
+            self._pools[key] = pool
+        return pool

@@ -16,9 +16,7 @@ from typing import Literal
 
 import torch
 
-from memsaver.compat.graphs import GraphPools, Handle
-from memsaver.compat.regions import Region, headroom, outside
-from memsaver.compat.savers import Savers
+from memsaver.compat.savers import GraphPools, Handle, Region, Savers, headroom, outside
 from memsaver.errors import StateError, TagError
 from memsaver.saver import MemorySaver
 
@@ -123,10 +121,7 @@ class TorchMemorySaver:
             yield
 
     def disable(self) -> contextlib.AbstractContextManager[None]:
-        """Lets what this thread allocates inside be torch's own memory.
-
-        Does nothing outside of a region.
-        """
+        """Lets what this thread allocates inside a region be torch's own memory."""
         return outside()
 
     def _saver_to_place(self, tag: str) -> MemorySaver:
@@ -151,8 +146,7 @@ class TorchMemorySaver:
             saver.pause(*parts)
 
     def resume(self, tag: str | None = None) -> None:
-        """Put memory behind the same addresses again, on every device or on none (no tag: all
-        memory).
+        """Put memory behind the same addresses again, on every device or none (no tag: all).
 
         ``StateError`` (not paused) and ``OutOfMemory`` have changed nothing.
         """
@@ -233,10 +227,7 @@ class TorchMemorySaver:
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Does nothing: there is no library to preload.
-
-    A subprocess needs its own ``memsaver.compat.install``.
-    """
+    """Does nothing: a subprocess needs its own ``memsaver.compat.install``, no library."""
     yield
 
 
@@ -270,9 +261,7 @@ def _part_at(saver: MemorySaver, x: torch.Tensor) -> str | None:
 
 
 def _refuse_whole_process() -> None:
-    """Preloaded into a process with this variable, the library catches every allocation: nobody
-    must wait for that.
-    """
+    """Refuses the variable by which the library, preloaded, catches every allocation."""
     if os.environ.get("TMS_INIT_ENABLE", "").lower() in ("1", "true", "yes"):
         raise StateError(
             "TMS_INIT_ENABLE asks for every allocation of this process; "

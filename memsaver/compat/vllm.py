@@ -125,8 +125,7 @@ class CuMemAllocator:
         """Put memory behind the same addresses again. Memory that is awake stays as it is.
 
         tags: which of "weights" and "kv_cache"; ``None``: both. All other tags come back each time.
-        All or nothing on a device: ``OutOfMemory``, which is a ``RuntimeError``, has changed
-        nothing there.
+        ``OutOfMemory``, a ``RuntimeError``, has changed nothing on its device.
         """
         left = set() if tags is None else {*_DEFERRABLE} - _names(tags)
         for saver in self._savers:

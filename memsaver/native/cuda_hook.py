@@ -23,10 +23,7 @@ def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
 
 
 def new_pool(slot: int) -> torch.cuda.MemPool:
-    """A pool whose segments come from ``slot``.
-
-    Freed blocks go back to the arena when the pool is dropped.
-    """
+    """A pool of segments of ``slot``; freed blocks go back when the pool is dropped."""
     with _lock:  # functools.cache alone may call twice
         allocator = _allocator(slot)
     return torch.cuda.MemPool(allocator.allocator())

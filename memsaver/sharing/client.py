@@ -1,4 +1,9 @@
-"""The peer's connections to owners of memory, and what owners ask of it."""
+"""The peer's connections to owners of memory, what owners ask of it, and the backends that map
+their memory here.
+
+On GPUs that is always the backend of the current one: so no context and no stream appears on a GPU
+because its memory is mapped, and it need not be visible here.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,23 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from memsaver.errors import MemSaverError
+import torch
+
+from memsaver.common.machine import device_key
+from memsaver.errors import LeaseError, MemSaverError
 from memsaver.sharing import rpc
 from memsaver.sharing.import_table import imports
+from memsaver.vmm import make_backend
+from memsaver.vmm.backend import Backend
 
 _CONNECT_SECONDS = 5.0
 
 
 class Owner:
-    """The connection of this process to one saver, here or in another process; one for all leases
-    of it.
+    """The one connection of this process to a saver, here or in another process.
 
     ``granting``: held from asking for a lease until what came with it is imported, for the next
     answer builds on that.
@@ -84,12 +94,43 @@ _lock = threading.Lock()
 
 
 def owner_of(socket_name: str) -> Owner:
-    """The process's connection to that saver, made anew when it was lost.
-
-    OSError: nobody listens.
-    """
+    """The connection to that saver, made anew when it was lost. OSError: nobody listens."""
     with _lock:
         owner = owners.get(socket_name)
         if owner is None or owner.endpoint.closed:
             owner = owners[socket_name] = Owner(socket_name)
         return owner
+
+
+def peer_backend(key: str, device: torch.device | None = None) -> Backend:
+    """Returns the backend for memory of ``key``; ``LeaseError`` if ``device`` cannot reach it."""
+    if key == "cpu":
+        return backend_of(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        raise LeaseError(
+            f"{key} is a GPU, and this process sees none; "
+            "set CUDA_VISIBLE_DEVICES to one that reaches it"
+        )
+    here = torch.cuda.current_device() if device is None or device.index is None else device.index
+    check_reach(here, key)
+    return backend_of(torch.device("cuda", here))
+
+
+@cache
+def backend_of(device: torch.device) -> Backend:
+    return make_backend(device)
+
+
+os.register_at_fork(after_in_child=backend_of.cache_clear)  # it is the parent's
+
+
+@cache
+def check_reach(here: int, key: str) -> None:
+    """Raises ``LeaseError`` for a visible GPU out of reach; the driver tells of hidden ones."""
+    for index in range(torch.cuda.device_count()):
+        there = device_key(torch.device("cuda", index)) == key
+        if there and index != here and not torch.cuda.can_device_access_peer(here, index):
+            raise LeaseError(
+                f"cuda:{here} does not reach the memory of cuda:{index} ({key}); "
+                "use GPUs that reach each other (nvidia-smi topo -p2p r)"
+            )

@@ -1,6 +1,4 @@
-"""Handles of other savers' extents in this process: each imported once, kept until its owner
-revokes it or is gone.
-"""
+"""Handles of other savers' extents here: each imported once, until its owner ends it."""
 
 from __future__ import annotations
 

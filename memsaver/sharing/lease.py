@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from memsaver.common.finalizers import Finalizer
-from memsaver.common.signals import held
+from memsaver.common.signals import Finalizer, held
 from memsaver.errors import BackendError, LeaseError
 from memsaver.native import shim
 from memsaver.sharing import rpc
-from memsaver.sharing.client import Owner, owner_of
+from memsaver.sharing.client import Owner, owner_of, peer_backend
 from memsaver.sharing.import_table import Import, imports
-from memsaver.sharing.peer_backend import peer_backend
 from memsaver.tag.borrowed import BorrowedPages, endings
 from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.vmm.backend import Backend, Reservation
@@ -129,10 +127,7 @@ class Lease:
 
 @dataclass
 class _Mapped:
-    """Holds what belongs to a lease, apart from it, for a finalizer.
-
-    ``undo``: of the rest, when nothing is mapped any more.
-    """
+    """Holds a lease's things for a finalizer. ``undo``: when nothing is mapped any more."""
 
     backend: Backend
     device_key: str
@@ -253,8 +248,7 @@ def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
 def hand_over(
     extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend
 ) -> LeaseError | None:
-    """Make the saver of ``to`` the owner of extents that nothing maps; their handles here become
-    imports.
+    """Make the saver of ``to`` the owner of unmapped extents; their handles become imports.
 
     Raises ``LeaseError`` when it refuses (nothing was changed). Returns the one to raise when all
     is done: the peer fell silent while they changed hands. It may own them, so we must not.

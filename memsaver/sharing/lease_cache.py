@@ -15,11 +15,10 @@ from collections.abc import Iterator
 
 import torch
 
-from memsaver.common.finalizers import Finalizer
-from memsaver.common.signals import Unbroken
+from memsaver.common.signals import Finalizer, Unbroken
 from memsaver.errors import StateError
+from memsaver.sharing.client import peer_backend
 from memsaver.sharing.lease import Lease
-from memsaver.sharing.peer_backend import peer_backend
 from memsaver.tag.borrowed import Endings, endings
 from memsaver.tag.tickets import Ticket
 
@@ -78,8 +77,7 @@ class Kept:
 
 
 class LeaseCache:
-    """Leases by ticket, and on GPUs by the device that is current. Thread-safe; inert in a forked
-    child.
+    """Leases by ticket and, on GPUs, current device. Thread-safe; inert in a forked child.
 
     Where it is dropped without ``close``, its leases end all the same.
     """
@@ -139,10 +137,7 @@ class LeaseCache:
         return fresh
 
     def close(self) -> None:
-        """End all of them, those in use with their use.
-
-        May be tried again when the driver refused.
-        """
+        """End all, those in use with their use. May be tried again (``BackendError``)."""
         if os.getpid() == self._pid:
             with self._lock:
                 self._closed = True

@@ -1,5 +1,4 @@
-"""Requests in both directions, with file descriptors, over one local socket of two processes of a
-user.
+"""Requests both ways, with file descriptors, over one local socket of two processes of a user.
 
 Each end has a thread that reads, so that an answer gets through while a request is being worked on,
 and a thread that works on the other's requests, one at a time.
@@ -44,9 +43,8 @@ class Refused(Exception):
 class Endpoint:
     """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or
     this one closed. ``on_late`` gets, from the same thread, an answer that came when its caller had
-    given up; it must not ``call``.
-    ``prompt``: operations that wait for nothing, served by that thread while another request is
-    being worked on.
+    given up; it must not ``call``. ``prompt``: operations that wait for nothing, served by that
+    thread meanwhile.
     """
 
     def __init__(
@@ -95,10 +93,7 @@ class Endpoint:
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        """The other end's answer.
-
-        ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, ``TimeoutError``.
-        """
+        """The answer; ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, TimeoutError."""
         number = next(self._numbers)
         answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
         with self._lock:

@@ -113,9 +113,7 @@ class ShareServer:
                 yield tag, link
 
     def wait_free(self, tags: list[str], timeout: float) -> None:
-        """Have kept leases of the tags ended, and wait until none is left; ``LeaseError`` names who
-        still holds one.
-        """
+        """Have kept leases of the tags ended; ``LeaseError`` names who still holds one."""
         deadline = time.monotonic() + timeout
         while True:
             self.recall(tags)
@@ -138,8 +136,7 @@ class ShareServer:
     def recall(self, tags: Sequence[str]) -> None:
         """Peers end leases of the tags that they keep: at once, or with the use that is under way.
 
-        The caller may hold the saver's lock, but not the device's: peers, and this process as one,
-        unmap meanwhile.
+        The caller may hold the saver's lock, but not the device's: peers unmap meanwhile.
         """
         for link in list(self._links):
             with self._changed:
@@ -152,8 +149,7 @@ class ShareServer:
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
         """Have every peer release what it imported of these extents, which no lease maps.
 
-        ``LeaseError`` names a peer that stays silent, or does not let go; the others have let go
-        then.
+        ``LeaseError`` names a peer that does not let go; the others have.
         """
         for link in list(self._links):
             wanted = sorted(link.imported.intersection(ids))
@@ -200,9 +196,9 @@ class ShareServer:
                 connection.close()  # a stranger costs no thread
                 continue
             link = Link()
-            handler, gone = Handler(self, link), partial(self._gone, link)
+            serve, gone = partial(self.serve, link), partial(self._gone, link)
             link.endpoint = rpc.Endpoint(
-                connection, handler, gone, "memsaver-owner", prompt=["unlease"]
+                connection, serve, gone, "memsaver-owner", prompt=["unlease"]
             )
             with self._changed:
                 self._links.append(link)
@@ -220,6 +216,18 @@ class ShareServer:
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- requests
+
+    def serve(self, link: Link, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
+        """Serves a request of one connection, by its name."""
+        try:
+            if op not in ("lease", "unlease", "offer", "give"):
+                raise rpc.Refused(f"unknown operation {op!r}")
+            if op == "give":
+                arguments["fds"] = fds  # those that it takes leave the list
+            reply: rpc.Reply = getattr(self, op)(link, **arguments)
+            return reply
+        finally:
+            rpc.close_all(fds)
 
     def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
         ticket = self._tickets.get(token)
@@ -297,12 +305,10 @@ class ShareServer:
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:
-        """The saver's lock. What cannot have it in time is refused: its caller is not to give up
-        and then be served.
+        """The saver's lock. What cannot have it in time is refused, before its caller gives up.
 
         Savers that hand over to each other, or in a ring, would wait for each other, for each holds
-        its lock. So a process that waits as a giver lets only those with a smaller number wait for
-        itself.
+        its lock. So a process that waits as a giver lets only those of smaller numbers wait.
         """
         deadline = time.monotonic() + BUSY_SECONDS
         while not self._lock.acquire(timeout=0.05):
@@ -322,22 +328,3 @@ class ShareServer:
             yield
         finally:
             self._lock.release()
-
-
-@dataclass
-class Handler:
-    """Requests of one connection, by name."""
-
-    server: ShareServer
-    link: Link
-
-    def __call__(self, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
-        try:
-            if op not in ("lease", "unlease", "offer", "give"):
-                raise rpc.Refused(f"unknown operation {op!r}")
-            if op == "give":
-                arguments["fds"] = fds  # those that it takes leave the list
-            reply: rpc.Reply = getattr(self.server, op)(self.link, **arguments)
-            return reply
-        finally:
-            rpc.close_all(fds)

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from memsaver.backup import Backup
-from memsaver.backup.checksums import Checksums, fingerprint
-from memsaver.backup.clean_copy import CleanCopy
-from memsaver.common.finalizers import Finalizer
+from memsaver.backup.clean_copy import Checksums, CleanCopy, fingerprint
+from memsaver.common.signals import Finalizer
 from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.native import shim
 from memsaver.tag import reaper

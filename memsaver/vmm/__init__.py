@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 from typing import TYPE_CHECKING
 
-from memsaver.common.finalizers import Finalizer
 from memsaver.common.rounding import round_up
+from memsaver.common.signals import Finalizer
 from memsaver.errors import HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from memsaver.common.device_ids import device_key
+from memsaver.common.machine import device_key
 from memsaver.errors import BackendError
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation

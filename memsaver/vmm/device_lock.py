@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from memsaver.common.processes import command_of, process_name
+from memsaver.common.machine import command_of, process_name
 from memsaver.common.signals import deliver
 from memsaver.errors import BackendError, LockTimeout
 from memsaver.native.build import cache_dir

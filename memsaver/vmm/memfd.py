@@ -14,8 +14,7 @@ from functools import cache, partial
 
 import torch
 
-from memsaver.common.host_limits import available_memory
-from memsaver.common.libc import MAP_FAILED, libc
+from memsaver.common.machine import MAP_FAILED, available_memory, libc
 from memsaver.errors import BackendError
 from memsaver.native import cpu_hook, shim
 from memsaver.native.shim import Operation

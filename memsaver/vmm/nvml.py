@@ -10,7 +10,7 @@ import os
 import threading
 from typing import Any
 
-from memsaver.common.processes import command_of, process_name
+from memsaver.common.machine import command_of, process_name
 
 _SUCCESS, _NOT_SUPPORTED, _INSUFFICIENT_SIZE, _FUNCTION_NOT_FOUND = 0, 3, 7, 13
 _NOT_AVAILABLE = (1 << 64) - 1

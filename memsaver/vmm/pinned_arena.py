@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memsaver.common.ranges import joined
-from memsaver.common.rounding import round_up
+from memsaver.common.rounding import joined, round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
-from memsaver.common.host_limits import available_memory
-from memsaver.common.libc import MAP_FAILED, libc
+from memsaver.common.machine import MAP_FAILED, available_memory, libc
 from memsaver.common.rounding import round_up
 from memsaver.vmm.workers import workers
 

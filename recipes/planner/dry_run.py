@@ -37,8 +37,7 @@ from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from recipes.watch.live import View
-from recipes.watch.monitor import Monitor
-from recipes.watch.peaks import Peaks
+from recipes.watch.monitor import Monitor, Peaks
 from recipes.watch.run_folder import RunFolder
 from rollout import Rollout
 from trainer_bridge import Cycle

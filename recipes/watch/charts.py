@@ -1,7 +1,4 @@
-"""The report's figures over steps, and what turns a matplotlib figure into SVG for its page:
-colours that follow the theme, and exact values under the pointer. Figures over seconds:
-time_charts.py.
-"""
+"""The report's figures over steps, and SVG of them in the page's colours, with exact values."""
 
 from __future__ import annotations
 
@@ -52,9 +49,7 @@ VARIABLES |= {colour: f"other-{index}" for index, colour in enumerate(OTHER_COLO
 
 
 class Tip(NamedTuple):
-    """Text for a part of a panel, in its data coordinates; without `low` and `high` from bottom to
-    top.
-    """
+    """Text for a part of a panel, in data coordinates; without `low` and `high` from end to end."""
 
     axes: Axes
     left: float
@@ -66,9 +61,7 @@ class Tip(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure on the page. caption: what to look for. svg: complete, no scripts, no address of
-    anything outside.
-    """
+    """A figure on the page. caption: what to look for. svg: complete, refers to nothing outside."""
 
     name: str
     title: str
@@ -96,9 +89,7 @@ def draw_chart(
 
 
 def _body(svg: str) -> str:
-    """Returns what is inside the outermost element, in colours of the theme, and without names that
-    nothing refers to: several charts share a page.
-    """
+    """Returns what is inside the outermost element, in the theme's colours, without ids."""
     inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     inside = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", inside, flags=re.DOTALL)
     inside = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", inside).replace("xlink:href", "href")
@@ -229,9 +220,7 @@ def speed_chart(run: Run) -> Chart | None:
 
 
 def sync_chart(run: Run) -> Chart | None:
-    """Milliseconds of each weight sync, from the receipts in the rows, or else from the stage's
-    time.
-    """
+    """Milliseconds of each weight sync, from the rows' receipts, else from the stage's time."""
     rows = [row for row in run.rows_with("stages") if "sync_weights" in row["stages"]]
     table = [_sync_figures(row) for row in rows]
     names = {

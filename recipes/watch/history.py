@@ -1,8 +1,6 @@
-"""One reading of a run, for the live view, the pictures and the report: rows, stages, and memory
-over time.
+"""One reading of a run, for live view, pictures and report: rows, stages, and memory over time.
 
-A running `RunFolder` fills a `Run` as it goes; `reading.read_run` makes one from the files of a
-folder.
+A running `RunFolder` fills a `Run` as it goes; `report.read_run` makes one from a folder.
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ class Levels:
 
     def thinned(self, columns: int) -> Levels:
         """At most two moments for each of `columns` columns: the one that holds most, from when the
-        column's first change came, and the last. So what holds beyond a column always held in
-        truth.
+        column's first change came, and the last. So each was true.
         """
         if len(self.moments) <= 2 * columns + 1:
             return self
@@ -167,9 +164,7 @@ class Run:
         return [(MOVES, begin, end) for begin, end in spans if first <= begin and end <= last]
 
     def one_step(self) -> Span:
-        """The last step that neither evaluated nor saved, or else the last one; without any, the
-        whole time.
-        """
+        """The last step, best one that neither evaluated nor saved; else the whole time."""
         steps = [span for span in self.spans if _is_step(span)]
         if not steps:
             return "incomplete", self.begin, self.end
@@ -180,9 +175,7 @@ class Run:
         return steps[-1]
 
     def wake_up(self) -> Span | None:
-        """Returns the span from the first stage of that step's to_rollout, which depends on
-        cycle.keep and the algorithm, to its last.
-        """
+        """Returns the span from the first stage of that step's to_rollout to its last."""
         step, first, last = self.one_step()
         inside = [span for span in self.spans if first - SLACK <= span[1] <= last]
         heads = ("park_", "empty_cache", "wake_weights")
@@ -225,9 +218,7 @@ def seconds_of_stages(rows: Iterable[Row]) -> dict[str, list[float]]:
 
 
 def switch_seconds(row: Mapping[str, Any]) -> float:
-    """Sums the stages of a step in which memory changed hands and nothing else ran, the sync among
-    them.
-    """
+    """Sums the stages of a step in which memory changed hands, the sync among them."""
     stages = row.get("stages", {}).items()
     return sum(seconds for name, seconds in stages if kind_of(name) == "switch")
 

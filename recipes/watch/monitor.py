@@ -1,17 +1,22 @@
-"""Stages as they pass: timed, shown, written down; and a failure gets the name of its stage."""
+"""Stages as they pass: timed, shown, written down, with the most memory of every process and
+device; and a failure gets the name of its stage.
+
+In a stage each side's tags only come or only go. So a process's most is what its tags held before
+or after, and torch's own peak; what is on the device besides (contexts, libraries) stays as it is.
+Where one side's tags come while the other's go, they come into what has gone.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recipes.errors import LostWorker, RecipeError, RunError, one_line
 from recipes.watch.history import kind_of, seconds_beside, spans_of_moves
 from recipes.watch.live import View
-from recipes.watch.peaks import Peaks
 from recipes.watch.run_folder import RunFolder
 from rollout.tags import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
@@ -19,6 +24,80 @@ from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 if TYPE_CHECKING:
     from memsaver import Event, Report, Usage
     from trainer_bridge.sync import SyncReceipt
+
+TakeUsage = Callable[[], "Usage | None"]
+
+
+class Peaks:
+    """Collects bytes by stage: of each process, and of torch in it; of the fullest device; of tags.
+
+    Processes are counted without contexts and libraries; "device_bytes" is None on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.stages: dict[str, dict[str, Any]] = {}
+        self._sources: dict[str, TakeUsage] = {}
+        self._before: dict[str, dict[str, int]] = {}
+
+    def watch(self, owner: str, take_usage: TakeUsage) -> None:
+        """owner: "trainer" or "rollout", with its device's number in brackets if several."""
+        self._sources[owner] = take_usage
+
+    def passed(self, stage: str) -> None:
+        """The stage has just ended. One that comes again in a step keeps the larger figures."""
+        found: dict[str, Usage] = {}
+        for owner, take in self._sources.items():
+            if (usage := take()) is not None:
+                found[owner] = usage
+        tags: dict[str, int] = {}
+        processes, torch = {}, {}
+        gone, waits = Counter[str](), Counter[str]()
+        for owner, usage in found.items():
+            before = self._before.get(owner, usage.tags)
+            most = _larger(before, usage.tags)
+            self._before[owner] = usage.tags
+            gone[_place(owner)] += sum(before.values()) - sum(usage.tags.values())
+            waits[_place(owner)] += usage.torch_peak_bytes - usage.torch_bytes
+            tags |= {f"{tag}{_place(owner)}": nbytes for tag, nbytes in most.items()}
+            torch[owner] = usage.torch_peak_bytes
+            # pages that only change their tag, out of the page pool, count once
+            held = max(sum(before.values()), sum(usage.tags.values()))
+            processes[owner] = held + usage.torch_peak_bytes
+        entry = {
+            "processes": processes,
+            "torch": torch,
+            "device_bytes": _device(found, +gone + waits),
+            "tags": tags,
+        }
+        self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
+
+    def take(self) -> dict[str, dict[str, Any]]:
+        """The stages since the last call."""
+        stages, self.stages = self.stages, {}
+        return stages
+
+
+def _place(owner: str) -> str:
+    return owner[owner.index("[") :] if "[" in owner else ""
+
+
+def _device(found: Mapping[str, Usage], more: Mapping[str, int]) -> int | None:
+    """Returns the fullest device's bytes: used now, plus what there was more of in the stage."""
+    places: dict[str, int] = {}
+    for owner, usage in found.items():
+        if usage.device_used_bytes is not None:
+            places[_place(owner)] = max(places.get(_place(owner), 0), usage.device_used_bytes)
+    return max((used + more.get(place, 0) for place, used in places.items()), default=None)
+
+
+def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}}
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    devices = [entry["device_bytes"] for entry in (one, other) if entry["device_bytes"] is not None]
+    larger = {name: _larger(one[name], other[name]) for name in ("processes", "torch", "tags")}
+    return {**larger, "device_bytes": max(devices, default=None)}
 
 
 class Watched(Protocol):
@@ -47,9 +126,7 @@ class Monitor:
         self._sources: dict[str, Watched] = {}
 
     def watch(self, owner: str, side: Watched) -> None:
-        """Reads memory from `owner` (rollout, or trainer[0] and others): its tags at `read_memory`,
-        its peaks after every stage.
-        """
+        """Reads memory from `owner` (rollout, or trainer[0] and others), and its peaks."""
         self._sources[owner] = side
         self.peaks.watch(owner, side.take_usage)
 
@@ -103,9 +180,7 @@ class Monitor:
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """Notes what the sync of this step moved: bytes of all targets, and seconds of the copies
-        and of reading back.
-        """
+        """Notes what the sync of this step moved, bytes of all targets, and its seconds."""
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
         self.sync = {name: getattr(receipt, name) for name in names}
 

@@ -1,6 +1,4 @@
-"""The two pictures of a run, and the panels that the report draws too. Imported only where
-something is drawn, because it needs matplotlib.
-"""
+"""The two pictures of a run, and panels that the report draws too; it needs matplotlib."""
 
 from __future__ import annotations
 
@@ -113,8 +111,7 @@ def legend_above(axes: Axes, columns: int = 3, side: str = "left", **style: Any)
 
 
 def draw_memory(run: Run, file: Path) -> None:
-    """Bytes per tag over real seconds: the whole session, one step with its stages, and the wake-up
-    inside it.
+    """Bytes per tag over real seconds: the whole session, one step, and its wake-up.
 
     Of several devices the first one's bytes are drawn.
     """
@@ -144,9 +141,7 @@ def draw_memory(run: Run, file: Path) -> None:
 
 
 def stack_panel(axes: Axes, found: Levels, origin: float, unit: int, headroom: float) -> None:
-    """Committed bytes of every key, stacked, as steps; the dashed line is what the host keeps for
-    paused tags.
-    """
+    """Committed bytes of every key, stacked, as steps; dashed, what the host keeps."""
     times = [time - origin for time in found.times]
     if found.names:
         sizes = np.array([found.held(name) for name in found.names]) / unit

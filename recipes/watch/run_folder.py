@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.common.files import replace_text
-from memsaver.common.timeline import Timeline
+from memsaver.report import Timeline
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe import Recipe
 from recipes.recipe.loading import recipe_text
@@ -51,11 +51,9 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that 
 
 @contextlib.contextmanager
 def claimed(path: Path, new: bool = False) -> Iterator[None]:
-    """Inside, no other process runs in this folder, which is made; at the end it goes if nothing
-    came into it.
+    """Inside, no other process runs in this folder, which is made, and at the end goes if empty.
 
-    new: it must not be there yet (`FileExistsError`). `RecipeError`: a run is at work in it, or it
-    cannot be made.
+    new: else `FileExistsError`. `RecipeError`: a run is at work in it, or it cannot be made.
     """
     made = not path.exists()
     try:
@@ -149,8 +147,7 @@ class RunFolder:
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
         """An earlier run, cut back to its last checkpoint, or to its start where there is none yet.
 
-        Later rows are dropped, they will be computed again; the trace of the session that ended is
-        kept beside.
+        Later rows are dropped; the trace of the session that ended is kept beside.
         """
         folder = cls(path)
         with folder.writing("the run's folder"):
@@ -238,9 +235,7 @@ class RunFolder:
         return self._latest.parent / self._latest.read_text().strip()
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
-        """`write` makes the folder it is given, whole or not at all; then it is the latest, and old
-        ones go.
-        """
+        """`write` makes the folder it is given, whole or not at all; old ones go."""
         folder = self.path.resolve() / "checkpoints"
         folder.mkdir(exist_ok=True)
         write(folder / f"step_{step}")
@@ -283,8 +278,7 @@ def _free_name(file: Path, step: int) -> Path:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Date, host and software of this process, and the GPUs that nvidia-smi lists; no CUDA context
-    is made.
+    """Date, host and software of this process, and the GPUs of nvidia-smi, without a context.
 
     `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed.
     """

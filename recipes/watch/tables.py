@@ -1,6 +1,4 @@
-"""Figures of a run as rows of text: what it came to, slowest stages, planned against measured,
-where it ran.
-"""
+"""Figures of a run as rows of text: results, slowest stages, planned against measured, machine."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells as shown; all but the first column are numbers, to the right, unless `prose`. folded:
-    shown on a click.
-    """
+    """Cells as shown; all but the first column are numbers, unless `prose`. folded: on a click."""
 
     title: str
     caption: str
@@ -84,9 +80,7 @@ def key_figures(run: Run) -> list[tuple[str, str]]:
 
 
 def slowest_stages(run: Run) -> Table | None:
-    """Stages by their share of all the steps' time; from the rows, so also of a run that left no
-    trace.
-    """
+    """Stages by their share of all the steps' time, from the rows: it needs no trace."""
     rows = run.rows_with("stages", "step_seconds")
     if not rows:
         return None
@@ -110,9 +104,7 @@ def slowest_stages(run: Run) -> Table | None:
 
 
 def planned_and_measured(run: Run) -> Table | None:
-    """A line for each stage's fullest device and one for each process; None without a plan, or
-    without peaks.
-    """
+    """A line for each stage's fullest device and each process; None without plan or peaks."""
     peaks = measured_peaks(run.rows)
     rows: list[Sequence[str]] = []
     for entry in [entry for entry in run.plan.get("stages", ()) if entry["stage"] in peaks]:
@@ -139,9 +131,7 @@ def planned_and_measured(run: Run) -> Table | None:
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Returns, by stage, the most of all rows: of the fullest device under DEVICE, and of each
-    side's fullest process.
-    """
+    """Returns, by stage, the most of all rows: of a device (DEVICE), of each side's process."""
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         for stage, peak in row.get("peaks", {}).items():
@@ -157,9 +147,7 @@ def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 def _compared(
     planned: int, measured: int | None, of: int | None = None
 ) -> tuple[str, str, str, str]:
-    """of: what a difference is judged by in place of the measured bytes: an idle process holds next
-    to nothing.
-    """
+    """of: what a difference is judged by; an idle process holds next to nothing."""
     if not measured:
         unknown = "not measured" if measured is None else format_bytes(0)
         return format_bytes(planned), unknown, "–", "" if measured is None or not planned else "✗"

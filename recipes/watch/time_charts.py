@@ -1,6 +1,4 @@
-"""The report's figures over seconds: when each stage ran, and who held the memory; without a trace,
-over steps.
-"""
+"""The report's figures over seconds: stages, who held the memory; without a trace, over steps."""
 
 from __future__ import annotations
 
@@ -271,9 +269,7 @@ def _draw_lanes(axes: Axes, stages: Sequence[Span], origin: float, last: float) 
 def _merged(
     bars: Iterable[tuple[float, float]], slack: float
 ) -> list[tuple[float, float, int, float]]:
-    """(begin, end, how many, seconds in all); bars that begin within `slack` after the last one
-    join it.
-    """
+    """(begin, end, how many, seconds in all); bars less than `slack` apart are one."""
     out: list[tuple[float, float, int, float]] = []
     for begin, finish in sorted(bars):
         if out and begin - out[-1][1] < slack:

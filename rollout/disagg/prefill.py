@@ -1,34 +1,163 @@
-"""The prefill side: computes prompts for a decode engine and sends it their keys, values and first
-tokens.
-"""
+"""The prefill side: computes prompts for a decode engine, and puts them into its ranks' rings."""
 
-from __future__ import annotations
-
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from kvcache.staging import heads_per_rank
-from rollout.disagg.channel import Peers
-from rollout.disagg.geometry import geometry, kv_heads, staged_layers
-from rollout.disagg.line import Line
-from rollout.disagg.messages import Ask, Closed, First, Freed, Hello
-from rollout.disagg.outbox import Outbox, Parcel
+import torch
+from torch import Tensor
+
+from kvcache import ReqHandle
+from kvcache.allocators import to_device
+from kvcache.ops import gather_staged, staged_bytes
+from kvcache.staging import (
+    StagingBuffer,
+    Watermark,
+    compute_head_slice_params,
+    head_writers,
+    heads_per_rank,
+    may_fill,
+)
+from rollout.disagg.line import Line, Peers
+from rollout.disagg.messages import (
+    Ask,
+    Closed,
+    Filled,
+    First,
+    Freed,
+    Hello,
+    Range,
+    Refused,
+    geometry,
+    kv_heads,
+    staged_layers,
+)
 from rollout.disagg.transport import Writer
 from rollout.engine import Engine
 from rollout.errors import PeerLostError
+from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """This rank's part of what a decode rank gets: heads, those before them, and the staging."""
+
+    start: int
+    heads: int
+    before: int
+    buffer: StagingBuffer
+
+
+@dataclass(kw_only=True)
+class Parcel:
+    """One prompt. asks: of all decode ranks. handle: of its pages, till sent. nth: by rank."""
+
+    asks: Sequence[Ask]
+    handle: ReqHandle | None = None
+    first: First | None = None
+    refusal: str | None = None
+    nth: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.nth = [0] * len(self.asks)
+
+
+class Outbox:
+    """First in, first out, refusals too: decode ranks assign ranges in the order of their requests,
+    so that the first parcel's next range is always the oldest that is not freed, and will be ready.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[Tensor, Tensor],
+        heads: int,
+        rank: int,
+        size: int,
+        peers: Peers,
+        writer: Writer,
+    ) -> None:
+        """heads: KV heads of the whole model. rank, size: of this engine."""
+        self._k, self._v = layers
+        self._peers, self._writer = peers, writer
+        self._queue: deque[Parcel] = deque()
+        self.watermarks = [Watermark(0, 0)] * len(peers)
+        self.sent = 0  # parcels
+        self._slices: dict[int, Slice] = {}
+        for peer, hello in enumerate(peers.hellos):
+            start, count, _, _ = compute_head_slice_params(size, len(peers), rank, peer, heads)
+            if count:
+                writers = head_writers(size, len(peers), peer, heads)
+                before = sum(each.num_heads for each in writers if each.src_tp_rank < rank)
+                total = sum(each.num_heads for each in writers)
+                buffer = StagingBuffer(hello.ring_bytes * count // total, self._k.device)
+                self._slices[peer] = Slice(start=start, heads=count, before=before, buffer=buffer)
+                # which copies into a ring that may be on another GPU
+                with torch.cuda.device_of(self._k):
+                    writer.open(peer, hello.ring_bytes, hello.ticket, self._k.device)
+
+    def add(self, parcel: Parcel) -> None:
+        self._queue.append(parcel)
+
+    def send(self, blocks: PrefixBlocks) -> None:
+        """Everything that is ready, in order; the pages of what is sent are free afterwards."""
+        while self._queue and all(
+            self._send_to(peer, self._queue[0], blocks) for peer in range(len(self._peers))
+        ):
+            self._release(self._queue.popleft(), blocks)
+            self.sent += 1
+
+    def clear(self, blocks: PrefixBlocks) -> None:
+        """Forgets what is not sent."""
+        while self._queue:
+            self._release(self._queue.popleft(), blocks)
+
+    def _release(self, parcel: Parcel, blocks: PrefixBlocks) -> None:
+        if parcel.handle is not None:
+            blocks.release(parcel.handle, parcel.asks[0].prompt)
+
+    def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
+        """Sends what it can; True when the peer has all of the parcel that this rank owes it."""
+        ask = parcel.asks[peer]
+        if parcel.refusal is not None:
+            if not parcel.nth[peer]:
+                self._peers.send(peer, Refused(number=ask.number, reason=parcel.refusal))
+            parcel.nth[peer] = 1
+            return True
+        if parcel.first is None:
+            return False
+        part = self._slices.get(peer)
+        while part is not None and parcel.nth[peer] < len(ask.ranges):
+            at = ask.ranges[parcel.nth[peer]]
+            if not may_fill(at.round, at.end, self.watermarks[peer]):
+                return False
+            self._put(peer, part, parcel, at, blocks)
+            filled = Filled(number=ask.number, nth=parcel.nth[peer], first=parcel.first)
+            self._peers.send(peer, filled)
+            parcel.nth[peer] += 1
+        return True
+
+    def _put(self, peer: int, part: Slice, parcel: Parcel, at: Range, blocks: PrefixBlocks) -> None:
+        """Gather this rank's heads of a range's tokens, and one bulk copy."""
+        assert parcel.handle is not None
+        slots = to_device(
+            blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens), self._k.device
+        )
+        nbytes = staged_bytes(self._k, self._v, at.tokens, part.heads)
+        self._writer.settle(peer)
+        staged = part.buffer.view(0, nbytes)
+        gather_staged(self._k, self._v, slots, part.start, part.heads, staged)
+        before = staged_bytes(self._k, self._v, at.tokens, part.before)
+        self._writer.put(peer, staged, at.offset + before)
 
 
 class PrefillEngine(Engine):
     """One rank of the prefill side. `connect`, then `serve` until the decode engine closes."""
 
     def connect(self, connections: Sequence[Line], writer: Writer, timeout: float = 60.0) -> None:
-        """connections: one to every decode rank, from `dial`.
-
-        ValueError where the engines do not fit together.
-        """
+        """connections: of `dial`, one a decode rank. ValueError where the engines do not fit."""
         layers = staged_layers(self.cache)
         heads = kv_heads(self.model)
         hello = Hello(
@@ -59,9 +188,7 @@ class PrefillEngine(Engine):
             self._peers.close()
 
     def _turn(self) -> bool:
-        """Messages, what all ranks know of, one step, and what is ready to go; False when all is
-        done.
-        """
+        """Messages, what all ranks know of, one step, and sending; False when all is done."""
         self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = self._ranks.agree(
@@ -91,9 +218,7 @@ class PrefillEngine(Engine):
     # ---------------------------------------------------------------- admission
 
     def _admit(self, known: int, sent: int) -> None:
-        """Takes requests in, in order, as long as all that are not sent fit together: nothing is
-        ever preempted.
-        """
+        """Takes requests in, in order, as long as all fit together: nothing is preempted."""
         while len(self._parcels) < known:
             parcel = Parcel(asks=[asked[len(self._parcels)] for asked in self._asked])
             pages, rows = self._cost(parcel.asks[0])
@@ -113,9 +238,7 @@ class PrefillEngine(Engine):
                 self._queue(parcel.asks[0])
 
     def _cost(self, ask: Ask) -> tuple[int, int]:
-        """Pages, and rows of the request table: one more than samples holds the pages until they
-        are sent.
-        """
+        """Pages, and rows of the request table: one holds the pages until they are sent."""
         return -(-len(ask.prompt) // self.config.page_size), len(ask.indices) + 1
 
     def _refusal(self, ask: Ask, pages: int, rows: int) -> str | None:

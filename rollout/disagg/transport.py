@@ -1,7 +1,5 @@
 """Brings a prefill rank's bulk bytes into a decode rank's ring: one call, one copy or message."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -33,9 +31,7 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """Get to know a peer's ring; what is put there comes from `device`. The peer opens this
-        rank meanwhile.
-        """
+        """Get to know a peer's ring, while the peer opens this rank; data is on `device`."""
 
     @abstractmethod
     def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...
@@ -108,9 +104,7 @@ class MappedWriter(Writer):
 
 
 class GroupReader(Reader):
-    """Receives over torch.distributed: gloo on the CPU, NCCL on GPUs. ranks: of the peers, in the
-    default group's numbers; the same group on both sides.
-    """
+    """Receives over torch.distributed. ranks: the peers', in the default group's numbers."""
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._group = list(ranks), group

@@ -1,11 +1,7 @@
-"""Beam search: which branches of an answer go on, which end, and when it is over. Policy only, no
-tensors.
+"""Beam search: which branches of an answer go on, which end, and when it is over. No tensors.
 
-The rules are those of `transformers.generate(num_beams=width, do_sample=False)`, so that the
-answers are the same.
+The rules and answers are those of `transformers.generate(num_beams=width, do_sample=False)`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -50,9 +46,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Extensions that a branch has to offer: enough to go on with `width` of them, however many
-        end.
-        """
+        """Extensions that a branch has to offer: enough for `width`, however many end."""
         return _candidates_needed(self.width, len(self.stop_ids))
 
     def restart(self) -> None:
@@ -62,8 +56,7 @@ class BeamSearch:
         self.done = False
 
     def advance(self, candidates: Candidates, version: int) -> list[tuple[int, int]]:
-        """Takes the next token, made by weights `version`. candidates: `num_candidates` or more of
-        each branch.
+        """Takes the next token, made by weights `version`. candidates: of each branch.
 
         Returns (slot, parent): the branch in `slot` is dead, and one more from `parent` goes on
         there. A branch without such an entry goes on in its slot. Nothing goes on once `done`.
@@ -86,9 +79,7 @@ class BeamSearch:
         return [] if first else forks
 
     def completions(self) -> list[Completion]:
-        """`width` answers, best first; before the search is done living branches, as aborted, fill
-        the places.
-        """
+        """`width` answers, best first; living branches fill the places, as aborted."""
         alive = (self._completion(each, "abort") for each in self.branches)
         return [*self.ended, *sorted(alive, key=_score, reverse=True)][: self.width]
 
@@ -161,9 +152,7 @@ def _score(completion: Completion) -> float:
 def _place(
     chosen: Sequence[_Extension], width: int
 ) -> tuple[list[_Extension], list[tuple[int, int]]]:
-    """A slot for each: its parent's for the first that goes on from there, one of a dead branch for
-    the others.
-    """
+    """A slot for each: its parent's for the first that goes on, a dead branch's for others."""
     slots: dict[int, _Extension] = {}
     others = []
     for each in chosen:

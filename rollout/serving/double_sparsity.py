@@ -11,8 +11,7 @@ HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleSparsity:
-    """Decode scores all cached tokens by a few channels of the keys and attends exactly over the
-    best.
+    """Decode scores all cached tokens by a few channels of the keys, and attends to the best.
 
     heavy_token_num: tokens that a query head attends to, the `recent_token_num` last ones always
     among them.
@@ -78,8 +77,7 @@ def heavy_channels(keys: Sequence[Tensor], count: int) -> tuple[HeadChannels, ..
     """Returns, for `DoubleSparsity.channels`, the `count` channels of each KV head whose mean |key|
     is largest.
 
-    keys: [n, Hkv, D] of each layer, rotated as the cache holds them, what `kv_pool.get_rows` gives,
-    say.
+    keys: [n, Hkv, D] of each layer, rotated as the cache holds them (`kv_pool.get_rows`).
     """
     best = (each.float().abs().mean(0).topk(count, -1).indices.sort(-1).values for each in keys)
     return tuple(tuple(map(tuple, layer.tolist())) for layer in best)

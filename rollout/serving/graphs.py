@@ -1,5 +1,4 @@
-"""Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed as long as the
-engine lives.
+"""Decode steps as CUDA graphs: captured once for a ladder of batch sizes, replayed ever after.
 
 Everything a graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV
 cache, buffers that live outside every tag (inputs, rotary tables, the request table, what ranks
@@ -34,18 +33,13 @@ never waits.
 
 
 def ladder(max_running: int) -> tuple[int, ...]:
-    """Batch sizes worth a graph of their own: padding costs at most 31 rows, or doubles a batch
-    below 16.
-    """
+    """Batch sizes of graphs: padding costs at most 31 rows, or doubles a batch below 16."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
 class DecodeGraphs:
-    """One graph a batch size.
-
-    A batch is padded with row 0 of the request table: it reads and writes page 0 only.
-    """
+    """One graph a batch size; padding is row 0 of the request table, which has page 0 only."""
 
     def __init__(
         self,
@@ -55,8 +49,7 @@ class DecodeGraphs:
         dtype: torch.dtype,
         saver: MemorySaver,
     ) -> None:
-        """Captures all graphs. The memory that `decode` reads must be mapped; its content does not
-        matter.
+        """Captures all graphs. The memory that `decode` reads must be mapped, whatever it holds.
 
         torch.OutOfMemoryError carries a note on what to lower.
         """
@@ -123,9 +116,7 @@ class DecodeGraphs:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage first, not inside: torch aborts the process when an earlier engine's graphs
-    die in a capture.
-    """
+    """Collect garbage first: torch aborts when old graphs die inside of a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -37,8 +37,7 @@ from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
 from rollout.model.ranks import rank_layout
 from rollout.serving.double_sparsity import DoubleSparsity
-from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.state_prefix import StatePrefixBlocks
+from rollout.serving.prefix import PrefixBlocks, StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
 from rollout.tags import KV_CACHE
 
@@ -124,8 +123,7 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """`pool` and `states` are on tag `kv_cache`; `table` (requests) and `blocks` (pages) are
-    outside of every tag.
+    """`pool` and `states` are on tag `kv_cache`, `table` and `blocks` outside of every tag.
 
     states: of the linear layers, a slot a request and `EngineConfig.prefix_states` for prefixes;
     None for a model without such layers. elastic: None where the pool has one size.
@@ -233,23 +231,17 @@ class Cache:
 
     @property
     def capturable(self) -> bool:
-        """Tells whether a CUDA graph can read it: how many FP4 rows a step gathers is decided on
-        the host.
-        """
+        """Tells whether a CUDA graph can read it: rows of FP4 are counted on the host."""
         return self.layout.dtype != FP4_DTYPE
 
     @property
     def window(self) -> int | None:
-        """Keys that a query sees in every layer; None: all, or not the same in all layers (see
-        `sliding`).
-        """
+        """Keys that a query sees in every layer; None: all, or it differs (see `sliding`)."""
         return None if self.sliding else self.layout.sliding_window
 
     @property
     def sliding(self) -> tuple[int, Tensor] | None:
-        """The window of sliding layers with a pool of their own, and slot -> slot of that pool,
-        int64; None without such layers.
-        """
+        """The window of sliding layers, and slot -> slot of their pool, int64; None without."""
         allocator = self.blocks.allocator
         if self.layout.sliding_window is None or not isinstance(
             allocator, SWATokenToKVPoolAllocator
@@ -292,9 +284,7 @@ def _sparse_pool(
 
 
 def window_tokens(kept: KVLayout, config: EngineConfig) -> int | None:
-    """Size of the pool of sliding layers, None where there is none; ValueError where one is asked
-    for in vain.
-    """
+    """Size of the pool of sliding layers, None without; ValueError if asked for in vain."""
     if kept.pool != "swa" or kept.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(

@@ -1,8 +1,4 @@
-"""Measures what it costs to bring a preempted sample back: computing its tokens again, or copying
-its pages out and in.
-"""
-
-from __future__ import annotations
+"""Measures what bringing a preempted sample back costs: computing it again, or copying pages."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -70,10 +66,7 @@ class Swapped:
 
 
 class PreemptionCost:
-    """The cheaper way, by rates that the engine measures while it runs.
-
-    No tensors, no clock of its own.
-    """
+    """The cheaper way, by measured rates. No tensors, no clock of its own."""
 
     def __init__(self, choice: Preemption = "cheapest") -> None:
         check_preemption(choice)

@@ -1,5 +1,5 @@
 """Sequences that begin with pages of earlier ones: the block manager and a prefix cache over the
-same pages.
+same pages. Of models with linear layers a kept prefix is pages and the states after them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
-from kvcache.pools import RoutedKVPool, TokenPool
-from kvcache.radix import MambaRadixCache, RadixNode
+from kvcache.pools import HybridReqToTokenPool, RoutedKVPool, TokenPool
+from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
 from kvcache.tiers import Transfer
 from rollout.serving.preemption import Swapped
 
@@ -29,8 +29,7 @@ class _Held:
 
 
 class PrefixBlocks:
-    """Does what the scheduler asks of a BlockManager, with beginnings kept in `cache` and found
-    again; None keeps nothing.
+    """A BlockManager for the scheduler, with beginnings kept in `cache`; None keeps nothing.
 
     A page of the cache that a running sequence shares is locked by that sequence, so that what the
     cache can evict is exactly what eviction makes free. Versions of the cache are numbers of its
@@ -58,9 +57,7 @@ class PrefixBlocks:
         )
 
     def held_pages(self, tokens: Sequence[int]) -> int:
-        """Pages that running sequences hold and `admit` would share: it takes no available ones for
-        them.
-        """
+        """Pages of running sequences that `admit` would share, without taking available ones."""
         if self.cache is None:
             return 0
         self._notice_format()
@@ -69,11 +66,9 @@ class PrefixBlocks:
     def admit(
         self, tokens: Sequence[int], swapped: Swapped | None = None
     ) -> tuple[ReqHandle, int] | None:
-        """A sequence for `tokens`, and how many of them are computed, all but the last at most;
-        None without a row.
+        """A sequence for `tokens`, and how many are computed, not the last; None without a row.
 
-        The pages that it found are locked from here on. swapped: what `swap_out` gave for this
-        sample, used up.
+        The pages that it found are locked from here on. swapped: of `swap_out`, used up.
         """
         if self.cache is None:
             empty = self.blocks.admit()
@@ -96,9 +91,7 @@ class PrefixBlocks:
         return self.blocks.extend(handles, new_lens)
 
     def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
-        """After how many of the `length` tokens of a prefill, `computed` of which are, `keep` comes
-        next: a chunk ends there.
-        """
+        """After how many of a prefill's `length` tokens `keep` comes next: a chunk ends there."""
         return length
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
@@ -150,9 +143,7 @@ class PrefixBlocks:
         """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
 
     def gather(self, pages: int) -> bool:
-        """Moves what running sequences hold to the first `pages` pages, and forgets the rest of the
-        cache; False, with no page moved, where there is no room.
-        """
+        """Moves what sequences hold to the first `pages` pages, evicts the rest; False: no room."""
         if self.cache is None:
             return self.blocks.gather(pages) is not None
         self.cache.evict(self.cache.evictable_size)
@@ -169,9 +160,7 @@ class PrefixBlocks:
         """See PreemptionCost.ran."""
 
     def park(self, keep: bool) -> None:
-        """Prepares for a pause of the pool; nothing runs. keep: what is cached is worth keeping,
-        where there is a place.
-        """
+        """Prepares for a pause of the pool. keep: the cached pages, where there is a place."""
         self.clear()
 
     def swapped_pages(self) -> int:
@@ -184,17 +173,13 @@ class PrefixBlocks:
             self.cache.raise_version(self.cache.version + 1)
 
     def clear(self) -> None:
-        """The pool's content is gone: forgets all of it. What running sequences hold follows when
-        they end.
-        """
+        """The pool's content is gone: forgets all of it. Running sequences' follows later."""
         if self.cache is not None:
             self.new_weights()
             self.cache.evict(self.cache.evictable_size)
 
     def check_integrity(self) -> None:
-        """AssertionError unless ledger, sequences and cache agree on owners, and locks are those of
-        sequences.
-        """
+        """AssertionError unless ledger, sequences, cache and locks agree."""
         if self.cache is None:
             self.blocks.check_integrity()
             return
@@ -237,3 +222,80 @@ class PrefixBlocks:
         pool = self.blocks.pool
         pools = pool.pools if isinstance(pool, RoutedKVPool) else (pool,)
         return tuple(each.format() for each in pools if isinstance(each, TokenPool))
+
+
+class StatePrefixBlocks(PrefixBlocks):
+    """States can't go back, so a prefill stops where they are to be kept: where the last whole page
+    ends before the prompt's last token, and before that at its `branch`, up to where the cache has
+    pages without states: other prompts began alike and went on otherwise.
+
+    Answers are not kept: when a sequence ends, its states are past its last whole page. The cache
+    has at most the slots that the request table has no row for.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        table = blocks.req_to_token
+        assert isinstance(table, HybridReqToTokenPool), "Cache.prefix_blocks takes no other"
+        self._table, self._states = table, table.mamba
+        self._prefixes = MambaRadixCache(blocks.allocator, table.mamba)
+        super().__init__(blocks, self._prefixes)
+
+    def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
+        page = self._prefixes.page_size
+        cuts = (self._held[handle].branch, (length - 1) // page * page)
+        return min((cut for cut in cuts if cut > computed), default=length)
+
+    def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
+        """Keeps as the base does, with a copy of the sequence's states, which are those after
+        `tokens`; nothing where these end inside a page, or no slot can be had.
+        """
+        ids, held = array("i", tokens), self._held[handle]
+        if len(ids) % self._prefixes.page_size or held.version != self._prefixes.version:
+            return
+        # again after the eviction, which may take pages that this one would only add states to
+        if not (self._wanted(held.length, ids) and self._slot() and self._wanted(held.length, ids)):
+            return
+        slots = self._states.clone([self._table.mamba_slot(handle)])
+        assert slots is not None, "a slot was made free"
+        pages = self.blocks.pages(handle)
+        kept = self._prefixes.insert(ids, pages, slots[0], version=held.version)
+        self.blocks.allocator.share(pages[kept.length // self._prefixes.page_size :])
+        if kept.length == held.length:
+            super()._begin(handle, self._prefixes.match_prefix(ids))
+            self._prefixes.dec_lock_ref(held.node)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        rows = self._table.size - self._table.available_size()
+        kept = len(self._prefixes.state_slots())
+        assert rows + kept == self._states.size - self._states.available_size(), (
+            "states are held by neither a request nor the cache"
+        )
+
+    def _wanted(self, own: int, ids: array[int]) -> bool:
+        """Tells whether the cache lacks the states after `ids`, and has either their pages or no
+        more than the `own` first tokens': in between this sequence has pages of its own.
+        """
+        match = self._prefixes.match_prefix(ids)
+        return match.length < len(ids) and match.paged in (own, len(ids))
+
+    def _slot(self) -> bool:
+        """Makes a slot free that no row needs; False where requests use all that are kept."""
+        while self._states.available_size() <= self._table.available_size():
+            if not self._prefixes.evict_states(1):
+                return False
+        return True
+
+    def _begin(self, handle: ReqHandle, match: PrefixMatch) -> None:
+        assert isinstance(match, MambaMatch)
+        if match.state is not None:
+            try:
+                self._states.copy([self._table.mamba_slot(handle)], [match.state])
+            except BaseException:  # such as the device being out of memory
+                self.blocks.release(handle)
+                raise
+        super()._begin(handle, match)
+        self._held[handle] = replace(self._held[handle], branch=match.paged)
+
+    def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
+        """Keeps nothing of a sequence that ends."""

@@ -49,9 +49,7 @@ class RoutingRecorder:
 
 @dataclass(eq=False)
 class StepRouting:
-    """experts: of one step's tokens, as they are packed; without content until `arrive`. sent: what
-    the device writes, pinned, on this stream.
-    """
+    """experts: of a step's packed tokens, once they `arrive`. sent: pinned, on this stream."""
 
     experts: RoutedExperts
     sent: Tensor | None = None
@@ -69,8 +67,7 @@ class StepRouting:
 @dataclass(eq=False)
 class SampleRouting:
     """The experts of a sample's tokens [start, end): those by which a token was computed first, for
-    these made the log-probability of the next one. What came from a cache is not known, nor what
-    lies before it.
+    these made the log-probability of the next one. Not known: what a cache had, and before.
     """
 
     start: int = 0

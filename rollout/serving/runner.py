@@ -67,9 +67,7 @@ class ModelRunner:
         )
 
     def record_routing(self, tokens: int) -> None:
-        """Has steps of at most so many tokens leave their experts with `recorder`; before any
-        capture. ValueError: the model has none.
-        """
+        """Has steps of so many tokens leave experts with `recorder`; before any capture."""
         mlps = (layer.mlp for layer in self._weights.layers)
         self.recorder = RoutingRecorder(mlps, tokens, self.device)
 
@@ -82,9 +80,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """Logits [R, vocab] in the model's dtype, valid until the next call: a row for every decode
-        sample, then one for every chunk that ends a prefill.
-        """
+        """Logits [R, vocab] until the next call: of decode samples, then of prefills that end."""
         ids, positions, ends = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             for load in step.loads:
@@ -151,9 +147,7 @@ class ModelRunner:
         )
 
     def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
-        """Normed hidden states [T, hidden]; what later tokens need of these is in the cache
-        afterwards.
-        """
+        """Normed hidden states [T, hidden]; their keys and values are in the cache then."""
         return forward(self._weights, self.mixers, ids, batch, self.config, self._ranks)
 
     @torch.inference_mode()
@@ -175,9 +169,7 @@ class ModelRunner:
     def candidates(
         self, logits: Tensor, rows: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
-        """The `count` likeliest next tokens of each of `rows` of the logits, likeliest first, and
-        log-probabilities.
-        """
+        """The `count` likeliest next tokens of each of `rows`, in order, and log-probabilities."""
         tokens, logprobs = _on_host(*likeliest(self._chosen(logits, rows), count))
         each_row = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in each_row]
@@ -218,9 +210,7 @@ def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorP
 
 
 def _pack(step: Step) -> tuple[list[int], list[int], list[int]]:
-    """Token ids and positions of the packed batch, and the indices of the tokens whose logits are
-    wanted.
-    """
+    """Token ids and positions of the packed batch, and indices of the tokens with logits."""
     ids = [each.output[-1] for each in step.decode]
     positions = [each.length - 1 for each in step.decode]
     ends = list(range(len(ids)))

@@ -1,8 +1,7 @@
 """Sampling: counter-based random numbers and inverse-CDF selection, one row a sample.
 
 The number drawn for a token depends on (seed, sample index, position) only, and every row is
-computed on its own: the batch a sample happens to be in, chunking and preemption do not change what
-it draws.
+computed on its own: batch, chunking and preemption do not change what a sample draws.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,10 +82,7 @@ class SamplingBatch:
 
 
 def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Small CPU tensors on the device.
-
-    On CUDA: views of one buffer, filled by one transfer that waits for nothing.
-    """
+    """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer."""
     if device.type != "cuda":
         return [each.to(device) for each in tensors]
     staging = torch.empty(
@@ -147,16 +143,13 @@ def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens of each row, int64 [R, count], likeliest first, and their
-    log-probabilities fp32. logits [R, vocab] in fp32, bf16 or fp16.
-    """
+    """The `count` likeliest tokens, int64 [R, count], in order, and log-probabilities fp32."""
     logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
     return tokens, logprobs
 
 
 def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Inverse CDF in vocabulary order: the first token whose cumulative probability exceeds u *
-    total.
+    """Inverse CDF in vocabulary order: the first token that takes the sum past u * total.
 
     A row with NaN gives any token of the vocabulary.
     """
@@ -170,8 +163,7 @@ def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """probs [R, vocab] with everything outside top-k, then outside top-p of the rest, set to 0 (not
-    renormalised).
+    """probs [R, vocab] with 0 outside top-k, then outside top-p of the rest, not renormalised.
 
     top_k int64 [R], 0 is off. top_p fp64 [R]: the smallest set of likeliest tokens that reaches
     top_p of what top-k left; never empty. Among equal probabilities the lower token id goes first.

@@ -64,9 +64,7 @@ class Sample:
         return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
 
     def kept_tokens(self) -> list[int]:
-        """Returns the computed ones that the prefix cache may keep: of a branch its prompt only,
-        for dead ones free their pages.
-        """
+        """Returns the computed ones that the prefix cache may keep: of a branch its prompt."""
         return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
 
     def completion(self) -> Completion:
@@ -84,10 +82,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class BeamGroup:
-    """The samples that compute the branches of one search, a slot each.
-
-    They run, wait and end together.
-    """
+    """The samples of one search's branches, a slot each, which run, wait and end together."""
 
     search: BeamSearch
     members: list[Sample]
@@ -126,10 +121,7 @@ class BeamGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens [start, start + length) of a sample that is being prefilled.
-
-    slots: theirs, as `extend` returned them.
-    """
+    """Tokens [start, start + length) of a sample in prefill. slots: theirs, of `extend`."""
 
     sample: Sample
     start: int
@@ -164,9 +156,7 @@ class Step:
         return len(self.decode) + self.prefilled
 
     def record(self, experts: RoutedExperts) -> None:
-        """Gives each sample the experts of its tokens, which are packed as the forward has them.
-        Branches of a beam search change places, and get none.
-        """
+        """Gives each sample its packed tokens' experts; branches of a beam search get none."""
         at = 0
         for sample in self.decode:
             if sample.beams is None:

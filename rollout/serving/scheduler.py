@@ -1,51 +1,21 @@
-"""Continuous batching: which samples are computed in the next step.
-
-Policy only, no tensor is looked into.
-"""
+"""Continuous batching: which samples are computed next. Policy, no tensor is looked into."""
 
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import nlargest
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from kvcache import Ledger, ReqHandle, pages_across
-from kvcache.tiers import Transfer
 from rollout.serving.beam import Candidates
-from rollout.serving.preemption import Swapped
+from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, Sample, Stats, Step
 from rollout.types import FinishReason, SamplingParams
 
 
-class Blocks(Protocol):
-    """Declares what the scheduler asks of PrefixBlocks.
-
-    `extend` returns the new tokens' slots, opaque but for split.
-    """
-
-    @property
-    def ledgers(self) -> Sequence[Ledger]: ...
-    @property
-    def loaded_tokens(self) -> int: ...
-    def held_pages(self, tokens: Sequence[int]) -> int: ...
-    def admit(
-        self, tokens: Sequence[int], swapped: Swapped | None = None
-    ) -> tuple[ReqHandle, int] | None: ...
-    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None: ...
-    def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int: ...
-    def slide(self, handles: Sequence[ReqHandle]) -> None: ...
-    def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
-    def fork(self, handle: ReqHandle) -> ReqHandle | None: ...
-    def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None: ...
-    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None: ...
-    def forget(self, swapped: Swapped) -> None: ...
-    def loads(self) -> tuple[Transfer, ...]: ...
-
-
 class Scheduler:
-    """First come, first served. `running` is in order of admission; the youngest is preempted when
-    pages run out.
+    """First come, first served. When pages run out the youngest of `running` is preempted.
 
     A prompt is admitted when all pages that it holds at a time are free, one page for each of its
     samples being kept free besides, and one for each sample already running, so that preemption is
@@ -57,7 +27,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: Blocks, *, page_size: int, max_running: int, max_prefill_tokens: int
+        self, blocks: PrefixBlocks, *, page_size: int, max_running: int, max_prefill_tokens: int
     ) -> None:
         self.blocks = blocks
         self.page_size = page_size
@@ -113,9 +83,7 @@ class Scheduler:
         return group
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Queue the samples of one prompt, in groups that share its prefill and could run to their
-        ends together.
-        """
+        """Queue the samples of one prompt, in groups that could run to their ends together."""
         group = max(1, self._together(len(samples[0].prompt), samples[0].params.max_tokens))
         for first in range(0, len(samples), group):
             leader, *siblings = samples[first : first + group]
@@ -123,9 +91,7 @@ class Scheduler:
             self.waiting.append(leader)
 
     def wanted_tokens(self) -> int:
-        """Tokens that those unfinished samples can hold which may run together, in whole pages; a
-        page more for each is what admission keeps free.
-        """
+        """Tokens that samples which may run together can hold, and a page more for each."""
         pages = (1 + self._pages(len(s.prompt) + s.params.max_tokens) for s in self.unfinished)
         return sum(nlargest(self.max_running, pages)) * self.page_size
 
@@ -149,9 +115,7 @@ class Scheduler:
         return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
-        """A token of every sample that decodes, with slots for them, and chunks of the prefills
-        under way.
-        """
+        """A token of every sample that decodes, with slots, and chunks of begun prefills."""
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
             lengths = self._next_chunks()
@@ -178,8 +142,7 @@ class Scheduler:
         return lengths
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Let waiting samples in, first come, first served; the pages of their first chunks are
-        taken in one call.
+        """Let waiting samples in, in order; their first chunks' pages are taken in one call.
 
         Pages that it shares with running samples count as theirs; other cached ones that it begins
         with count as taken, since they are available until it locks them. With budget left over no
@@ -244,9 +207,7 @@ class Scheduler:
         return _chunks(lengths, slots.split(list(lengths.values())))
 
     def computed(self, step: Step) -> None:
-        """Record that the step's keys and values are in the cache; what has left a window is free
-        from here on.
-        """
+        """Record that the step's keys and values are cached; what left a window is free."""
         for chunk in step.chunks:
             sample, end = chunk.sample, self._keep_at(chunk.sample)
             sample.computed += chunk.length
@@ -280,10 +241,7 @@ class Scheduler:
         self.running.insert(self.running.index(parent) + 1, child)
 
     def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
-        """The next token of a beam search.
-
-        Branches that nothing goes on from free their pages before others fork.
-        """
+        """The next token of a beam search. Dead branches free their pages before others fork."""
         forks = group.search.advance(candidates, version)
         if group.search.done:
             self._end(group)
@@ -305,16 +263,12 @@ class Scheduler:
             self._finish(sample, "length")
 
     def preempt_all(self) -> None:
-        """Put every running sample back into the queue, oldest first; the pool has cached pages
-        only afterwards.
-        """
+        """Put every running sample back into the queue, oldest first; cached pages stay."""
         while self.running:
             self._preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
-        """End unfinished samples with what they have; all of them, also where an error comes in
-        between.
-        """
+        """End unfinished samples with what they have; all of them, even when one raises."""
         with contextlib.ExitStack() as each:
             for sample in samples:
                 each.callback(self._abort, sample)

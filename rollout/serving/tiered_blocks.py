@@ -1,12 +1,9 @@
-"""PrefixBlocks over all tiers: beginnings are found on host and disk too, and preempted samples
-wait on the host.
-"""
-
-from __future__ import annotations
+"""PrefixBlocks over host and disk too, where preempted samples wait; and its configuration."""
 
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,12 +11,69 @@ import torch
 from kvcache import BlockManager, PrefixMatch, ReqHandle
 from kvcache.pools import TokenPool
 from kvcache.radix import RadixNode
-from kvcache.tiers import DiskTier, HostKVCache, TieredPrefixCache, Transfer, page_hashes
-from rollout.serving.preemption import PreemptionCost, Swapped, Victim
+from kvcache.tiers import (
+    DiskTier,
+    HostCacheConfig,
+    HostKVCache,
+    Layout,
+    TieredPrefixCache,
+    Transfer,
+    WritePolicy,
+    check_policy,
+    page_hashes,
+)
+from rollout.serving.preemption import Preemption, PreemptionCost, Swapped, Victim, check_preemption
 from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.tier_config import KVTiers
 
 _log = logging.getLogger("rollout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTiers:
+    """Says where cached pages go when the device pool is full, and come back from.
+
+    host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly
+    one of them.
+    layout: of the host pages, see HostCacheConfig. write_policy: when a page is copied to the host,
+    see `kvcache.tiers`. disk_directory, disk_bytes: where pages go from the host, and the most
+    bytes of files; None: no disk. The directory is this engine's alone, and what another one left
+    there is deleted.
+    preemption: a sample that has to make room is brought back by computing its tokens again
+    ("recompute"), by copying its pages to the host and back ("swap"), or whichever is cheaper at
+    the rates measured so far ("cheapest").
+    keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again
+    afterwards under the same weights; False: they are forgotten.
+    """
+
+    host_ratio: float | None = None
+    host_bytes: int | None = None
+    layout: Layout = "layer_first"
+    write_policy: WritePolicy = "write_through"
+    disk_directory: str | Path | None = None
+    disk_bytes: int | None = None
+    preemption: Preemption = "cheapest"
+    keep_asleep: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self.host  # says what is wrong with it
+        check_policy(self.write_policy)
+        check_preemption(self.preemption)
+        if (self.disk_directory is None) != (self.disk_bytes is None):
+            raise ValueError(
+                f"give disk_directory and disk_bytes together or neither, got "
+                f"{self.disk_directory} and {self.disk_bytes}"
+            )
+
+    @property
+    def rank_dependent(self) -> bool:
+        """Tells whether ranks may decide differently, by measured times or a disk's faults."""
+        return self.preemption == "cheapest" or self.disk_directory is not None
+
+    @property
+    def host(self) -> HostCacheConfig:
+        return HostCacheConfig(
+            ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout
+        )
 
 
 class TieredBlocks(PrefixBlocks):
@@ -123,9 +177,7 @@ class TieredBlocks(PrefixBlocks):
         return match
 
     def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
-        """Brings the last page of a swapped sample back behind what was found; how many tokens are
-        computed.
-        """
+        """Brings the last page of a swapped sample back; how many tokens are computed."""
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
         if swapped.version != self.tiers.version or found < whole:
             reason = (
@@ -163,9 +215,7 @@ class TieredBlocks(PrefixBlocks):
 
 
 def _disk(config: KVTiers, host: HostKVCache) -> DiskTier | None:
-    """Makes a tier owned by a name of its own: versions count this engine's definitions of weights,
-    and mean nothing to others.
-    """
+    """Makes a tier under a name of its own: versions mean nothing to other engines."""
     if config.disk_directory is None or config.disk_bytes is None:
         return None
     return DiskTier(

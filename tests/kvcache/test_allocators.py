@@ -242,7 +242,7 @@ class SWAMachine(LedgerMachine):
 
     def slots(self) -> dict[int, int]:
         """The window page of each page on the device; fails unless it holds its tokens in order."""
-        mapping = self.real.to_swa(torch.arange((PAGES + 1) * self.ps, device=DEVICE)).tolist()
+        mapping = self.real.full_to_swa_index_mapping.tolist()
         slots = {}
         for page in range(PAGES + 1):
             got = mapping[page * self.ps : (page + 1) * self.ps]
@@ -280,23 +280,16 @@ class SWAMachine(LedgerMachine):
         super().forget()
         self.sequences = [s for s in self.sequences if self.window[s[-1] // self.ps]]
 
-    @rule(data=st.data(), whole=st.sampled_from([True, True, True, False]))
-    def leave_window(self, data: st.DataObject, whole: bool) -> None:
+    @rule(data=st.data())
+    def leave_window(self, data: st.DataObject) -> None:
         pages = data.draw(st.lists(st.integers(1, PAGES), max_size=4, unique=True))
-        ids = [page * self.ps + at for page in pages for at in range(self.ps)]
         before = ledger_state(self.real)
-        if not whole and self.ps > 1 and ids:
-            with pytest.raises(
-                ValueError, match=r"names \d of the \d tokens of page .* the others would lose"
-            ):
-                self.real.free_swa(ids[1:])
-        elif all(self.window[page] for page in pages):
-            self.real.free_swa(ids)
+        if all(self.window[page] for page in pages):
+            self.real.free_swa_pages(pages)
             self.drop_window(Counter(pages))
             return
-        else:
-            with pytest.raises(ValueError, match="double free of the window slots"):
-                self.real.free_swa(ids)
+        with pytest.raises(ValueError, match="double free of the window slots"):
+            self.real.free_swa_pages(pages)
         assert ledger_state(self.real) == before
 
     @rule()
@@ -308,7 +301,7 @@ class SWAMachine(LedgerMachine):
     def window_equals_the_model(self) -> None:
         every = range(1, PAGES + 1)
         assert self.real.swa_ref_counts(every).tolist() == [self.window[page] for page in every]
-        sizes = self.real.full_available_size(), self.real.swa_available_size()
+        sizes = self.real.full.available_size(), self.real.swa.available_size()
         assert sizes == tuple(side * self.ps for side in self.sides())
         mapped = {page: slot for page, slot in self.slots().items() if slot}
         assert len(set(mapped.values())) == len(mapped)
@@ -346,7 +339,7 @@ def three_of_four_pages() -> SWATokenToKVPoolAllocator:
     """The first of them has left the window."""
     allocator = two(4, 4, 2)
     allocator.alloc(6)
-    allocator.free_swa([2, 3])
+    allocator.free_swa_pages([1])
     return allocator
 
 
@@ -384,14 +377,14 @@ MISTAKES: list[tuple[Callable[[], Any], Callable[[Any], object], str]] = [
     (three_pages, lambda a: a.free([2]), "page 0 is padding"),
     (three_pages, lambda a: a.free([-1]), "never issued"),
     (three_pages, lambda a: a.free_pages([4]), "page 4 was never issued: pages are 1..3"),
-    (three_of_four_pages, lambda a: a.free_swa([4, 5, 4]), "double free of token 4"),
+    (three_of_four_pages, lambda a: a.free([4, 5, 4]), "double free of token 4"),
     (
         three_of_four_pages,
         lambda a: a.free_swa_pages([2, 3, 2]),
         "double free of the window slots of page 2: 1 owner",
     ),
-    (three_of_four_pages, lambda a: a.free_swa([0, 1]), "page 0 was never issued"),
-    (three_of_four_pages, lambda a: a.free_swa([8, 9]), "window slots of page 4"),
+    (three_of_four_pages, lambda a: a.free_swa_pages([0]), "page 0 was never issued"),
+    (three_of_four_pages, lambda a: a.free_swa_pages([4]), "window slots of page 4"),
     (
         three_of_four_pages,
         lambda a: a.alloc_decode([2], [2]),
@@ -436,8 +429,9 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     calls: list[tuple[str, Callable[[Any], object], Any]] = [
         ("base.expand_pages", single.alloc, 8),
         ("base.expand_pages", allocator.alloc, 2),
-        *(("swa.to_device", call, [2, 3, 4, 5]) for call in (allocator.free, allocator.free_swa)),
-        ("swa.to_device", allocator.alloc, 2),
+        ("paged.to_device", allocator.free, [2, 3, 4, 5]),
+        ("paged.to_device", allocator.free_swa_pages, [1, 2]),
+        ("paged.to_device", allocator.alloc, 2),
     ]
     for where, call, argument in calls:
         with monkeypatch.context() as patch:
@@ -450,7 +444,7 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     allocator.free_group_begin()
     allocator.free([2])
     with monkeypatch.context() as patch:
-        patch.setattr("kvcache.allocators.swa.to_device", fail)
+        patch.setattr("kvcache.allocators.paged.to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             allocator.free_group_end()
     allocator.check_integrity()
@@ -512,24 +506,6 @@ def test_freeing_does_not_look_at_the_whole_pool() -> None:
         )
 
     assert seconds(2**22) < 20 * seconds(2**10)
-
-
-def test_shortage_names_the_request_and_what_is_missing() -> None:
-    paged = one(3, 4)
-    paged.alloc(4)
-    assert paged.shortage("request 0.3", 5) == (
-        "request 0.3 needs 5 more page(s) of 4 tokens, 2 of 3 are free: "
-        "3 page(s) (12 tokens) are missing; end or preempt a request, or make the pool larger"
-    )
-    allocator = two(4, 2, 3)
-    allocator.alloc(3)
-    text = allocator.shortage("request 7", 3)
-    assert text.startswith(
-        "sliding-window attention: request 7 needs 3 more page(s) of 3 tokens, 1 of 2 are free"
-    )
-    assert "2 page(s) (6 tokens) are missing" in text
-    assert "full attention" not in text
-    assert "full attention: request 7 needs 9" in allocator.shortage("request 7", 9)
 
 
 # ---------------------------------------------------------------- nothing waits for the kernels

@@ -9,7 +9,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvcache.ops import host_copy_triton, kv_write_triton, move_triton, quant_triton, staging_triton
+from kvcache.ops import kv_write_triton, move_triton, quant_triton, staging_triton
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
 PLAIN = FP8 | dict(V_DIM=0, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
@@ -45,8 +45,8 @@ for unit in (16, 2):
     sizes = dict(WORD=staging_triton.WORDS[unit], VECTOR=2 if unit == 16 else 1)
     staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit)
     staged |= dict(COLUMNS=128, CHUNKS=1, BLOCK=1024)
-    copied = sizes | dict(UNIT=unit, BLOCK=host_copy_triton.BLOCK)
-    copy = host_copy_triton.copy_rows_kernel, host_copy_triton.WARPS
+    copied = sizes | dict(UNIT=unit, BLOCK=move_triton.BLOCK)
+    copy = move_triton.copy_rows_kernel, move_triton.WARPS
     types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
     types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
     for kernel, warps, constants, arch in (

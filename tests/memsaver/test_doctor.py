@@ -18,7 +18,7 @@ import torch
 
 from memsaver import doctor
 from memsaver import doctor_gpu as gpu
-from memsaver.common import host_limits
+from memsaver.common import machine
 from memsaver.compat import IN_PROCESS
 from memsaver.doctor import CHECKS, Check, Row, examine, report, run_check
 from memsaver.doctor_gpu import Target, choose_target
@@ -241,7 +241,7 @@ NO_DRIVER = {"memsaver.doctor_gpu.LIBCUDA": "libno-such-driver.so.1"}
 NO_DEVICE = NO_DRIVER | {"memsaver.doctor_gpu.DEVICE_FILE": Path("/no/nvidiactl")}
 FIND, VERSION = "importlib.util.find_spec", "importlib.metadata.version"
 VLLM = {FIND: lambda name: name, VERSION: lambda name: "0.24.0"}  # `true` imports it
-VLLM |= {"memsaver.compat.engines.sys.executable": shutil.which("true"), IN_PROCESS: None}
+VLLM |= {"memsaver.doctor.sys.executable": shutil.which("true"), IN_PROCESS: None}
 Case = tuple[str, Target, dict[str, Any], str, tuple[str, ...]]
 """The check; what it is asked about; what is different, of the process (dotted) or of the
 environment; what it says.
@@ -529,7 +529,7 @@ def test_the_containers_limit(
     )
     (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
     for name, file in (("CGROUPS", "groups"), ("CGROUP_OF_SELF", "self"), ("MEMINFO", "meminfo")):
-        monkeypatch.setattr(host_limits, name, tmp_path / file)
+        monkeypatch.setattr(machine, name, tmp_path / file)
     assert look("container's memory limit").status == "ok"  # no such files at all
     assert look("available memory").found == "8.00 GiB available"
     root = tmp_path / "groups" / ("memory" if v1 else "")

@@ -13,7 +13,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.sharing.peer_backend import peer_backend
+from memsaver.sharing.client import peer_backend
 from tests.helpers.memory import open_fds, process_bytes
 from tests.helpers.memsaver.savers import connections, every_call, until
 

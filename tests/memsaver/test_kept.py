@@ -18,8 +18,8 @@ import torch
 
 import memsaver
 from memsaver import Lease, LeaseCache, LeaseError, MemorySaver, StateError, Ticket
+from memsaver.sharing.client import peer_backend
 from memsaver.sharing.import_table import imports
-from memsaver.sharing.peer_backend import peer_backend
 from tests.helpers.memory import family_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, until

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.common.libc import libc
+from memsaver.common.machine import libc
 from memsaver.native import build
 from memsaver.vmm import dlpack
 from tests.helpers.memory import memfd_bytes

@@ -15,9 +15,9 @@ import torch
 
 import memsaver
 from memsaver import LeaseCache, LeaseError, Ticket
-from memsaver.common.device_ids import device_key
 from memsaver.common.digest import digest
-from memsaver.sharing import peer_backend as peer
+from memsaver.common.machine import device_key
+from memsaver.sharing import client as peer
 from memsaver.vmm.backend import Backend
 from memsaver.vmm.memfd import HostBackend
 from tests.helpers.memory import process_bytes

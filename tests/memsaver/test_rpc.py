@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memsaver.sharing import rpc
-from memsaver.sharing.server import Handler
+from memsaver.sharing.server import ShareServer
 from tests.helpers.memory import open_fds
 from tests.helpers.memsaver.savers import until
 
@@ -93,5 +93,5 @@ class Server:
 @pytest.mark.parametrize("op", ["lease", "give", "nonsense"])
 def test_descriptors_that_nobody_takes_are_closed(op: str, fds: int) -> None:
     with pytest.raises(rpc.Refused):
-        Handler(Server(), None)(op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
+        ShareServer.serve(Server(), None, op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
     assert open_fds() == fds

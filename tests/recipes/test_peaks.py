@@ -9,8 +9,7 @@ from typing import Any
 
 from memsaver import MemorySaver, Usage
 from recipes.watch.live import View
-from recipes.watch.monitor import Monitor
-from recipes.watch.peaks import Peaks
+from recipes.watch.monitor import Monitor, Peaks
 from recipes.watch.run_folder import RunFolder
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.staging.heads import HeadSlice
+from kvcache.staging import HeadSlice
 from memsaver.common.plain import Forged, Plain, seal, unseal
 from rollout.rendezvous import Seat
 from tests.helpers.strangers import Bomb

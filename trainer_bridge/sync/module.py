@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.common.device_ids import place_of
+from memsaver.common.machine import place_of
 from rollout.protocols import SyncTarget
 from trainer_bridge.sync.consensus import Alone, group_consensus
 from trainer_bridge.sync.shards import SourceShard, dtensor_shards, local_shard

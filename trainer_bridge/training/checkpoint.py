@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from memsaver.common.files import replace_text, sync
-from memsaver.common.libc import exchange_names
+from memsaver.common.machine import exchange_names
 from trainer_bridge.errors import listed
 from trainer_bridge.training.checkpoint_files import misfits
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import memsaver
-from memsaver.common.device_ids import place_of
+from memsaver.common.machine import place_of
 from memsaver.common.strided import row_major
 from rollout import Engine
 from rollout.rendezvous import open_store

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from memsaver.common.device_ids import place_of
+from memsaver.common.machine import place_of
 from rollout.types import (
     CommitReceipt,
     Manifest,

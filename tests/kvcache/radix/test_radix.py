@@ -12,8 +12,7 @@ from kvcache import RadixCache
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.radix import MambaRadixCache
 from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
-from kvcache.radix.node import Generation
-from kvcache.radix.queue import EvictionQueue
+from kvcache.radix.node import EvictionQueue, Generation
 from kvcache.radix.tree import FALLING, POLICIES
 from tests.helpers.kvcache.pools import make_states
 

@@ -16,7 +16,7 @@ import torch
 
 from kvcache.tiers import DiskTier, page_hashes
 from memsaver import BackendError
-from memsaver.backup import disk_file
+from memsaver.backup import on_disk
 from tests.helpers.disks import read_only
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer
@@ -73,7 +73,7 @@ def test_round_trip(
     nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
-        monkeypatch.setattr(disk_file, "try_direct", lambda fd: False)
+        monkeypatch.setattr(on_disk, "try_direct", lambda fd: False)
     disk = DiskTier(tmp_path, 10 << 20, page_bytes=nbytes, format="f", owner="o")
     before = open_files_in(tmp_path)
     for seed in (0, 1):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
+from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from memsaver import HostMemoryError
 from memsaver.common.dispatch import Impl

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.backup import disk_file
+from memsaver.backup import on_disk
 from memsaver.backup import on_disk as disk
-from memsaver.common.ranges import cut, joined
+from memsaver.common.rounding import cut, joined
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer
 
@@ -36,7 +36,7 @@ def test_bit_identical_over_chunks_holes_and_odd_sizes(
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)
     if not direct:
-        monkeypatch.setattr(disk_file, "try_direct", lambda fd: False)
+        monkeypatch.setattr(on_disk, "try_direct", lambda fd: False)
     saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
     pieces = fill(saver, 3 * MIB + 17, 1, 5, 64 * 1024, 2 * MIB, 999)
     expected = [piece.clone() for piece in pieces]
@@ -141,7 +141,7 @@ def test_a_file_system_without_nameless_files(
         return really(path, flags, *more, **others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse)
-    file = disk_file.DiskFile(tmp_path, 4096)
+    file = on_disk.DiskFile(tmp_path, 4096)
     assert list(tmp_path.iterdir()) == []
     file.write(memoryview(b"x" * 4096), 0) if not file.direct else None
 

@@ -16,9 +16,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.compat.graphs import GraphPools
-from memsaver.compat.regions import headroom
-from memsaver.compat.savers import Savers
+from memsaver.compat.savers import GraphPools, Savers, headroom
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError, OutOfMemory, StateError, TagError
 from memsaver.native import cuda_hook

@@ -13,8 +13,7 @@ from memsaver import Event
 from recipes.watch import charts, tables, time_charts
 from recipes.watch.charts import VARIABLES, Chart, Tip, draw_chart
 from recipes.watch.history import Run
-from recipes.watch.reading import read_run
-from recipes.watch.report import FOLDER
+from recipes.watch.report import FOLDER, read_run
 from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
 from tests.helpers.recipes.runs import Row
 

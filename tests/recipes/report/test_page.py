@@ -12,7 +12,7 @@ import pytest
 from matplotlib import image
 
 import recipes
-from memsaver.common.timeline import Timeline
+from memsaver.report import Timeline
 from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.watch.report import FOLDER, write_report

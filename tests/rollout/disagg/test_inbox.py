@@ -7,8 +7,8 @@ import torch
 
 from kvcache import ReqHandle
 from rollout.disagg import MappedReader
-from rollout.disagg.channel import Peers
-from rollout.disagg.inbox import Inbox
+from rollout.disagg.decode import Inbox
+from rollout.disagg.line import Peers
 from rollout.disagg.messages import Ask, Filled, First, Hello, Refused
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY

@@ -19,8 +19,7 @@ import pytest
 
 from memsaver.common.plain import Forged
 from rollout.disagg import accept, dial
-from rollout.disagg.channel import Peers
-from rollout.disagg.line import Address, Line
+from rollout.disagg.line import Address, Line, Peers
 from rollout.disagg.messages import Closed, Hello, Refused
 from rollout.errors import PeerLostError
 from tests.helpers.memsaver.savers import at_once

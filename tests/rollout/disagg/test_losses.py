@@ -19,9 +19,8 @@ from torch import Tensor
 from kvcache.staging import Watermark
 from rollout import Engine, SamplingParams
 from rollout.disagg import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
-from rollout.disagg.geometry import geometry
 from rollout.disagg.line import Line
-from rollout.disagg.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused
+from rollout.disagg.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused, geometry
 from rollout.errors import PeerLostError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memsaver.common.device_ids import device_key
+from memsaver.common.machine import device_key
 from trainer_bridge.sync.plan import Plan
 from trainer_bridge.sync.transport.routes import Kind, Pair, Routes, Transport, choose, transports
 from trainer_bridge.sync.transport.wire import Wire, make_wire
@@ -33,7 +33,7 @@ class Connection:
 def obstacle(place: str, target: str) -> str | None:
     """Tells why this process, its device at `place`, cannot map pages at `target`; None: it can.
 
-    Places are as of `memsaver.common.device_ids.place_of`; one without a host is on this one. Of a
+    Places are as of `memsaver.common.machine.place_of`; one without a host is on this one. Of a
     GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, _, mine), (other, _, theirs) = place.rpartition("/"), target.rpartition("/")

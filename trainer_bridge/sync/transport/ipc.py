@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from memsaver.common.device_ids import device_key
+from memsaver.common.machine import device_key
 
 _DEVICE = 6  # of the arguments of rebuild_cuda_tensor
 # Of them, the same for every ticket.

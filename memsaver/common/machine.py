@@ -1,11 +1,18 @@
-"""Tells how much memory of the machine this process may have: the machine's own, its container's,
-and what Ray lets live.
+"""Tells of the machine what Python does not: how much of its memory this process may have (the
+machine's own, its container's, what Ray lets live), names of its devices and processes, and calls
+of the C library.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
@@ -13,6 +20,9 @@ MEMINFO = Path("/proc/meminfo")
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number above this
 RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is free
+MAP_FAILED = ctypes.c_void_p(-1).value
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_LONGEST = 40
 
 
 def available_memory() -> int:
@@ -72,3 +82,55 @@ def meminfo(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(f"{MEMINFO} has no {key}")
+
+
+@cache
+def libc() -> ctypes.CDLL:
+    """Returns the C library; ``ctypes.get_errno()`` tells why one of these calls failed."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.renameat2.argtypes = [*(ctypes.c_int, ctypes.c_char_p) * 2, ctypes.c_uint]
+    return library
+
+
+def exchange_names(one: str, other: str) -> None:
+    """Two files or folders of a file system swap names at once; OSError where none can (NFS)."""
+    if libc().renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one, None, other)
+
+
+def command_of(pid: int) -> str:
+    """``"python train.py"``: a process's command line, cut, without folders; ``""``: unreadable."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    text = " ".join(
+        " ".join(os.path.basename(word) if word.startswith("/") else word for word in words).split()
+    )
+    # a terminal may read the message
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def process_name(pid: int, command: str) -> str:
+    """``"process 1234 (python train.py)"``."""
+    return f"process {pid} ({command})" if command else f"process {pid}"
+
+
+def device_key(device: torch.device) -> str:
+    """ "cpu", or a GPU's UUID."""
+    if device.type != "cuda":
+        return device.type
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def place_of(device: torch.device) -> str:
+    """A device of any machine: "host/cpu", "host/GPU-..."."""
+    return f"{socket.gethostname()}/{device_key(device)}"
