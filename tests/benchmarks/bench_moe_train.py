@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,8 +83,10 @@ def kernels(scale: Scale, run: Callable[[], object]) -> dict[str, float]:
         run()
         settle()
     kind = "self_device_time_total" if scale.on_gpu else "self_cpu_time_total"
-    times = {each.key[:120]: float(getattr(each, kind)) for each in found.key_averages()}
-    return dict(sorted(times.items(), key=lambda item: -item[1])[:20])
+    times = Counter[str]()
+    for each in found.key_averages():
+        times[each.key[:120]] += float(getattr(each, kind))  # several begin alike
+    return dict(times.most_common(20))
 
 
 def alone(scale: Scale, config: Any, tokens: int) -> tuple[list[list[object]], dict[str, Any]]:
