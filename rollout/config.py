@@ -43,6 +43,7 @@ class EngineConfig:
     off whatever it says.
     return_routed_experts: answers come with the experts of each layer that their tokens went to
     (`Completion.routed_experts`); for mixtures of experts.
+    fp32_router: routers multiply in fp32, and weigh experts by fp32, whatever the model's dtype.
     tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
     neither.
     seed: of the requests that bring none.
@@ -68,6 +69,7 @@ class EngineConfig:
     prefix_states: int = 16
     elastic: bool = False
     return_routed_experts: bool = False
+    fp32_router: bool = False
     tiers: KVTiers | None = None
     seed: int = 0
     tensor_parallel_size: int = 1

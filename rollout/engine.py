@@ -76,6 +76,8 @@ class Engine(EngineBase):
         """Takes the memory; the weights are undefined until `load` or a weight update. group: of
         the tensor-parallel ranks; its time-out is how long one waits for another that fails.
         """
+        if config.fp32_router:
+            model = model.with_fp32_routers()
         self._ranks = TensorParallel(config.tensor_parallel_size, group)
         self._ranks.check_same("the model or EngineConfig", f"{model} {config} {dtype}")
         self.model = model

@@ -74,6 +74,7 @@ class TrainerConfig:
     reference: keep the first weights, frozen, to score with; with adapters these are the base, and
     need no model of their own. max_grad_norm: None: no clipping. router_aux_loss_coef: of the
     load-balance loss of a mixture of experts (`load_balance`), in the policy's loss; 0: none.
+    fp32_router: of a mixture of experts; routers multiply in fp32, and weigh experts by fp32.
     micro_batch_size: sequences a rank holds in one forward and backward, if they are as long as the
     batch's longest; of shorter ones as many more as take no more tokens, end to end without padding
     (of models in which they would see each other so: padded, and only those of nearly one length).
@@ -98,6 +99,7 @@ class TrainerConfig:
     clip_eps_high: float = 0.2
     kl_loss_coef: float = 0.0
     router_aux_loss_coef: float = 0.0
+    fp32_router: bool = False
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8

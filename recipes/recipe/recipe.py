@@ -129,8 +129,9 @@ class Recipe(Section):
         words = f"needs a KV cache that grows, and {name}'s does not, {beside}"
         grows_not = self.cycle.overlap in ("auto", [])
         yield Rule("cycle.overlap", grows_not, words, "set cycle.overlap=auto")
-        key, words = f"{self.algorithm}.router_replay", f"is the native engine's, {beside}"
-        yield Rule(key, not self.loop.router_replay, words)
+        words = f"is the native engine's, {beside}"
+        yield Rule(f"{self.algorithm}.router_replay", not self.loop.router_replay, words)
+        yield Rule("model.fp32_router", not self.model.fp32_router, words)
         if name != "vLLM":
             return
         words = f"cuts before vLLM takes log-probabilities, {beside}"

@@ -34,6 +34,7 @@ class ModelSection(Section):
     shape: str | None = None  # a name in shapes.yaml
     config: dict[str, Any] | None = None  # fields of a transformers config, with its model_type
     dtype: str = "bfloat16"  # of the rollout, and of the trainer's forward and backward
+    fp32_router: bool = False  # of a mixture of experts, on both sides, whatever dtype is
 
     def rules(self) -> Iterator[Rule]:
         no_path = "set model.path=null for a random model"

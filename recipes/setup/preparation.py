@@ -57,7 +57,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         longest = longest_prompt(recipe, task, tokenizer)
         if not recipe.engine.hosted:
             model = _model_config(recipe, model_dir)
-            _check_replay(recipe, model)
+            _check_routers(recipe, model)
             kv_tokens = pool_tokens(recipe, device, model, longest)
             context = model.max_position_embeddings
         else:
@@ -156,10 +156,12 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
         raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
 
 
-def _check_replay(recipe: Recipe, model: ModelConfig) -> None:
-    if recipe.loop.router_replay and not model.has_experts:
-        key = f"{recipe.algorithm}.router_replay"
-        raise RecipeError(f"{key}=true: the model has no experts to choose; set {key}=false")
+def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
+    keys = {f"{recipe.algorithm}.router_replay": recipe.loop.router_replay}
+    keys["model.fp32_router"] = recipe.model.fp32_router
+    for key, wanted in keys.items():
+        if wanted and not model.has_experts:
+            raise RecipeError(f"{key}=true: the model has no experts to choose; set {key}=false")
 
 
 def _check_heads(recipe: Recipe, heads: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.model.mixers.base import MixerConfig
@@ -37,3 +37,19 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         return any(isinstance(mlp, ExpertsConfig) for mlp in self.mlps)
+
+    def with_fp32_routers(self) -> ModelConfig:
+        """Returns this model with routers that multiply and weigh in fp32. ValueError without
+        experts.
+        """
+        if not self.has_experts:
+            raise ValueError(
+                "fp32_router=True is for mixtures of experts, and this model is dense; leave it out"
+            )
+        mlps = (
+            replace(mlp, wide_router=True, wide_weights=True)
+            if isinstance(mlp, ExpertsConfig)
+            else mlp
+            for mlp in self.mlps
+        )
+        return replace(self, mlps=tuple(mlps))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from rollout import Engine
+from rollout import Engine, SamplingParams
+from rollout.model import Routing
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
 from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
@@ -21,8 +23,14 @@ from trainer_bridge import SequenceBatch
 from trainer_bridge.training.balance import LoadBalance
 from trainer_bridge.training.batch import lay_out
 from trainer_bridge.training.experts import NAME
+from trainer_bridge.training.replay import expert_routers
 
 COEFFICIENT = 0.5
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5},
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_next": {"num_experts": 5, "num_experts_per_tok": 2},
+}
 
 
 def balance_loss(model: Any, batch: SequenceBatch) -> Tensor:
@@ -60,6 +68,57 @@ def test_a_mixture_learns_as_by_transformers(
         expected = plain_step(model, optimizer, batch, 1.0, balance_loss(model, batch))
         assert_metrics(trainer.update_actor(batch), expected)
     assert_learned(bits(trainer), plain_bits(model, optimizer), 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_next"])
+def test_routers_multiply_in_fp32_on_both_sides(
+    family: str, tmp_path: Path, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path, family, **MIXTURES[family])
+    trainer = make_trainer(
+        path, param_dtype="bfloat16", fp32_router=True, activation_checkpointing="layers"
+    )
+    seen = list[bool]()
+
+    def look(router: torch.nn.Module, args: tuple[Tensor], out: tuple[Tensor, ...]) -> None:
+        weight: Any = router.weight
+        assert weight.dtype == args[0].dtype == torch.bfloat16
+        x = args[0].flatten(0, -2)
+        torch.testing.assert_close(out[0], F.linear(x.float(), weight.float()), rtol=0, atol=0)
+        assert out[1].dtype == torch.float32
+        seen.append(torch.equal(out[0], F.linear(x, weight).float()))
+
+    routers = expert_routers(trainer.model)
+    for router in routers:
+        router.register_forward_hook(look)
+    names = [name for name, _ in trainer.model.named_parameters() if name.endswith("gate.weight")]
+    before = [trainer.shards()[name].clone() for name in names]
+    trainer.update_actor(make_batch(4))
+    assert len(seen) > len(routers) and not all(seen)  # layers are computed again
+    for name, old in zip(names, before, strict=True):
+        assert not torch.equal(trainer.shards()[name], old)
+
+    given = list[torch.dtype]()
+    choose = Routing.choose
+
+    def spied(routing: Routing, logits: Tensor, bias: Tensor | None = None) -> Any:
+        found = choose(routing, logits, bias)
+        given.extend((logits.dtype, found[1].dtype))
+        return found
+
+    monkeypatch.setattr(Routing, "choose", spied)
+    how = {"kv_tokens": 64, "page_size": 4, "dtype": torch.bfloat16, "fp32_router": True}
+    engine = Engine.from_pretrained(path, **how)
+    trainer.connect([engine])
+    trainer.sync_weights(1)
+    [[answer]] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
+    assert len(answer.token_ids) == 4 and set(given) == {torch.float32}
+
+
+def test_a_dense_model_has_no_router_to_widen(model_path: str, make_trainer: Any) -> None:
+    for make in (make_trainer, Engine.from_pretrained):
+        with pytest.raises(ValueError, match="fp32_router=True is for mixtures of experts"):
+            make(model_path, fp32_router=True)
 
 
 def test_the_loss_of_padded_micro_batches_is_that_of_transformers() -> None:

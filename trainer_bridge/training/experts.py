@@ -1,5 +1,7 @@
 """Experts of transformers' mixtures as the trainer computes them, with or without adapters."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.lora import stack_name
+from trainer_bridge.training.replay import expert_routers
 
 NAME = "memsaver"
 """Transformers' name of `mix_experts`, once it is registered."""
@@ -54,3 +57,23 @@ def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tenso
 def _grouped(rows: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
     """Returns [S, out]. rows: [S, in]. stack: [E, out, in]. ends: int32 [E]."""
     return F.grouped_mm(rows, stack.transpose(-2, -1), offs=ends)
+
+
+def route_in_fp32(model: nn.Module) -> None:
+    """Has all routers multiply in fp32, and weigh experts by fp32. ValueError where there are
+    none.
+    """
+    routers = expert_routers(model)
+    if not routers:
+        raise ValueError("fp32_router=True is for mixtures of experts; this model routes nothing")
+    for router in routers:
+        router.forward = partial(_in_fp32, router, router.forward)
+
+
+def _in_fp32(router: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
+    weight = router.weight
+    router._parameters["weight"] = weight.float()  # type: ignore[assignment, operator]
+    try:
+        return forward(x.float())
+    finally:
+        router._parameters["weight"] = weight  # type: ignore[assignment]

@@ -146,7 +146,7 @@ WITHOUT_RANGE = [
         "task.system_prompt",
     ),
     *("grpo.normalize_std", "ppo.normalize_advantages"),
-    *("grpo.router_replay", "ppo.router_replay"),
+    *("grpo.router_replay", "ppo.router_replay", "model.fp32_router"),
 ]
 
 LATENT = " model.config.".join([
@@ -336,6 +336,7 @@ CONTRADICTIONS = [
     ),
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
     wrong("grpo.router_replay=true", "the model has no experts to choose"),
+    wrong("model.fp32_router=true", "the model has no experts to choose"),
     wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
     wrong(
         "algorithm=ppo cycle.keep=[reference,critic]",
