@@ -115,6 +115,13 @@ def test_routers_multiply_in_fp32_on_both_sides(
     assert len(answer.token_ids) == 4 and set(given) == {torch.float32}
 
 
+def test_experts_of_odd_widths_are_refused(tmp_path: Path, make_trainer: Any) -> None:
+    path = write_model(tmp_path, "qwen3_moe", moe_intermediate_size=20)
+    make_trainer(path)  # fp32
+    with pytest.raises(ValueError, match=r"rows of 20 elements.* multiples of 8"):
+        make_trainer(path, param_dtype="bfloat16")
+
+
 def test_a_dense_model_has_no_router_to_widen(model_path: str, make_trainer: Any) -> None:
     for make in (make_trainer, Engine.from_pretrained):
         with pytest.raises(ValueError, match="fp32_router=True is for mixtures of experts"):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
-from trainer_bridge.training.lora import stack_name
+from trainer_bridge.training.lora import STACKS, expert_layers, stack_name
 from trainer_bridge.training.replay import expert_routers
 
 NAME = "memsaver"
@@ -57,6 +57,18 @@ def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tenso
 def _grouped(rows: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
     """Returns [S, out]. rows: [S, in]. stack: [E, out, in]. ends: int32 [E]."""
     return F.grouped_mm(rows, stack.transpose(-2, -1), offs=ends)
+
+
+def check_widths(model: nn.Module, dtype: torch.dtype) -> None:
+    """ValueError for experts whose rows torch's grouped products of this dtype do not take."""
+    step = 16 // dtype.itemsize
+    for experts in expert_layers(model):
+        widths = {experts.get_parameter(name).shape[-1] for name in STACKS}
+        if odd := sorted(width for width in widths if width % step):
+            raise ValueError(
+                f"experts of rows of {odd[0]} elements: torch's grouped products take rows of "
+                f"whole 16 bytes; make hidden_size and moe_intermediate_size multiples of {step}"
+            )
 
 
 def route_in_fp32(model: nn.Module) -> None:

@@ -105,7 +105,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
         parent = model.get_submodule(path.rpartition(".")[0])
         setattr(parent, _last(path), LoraLinear(layer, config, dtype))
     if EXPERTS in config.target_modules:
-        for experts in _expert_layers(model):
+        for experts in expert_layers(model):
             for name in STACKS:
                 stack = LoraStack(experts.get_parameter(name), config, dtype)
                 experts.add_module(stack_name(name), stack)
@@ -116,7 +116,7 @@ def target_names(model: nn.Module) -> set[str]:
     `EXPERTS` where it has stacked ones.
     """
     names = {_last(path) for path in _linear_layers(model)}
-    return names | ({EXPERTS} if _expert_layers(model) else set())
+    return names | ({EXPERTS} if expert_layers(model) else set())
 
 
 def adapted_params(model: nn.Module) -> dict[str, Adapter]:
@@ -159,7 +159,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
 
 
-def _expert_layers(model: nn.Module) -> list[nn.Module]:
+def expert_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that hold the matrices of all experts of a layer, and have no biases."""
     return [
         module

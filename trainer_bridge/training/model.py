@@ -30,7 +30,7 @@ from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.training.experts import NAME as EXPERTS
-from trainer_bridge.training.experts import register_experts, route_in_fp32
+from trainer_bridge.training.experts import check_widths, register_experts, route_in_fp32
 from trainer_bridge.training.head import score_in_head
 from trainer_bridge.training.initial import stored_buffers
 from trainer_bridge.training.lora import (
@@ -157,6 +157,7 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
             attn_implementation=attention,
             experts_implementation=EXPERTS,
         )
+    check_widths(model, config.torch_param_dtype)
     if config.fp32_router:
         route_in_fp32(model)
     if config.lora is not None:
