@@ -21,7 +21,7 @@ from recipes.tasks import Score
 from recipes.watch.monitor import Monitor
 from rollout import Rollout
 from trainer_bridge import Cycle
-from trainer_bridge.protocols import TrainerSide
+from trainer_bridge.cycle import TrainerSide
 from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]

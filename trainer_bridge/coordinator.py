@@ -19,7 +19,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor
 from trainer_bridge.remote.group import RemoteActor
 from trainer_bridge.remote.ray_cluster import Place, connected, cores, reserved
-from trainer_bridge.sync.shard_dims import aligned_dims
+from trainer_bridge.sync.shards import aligned_dims
 from trainer_bridge.trainer import Trainer
 
 

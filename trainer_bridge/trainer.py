@@ -30,7 +30,6 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
-from trainer_bridge.training.balance import load_balance, routers
 from trainer_bridge.training.batch import (
     MicroBatch,
     SequenceBatch,
@@ -38,8 +37,7 @@ from trainer_bridge.training.batch import (
     check_tokens,
 )
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.host_room import reserve_parked
-from trainer_bridge.training.kernels import to_compile
+from trainer_bridge.training.experts import load_balance, replay, routers
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import (
@@ -50,10 +48,9 @@ from trainer_bridge.training.model import (
     shards_in_order,
     trained_params,
 )
-from trainer_bridge.training.offload import Parking, Wait
+from trainer_bridge.training.offload import Parking, Wait, reserve_parked
 from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
-from trainer_bridge.training.replay import replay
-from trainer_bridge.training.runtime import Runtime
+from trainer_bridge.training.runtime import Runtime, to_compile
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
 from trainer_bridge.training.streamed import StreamedAdamW
 

@@ -26,12 +26,16 @@ from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.planner.allocator import CachingAllocator
-from recipes.planner.attention import NAME as ATTENTION
-from recipes.planner.attention import PACKED_NAME as PACKED_ATTENTION
-from recipes.planner.attention import register_attention
 from recipes.planner.engine import EngineSizes, HandedOver, PlannedRollout, planned_usage
 from recipes.planner.log import repeated_layers, replay, with_layers
-from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
+from recipes.planner.tracing import (
+    ATTENTION,
+    PACKED_ATTENTION,
+    PAGE,
+    PlannedDevice,
+    PlannedSaver,
+    register_attention,
+)
 from recipes.recipe import PpoSection, Recipe
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup

@@ -12,9 +12,7 @@ from memsaver.common.machine import RAY_KEEPS
 from memsaver.vmm import pinned_pages
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
-from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
-from recipes.planner.hosted import outside_of
-from recipes.planner.sizes import engine_sizes
+from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
 from recipes.planner.tracing import PAGE
 from recipes.recipe import FieldError, Recipe
 from trainer_bridge.tags import PARAMS

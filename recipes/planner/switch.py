@@ -11,8 +11,8 @@ from itertools import chain, combinations
 from typing import Any
 
 from memsaver.errors import format_bytes
-from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan, Switch, make_plan
+from recipes.planner.sizes import GIB
 from recipes.recipe import SAVED, Recipe, switching
 from recipes.setup.models import meta_model
 from recipes.setup.pool import pool_grows

@@ -26,9 +26,8 @@ from tests.helpers.trainer_bridge.models import (
 )
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, one_rank
 from trainer_bridge import CriticConfig, Cycle, Trainer, TrainerConfig, open_inprocess
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import like_shard, local_shard
 from trainer_bridge.training import Runtime, streamed
-from trainer_bridge.training.shards import like_shard
 from trainer_bridge.training.streamed import StreamedAdamW
 
 Make = Callable[..., Trainer]

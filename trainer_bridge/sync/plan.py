@@ -19,9 +19,8 @@ from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.boxes import Box, Ints, dot, itemsize
-from trainer_bridge.sync.plan_checks import byte_problems, name_problems
+from trainer_bridge.sync.plan_checks import byte_problems, name_problems, spelled
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.spelled import spelled
 from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
 
 

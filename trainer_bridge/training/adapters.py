@@ -17,10 +17,9 @@ from memsaver.common.files import replace_text
 from memsaver.common.plain import all_gather_plain
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.lora_merge import LowRank
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.lora import EXPERTS, STACKS, Adapter, adapted_params, base_params
-from trainer_bridge.training.shards import shard_box
 
 _MASK64 = (1 << 64) - 1
 

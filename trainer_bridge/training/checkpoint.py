@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memsaver.common.files import replace_text, sync
 from memsaver.common.machine import exchange_names
 from trainer_bridge.errors import listed
-from trainer_bridge.training.checkpoint_files import misfits
+from trainer_bridge.training.initial import misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"

@@ -25,14 +25,13 @@ from memsaver.common.hash import hash_text
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.layout import byte_offsets
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.page_share import byte_offsets
+from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
-from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.training.experts import NAME as EXPERTS
 from trainer_bridge.training.experts import register_experts
 from trainer_bridge.training.head import score_in_head
-from trainer_bridge.training.initial import stored_buffers
+from trainer_bridge.training.initial import CheckpointFiles, check_directory, stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_params,
@@ -41,10 +40,8 @@ from trainer_bridge.training.lora import (
     is_adapter,
     target_names,
 )
-from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.packing import pack_if_possible
-from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.shards import like_shard, shard_box
+from trainer_bridge.training.runtime import Runtime, side_by_side
 
 Arrive = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 

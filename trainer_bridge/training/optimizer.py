@@ -11,11 +11,9 @@ from torch import nn
 
 from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import like_shard, local_shard
 from trainer_bridge.tags import OPTIM
-from trainer_bridge.training.memory import side_by_side
-from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.shards import like_shard
+from trainer_bridge.training.runtime import Runtime, side_by_side
 from trainer_bridge.training.streamed import StreamedAdamW
 
 

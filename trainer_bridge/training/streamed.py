@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from memsaver.common.rounding import round_up
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import host_shard, local_shard
 from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.shards import host_shard
 
 CHUNK = 32 << 20  # elements: copies this long run at the link's rate, and the ends cost little
 _SLOTS = 3  # chunks on the device: one comes, one is updated, one goes
