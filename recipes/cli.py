@@ -5,8 +5,6 @@ Exit status: 0 done; 1 the run failed, one line names the stage and the cause, o
 doctor failed; 2 bad recipe or usage; 130 or 143 interrupted or stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import signal
@@ -196,9 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of one command; may be called from any thread, and leaves signal handlers as
-    they were.
-    """
+    """Returns the exit status of one command; works in any thread, leaves signal handlers alone."""
     arguments = parse(argv)
     with interrupts() as interrupted:
         try:
@@ -242,9 +238,7 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes no positional after an option that follows others; overrides may stand
-    anywhere here.
-    """
+    """Lets overrides stand anywhere; argparse takes no positional after a later option."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     takes_words = hasattr(arguments, "words")

@@ -1,8 +1,4 @@
-"""Defines what both algorithms share: the run around their steps, scores of the policy and the
-reference, figures of a step.
-"""
-
-from __future__ import annotations
+"""Defines what both algorithms share: the run around their steps, scores, figures of a step."""
 
 import abc
 import math
@@ -63,10 +59,7 @@ class Loop(abc.ABC):
         """Takes one step, from state "train" to state "train"; returns the step's figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Steps `first_step` to the last, then the last evaluation.
-
-        `save(step)` writes a checkpoint.
-        """
+        """Steps `first_step` to the last, then the last evaluation. `save(step)` checkpoints."""
         recipe = self.setup.recipe
         for step in range(first_step, recipe.steps + 1):
             with self.monitor.step(step):
@@ -198,9 +191,7 @@ def logprob_gap(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
 
 
 def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
-    """Nats a token: the mean over the sampled tokens of r - 1 - log(r), r = exp(reference -
-    policy).
-    """
+    """Nats a token: the mean over all tokens of r - 1 - log(r), r = exp(reference - policy)."""
     ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
     return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
 

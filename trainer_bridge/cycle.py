@@ -88,9 +88,7 @@ POISONING = ("sync_weights",)  # the weights may be undefined when it fails
 
 
 class Cycle:
-    """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the
-    table above.
-    """
+    """Starts in state "train". `state`: see the table above."""
 
     def __init__(
         self,

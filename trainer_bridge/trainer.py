@@ -1,6 +1,4 @@
-"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked between
-its uses.
-"""
+"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked."""
 
 import contextlib
 import dataclasses
@@ -382,9 +380,7 @@ class Trainer:
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
-        """Saves the adapters as `PeftModel.from_pretrained` reads them, whole or not at all;
-        replaces what was there.
-        """
+        """Saves the adapters as PEFT reads them, whole or not at all; replaces what was there."""
         self._require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
@@ -402,10 +398,7 @@ class Trainer:
         return None if self.saver is None else self.saver.take_usage()
 
     def close(self) -> None:
-        """Unmap the rollouts' pages, end the process group if this trainer made it.
-
-        The saver is its maker's.
-        """
+        """Unmap the rollouts' pages, end the process group made here. The saver is its maker's."""
         self._warm_up.close()
         self._parking.close()
         if self._sync is not None:
@@ -431,10 +424,7 @@ class Trainer:
         )
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
-        """Add the micro batch's gradient.
-
-        Returns its sums of loss, clipped tokens, kl and entropy.
-        """
+        """Adds a micro batch's gradient; returns its sums of loss, clipped tokens, kl, entropy."""
         coefficient = self.config.router_aux_loss_coef
         with replay(self.model, micro.routed):
             if not coefficient:

@@ -1,7 +1,5 @@
 """`memsaver plan`: prints a plan as a table, draws it, and writes it where it is wanted."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ collectives moving nothing; two micro batches of the largest sequences, since mo
 take more memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

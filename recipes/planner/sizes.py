@@ -1,7 +1,5 @@
 """The planner's figures: of GPUs, and of the engine's side, from the model's config."""
 
-from __future__ import annotations
-
 import math
 import re
 import tempfile
@@ -55,9 +53,7 @@ assert tuple(gpu.name for gpu in _KNOWN) == GPUS
 
 
 def find_gpu(text: str) -> tuple[Gpu, int | None]:
-    """`h100-80gb` or `h100-80gb:8`: the GPU, and how many there are, where that is said; or a GPU's
-    bytes.
-    """
+    """`h100-80gb` or `h100-80gb:8`, or a GPU's bytes: the GPU, and how many if that is said."""
     if text.isdecimal() and int(text) >= GIB:
         return of_device(int(text)), None
     found = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", text)
@@ -149,9 +145,7 @@ def _known(model: Any) -> ModelConfig | None:
 def _graphs(
     recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype, widths: list[int]
 ) -> int:
-    """Logits, cuBLAS's workspace, and what the largest batch computes in: blocks are used again
-    from layer to layer.
-    """
+    """Logits, cuBLAS's workspace, and what the largest batch computes in, all layers in turn."""
     running = recipe.engine.max_running
     pool = CachingAllocator()
     pool.allocate("workspace", gpu.workspace)

@@ -4,8 +4,6 @@
 attention is as a GPU computes it: which tensors it keeps is what counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections import Counter, defaultdict
@@ -142,9 +140,7 @@ class PlannedDevice(TorchDispatchMode):
         return out
 
     def _see_view(self, view: torch.UntypedStorage, base: torch.UntypedStorage) -> None:
-        """Fake tensors may give a view a storage of its own: it takes nothing, and keeps the base
-        alive.
-        """
+        """Takes nothing for a fake view's own storage, and keeps the base alive."""
         address = view._cdata
         if address not in self._keys and address not in self._views:
 
@@ -212,9 +208,7 @@ def _in_backward() -> bool:
 
 
 def _flash_scratch(query: Tensor, key: Tensor, heads: int, rows: int) -> list[int]:
-    """Returns the bytes that FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK
-    and dV of every query head.
-    """
+    """Returns bytes in FlashAttention's backward: fp32 dQ, row sums, dK and dV a query head."""
     sizes = [4 * rows * heads * round_up(query.shape[-1], 32), 4 * heads * rows]
     if key.numel() != query.numel():
         sizes += 2 * [query.numel() * query.element_size()]

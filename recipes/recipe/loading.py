@@ -2,8 +2,6 @@
 to change: keys, their types in a user's words, and a value that each takes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

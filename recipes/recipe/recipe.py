@@ -1,7 +1,5 @@
 """One whole recipe."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace

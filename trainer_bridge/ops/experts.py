@@ -56,9 +56,7 @@ def combine(y: Tensor, weights: Tensor, pairs: Pairs, impl: Impl = "auto") -> Te
 
 
 def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """Returns silu(gate) * up, [S, I], both factors rounded. gate_up: contiguous [S, 2I], gate
-    first.
-    """
+    """Returns silu(gate) * up, [S, I], factors rounded. gate_up: contiguous [S, 2I], gate first."""
     out: Tensor = _SiluGate.apply(gate_up, impl)
     return out
 
@@ -130,9 +128,7 @@ def _(y: Tensor, place: Tensor, *_: Any) -> Tensor:
 def pair_gradients(
     grad: Tensor, y: Tensor, weights: Tensor, number: Tensor, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y and of weights, of their shapes and dtypes, from that of
-    `combine`, [T, H].
-    """
+    """Returns the gradients of y and weights, like these, from that of `combine`, [T, H]."""
     if use_triton(impl, y.device):  # type: ignore[arg-type]
         from trainer_bridge.ops.experts_triton import pair_gradients_triton
 

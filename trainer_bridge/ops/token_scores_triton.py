@@ -1,6 +1,4 @@
-"""Reductions over a slice of the vocabulary, and its gradient, in Triton: each reads the logits
-once.
-"""
+"""Triton reductions over a slice of the vocabulary, and its gradient; logits are read once."""
 
 import torch
 import triton

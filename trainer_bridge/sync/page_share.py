@@ -29,10 +29,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all
 
 
 class PageShare:
-    """Lends the pages of one tag to engines, version by version.
-
-    All ranks make it, and call `share`, together.
-    """
+    """Lends the pages of one tag to engines, version by version; all ranks call it together."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Compares the trainer's weights with the rollout's: names that differ, and in words what does not
-fit.
-"""
+"""Names and bytes of the trainer's weights beside the rollout's, and in words what does not fit."""
 
 import itertools
 import math
@@ -70,10 +68,7 @@ def _extent(piece: ParamSlice) -> int:
 
 
 def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
-    """Slices may interleave (gate and up of every expert), but not share bytes.
-
-    checked: clusters without problems.
-    """
+    """Slices may interleave, but not share bytes. checked: clusters without problems."""
     if len(cluster) == 1 and cluster[0].strides is None:
         return []
     key = tuple(

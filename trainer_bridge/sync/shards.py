@@ -35,9 +35,7 @@ class SourceShard:
 
 
 def local_shard(param: Tensor) -> Tensor:
-    """Returns this rank's rows of a sharded parameter (or moment), without gradient; writing to it
-    writes the shard.
-    """
+    """Returns this rank's part of a sharded tensor, without gradient; writes reach the shard."""
     assert isinstance(param, DTensor)
     local = param.detach()
     assert isinstance(local, DTensor)
@@ -104,9 +102,7 @@ def _shards(
 
 
 class _Split(NamedTuple):
-    """A mesh dimension shares dimension `dim` of a tensor, after others further right have made
-    `parts` of it.
-    """
+    """A mesh dimension shares dimension `dim`, after others further right made `parts` of it."""
 
     dim: int
     parts: int
@@ -158,9 +154,7 @@ def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[i
 
 
 def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints) -> int:
-    """Returns where to insert: behind as many mesh dimensions as make `split.parts` parts, a plain
-    shard before all.
-    """
+    """Returns where to insert: behind dimensions that make `split.parts` parts."""
     made = 1
     for position, (mesh_dim, dim) in enumerate(order):
         if made == split.parts:

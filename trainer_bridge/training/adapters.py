@@ -1,6 +1,4 @@
-"""A trainer's adapters as others need them: factors for the sync, a PEFT directory, and which base
-they are for.
-"""
+"""A trainer's adapters as others need them: factors for the sync, a PEFT directory, their base."""
 
 import json
 import math
@@ -43,10 +41,7 @@ class Adapters:
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint's adapters must agree with, plain data.
-
-        base: of all frozen parameters, in hexadecimal.
-        """
+        """Returns what a checkpoint must agree with, plain data. base: a digest in hexadecimal."""
         return {
             "rank": self._config.rank,
             "alpha": self._config.alpha,
@@ -146,9 +141,7 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def _part(param: Tensor, first: int) -> Part:
-    """Returns this rank's shard with the numbers of its elements; `first` is that of the
-    parameter's first one.
-    """
+    """Returns this rank's shard, numbered; `first` is the number of the parameter's first one."""
     start, _ = shard_box(param)
     local, first = local_shard(param), first + start[0] * math.prod(param.shape[1:])
     if param.ndim == 1:

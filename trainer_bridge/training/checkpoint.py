@@ -123,9 +123,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _complete(directory: str) -> str:
-    """Returns where its checkpoint is: a save that was killed may have left it under another name
-    (`_replace`).
-    """
+    """Returns where the checkpoint is: a killed save may have renamed it (`_replace`)."""
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
         if os.path.isfile(os.path.join(place, _VALUES)):
             if os.path.exists(os.path.join(place, _PICKLED)):

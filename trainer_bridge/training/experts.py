@@ -1,6 +1,4 @@
-"""Experts of transformers' mixtures as the trainer computes and balances them, and routers that
-choose as the rollout's did.
-"""
+"""Experts of transformers' mixtures as the trainer computes, balances and replays them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,9 +44,7 @@ def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Returns each row times its expert's matrix, adapted if it has adapters: [S, in] -> [S,
-    out].
-    """
+    """Returns each row times its expert's matrix, adapted or not: [S, in] -> [S, out]."""
     out = _grouped(rows, getattr(experts, name), ends)
     lora = getattr(experts, stack_name(name), None)
     if lora is None or not lora.adapted:

@@ -1,6 +1,4 @@
-"""Makes what a model begins with: boxes of the safetensors files of a directory, random weights,
-rebuilt buffers.
-"""
+"""Makes what a model begins with: boxes of safetensors files, random weights, rebuilt buffers."""
 
 import math
 import os
@@ -55,9 +53,7 @@ class CheckpointFiles:
             self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
-        """Finds these parameters. Raises a ValueError that lists every name that is missing,
-        unknown or of another shape.
-        """
+        """Finds these parameters; a ValueError lists names missing, unknown, or of other shapes."""
         self._ways = {name: self._way(name, shape) for name, shape in shapes.items()}
         parts = chain.from_iterable(self._ways.values())
         wanted = {stored.name: stored.shape for stored in parts}
@@ -118,9 +114,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that checkpoints hold, by name: DeepSeek-V3's routers add one to scores.
-    They are constants here.
-    """
+    """Returns, by name, buffers that checkpoints hold, as DeepSeek-V3's routers'; constants."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -126,9 +126,7 @@ def check_layout(config: TrainerConfig, layout: Manifest) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop every unsharded parameter; the root module keeps its own after a forward without
-    backward.
-    """
+    """Drop every unsharded parameter; a root keeps its own after a forward alone."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -282,18 +280,14 @@ def _is_padded(param: Tensor) -> bool:
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
-    """Runs FSDP's lazy initialisation, which may move shards: inside the region, before anybody
-    uses an address.
-    """
+    """Runs FSDP's lazy initialisation in the region: it may move shards."""
     assert isinstance(model, FSDPModule)
     with _region(saver, tag):
         model._get_fsdp_state()._lazy_init()
 
 
 def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
-    """Does what the lazy initialisation would do with padded adapters, on their own tag: it finds
-    it done.
-    """
+    """Pads adapters on their own tag: FSDP's lazy initialisation finds it done."""
     with _region(saver, ADAPTERS):
         held = (group.fsdp_params for group in _groups(model))
         for param in chain.from_iterable(held):

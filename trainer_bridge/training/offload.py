@@ -1,8 +1,4 @@
-"""Tracks which of a trainer's tags have memory now, when giving it back costs no copy, and how much
-host memory parked tags take.
-"""
-
-from __future__ import annotations
+"""Tracks which of a trainer's tags have memory, and how much host memory they take when parked."""
 
 import contextlib
 import threading
@@ -203,9 +199,7 @@ class Parking:
     def _bring(
         self, saver: MemorySaver, begun: _Begun, tags: Sequence[str], needed: int, pause: float
     ) -> None:
-        """Resumes the tags where there is room; else looks again, until somebody waits for them and
-        it tries at last.
-        """
+        """Resumes the tags where there is room; else looks again, until somebody waits for them."""
         try:
             awaited, due = begun.awaited.wait(pause), all(each.done() for each in begun.behind)
             if due and (awaited or saver.free_bytes >= needed):

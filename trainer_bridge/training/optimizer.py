@@ -1,6 +1,4 @@
-"""AdamW whose state is made at once, side by side on a tag, instead of tensor by tensor in the
-first step.
-"""
+"""AdamW whose state is made at once, side by side on a tag."""
 
 import math
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""Settles, when the ranks connect, the ways of all bytes, the wire between ranks, and what that
-costs.
-"""
+"""Settles, when ranks connect, the ways of all bytes, the wire between ranks, and the cost."""
 
 import logging
 from collections import Counter
@@ -54,9 +52,7 @@ class Wire:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def post(self, sent: tuple[Tensor, int] | None, taken: tuple[Tensor, int] | None) -> Posted:
-        """Begin to send a tensor to a rank, and to fill one from another (uint8, contiguous, on the
-        wire's device).
-        """
+        """Begin to send a tensor to a rank, and to fill one from another: uint8, contiguous."""
         operations = []
         if sent is not None:
             operations.append(dist.P2POp(dist.isend, sent[0], group=self.group, group_peer=sent[1]))

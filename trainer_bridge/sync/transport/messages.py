@@ -1,6 +1,4 @@
-"""Copies of a plan packed in messages of bounded size, the same for sender and receiver, and the
-memory and tables that do it.
-"""
+"""Copies of a plan packed in messages of bounded size, and the memory and tables that do it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -80,9 +78,7 @@ def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
 
 
 def parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Yields the copy as boxes of at most `limit` bytes: rows together, or parts of a row that is
-    larger than that.
-    """
+    """Yields boxes of at most `limit` bytes: rows together, or parts of a longer row."""
     if copy.nbytes <= limit:
         yield copy
         return
@@ -132,10 +128,7 @@ class Packing:
         self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
 
     def start(self, stage: Tensor, factors: Mapping[str, LowRank]) -> None:
-        """Starts to pack on the current stream.
-
-        Derived parameters wait, and make their tables anew: scratch of one message.
-        """
+        """Packs on the current stream; derived parameters wait, and make their tables anew."""
         self._cast.start(stage)
         self._extra = 0
         if self._derived:
