@@ -1,7 +1,4 @@
-"""The trainer, and the bridge to a rollout on the same device: weight sync and the wake-up cycle.
-
-ray is imported when it is first used.
-"""
+"""The trainer, and its bridge to a rollout on the same device; ray is imported when first used."""
 
 from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.coordinator import open_inprocess, open_ray

@@ -28,12 +28,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
-from trainer_bridge.training.batch import (
-    MicroBatch,
-    SequenceBatch,
-    check_temperature,
-    check_tokens,
-)
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.experts import load_balance, replay, routers
 from trainer_bridge.training.lora import base_params, without_adapters
@@ -47,10 +42,14 @@ from trainer_bridge.training.model import (
     trained_params,
 )
 from trainer_bridge.training.offload import Parking, Wait, reserve_parked
-from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
+from trainer_bridge.training.optimizer import (
+    StreamedAdamW,
+    after_load,
+    build_optimizer,
+    optimizer_step,
+)
 from trainer_bridge.training.runtime import Runtime, to_compile
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
-from trainer_bridge.training.streamed import StreamedAdamW
 
 
 class Trainer:
@@ -415,13 +414,7 @@ class Trainer:
             with replay(model, micro.routed):
                 return micro_logprobs(model, micro, temperature)[0]
 
-        return score_tokens(
-            model,
-            batch,
-            score,
-            self.config.micro_batch_size,
-            self._runtime,
-        )
+        return score_tokens(model, batch, score, self.config.micro_batch_size, self._runtime)
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
         """Adds a micro batch's gradient; returns its sums of loss, clipped tokens, kl, entropy."""

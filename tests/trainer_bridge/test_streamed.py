@@ -28,7 +28,7 @@ from tests.helpers.trainer_bridge.states import assert_same_bits, bits, one_rank
 from trainer_bridge import CriticConfig, Cycle, Trainer, TrainerConfig, open_inprocess
 from trainer_bridge.sync.shards import like_shard, local_shard
 from trainer_bridge.training import Runtime, streamed
-from trainer_bridge.training.streamed import StreamedAdamW
+from trainer_bridge.training.optimizer import StreamedAdamW
 
 Make = Callable[..., Trainer]
 ADAM: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1, "learning_rate": 1e-2}

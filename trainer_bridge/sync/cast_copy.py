@@ -215,16 +215,8 @@ def _span(each: Placement, pitch: int) -> int:
 def _check(each: Placement) -> None:
     if not each.source.is_contiguous():
         raise ValueError(f"cast_copy: source {tuple(each.source.shape)} is not contiguous")
-    if each.offset < 0 or each.offset % each.dtype.itemsize:
-        raise ValueError(f"cast_copy: byte {each.offset} is not aligned to {each.dtype}")
     if each.dtype.itemsize > 4:
         raise ValueError(f"cast_copy writes elements of 1, 2 or 4 bytes, got {each.dtype}")
-    numbers = (each.rows, each.width, each.source_pitch, each.target_pitch, each.index_pitch)
-    if min(numbers) < 0:
-        raise ValueError(f"cast_copy: rows, count and pitches must not be negative, got {numbers}")
-    if each.rows > 1 and each.width > each.target_pitch:
-        text = f"rows of {each.width} elements overlap at a target_pitch of {each.target_pitch}"
-        raise ValueError(f"cast_copy: {text}")
     if _span(each, each.source_pitch) > each.source.numel():
         text = f"{each.rows} rows of {each.width} elements, {each.source_pitch} apart, reach beyond"
         raise ValueError(f"cast_copy: {text} the end of source {tuple(each.source.shape)}")

@@ -17,7 +17,7 @@ from trainer_bridge.sync.shards import SourceShard
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank wrote into a target; link_bytes: to another device. digest: mod 2**64."""
+    """Tells what a rank wrote into a target; link_bytes: to another device. digest: mod 2**64."""
 
     nbytes: int
     link_bytes: int
