@@ -27,9 +27,7 @@ PerToken = list[list[float]]
 def compute_log_prob(
     trainer: TrainerSide, samples: Samples, temperature: float, replay: bool = True
 ) -> PerToken:
-    """Log-probabilities of the sampled tokens under the trainer's weights. replay: False routes
-    anew what came with the rollout's experts.
-    """
+    """The trainer's log-probabilities of the sampled tokens. replay: False routes them anew."""
     routed = samples.routed_experts if replay else None
     return trainer.compute_log_prob(samples.batch(temperature, routed_experts=routed))
 

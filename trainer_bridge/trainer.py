@@ -498,9 +498,7 @@ class Trainer:
         return None if self._adapters is None else self._adapters.identity()
 
     def _require(self, method: str, *tags: str, arriving: bool = False) -> None:
-        """Raises a StateError where a tag is parked, or where an update was cut off half done.
-        arriving: see `Parking.require`.
-        """
+        """Raises a StateError for a parked tag or a half update; see `Parking.require`."""
         self._parking.require(method, *tags, arriving=arriving)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
             text = "an update was interrupted, and parameters, masters and moments are of two steps"

@@ -153,9 +153,7 @@ class Readings(Peaks):
     def peaks(
         self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int, room: int
     ) -> Stages:
-        """Returns peaks of a step after another. first: readings before and in the first step.
-        room: bytes of a device for both sides.
-        """
+        """Returns a later step's peaks. first: readings up to the first step's end. room: bytes."""
         both, came = [], False
         before: set[str] = set()
         for (_, paused, returning, served), use in zip(self.noted, torch_use, strict=True):

@@ -33,9 +33,7 @@ class GrpoSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PpoSection(Section):
-    """One step: `samples_per_prompt` answers to each of `prompts_per_step` prompts, advantages by a
-    critic (GAE), `epochs` passes.
-    """
+    """One step: answers to `prompts_per_step` prompts, advantages by a critic (GAE), updates."""
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 2

@@ -28,9 +28,7 @@ class Pairs(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, experts: int) -> Pairs:
-    """Sorts pairs by expert, tokens in their order. ids: int64 [T, k], below `experts`. It launches
-    work only, and never waits.
-    """
+    """Sorts pairs by expert, tokens in order, without waiting. ids: int64 [T, k] < `experts`."""
     ordered, number = ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)

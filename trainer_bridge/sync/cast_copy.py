@@ -132,9 +132,7 @@ class CastCopy:
         self._value = total % (1 << 64)
 
     def result(self) -> int:
-        """Waits for the last `start`; returns the digest of the cast values, computed from the
-        source side: what the target should now hold.
-        """
+        """Waits for the last `start`; returns the digest of the cast values, from the sources."""
         if self._launched:
             assert self._table is not None
             return self._table.digest()

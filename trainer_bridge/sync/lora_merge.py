@@ -29,9 +29,7 @@ class LowRank:
     scale: float
 
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
-        """Writes rows (of a stack: matrices) `first` to `last` (excluded) of the merged base into
-        `out`, fp32 [last - first, ...].
-        """
+        """Writes rows (of a stack: matrices) `first` to `last` of the merge to `out`, fp32."""
         out.copy_(base[first:last])
         b = self.b[first:last].float()
         with _full_precision(out.device):

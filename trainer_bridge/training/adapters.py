@@ -34,10 +34,7 @@ class Adapters:
         self.names = tuple(self._adapted)
 
     def factors(self) -> dict[str, LowRank]:
-        """Returns the factors by parameter, for this rank's shard of it.
-
-        They are no copies where ranks need not gather; read them at once.
-        """
+        """Returns factors by parameter, for this rank's shard; perhaps no copies: read at once."""
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
@@ -125,9 +122,7 @@ def _factors(adapter: Adapter) -> LowRank:
 
 
 def _peft_path(name: str) -> str:
-    """Returns where PEFT has the adapters of a parameter: it wraps a module once for each of its
-    parameters, the first one innermost.
-    """
+    """Returns where PEFT has the adapters of a parameter: it wraps a module once for each."""
     path, _, last = name.rpartition(".")
     return path if last != STACKS[0] else f"{path}.base_layer"
 

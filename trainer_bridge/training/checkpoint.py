@@ -48,11 +48,7 @@ def state(
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Every rank calls it. `directory` must be on storage that all ranks see; what was there is
-    replaced.
-
-    values: anything JSON can hold.
-    """
+    """Every rank calls it; `directory`, which all see, is replaced. values: for JSON."""
     text = json.dumps(values)  # refuses before anything is written
     with whole_directory(directory) as partial:
         writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)

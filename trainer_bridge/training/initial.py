@@ -65,9 +65,7 @@ class CheckpointFiles:
             )
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Returns the elements from `start` to `start + shape` of a parameter that was checked, on
-        the CPU, in the file's dtype.
-        """
+        """Returns a checked parameter's elements from `start`, on the CPU, in the file's dtype."""
         asked = Box(tuple(start), tuple(shape))
         parts = [(Box(stored.start, stored.box), stored) for stored in self._ways[name]]
         mine = [(stored, box, common) for box, stored in parts if (common := box.intersect(asked))]

@@ -303,9 +303,7 @@ def shards_in_order(model: nn.Module) -> list[Tensor]:
 
 
 def await_shards(model: nn.Module, arrive: Arrive) -> None:
-    """Has `arrive` called before each FSDP unit's forward, with what it gathers and the streams
-    that do (none on the CPU).
-    """
+    """Calls `arrive` before each unit's forward: what it gathers, and on which streams."""
     for group in _groups(model):
         for module in group.modules:
             hook = partial(_await, group, arrive)
@@ -327,9 +325,7 @@ def _shards(group: Any) -> list[Tensor]:
 
 
 def _keep_fp32_gradients(model: nn.Module) -> None:
-    """Has FSDP leave reduced gradients in fp32, in which the micro batches are added, too: it would
-    round each to the shards' dtype.
-    """
+    """Leaves reduced gradients, and the sums of micro batches, in fp32."""
     for group in _groups(model):
         group._orig_dtype = torch.float32
     for param in model.parameters():

@@ -236,9 +236,7 @@ def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -
 
 
 def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
-    """Pins beforehand what copies of these tags take: that lasts seconds, in which a save would
-    hold the saver. The arena keeps it.
-    """
+    """Pins beforehand what copies of these tags take: a save would hold the saver for seconds."""
     held = saver.report(others=False).tags
     arena = saver.host_arena
     arena.give(arena.take(sum(held[tag].live_bytes for tag in tags)))

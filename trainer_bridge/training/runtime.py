@@ -78,9 +78,7 @@ class Runtime:
         randomise_weights(model, seed, drawn_as, into)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Returns uint8 [nbytes], all 0, on the host, pinned for a GPU. A HostMemoryError says how
-        much more it is than the process may take.
-        """
+        """Returns uint8 [nbytes], 0, pinned for a GPU; a HostMemoryError says what is missing."""
         remedy = "take more devices, or optimizer_offload=False,"
         return host_memory(nbytes, self.device, "the optimizer's state", remedy)
 

@@ -108,9 +108,7 @@ _log = logging.getLogger("memsaver")
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """routes, transports: the same on all ranks. wire: None where nothing goes from rank to rank.
-    device: of this rank's shards.
-    """
+    """routes, transports: alike on all ranks. wire: None if not needed. device: of the shards."""
 
     routes: Routes
     transports: tuple[Transport, ...]

@@ -91,9 +91,7 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
 
 
 class Buffer:
-    """stage: uint8 where the kernels are. wire: as long, where messages travel; the same memory if
-    that is one device, otherwise pinned.
-    """
+    """stage: uint8 where the kernels are. wire: where messages travel, the same or pinned."""
 
     def __init__(self, nbytes: int, device: torch.device, wire: torch.device) -> None:
         self.stage = torch.empty(nbytes, dtype=torch.uint8, device=device)
