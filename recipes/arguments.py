@@ -1,7 +1,5 @@
 """Says what trainer, engine and cycle take, from a recipe that can run."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
@@ -79,9 +77,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """Returns what `Engine.from_pretrained` takes besides the model and the device, which are the
-    trainer's.
-    """
+    """Returns what `Engine.from_pretrained` takes beside the trainer's model and device."""
     section = setup.recipe.engine
     own = {
         "kind": section.kind,

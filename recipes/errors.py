@@ -1,7 +1,5 @@
 """The errors a user of `memsaver run` can meet, each one line."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -9,15 +7,11 @@ DOES_NOT_FIT = 3  # exit status of `memsaver plan`
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot run; one line: where, which key and value, the rule, the remedy (exit
-    status 2).
-    """
+    """A recipe that cannot run, in one line: where, key and value, rule, remedy (exit status 2)."""
 
 
 class RunError(RuntimeError):
-    """A run that failed; one line naming the stage, the cause and, where there is one, the remedy
-    (exit status 1).
-    """
+    """A run that failed, in one line: stage, cause, perhaps a remedy (exit status 1)."""
 
     def __init__(self, stage: str, cause: str, remedy: str | None = None) -> None:
         self.stage = stage

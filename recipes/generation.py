@@ -4,8 +4,6 @@ Prompts and sampling seeds are functions of (recipe.seed, step), so that a resum
 would have been.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,9 +57,7 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
 
 
 def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
-    """Greedy answers to held-out problems, and to those beside the trained task; the fractions that
-    match exactly.
-    """
+    """Greedy answers to held-out problems of every kind; the fractions that match exactly."""
     limit, task = setup.recipe.eval.problems, setup.task
     row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
     for name, problems in task.beside.items():
@@ -87,9 +83,7 @@ def compute_reward(task: Task, samples: Samples) -> list[Score]:
 def pick_problems(
     kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int
 ) -> list[Problem]:
-    """`count` different problems for this step, as many of each kind, or one more of the first
-    ones.
-    """
+    """`count` different problems for this step, as many of each kind; more of the first ones."""
     drawn = random.Random(f"{seed}/prompts/{step}")
     found: list[Problem] = []
     for index, kind in enumerate(kinds):

@@ -16,8 +16,6 @@ Step s (version s of the weights, s - 1 updates done):
                            from the reference
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -83,9 +81,7 @@ def update_actor(
     temperature: float,
     ref_logprobs: PerToken | None = None,
 ) -> dict[str, float]:
-    """One optimizer step over the whole batch; the trainer's own figures (loss, gradient norm,
-    ...).
-    """
+    """One optimizer step over the whole batch; the trainer's figures (loss, gradient norm, ...)."""
     learning = {
         "old_logprobs": old_logprobs,
         "advantages": advantages,

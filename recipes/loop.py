@@ -1,8 +1,4 @@
-"""Defines what both algorithms share: the run around their steps, scores of the policy and the
-reference, figures of a step.
-"""
-
-from __future__ import annotations
+"""Defines what both algorithms share: the run around their steps, scores, figures of a step."""
 
 import abc
 import math
@@ -21,7 +17,7 @@ from recipes.tasks import Score
 from recipes.watch.monitor import Monitor
 from rollout import Rollout
 from trainer_bridge import Cycle
-from trainer_bridge.protocols import TrainerSide
+from trainer_bridge.cycle import TrainerSide
 from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]
@@ -31,9 +27,7 @@ PerToken = list[list[float]]
 def compute_log_prob(
     trainer: TrainerSide, samples: Samples, temperature: float, replay: bool = True
 ) -> PerToken:
-    """Log-probabilities of the sampled tokens under the trainer's weights. replay: False routes
-    anew what came with the rollout's experts.
-    """
+    """The trainer's log-probabilities of the sampled tokens. replay: False routes them anew."""
     routed = samples.routed_experts if replay else None
     return trainer.compute_log_prob(samples.batch(temperature, routed_experts=routed))
 
@@ -63,10 +57,7 @@ class Loop(abc.ABC):
         """Takes one step, from state "train" to state "train"; returns the step's figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Steps `first_step` to the last, then the last evaluation.
-
-        `save(step)` writes a checkpoint.
-        """
+        """Steps `first_step` to the last, then the last evaluation. `save(step)` checkpoints."""
         recipe = self.setup.recipe
         for step in range(first_step, recipe.steps + 1):
             with self.monitor.step(step):
@@ -198,9 +189,7 @@ def logprob_gap(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
 
 
 def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
-    """Nats a token: the mean over the sampled tokens of r - 1 - log(r), r = exp(reference -
-    policy).
-    """
+    """Nats a token: the mean over all tokens of r - 1 - log(r), r = exp(reference - policy)."""
     ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
     return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
 

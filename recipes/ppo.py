@@ -22,8 +22,6 @@ The order of the answers in the updates is a function of (recipe.seed, step), as
 sampling seeds are.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -102,9 +100,7 @@ def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:
 def token_rewards(
     rewards: Sequence[float], logprobs: PerToken, ref_logprobs: PerToken | None, kl_coef: float
 ) -> PerToken:
-    """Each answer's reward at its last token, and -kl_coef * (policy - reference log-probability)
-    at every token.
-    """
+    """Rewards at last tokens, -kl_coef * (policy - reference log-probability) at every token."""
     if ref_logprobs is None:
         found = [[0.0] * len(row) for row in logprobs]
     else:
@@ -156,9 +152,7 @@ def _each(function: Callable[..., float], *numbers: PerToken) -> PerToken:
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """The answers that each update of a step learns from: every pass shuffles all `count` and cuts
-    `number` parts.
-    """
+    """The answers of each update: every pass shuffles all `count` and cuts `number` parts."""
     parts: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(count))
@@ -172,18 +166,14 @@ def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> 
 def update_critic(
     trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """One optimizer step of the critic for each part; the mean of its figures (value_loss,
-    critic_grad_norm, ...).
-    """
+    """One optimizer step of the critic for each part; the means of its figures."""
     return _update(trainer.update_critic, batch, parts)
 
 
 def update_actor(
     trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """One optimizer step of the policy for each part; the mean of its figures (loss, grad_norm,
-    ...).
-    """
+    """One optimizer step of the policy for each part; the means of its figures."""
     return _update(trainer.update_actor, batch, parts)
 
 
@@ -197,9 +187,7 @@ def _update(
 
 
 def explained_variance(values: PerToken, returns: PerToken) -> float:
-    """1 - var(returns - values) / var(returns) over all tokens: 1 is a perfect critic, 0 one that
-    says a constant.
-    """
+    """1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 says a constant."""
     both = pairs(returns, values)
     spread = statistics.pvariance([wanted for wanted, _ in both])
     rest = statistics.pvariance([wanted - said for wanted, said in both])

@@ -1,7 +1,5 @@
 """One run from recipe to pictures: in process or through Ray actors, new or resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time
@@ -42,9 +40,7 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
 
 
 def _claim_by_name(stack: ExitStack, recipe: str) -> Path:
-    """A new folder below runs/: named after the recipe and the time, and numbered where that is
-    taken.
-    """
+    """A new folder below runs/, named after recipe and time, numbered where that is taken."""
     name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         path = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -217,9 +213,7 @@ def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
 
 
 def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
-    """Lists who holds memory: the side itself, or each of its actors by name (`trainer[0]`, where
-    there are several).
-    """
+    """Lists who holds memory: the side itself, or each of its actors by name (`trainer[0]`)."""
     if isinstance(side, RemoteGroup):
         return [(each.name, each) for each in side.each()]
     return [(name, side)]

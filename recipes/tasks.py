@@ -8,8 +8,6 @@ names as the same question (a sum in any order of its terms). The split depends 
 that no seed, step or resume can bring a held-out question into training.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os
@@ -129,9 +127,7 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
 
 
 def _own_task(section: TaskSection) -> Task:
-    """The task that `module:function` makes; modules beside the working directory's files are
-    found, too.
-    """
+    """The task that `module:function` makes; modules in the working directory are found, too."""
     module_name, _, name = section.name.partition(":")
     key = f"task.name={section.name}"
     if (here := os.getcwd()) not in sys.path:
@@ -178,10 +174,7 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
     problems = [Problem(question=f"first of {a} {b}", answer=a) for a, b in letters]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: the answer, alone, and the end.
-
-        A near miss: the answer comes first, then something else.
-        """
+        """Exact: the answer, alone, and the end. A near miss: the answer, then something else."""
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
@@ -191,9 +184,7 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
 
 
 def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer]:
-    """Every distinct problem among `size` draws of reasoning-gym's generator, scored by its own
-    scorer.
-    """
+    """Every distinct problem among `size` draws of reasoning-gym, scored by its own scorer."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -206,10 +197,7 @@ def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer
     answers = {entry["question"]: entry["answer"] for entry in dataset}
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: it ended by itself and reasoning-gym scores the last number 1.0.
-
-        There is no partial credit.
-        """
+        """Exact: it ended by itself and reasoning-gym scores the last number 1.0; else 0."""
         graded = dataset.score_answer(extract_number(text), {"answer": problem.answer})
         exact = ended and graded == 1.0
         return Score(reward=float(exact), exact=exact)

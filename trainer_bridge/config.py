@@ -118,22 +118,17 @@ class TrainerConfig:
         dtypes, inf = f"use one of {', '.join(_DTYPES)}", math.inf
         betas_fit = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         norm_fits = self.max_grad_norm is None or 0 < self.max_grad_norm < inf
+        known_layers = self.activation_checkpointing in _CHECKPOINTING
+        decays = self.decay_steps is None or self.decay_steps >= 1
+        aux = self.router_aux_loss_coef
         on_known = self.device == "cpu" or self.device.split(":")[0] == "cuda"
         for name, ok, rule in (
             ("model_path", self.model_path, "name a Hugging Face model directory"),
             ("dtype", self.dtype in _DTYPES, dtypes),
             ("param_dtype", self.param_dtype in (None, *_DTYPES), f"{dtypes}, or None for dtype"),
-            (
-                "activation_checkpointing",
-                self.activation_checkpointing in _CHECKPOINTING,
-                f"use one of {', '.join(_CHECKPOINTING)}",
-            ),
+            ("activation_checkpointing", known_layers, f"use one of {', '.join(_CHECKPOINTING)}"),
             ("learning_rate", 0 <= self.learning_rate < inf, "must be finite, not negative"),
-            (
-                "decay_steps",
-                self.decay_steps is None or self.decay_steps >= 1,
-                "must be at least 1, or None for a constant rate",
-            ),
+            ("decay_steps", decays, "must be at least 1, or None for a constant rate"),
             ("weight_decay", 0 <= self.weight_decay < inf, "must be finite, not negative"),
             ("betas", betas_fit, "must be two numbers in [0, 1), as (0.9, 0.999)"),
             ("adam_eps", 0 < self.adam_eps < inf, "must be positive and finite"),
@@ -141,11 +136,7 @@ class TrainerConfig:
             ("clip_eps_low", 0 < self.clip_eps_low <= 1, "must be in (0, 1]"),
             ("clip_eps_high", 0 < self.clip_eps_high < inf, "must be positive and finite"),
             ("kl_loss_coef", 0 <= self.kl_loss_coef < inf, "must be finite, not negative"),
-            (
-                "router_aux_loss_coef",
-                0 <= self.router_aux_loss_coef < inf,
-                "must be finite, not negative",
-            ),
+            ("router_aux_loss_coef", 0 <= aux < inf, "must be finite, not negative"),
             ("kl_loss_coef", self.reference or not self.kl_loss_coef, "needs reference=True"),
             ("micro_batch_size", self.micro_batch_size >= 1, "must be at least 1"),
             ("threads", self.threads is None or self.threads >= 1, "must be at least 1, or None"),

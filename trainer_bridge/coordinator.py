@@ -19,7 +19,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor
 from trainer_bridge.remote.group import RemoteActor
 from trainer_bridge.remote.ray_cluster import Place, connected, cores, reserved
-from trainer_bridge.sync.shard_dims import aligned_dims
+from trainer_bridge.sync.shards import aligned_dims
 from trainer_bridge.trainer import Trainer
 
 
@@ -160,9 +160,7 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
 def actor_arguments(
     arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int
 ) -> dict[str, Any]:
-    """Returns `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data, the
-    rest under `engine`.
-    """
+    """Returns `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data."""
     rest = dict(arguments)
     own: dict[str, Any] = {
         name: rest.pop(name)
@@ -177,10 +175,7 @@ def actor_arguments(
 
 
 def _trainer_in_actor(config: TrainerConfig, on_gpu: bool, threads: int) -> TrainerConfig:
-    """threads: for each side, they take turns.
-
-    (Ray would give an actor as many as it has num_cpus.)
-    """
+    """Gives each side all `threads`, they take turns; Ray would give an actor its num_cpus."""
     chosen = config.threads if on_gpu or config.threads is not None else threads
     return dataclasses.replace(
         config, device=_device_in_actor(config.device, on_gpu), threads=chosen

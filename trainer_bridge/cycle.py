@@ -26,13 +26,12 @@ poisoned with the reason and serves nothing.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from memsaver.errors import StateError
 from rollout.protocols import Rollout
 from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
-from trainer_bridge.protocols import TrainerSide
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.tags import (
     CRITIC,
@@ -43,6 +42,37 @@ from trainer_bridge.tags import (
     TRAINED,
     TRAINER_TAGS,
 )
+from trainer_bridge.training.batch import SequenceBatch
+from trainer_bridge.training.offload import Wait
+
+
+class TrainerSide(Protocol):
+    """Learns, scores, and gives its memory and its weights away. The contracts are `Trainer`'s.
+
+    `Cycle` asks for the first five methods alone. Of the others, the last three are for recipes
+    with a reference or a critic.
+    """
+
+    def empty_cache(self) -> None: ...
+
+    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None: ...
+
+    def restore(self, *tags: str, wait: Wait = True) -> None: ...
+
+    def sync_weights(self, version: int) -> SyncReceipt: ...
+
+    def share_weights(self, version: int) -> SyncReceipt: ...
+
+    def compute_log_prob(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def update_actor(self, batch: SequenceBatch) -> dict[str, float]: ...
+
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]: ...
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]: ...
+
 
 OnStage = Callable[[str, float, float], None]
 """Called after each stage that succeeded with (name, start, end); times as of `time.time()`."""
@@ -58,9 +88,7 @@ POISONING = ("sync_weights",)  # the weights may be undefined when it fails
 
 
 class Cycle:
-    """Starts in state "train": the trainer holds everything, the rollout sleeps. `state`: see the
-    table above.
-    """
+    """Starts in state "train". `state`: see the table above."""
 
     def __init__(
         self,

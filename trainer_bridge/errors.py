@@ -63,9 +63,7 @@ class RankFailed(RuntimeError):
 
 
 class SyncError(RuntimeError):
-    """A weight sync ended on all ranks because of one of them; `stage` names where, `reason` which
-    rank and why.
-    """
+    """A weight sync ended on all ranks: in `stage`, for `reason`, which names rank and error."""
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f"the weight sync failed in stage {stage!r}: {reason}")

@@ -1,6 +1,4 @@
-"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked between
-its uses.
-"""
+"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked."""
 
 import contextlib
 import dataclasses
@@ -30,16 +28,9 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
-from trainer_bridge.training.balance import load_balance, routers
-from trainer_bridge.training.batch import (
-    MicroBatch,
-    SequenceBatch,
-    check_temperature,
-    check_tokens,
-)
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.host_room import reserve_parked
-from trainer_bridge.training.kernels import to_compile
+from trainer_bridge.training.experts import load_balance, replay, routers
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import (
@@ -50,12 +41,15 @@ from trainer_bridge.training.model import (
     shards_in_order,
     trained_params,
 )
-from trainer_bridge.training.offload import Parking, Wait
-from trainer_bridge.training.optimizer import after_load, build_optimizer, optimizer_step
-from trainer_bridge.training.replay import replay
-from trainer_bridge.training.runtime import Runtime
+from trainer_bridge.training.offload import Parking, Wait, reserve_parked
+from trainer_bridge.training.optimizer import (
+    StreamedAdamW,
+    after_load,
+    build_optimizer,
+    optimizer_step,
+)
+from trainer_bridge.training.runtime import Runtime, to_compile
 from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
-from trainer_bridge.training.streamed import StreamedAdamW
 
 
 class Trainer:
@@ -385,9 +379,7 @@ class Trainer:
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
-        """Saves the adapters as `PeftModel.from_pretrained` reads them, whole or not at all;
-        replaces what was there.
-        """
+        """Saves the adapters as PEFT reads them, whole or not at all; replaces what was there."""
         self._require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
@@ -405,10 +397,7 @@ class Trainer:
         return None if self.saver is None else self.saver.take_usage()
 
     def close(self) -> None:
-        """Unmap the rollouts' pages, end the process group if this trainer made it.
-
-        The saver is its maker's.
-        """
+        """Unmap the rollouts' pages, end the process group made here. The saver is its maker's."""
         self._warm_up.close()
         self._parking.close()
         if self._sync is not None:
@@ -425,19 +414,10 @@ class Trainer:
             with replay(model, micro.routed):
                 return micro_logprobs(model, micro, temperature)[0]
 
-        return score_tokens(
-            model,
-            batch,
-            score,
-            self.config.micro_batch_size,
-            self._runtime,
-        )
+        return score_tokens(model, batch, score, self.config.micro_batch_size, self._runtime)
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
-        """Add the micro batch's gradient.
-
-        Returns its sums of loss, clipped tokens, kl and entropy.
-        """
+        """Adds a micro batch's gradient; returns its sums of loss, clipped tokens, kl, entropy."""
         coefficient = self.config.router_aux_loss_coef
         with replay(self.model, micro.routed):
             if not coefficient:
@@ -518,9 +498,7 @@ class Trainer:
         return None if self._adapters is None else self._adapters.identity()
 
     def _require(self, method: str, *tags: str, arriving: bool = False) -> None:
-        """Raises a StateError where a tag is parked, or where an update was cut off half done.
-        arriving: see `Parking.require`.
-        """
+        """Raises a StateError for a parked tag or a half update; see `Parking.require`."""
         self._parking.require(method, *tags, arriving=arriving)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
             text = "an update was interrupted, and parameters, masters and moments are of two steps"

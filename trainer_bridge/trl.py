@@ -2,8 +2,6 @@
 the trainer's parameters, or its FSDP2 shards, are written into vLLM's, and verified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import count
 from typing import Any

@@ -6,8 +6,6 @@ collectives moving nothing; two micro batches of the largest sequences, since mo
 take more memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -26,12 +24,16 @@ from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.planner.allocator import CachingAllocator
-from recipes.planner.attention import NAME as ATTENTION
-from recipes.planner.attention import PACKED_NAME as PACKED_ATTENTION
-from recipes.planner.attention import register_attention
 from recipes.planner.engine import EngineSizes, HandedOver, PlannedRollout, planned_usage
 from recipes.planner.log import repeated_layers, replay, with_layers
-from recipes.planner.tracing import PAGE, PlannedDevice, PlannedSaver
+from recipes.planner.tracing import (
+    ATTENTION,
+    PACKED_ATTENTION,
+    PAGE,
+    PlannedDevice,
+    PlannedSaver,
+    register_attention,
+)
 from recipes.recipe import PpoSection, Recipe
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
@@ -151,9 +153,7 @@ class Readings(Peaks):
     def peaks(
         self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int, room: int
     ) -> Stages:
-        """Returns peaks of a step after another. first: readings before and in the first step.
-        room: bytes of a device for both sides.
-        """
+        """Returns a later step's peaks. first: readings up to the first step's end. room: bytes."""
         both, came = [], False
         before: set[str] = set()
         for (_, paused, returning, served), use in zip(self.noted, torch_use, strict=True):

@@ -1,8 +1,4 @@
-"""The engine's side of a plan: bytes of its tags and of torch in its process, and a rollout that
-has nothing else.
-"""
-
-from __future__ import annotations
+"""The engine's side of a plan: bytes of its tags and of its torch, and a rollout of these alone."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -37,10 +33,7 @@ class EngineSizes:
 
 
 class PlannedRollout(Unreported):
-    """Sleeps, wakes up, and answers with as many tokens as it may.
-
-    See `rollout.protocols.Rollout`.
-    """
+    """Sleeps, wakes up, and answers with as many tokens as it may (`Rollout`)."""
 
     weights_version = 0
 

@@ -6,8 +6,6 @@ left out: their blocks are repeated, and what they name of their neighbours is t
 neighbours of each copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, groupby

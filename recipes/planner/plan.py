@@ -1,7 +1,5 @@
 """`make_plan`: what a recipe takes at every stage, whether that fits, and what to change if not."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +10,7 @@ from memsaver.common.machine import RAY_KEEPS
 from memsaver.vmm import pinned_pages
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
-from recipes.planner.gpus import GIB, MIB, Gpu, find_gpu
-from recipes.planner.hosted import outside_of
-from recipes.planner.sizes import engine_sizes
+from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
 from recipes.planner.tracing import PAGE
 from recipes.recipe import FieldError, Recipe
 from trainer_bridge.tags import PARAMS
@@ -101,9 +97,7 @@ class Plan:
         return self.gpu.total - _SPARE
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json. device_bytes as `Peaks` counts processes: without contexts; used_bytes
-        with them.
-        """
+        """For plan.json. device_bytes are without contexts, used_bytes with them."""
         names = ("devices", "fits", "kv_tokens", "most_kv_tokens", "outside")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
@@ -183,9 +177,7 @@ def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]
 
 
 def _host_room(recipe: Recipe, per_machine: int) -> float | None:
-    """Bytes that processes may take of a machine: their own, and of what these and Ray leave the
-    share that may be pinned.
-    """
+    """Bytes that processes may take of a machine: their own, and the share that may be pinned."""
     if recipe.cluster.host_gib is None:
         return None
     own, usable = 2 * PROCESS_HOST * per_machine, (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
@@ -222,9 +214,7 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
 def _most_tokens(
     stages: Sequence[StagePlan], gpu: Gpu, tokens: int, per_token: int, page: int
 ) -> int:
-    """Tokens of the pool if it took all that the other memory leaves in every stage where it is
-    there.
-    """
+    """Tokens of the pool if it took all that is left in every stage where it is there."""
     there = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
     left = (gpu.total - _SPARE - max(there, default=0)) // PAGE * PAGE  # the pool takes whole pages
     return max(0, tokens + math.floor(left / per_token / page) * page)

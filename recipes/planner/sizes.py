@@ -1,19 +1,20 @@
-"""Bytes on the engine's side, from the model's config."""
+"""The planner's figures: of GPUs, and of the engine's side, from the model's config."""
 
-from __future__ import annotations
-
+import math
+import re
 import tempfile
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
+from kvcache import KVLayout
 from memsaver.common.rounding import round_up
+from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.engine import LEAST, EngineSizes
-from recipes.planner.gpus import Gpu
-from recipes.planner.hosted import LOGITS, hosted_pool, hosted_weights
 from recipes.planner.tracing import PAGE
-from recipes.recipe import Recipe
+from recipes.recipe import GPUS, Recipe
 from recipes.setup.models import meta_model
 from recipes.setup.pool import (
     demanded_tokens,
@@ -22,7 +23,54 @@ from recipes.setup.pool import (
     state_bytes,
     tokens_in_share,
 )
-from rollout.model import ModelConfig, load_model_config
+from rollout.model import ModelConfig, load_model_config, rank_groups
+
+GIB = 1 << 30
+
+
+class Gpu(NamedTuple):
+    """total: what the driver offers. contexts: of a trainer and an engine that share it, with
+    libraries, kernels and captured graphs. workspace: cuBLAS's, for each thread. link: bytes a
+    second between it and pinned host memory. measured: whether these were, or were taken over from
+    a like GPU (total, link: from its data sheet).
+    """
+
+    name: str
+    total: int
+    contexts: int
+    workspace: int
+    link: int
+    measured: bool
+
+
+_KNOWN = (
+    Gpu("h100-80gb", 85_017_493_504, 2104 * MIB, 32 * MIB, 46 * GIB, measured=True),
+    Gpu("h200-141gb", 150_109_880_320, 2170 * MIB, 32 * MIB, 46 * GIB, measured=True),
+    Gpu("a100-80gb", 84_987_740_160, 2104 * MIB, 8 * MIB, 23 * GIB, measured=False),
+    Gpu("b200-192gb", 191_503_138_816, 2104 * MIB, 32 * MIB, 46 * GIB, measured=False),
+)
+assert tuple(gpu.name for gpu in _KNOWN) == GPUS
+
+
+def find_gpu(text: str) -> tuple[Gpu, int | None]:
+    """`h100-80gb` or `h100-80gb:8`, or a GPU's bytes: the GPU, and how many if that is said."""
+    if text.isdecimal() and int(text) >= GIB:
+        return of_device(int(text)), None
+    found = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", text)
+    name, count = (found.group(1), found.group(2)) if found else (text, None)
+    if name not in GPUS or count == "0":
+        rule = f"must be one of {', '.join(GPUS)}, with a number of them as h100-80gb:8"
+        raise RecipeError(f"--gpu {text}: {rule}")
+    return _KNOWN[GPUS.index(name)], None if count is None else int(count)
+
+
+def of_device(total: int) -> Gpu:
+    """Returns the figures of the known GPU that is nearest in size, with this one's bytes."""
+    nearest = min(_KNOWN, key=lambda gpu: abs(gpu.total - total))
+    alike = abs(nearest.total - total) < 0.02 * total
+    name = nearest.name if alike else f"gpu-{total // GIB}gb"
+    return nearest._replace(name=name, total=total)
+
 
 IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
 
@@ -97,9 +145,7 @@ def _known(model: Any) -> ModelConfig | None:
 def _graphs(
     recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype, widths: list[int]
 ) -> int:
-    """Logits, cuBLAS's workspace, and what the largest batch computes in: blocks are used again
-    from layer to layer.
-    """
+    """Logits, cuBLAS's workspace, and what the largest batch computes in, all layers in turn."""
     running = recipe.engine.max_running
     pool = CachingAllocator()
     pool.allocate("workspace", gpu.workspace)
@@ -109,3 +155,54 @@ def _graphs(
     return round_up(
         round_up(running * fields["vocab_size"] * dtype.itemsize, PAGE) + pool.reserved, PAGE
     )
+
+
+# Of vLLM 0.24 asleep at the Qwen2.5-7B shape, context and graphs of 51 sizes included: an H100 had
+# 15.93 GiB in use, 14.2 of them others' (docs/planner.md). SGLang's was not measured.
+OUTSIDE = 1772 * MIB
+LOGITS = 18  # bytes a logit: bf16, and in fp32 itself, log-probabilities, probabilities and noise
+_PADDED = 64  # rows of the vocabulary
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+
+
+def outside_of(gpu: Gpu, measured: int | None) -> int:
+    """Bytes on none of the tags that a plan knows, contexts included: as a run measured them at its
+    start, or the trainer's half of the contexts and OUTSIDE.
+    """
+    return gpu.contexts // 2 + OUTSIDE if measured is None else measured
+
+
+def hosted_weights(model: ModelConfig, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes that the tag of the weights has on each of the ranks of an engine: fused as in the
+    native one, the vocabulary padded, and the table of rotations, made in fp32.
+    """
+    groups = rank_groups(model, 0, ranks)
+    sizes = [_elements(group, ranks) * dtype.itemsize for group in groups]
+    width = getattr(model.mixers[0], "head_dim", 0)
+    return _region([*sizes, model.max_position_embeddings * width * torch.float32.itemsize])
+
+
+def _elements(group: Any, ranks: int) -> int:
+    if group.params[0].name.endswith(_VOCABULARY):
+        rows, width = group.params[0].shape
+        return round_up(rows * ranks, _PADDED) // ranks * width
+    return sum(math.prod(param.shape) for param in group.params)
+
+
+def hosted_pool(recipe: Recipe, kept: KVLayout, nbytes: int, layers: int) -> int:
+    """Bytes that the tag of the KV cache has: a tensor for each layer, with SGLang for its keys and
+    its values. RecipeError for a model that keeps more than pages of all layers alike.
+    """
+    kind = recipe.engine.kind
+    if not kept.pages_tell_all:
+        rule = "how it keeps windows or states of linear layers is not planned"
+        raise RecipeError(f"engine.kind={kind}: {rule}; set engine.kind=native")
+    tensors = layers * (2 if kind == "sglang" else 1)
+    return _region([nbytes // tensors] * tensors)
+
+
+def _region(sizes: Iterable[int]) -> int:
+    region = CachingAllocator()
+    for number, nbytes in enumerate(sizes):
+        region.allocate(number, nbytes)
+    return region.reserved

@@ -1,8 +1,4 @@
-"""Decides what stays on the device over the switch: of all choices for which the plan has room, the
-one that costs a step least.
-"""
-
-from __future__ import annotations
+"""Decides what stays on the device over the switch: the cheapest choice that fits the plan."""
 
 import dataclasses
 from collections import Counter
@@ -11,8 +7,8 @@ from itertools import chain, combinations
 from typing import Any
 
 from memsaver.errors import format_bytes
-from recipes.planner.gpus import GIB
 from recipes.planner.plan import Plan, StagePlan, Switch, make_plan
+from recipes.planner.sizes import GIB
 from recipes.recipe import SAVED, Recipe, switching
 from recipes.setup.models import meta_model
 from recipes.setup.pool import pool_grows
@@ -155,9 +151,7 @@ def _always(plan: Plan, tag: str) -> bool:
 
 
 def _peak(plan: Plan, keep: Collection[str]) -> tuple[str, int]:
-    """The fullest stage and its bytes if these tags stayed. Torch's cache is given back only where
-    something leaves.
-    """
+    """The fullest stage, and its bytes if these tags stayed; torch's cache goes with a tag only."""
     sizes, cache = _sizes(plan), _torch(plan)
     whole = not sizes.keys() - set(keep)
     found = []

@@ -1,9 +1,8 @@
 """Operations on fake tensors, and what they would ask of torch's allocator.
 
-`PlannedDevice` follows a process's storages, `PlannedSaver` stands in for its `MemorySaver`.
+`PlannedDevice` follows a process's storages, `PlannedSaver` stands in for its `MemorySaver`;
+attention is as a GPU computes it: which tensors it keeps is what counts.
 """
-
-from __future__ import annotations
 
 import contextlib
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +20,7 @@ from memsaver import Event, Report
 from memsaver.common.rounding import round_up
 from recipes.planner.allocator import CachingAllocator
 from recipes.planner.log import Key, Log
+from trainer_bridge.training import packed_attention
 
 PAGE = 2 << 20
 _MULTIPLIES = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
@@ -139,9 +140,7 @@ class PlannedDevice(TorchDispatchMode):
         return out
 
     def _see_view(self, view: torch.UntypedStorage, base: torch.UntypedStorage) -> None:
-        """Fake tensors may give a view a storage of its own: it takes nothing, and keeps the base
-        alive.
-        """
+        """Takes nothing for a fake view's own storage, and keeps the base alive."""
         address = view._cdata
         if address not in self._keys and address not in self._views:
 
@@ -209,9 +208,7 @@ def _in_backward() -> bool:
 
 
 def _flash_scratch(query: Tensor, key: Tensor, heads: int, rows: int) -> list[int]:
-    """Returns the bytes that FlashAttention's backward takes inside: fp32 sums of dQ, row sums, dK
-    and dV of every query head.
-    """
+    """Returns bytes in FlashAttention's backward: fp32 dQ, row sums, dK and dV a query head."""
     sizes = [4 * rows * heads * round_up(query.shape[-1], 32), 4 * heads * rows]
     if key.numel() != query.numel():
         sizes += 2 * [query.numel() * query.element_size()]
@@ -275,3 +272,61 @@ class PlannedSaver(Unreported):
         """Bytes of every tag while it has memory, not yet rounded to pages."""
         tags = dict.fromkeys([*self._direct, *self._regions])
         return {tag: self._direct[tag] + self._regions[tag].reserved for tag in tags}
+
+
+ATTENTION = "planned"
+PACKED_ATTENTION = "planned_packed"
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query: [B, H, L, D]; returns [B, L, H, D]. FlashAttention where torch has it, the plain
+    formula elsewhere.
+
+    For heads whose values are narrower than their keys (latent attention), what flash keeps of them
+    padded.
+    """
+    if query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
+        width = value.shape[-1]
+        if width != query.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, True, scale=scaling
+        )[0]
+        out = out[..., :width]
+    else:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def planned_packed_attention(*args: Any, **how: Any) -> tuple[Tensor, None]:
+    """Does what the trainer's `packed_attention` does on a GPU."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return packed_attention(*args, flash=True, **how)
+
+
+def register_attention() -> None:
+    """Make `attention` known to transformers as `ATTENTION`, `planned_packed_attention` as
+    `PACKED_ATTENTION`. Models that ask for one make no masks.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, planned_packed_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)

@@ -1,24 +1,87 @@
 """`load`: a YAML file and dotlist overrides become a checked `Recipe`, or one line that says what
-to change.
+to change: keys, their types in a user's words, and a value that each takes.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
+import types
+import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from recipes.errors import RecipeError, one_line
-from recipes.recipe import FieldError, Recipe, schema
-from recipes.recipe.rules import shown
+from recipes.recipe.recipe import Recipe
+from recipes.recipe.rules import FieldError, default_of, shown
+
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+    list[int]: "a list of integers, as [2, 3]",
+    Any: "auto, or a list of words, as [params, optim]",
+    list[str]: "a list of words, as [params, optim]",
+}
+_GOOD = {
+    "steps": "steps=3",
+    "task.name": "task.name=toy",
+    "model.config": "model.config.model_type=qwen3",
+    "engine.options": "engine.options.attention_backend=triton",
+}
+
+
+@cache
+def section_fields(cls: type) -> dict[str, Any]:
+    """Name -> type of a section's fields."""
+    return typing.get_type_hints(cls)
+
+
+@cache
+def leaves() -> dict[str, Any]:
+    """Full key -> its type, of every key that takes a value, in order."""
+    return dict(_keys(Recipe, ""))
+
+
+def _keys(cls: type, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, hint in section_fields(cls).items():
+        key = f"{prefix}{name}"
+        section = dataclasses.is_dataclass(hint) and isinstance(hint, type)
+        found += _keys(hint, f"{key}.") if section else [(key, hint)]
+    return found
+
+
+def in_words(key: str) -> str:
+    """Says what a key takes."""
+    hint = leaves().get(key)
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
+    return " or ".join(_WORDS.get(part, "a section of keys") for part in parts)
+
+
+def remedy_of(key: str) -> str:
+    """`set key=value`, with the default where there is one."""
+    if key not in leaves():
+        return f"set {key}.KEY=VALUE"
+    return f"set {_GOOD.get(key) or f'{key}={shown(_default(key))}'}"
+
+
+def _default(key: str) -> Any:
+    hint: Any = Recipe
+    for part in key.split("."):
+        owner, name = hint, part
+        hint = section_fields(owner)[part]
+    default = default_of(owner, name)
+    assert default is not MISSING, f"{key} has no default; name a value in _GOOD"
+    return default
+
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -109,7 +172,7 @@ def _merge(base: Any, layer: DictConfig, source: str) -> Any:
 
 def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
     """Every key is a field of `cls`, every section a mapping."""
-    known = schema.section_fields(cls)
+    known = section_fields(cls)
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in known:
@@ -117,7 +180,7 @@ def _check_keys(values: Any, cls: type, prefix: str, source: str) -> None:
             raise RecipeError(f"{source}: {shown(full)}: unknown key; {remedy}")
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, Mapping):
-                names = ", ".join(schema.section_fields(known[key]))
+                names = ", ".join(section_fields(known[key]))
                 rule = f"must be a section; set {full}.KEY, KEY one of {names}"
                 raise RecipeError(f"{source}: {full}={shown(value)}: {rule}")
             _check_keys(value, known[key], f"{full}.", source)
@@ -144,11 +207,9 @@ def _typed(merged: DictConfig, source: str) -> Any:
         values = OmegaConf.to_container(typed, resolve=True)
     except OmegaConfBaseException as error:
         key = (error.full_key or "?").partition("[")[0]  # of a list: the whole list
-        while key not in schema.leaves() and "." in key:  # of a free mapping: the whole mapping
+        while key not in leaves() and "." in key:  # of a free mapping: the whole mapping
             key = key.rpartition(".")[0]
-        text = (
-            f"{key}={_written(merged, key)}: must be {schema.in_words(key)}; {schema.remedy(key)}"
-        )
+        text = f"{key}={_written(merged, key)}: must be {in_words(key)}; {remedy_of(key)}"
         raise RecipeError(f"{source}: {text}") from None
     except (RecursionError, OverflowError) as error:
         raise RecipeError(
@@ -156,7 +217,7 @@ def _typed(merged: DictConfig, source: str) -> Any:
         ) from None
     if missing:
         raise RecipeError(
-            f"{source}: {missing[0]}: is required and has no value; {schema.remedy(missing[0])}"
+            f"{source}: {missing[0]}: is required and has no value; {remedy_of(missing[0])}"
         )
     return values
 
@@ -171,7 +232,7 @@ def _written(merged: DictConfig, key: str) -> str:
 
 def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
     """Builds the dataclasses from the inside out, giving a broken rule its full key."""
-    hints = schema.section_fields(cls)
+    hints = section_fields(cls)
     assert isinstance(values, Mapping)
     built = {
         key: _construct(hints[key], value, f"{prefix}{key}.", source)

@@ -1,7 +1,5 @@
 """Defines what is learnt, by which algorithm, and how the two sides take turns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,9 +33,7 @@ class GrpoSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PpoSection(Section):
-    """One step: `samples_per_prompt` answers to each of `prompts_per_step` prompts, advantages by a
-    critic (GAE), `epochs` passes.
-    """
+    """One step: answers to `prompts_per_step` prompts, advantages by a critic (GAE), updates."""
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 2
@@ -108,9 +104,7 @@ class TaskSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSection(Section):
-    """Greedy answers to held-out problems, before the first step, every `every` steps and after the
-    last.
-    """
+    """Greedy answers to held-out problems: at first, every `every` steps, and after the last."""
 
     every: int = 10  # 0: never
     problems: int = 64  # at most so many held-out problems

@@ -1,7 +1,5 @@
 """One whole recipe."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -161,9 +159,7 @@ class Recipe(Section):
 def switching(
     recipe: Recipe, keep: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
 ) -> Recipe:
-    """Returns the recipe with `cycle.keep`, `cycle.overlap` and `cycle.hand_over` decided. What
-    leaves beside work is never handed over.
-    """
+    """Returns the recipe with its switch decided; what leaves beside work is not handed over."""
     way = "always" if hand_over and not overlap else "never"
     decided = replace(recipe.cycle, keep=list(keep), overlap=list(overlap), hand_over=way)
     return replace(recipe, cycle=decided)

@@ -1,7 +1,5 @@
 """Rules of a section's keys, as rows of a table, and the error of a field that breaks one."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,9 +8,7 @@ from typing import Any, NamedTuple
 
 
 class FieldError(ValueError):
-    """A field that breaks its rule; `recipes.recipe.loading` puts the file and the full key in
-    front of it.
-    """
+    """A field that breaks its rule; `load` puts the file and the full key in front of it."""
 
     def __init__(self, name: str, value: object, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy

@@ -1,7 +1,5 @@
 """The two sides: which model, how it generates, how it learns."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -70,9 +68,7 @@ HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection(Section):
-    """A rollout engine: one of `kv_tokens` and `mem_fraction_static`, which a `Recipe` sets to 0.9
-    without either.
-    """
+    """A rollout engine. Of `kv_tokens` and `mem_fraction_static` one is given, or neither."""
 
     kind: str = "native"  # or vllm, sglang: the package of that name generates
     kv_tokens: int | None = None
@@ -184,9 +180,7 @@ LORA_MODULES = (*_DENSE, "experts")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection(Section):
-    """Adapters instead of all parameters: base + alpha / rank * B A, merged while it is written to
-    the engine.
-    """
+    """Adapters alone are trained: base + alpha / rank * B A, merged while it is synced."""
 
     rank: int = 0  # 0: off, all parameters are trained
     alpha: float = 32.0

@@ -17,10 +17,9 @@ from tests.benchmarks import common
 from tests.benchmarks.common import GIB, Figure, Figures, Scale, figures
 from tests.helpers.trainer_bridge.states import one_rank
 from trainer_bridge import TrainerConfig
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import like_shard, local_shard
 from trainer_bridge.training import Runtime
-from trainer_bridge.training.shards import like_shard
-from trainer_bridge.training.streamed import StreamedAdamW
+from trainer_bridge.training.optimizer import StreamedAdamW
 
 ROWS = ("master", "exp_avg", "exp_avg_sq")
 REPEATS, WARMUP = 5, 2

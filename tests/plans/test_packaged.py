@@ -10,7 +10,7 @@ import pytest
 
 import recipes
 from recipes.planner.command import plan_of
-from recipes.planner.gpus import GIB
+from recipes.planner.sizes import GIB
 
 PACKAGE = Path(recipes.__file__).parent
 PACKAGED = sorted(PACKAGE.glob("*.yaml"))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.planner.command import plan_beside, plan_of
-from recipes.planner.gpus import GIB, Gpu
 from recipes.planner.plan import Plan, StagePlan, Switch
+from recipes.planner.sizes import GIB, Gpu
 from recipes.planner.switch import decide, describe
 from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text

@@ -17,8 +17,7 @@ from kvcache import layout
 from memsaver.common.rounding import round_up
 from recipes import run
 from recipes.recipe import Recipe
-from recipes.recipe.loading import PACKAGE, load, recipe_text
-from recipes.recipe.schema import leaves
+from recipes.recipe.loading import PACKAGE, leaves, load, recipe_text
 from recipes.recipe.sides import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare

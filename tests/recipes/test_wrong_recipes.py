@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.cli import main
-from recipes.recipe import Recipe, schema
+from recipes.recipe import Recipe, loading
 from recipes.recipe.loading import load
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
@@ -31,7 +31,7 @@ from tests.helpers.recipes.wrong import (
     wrong,
 )
 
-KEYS = schema.leaves()
+KEYS = loading.leaves()
 WRONG_TYPE = {
     int: "abc",
     float: "fast",
@@ -137,7 +137,7 @@ def test_every_key_has_its_range_or_none() -> None:
     named = [*OUT_OF_RANGE, *WITHOUT_RANGE, *(key for each in RANGES for key in each.keys.split())]
     assert sorted(named) == sorted(KEYS)
     for key in KEYS:
-        assert schema.remedy(key).startswith(f"set {key}")
+        assert loading.remedy_of(key).startswith(f"set {key}")
 
 
 @pytest.mark.parametrize("each", RANGES, ids=lambda each: each.rule)
@@ -174,7 +174,7 @@ def test_a_wrong_type(hint: object) -> None:
     )
     value = WRONG_TYPE.get(kinds[0], "word")
     shown = "{'a': 1}" if value == "{a: 1}" else value
-    case = Wrong([f"{key}={value}"], [f"{key}={shown}: must be {schema.in_words(key)}; set {key}"])
+    case = Wrong([f"{key}={value}"], [f"{key}={shown}: must be {loading.in_words(key)}; set {key}"])
     check_remedies(case, refused(case))
 
 
@@ -197,7 +197,7 @@ def test_a_contradiction(case: Wrong, folder: Path, model_dir: Path) -> None:
 def test_a_section_without_effect(section: str, other: str) -> None:
     for key in KEYS:
         if key.startswith(f"{section}."):
-            setting = schema.remedy(key).removeprefix("set ")
+            setting = loading.remedy_of(key).removeprefix("set ")
             refused(Wrong([other, setting], [f"{setting}: has no effect with {other}"]))
 
 

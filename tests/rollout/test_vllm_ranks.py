@@ -24,7 +24,7 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from tests.helpers.trainer_bridge.others import STAND_IN
 from trainer_bridge import Trainer, TrainerConfig
-from trainer_bridge.sync.shard_dims import aligned_dims
+from trainer_bridge.sync.shards import aligned_dims
 
 ASKED = SamplingParams(max_tokens=1)
 

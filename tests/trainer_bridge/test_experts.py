@@ -20,10 +20,8 @@ from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
 from trainer_bridge import SequenceBatch
-from trainer_bridge.training.balance import LoadBalance
 from trainer_bridge.training.batch import lay_out
-from trainer_bridge.training.experts import NAME
-from trainer_bridge.training.replay import expert_routers
+from trainer_bridge.training.experts import NAME, LoadBalance, expert_routers
 
 COEFFICIENT = 0.5
 MIXTURES: dict[str, dict[str, Any]] = {

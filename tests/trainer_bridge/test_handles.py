@@ -8,7 +8,7 @@ import pytest
 
 from rollout import Engine, Rollout
 from trainer_bridge import Trainer
-from trainer_bridge.protocols import TrainerSide
+from trainer_bridge.cycle import TrainerSide
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 
 SIDES = [(Rollout, RemoteRollout, Engine), (TrainerSide, RemoteTrainer, Trainer)]

@@ -16,7 +16,7 @@ from trainer_bridge import Cycle, LoraConfig, Trainer, open_inprocess
 from trainer_bridge.config import CriticConfig
 from trainer_bridge.remote.actor import TrainerActor
 from trainer_bridge.tags import TRAINER_TAGS
-from trainer_bridge.training.host_room import parked_bytes
+from trainer_bridge.training.offload import parked_bytes
 
 CASES: dict[str, dict[str, Any]] = {
     "masters": {"param_dtype": "bfloat16"},

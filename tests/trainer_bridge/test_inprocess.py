@@ -34,8 +34,8 @@ from tests.helpers.trainer_bridge.layouts import (
 )
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
-from trainer_bridge.sync.layout import byte_offsets
-from trainer_bridge.training.memory import side_by_side
+from trainer_bridge.sync.page_share import byte_offsets
+from trainer_bridge.training.runtime import side_by_side
 
 ENGINE = {"kv_tokens": 512, "page_size": 16}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]

@@ -19,7 +19,7 @@ from memsaver.common.warm_up import WarmUp
 from tests.helpers.compiler import compile_alone
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
-from trainer_bridge.training.kernels import to_compile
+from trainer_bridge.training.runtime import to_compile
 
 CPU = torch.device("cpu")
 # Triton asks a driver for the GPU, and a hook whether to compile: it is told no, and nothing is
@@ -33,7 +33,7 @@ from memsaver.common.digest import Digest
 from trainer_bridge import TrainerConfig
 from trainer_bridge.ops.token_scores import token_scores
 from trainer_bridge.sync.cast_copy import CastCopy, Placement
-from trainer_bridge.training.kernels import to_compile
+from trainer_bridge.training.runtime import to_compile
 
 stub = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
 stub.get_current_target = lambda: GPUTarget("cuda", 90, 32)

@@ -29,8 +29,7 @@ from tests.helpers.trainer_bridge.layouts import (
     piece,
 )
 from trainer_bridge.sync.plan import Plan, Planner, SourceShard, Target
-from trainer_bridge.sync.shard_dims import aligned_dims
-from trainer_bridge.sync.shards import fsdp_shards, local_box
+from trainer_bridge.sync.shards import aligned_dims, fsdp_shards, local_box
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -26,10 +26,10 @@ from tests.helpers.trainer_bridge.models import (
 )
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, one_rank
 from trainer_bridge import CriticConfig, Cycle, Trainer, TrainerConfig, open_inprocess
-from trainer_bridge.sync.shards import local_shard
-from trainer_bridge.training import Runtime, streamed
-from trainer_bridge.training.shards import like_shard
-from trainer_bridge.training.streamed import StreamedAdamW
+from trainer_bridge.sync.shards import like_shard, local_shard
+from trainer_bridge.training import Runtime
+from trainer_bridge.training import optimizer as optimizers
+from trainer_bridge.training.optimizer import StreamedAdamW
 
 Make = Callable[..., Trainer]
 ADAM: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1, "learning_rate": 1e-2}
@@ -71,7 +71,7 @@ def test_updates_and_checkpoints_are_those_of_masters_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clipped, decaying to 0, in micro batches; each goes on from the other's checkpoint."""
-    monkeypatch.setattr(streamed, "CHUNK", chunk)
+    monkeypatch.setattr(optimizers, "CHUNK", chunk)
     path = write_model(tmp_path / "model", **ODD)
     settings = ADAM | {"param_dtype": param_dtype, "decay_steps": 4, "max_grad_norm": 0.3}
     plain = make_trainer(path, device=device, **settings)
@@ -158,7 +158,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_tra
 def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(streamed, "CHUNK", 1024)
+    monkeypatch.setattr(optimizers, "CHUNK", 1024)
     trainer, batch = make_trainer(model_path, **OFFLOAD), make_batch(3)
     trainer.update_actor(batch)
     trainer.save_checkpoint(str(tmp_path / "step"))

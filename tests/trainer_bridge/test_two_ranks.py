@@ -43,9 +43,8 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.training import initial
-from trainer_bridge.training.shards import shard_box
 
 UNEVEN = {
     "vocab_size": 97,

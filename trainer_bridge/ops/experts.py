@@ -28,9 +28,7 @@ class Pairs(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, experts: int) -> Pairs:
-    """Sorts pairs by expert, tokens in their order. ids: int64 [T, k], below `experts`. It launches
-    work only, and never waits.
-    """
+    """Sorts pairs by expert, tokens in order, without waiting. ids: int64 [T, k] < `experts`."""
     ordered, number = ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -56,9 +54,7 @@ def combine(y: Tensor, weights: Tensor, pairs: Pairs, impl: Impl = "auto") -> Te
 
 
 def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """Returns silu(gate) * up, [S, I], both factors rounded. gate_up: contiguous [S, 2I], gate
-    first.
-    """
+    """Returns silu(gate) * up, [S, I], factors rounded. gate_up: contiguous [S, 2I], gate first."""
     out: Tensor = _SiluGate.apply(gate_up, impl)
     return out
 
@@ -130,9 +126,7 @@ def _(y: Tensor, place: Tensor, *_: Any) -> Tensor:
 def pair_gradients(
     grad: Tensor, y: Tensor, weights: Tensor, number: Tensor, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y and of weights, of their shapes and dtypes, from that of
-    `combine`, [T, H].
-    """
+    """Returns the gradients of y and weights, like these, from that of `combine`, [T, H]."""
     if use_triton(impl, y.device):  # type: ignore[arg-type]
         from trainer_bridge.ops.experts_triton import pair_gradients_triton
 

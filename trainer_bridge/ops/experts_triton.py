@@ -1,6 +1,4 @@
-"""Kernels around the products of experts in training, in Triton: each reads and writes a row
-once.
-"""
+"""Triton kernels around the products of experts in training: each row is read and written once."""
 
 import torch
 import triton

@@ -1,6 +1,4 @@
-"""Reductions over a slice of the vocabulary, and its gradient, in Triton: each reads the logits
-once.
-"""
+"""Triton reductions over a slice of the vocabulary, and its gradient; logits are read once."""
 
 import torch
 import triton
@@ -23,12 +21,7 @@ def reduce_logits_triton(logits: Tensor, target: Tensor, start: int, temperature
 
 
 def logits_to_gradient_triton(
-    logits: Tensor,
-    target: Tensor,
-    norm: Tensor,
-    grad: Tensor,
-    start: int,
-    temperature: float,
+    logits: Tensor, target: Tensor, norm: Tensor, grad: Tensor, start: int, temperature: float
 ) -> None:
     """Same contract as `logits_to_gradient`."""
     rows, words = logits.shape

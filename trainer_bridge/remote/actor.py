@@ -25,7 +25,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
 from trainer_bridge.sync.consensus import group_consensus
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training.host_room import reserve_parked
+from trainer_bridge.training.offload import reserve_parked
 
 
 class TrainerActor(ActorBase):

@@ -1,7 +1,4 @@
-"""Blocking handles on Ray actors, one or several that are called alike.
-
-ray is imported when first needed.
-"""
+"""Blocking handles on Ray actors that are called alike; ray is imported when first needed."""
 
 import functools
 import time
@@ -81,19 +78,14 @@ class RemoteGroup:
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Calls each rank with arguments of its own; a rank with None is not called, and its answer
-        is None.
-        """
+        """Calls each rank with its own arguments; None is not called, and its answer is None."""
         pairs = zip(self.ranks, args, strict=True)
         return self._gather(
             method, [None if mine is None else rank.start(method, *mine) for rank, mine in pairs]
         )
 
     def call_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method whose answer is different on every rank.
-
-        Raises a ValueError where there are several: ask one of `each()`.
-        """
+        """Calls a method of one rank; a ValueError where there are several: ask one of `each()`."""
         if len(self.ranks) > 1:
             raise ValueError(f"{method}() is of one rank, these are {self.name}; ask one of each()")
         return self.call(method, *args, **kwargs)

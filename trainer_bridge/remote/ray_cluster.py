@@ -24,9 +24,7 @@ Place = dict[str, Any]
 
 @contextlib.contextmanager
 def connected(address: str | None, devices: int) -> Iterator[None]:
-    """Connects to a Ray cluster for the block; what was there before stays. devices: that one of
-    our own must have room for.
-    """
+    """Connects to a Ray cluster for the block, or starts one for `devices`, and ends that."""
     import ray
 
     if ray.is_initialized():

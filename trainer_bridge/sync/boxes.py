@@ -73,9 +73,7 @@ def difference(a: Ints, b: Ints) -> Ints:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns first element and length of part `index` of `size` elements, as by `torch.chunk`: the
-    last may be empty.
-    """
+    """Returns first element and length of part `index`, as by `torch.chunk`: may be empty."""
     each = -(-size // parts)
     first = min(size, index * each)
     return first, min(size, first + each) - first

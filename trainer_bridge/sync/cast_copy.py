@@ -1,6 +1,4 @@
-"""Cast tensors, write them where they belong, and digest the bits written: one pass over memory on
-a GPU.
-"""
+"""Cast tensors, write them in their places, digest the bits written: one pass over GPU memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,9 +58,7 @@ class Placement:
 
 
 def placements(copy: Copy, source: Tensor) -> list[Placement]:
-    """Returns a copy of the plan as rows of adjacent elements. source: the contiguous tensor that
-    `copy.start` counts in.
-    """
+    """Returns a copy as rows of adjacent elements. source: contiguous; `copy.start` is in it."""
     strides, dtype = row_major(tuple(source.shape)), torch_dtype(copy.dtype)
     flat, first = source.detach().view(-1), dot(copy.start, strides)
     return [
@@ -90,9 +86,7 @@ class CastCopy:
     """
 
     def __init__(self, placements: Sequence[Placement], impl: Impl = "auto") -> None:
-        """A ValueError names a source that is too short or not contiguous, a wrong offset, pitch or
-        dtype.
-        """
+        """A ValueError names a wrong source, offset, pitch or dtype."""
         for each in placements:
             _check(each)
         self._placements = tuple(placements)
@@ -138,9 +132,7 @@ class CastCopy:
         self._value = total % (1 << 64)
 
     def result(self) -> int:
-        """Waits for the last `start`; returns the digest of the cast values, computed from the
-        source side: what the target should now hold.
-        """
+        """Waits for the last `start`; returns the digest of the cast values, from the sources."""
         if self._launched:
             assert self._table is not None
             return self._table.digest()
@@ -201,9 +193,7 @@ def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns ranges of placements, each of at most PART_BYTES or of one placement; one of them
-    starts at half of all.
-    """
+    """Returns ranges of placements, of at most PART_BYTES or one; one starts at half of all."""
     parts, first, nbytes = [], 0, 0
     for i, size in enumerate(sizes):
         if i > first and (i == len(sizes) // 2 or nbytes + size > PART_BYTES):

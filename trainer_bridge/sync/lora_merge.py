@@ -1,6 +1,4 @@
-"""Weights that the trainer does not hold as such: made of its shards while they are written, in
-bounded memory.
-"""
+"""Weights made of the trainer's shards while they are written, in bounded memory."""
 
 import contextlib
 import math
@@ -31,9 +29,7 @@ class LowRank:
     scale: float
 
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
-        """Writes rows (of a stack: matrices) `first` to `last` (excluded) of the merged base into
-        `out`, fp32 [last - first, ...].
-        """
+        """Writes rows (of a stack: matrices) `first` to `last` of the merge to `out`, fp32."""
         out.copy_(base[first:last])
         b = self.b[first:last].float()
         with _full_precision(out.device):
@@ -70,9 +66,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """Rows (of a stack: matrices) `first` to `last` of a shard, and the tables that write them from
-    the scratch.
-    """
+    """Rows (of a stack: matrices) `first` to `last` of a shard, written from the scratch."""
 
     name: str
     first: int
@@ -112,9 +106,7 @@ class DerivedCopies:
                     self._pieces.append(piece)
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
-        """Starts the copies on the current stream, which orders the pieces: each uses the scratch
-        after the one before.
-        """
+        """Starts the copies on the current stream, each in the scratch after the one before."""
         for piece in self._pieces:
             base = self._sources[piece.name]
             derived[piece.name].rows(
@@ -157,9 +149,7 @@ class DerivedCopies:
 
 
 def _rows_of(copy: Copy, first: int, last: int) -> Copy | None:
-    """Returns what a copy takes of rows `first` to `last` of its shard, counted from `first`; None:
-    nothing.
-    """
+    """Returns what a copy takes of rows `first` to `last`, counted from `first`; None: nothing."""
     begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)
     if begin >= end:
         return None

@@ -19,18 +19,14 @@ from memsaver.common.strided import row_major
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.boxes import Box, Ints, dot, itemsize
-from trainer_bridge.sync.plan_checks import byte_problems, name_problems
+from trainer_bridge.sync.plan_checks import byte_problems, name_problems, spelled
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.spelled import spelled
 from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Weights to be written.
-
-    place: the device of their pages, named as the trainer's ranks name theirs.
-    """
+    """Weights to be written. place: of their device, named as trainer ranks name theirs."""
 
     manifest: Manifest
     place: str
@@ -129,10 +125,7 @@ class Planner:
     """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets."""
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
-        """places: the device of every rank, by rank.
-
-        A shard may be given twice: ranks can just join their lists.
-        """
+        """places: the device of every rank. A shard may be given twice: ranks just join lists."""
         self._sources = Sources(shards, places)
         self._plans: dict[object, Plan] = {}
 
@@ -205,9 +198,7 @@ class _Planning:
         )
 
     def _named_slices(self, manifest: Manifest) -> list[tuple[str, ParamSlice]]:
-        """Returns (the trainer's name, slice) of what is to be written; notes names and bytes that
-        do not fit.
-        """
+        """Returns (the trainer's name, slice) of what is written; notes what does not fit."""
         stored = manifest.aliases
         wanted = None if self._names is None else {stored.get(name, name) for name in self._names}
         sources: dict[str, list[str]] = defaultdict(list)

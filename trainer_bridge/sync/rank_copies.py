@@ -1,6 +1,4 @@
-"""Writes one rank's part of a plan: for each target a table of copies, made once, run with every
-sync.
-"""
+"""Writes one rank's part of a plan: a table of copies for each target, made once."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +17,7 @@ from trainer_bridge.sync.shards import SourceShard
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Describes what one rank wrote into one target.
-
-    link_bytes: of nbytes, into another device. digest: modulo 2**64.
-    """
+    """Tells what a rank wrote into a target; link_bytes: to another device. digest: mod 2**64."""
 
     nbytes: int
     link_bytes: int

@@ -1,9 +1,11 @@
 """Tells which box of a parameter every rank of the trainer holds: FSDP2, HSDP, tensor parallel, and
-mixtures of them.
+mixtures of them; and along which dimension ranks hold what engines beside them need.
 """
 
+import copy
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from rollout.types import Manifest
 from trainer_bridge.sync.boxes import Box, Ints, chunk
 
 
@@ -32,9 +35,7 @@ class SourceShard:
 
 
 def local_shard(param: Tensor) -> Tensor:
-    """Returns this rank's rows of a sharded parameter (or moment), without gradient; writing to it
-    writes the shard.
-    """
+    """Returns this rank's part of a sharded tensor, without gradient; writes reach the shard."""
     assert isinstance(param, DTensor)
     local = param.detach()
     assert isinstance(local, DTensor)
@@ -101,9 +102,7 @@ def _shards(
 
 
 class _Split(NamedTuple):
-    """A mesh dimension shares dimension `dim` of a tensor, after others further right have made
-    `parts` of it.
-    """
+    """A mesh dimension shares dimension `dim`, after others further right made `parts` of it."""
 
     dim: int
     parts: int
@@ -155,9 +154,7 @@ def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[i
 
 
 def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints) -> int:
-    """Returns where to insert: behind as many mesh dimensions as make `split.parts` parts, a plain
-    shard before all.
-    """
+    """Returns where to insert: behind dimensions that make `split.parts` parts."""
     made = 1
     for position, (mesh_dim, dim) in enumerate(order):
         if made == split.parts:
@@ -170,3 +167,74 @@ def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints)
         f"mesh dimension further right makes {split.parts} parts of dimension {split.dim}, so a "
         "rank's tensor is no box"
     )
+
+
+def like_shard(local: Tensor, param: Tensor) -> DTensor:
+    """Returns `local` as this rank's shard of a tensor sharded like `param`."""
+    assert isinstance(param, DTensor)
+    mesh, places = param.device_mesh, param.placements
+    return DTensor.from_local(
+        local, mesh, places, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def host_shard(local: Tensor, param: Tensor) -> DTensor:
+    """Returns `local`, on the host and of any dtype, as this rank's shard of a tensor sharded like
+    `param`. `from_local` would move it to the mesh's device.
+    """
+    assert isinstance(param, DTensor)
+    spec = copy.copy(param._spec)
+    assert spec.tensor_meta is not None
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def shard_box(param: Tensor) -> Box:
+    """Returns (start, shape) of this rank's shard in the whole parameter."""
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    at = mesh.get_coordinate()
+    assert at is not None
+    return local_box(param.shape, param.placements, mesh.mesh.shape, at)
+
+
+def aligned_dims(manifests: Sequence[Manifest]) -> dict[str, int]:
+    """Returns the dimension by which to shard parameters over as many ranks as there are manifests,
+    where it is not 0.
+
+    manifests: what the engine beside rank 0, 1, ... holds. Chosen is what leaves the fewest
+    elements to move: rows that go by heads stay with dimension 0, columns (o_proj, down_proj) get
+    1, down_proj of experts 2. FSDP2 shares no other dimension than 0 unevenly. Names are the
+    manifests' own, tied ones are under the stored name. Those left out lie best by dimension 0, or
+    equally well: what all engines hold, gate and up rows of experts in one tensor.
+    """
+    shapes: dict[str, Ints] = {}
+    slices: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, manifest in enumerate(manifests):
+        for piece in manifest.slices:
+            shapes[piece.name] = piece.global_shape
+            slices[piece.name].append((rank, Box(piece.start, piece.shape)))
+    best: dict[tuple[Ints, tuple[tuple[int, Box], ...]], int] = {}  # layers repeat each other
+    dims: dict[str, int] = {}
+    for name, shape in shapes.items():
+        kind = (shape, tuple(slices[name]))
+        if kind not in best:
+            best[kind] = _best(shape, kind[1], len(manifests))
+        if best[kind]:
+            dims[name] = best[kind]
+    return dims
+
+
+def _best(shape: Ints, slices: Sequence[tuple[int, Box]], world: int) -> int:
+    candidates = [dim for dim in range(len(shape)) if dim == 0 or shape[dim] % world == 0]
+    return max(
+        candidates, key=lambda dim: sum(_held(shape, dim, world, rank, box) for rank, box in slices)
+    )
+
+
+def _held(shape: Ints, dim: int, world: int, rank: int, box: Box) -> int:
+    """Counts elements of `box` that `rank` holds when dimension `dim` is shared by the world."""
+    first, size = chunk(shape[dim], world, rank)
+    start = (*(0 for _ in shape[:dim]), first, *(0 for _ in shape[dim + 1 :]))
+    common = box.intersect(Box(start, (*shape[:dim], size, *shape[dim + 1 :])))
+    return common.volume if common else 0

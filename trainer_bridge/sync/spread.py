@@ -112,10 +112,7 @@ class Sources:
     """Collects what all ranks of a trainer hold, by the trainer's names. key: a hash of it all."""
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
-        """places: device of each rank.
-
-        The same shard may be given twice. A ValueError names a rank without a place.
-        """
+        """places: device of each rank; a ValueError names one without. Shards may come twice."""
         parts: dict[str, set[_Held]] = defaultdict(set)
         for shard in shards:
             parts[shard.name].add(_Held(shard.global_shape, shard.start, shard.shape, shard.rank))

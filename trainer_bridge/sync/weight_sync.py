@@ -144,9 +144,7 @@ class WeightSync:
         self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
 
     def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
-        """Every rank makes its own: they are the same, and too large to be exchanged. Returns what
-        it cannot map.
-        """
+        """Makes the plan, the same on all ranks; returns what this one cannot map."""
         shards = chain.from_iterable(rank.shards for rank in said)
         layouts = chain.from_iterable(rank.layouts for rank in said)
         self._planned = [Target(manifest=each.manifest, place=each.place) for each in layouts]
@@ -155,9 +153,7 @@ class WeightSync:
         return obstacles(place, self.plan)
 
     def holds(self) -> bool:
-        """Tells whether all targets serve what the last sync wrote: some parameters can be written
-        over it. All ranks ask.
-        """
+        """Tells whether all targets serve what the last sync wrote. All ranks ask."""
         said = self._consensus.agree(
             "ask", lambda: {self._version, *(t.served_version() for t in self._targets)}
         )
@@ -215,9 +211,7 @@ class WeightSync:
         )
 
     def close(self) -> None:
-        """Unmap the targets' pages, which stay mapped from sync to sync until their engines move
-        them.
-        """
+        """Unmap the targets' pages, which stay mapped from sync to sync."""
         self._kept.close()
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:

@@ -1,6 +1,4 @@
-"""A trainer's adapters as others need them: factors for the sync, a PEFT directory, and which base
-they are for.
-"""
+"""A trainer's adapters as others need them: factors for the sync, a PEFT directory, their base."""
 
 import json
 import math
@@ -17,10 +15,9 @@ from memsaver.common.files import replace_text
 from memsaver.common.plain import all_gather_plain
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.lora_merge import LowRank
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.lora import EXPERTS, STACKS, Adapter, adapted_params, base_params
-from trainer_bridge.training.shards import shard_box
 
 _MASK64 = (1 << 64) - 1
 
@@ -37,17 +34,11 @@ class Adapters:
         self.names = tuple(self._adapted)
 
     def factors(self) -> dict[str, LowRank]:
-        """Returns the factors by parameter, for this rank's shard of it.
-
-        They are no copies where ranks need not gather; read them at once.
-        """
+        """Returns factors by parameter, for this rank's shard; perhaps no copies: read at once."""
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint's adapters must agree with, plain data.
-
-        base: of all frozen parameters, in hexadecimal.
-        """
+        """Returns what a checkpoint must agree with, plain data. base: a digest in hexadecimal."""
         return {
             "rank": self._config.rank,
             "alpha": self._config.alpha,
@@ -131,9 +122,7 @@ def _factors(adapter: Adapter) -> LowRank:
 
 
 def _peft_path(name: str) -> str:
-    """Returns where PEFT has the adapters of a parameter: it wraps a module once for each of its
-    parameters, the first one innermost.
-    """
+    """Returns where PEFT has the adapters of a parameter: it wraps a module once for each."""
     path, _, last = name.rpartition(".")
     return path if last != STACKS[0] else f"{path}.base_layer"
 
@@ -147,9 +136,7 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def _part(param: Tensor, first: int) -> Part:
-    """Returns this rank's shard with the numbers of its elements; `first` is that of the
-    parameter's first one.
-    """
+    """Returns this rank's shard, numbered; `first` is the number of the parameter's first one."""
     start, _ = shard_box(param)
     local, first = local_shard(param), first + start[0] * math.prod(param.shape[1:])
     if param.ndim == 1:

@@ -56,9 +56,7 @@ class MicroBatch:
         return found
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """Splits N numbers into one list a sequence: {number of the sequence in the batch: its
-        tokens' numbers}.
-        """
+        """Splits N numbers by sequence: {number of the sequence in the batch: its numbers}."""
         out, start = {}, 0
         for row, count in zip(self.rows, self.counts, strict=True):
             if row >= 0:
@@ -132,9 +130,7 @@ class SequenceBatch:
                     )
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
-        """Returns fp32 [N]: the field's numbers for the micro batch's response tokens; a sequence's
-        one number for each.
-        """
+        """Returns fp32 [N]: the field's number of each response token, or of its sequence."""
         entries = getattr(self, name)
         found: list[float] = []
         for row in micro.rows:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memsaver.common.files import replace_text, sync
 from memsaver.common.machine import exchange_names
 from trainer_bridge.errors import listed
-from trainer_bridge.training.checkpoint_files import misfits
+from trainer_bridge.training.initial import misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"
@@ -48,11 +48,7 @@ def state(
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Every rank calls it. `directory` must be on storage that all ranks see; what was there is
-    replaced.
-
-    values: anything JSON can hold.
-    """
+    """Every rank calls it; `directory`, which all see, is replaced. values: for JSON."""
     text = json.dumps(values)  # refuses before anything is written
     with whole_directory(directory) as partial:
         writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
@@ -123,9 +119,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _complete(directory: str) -> str:
-    """Returns where its checkpoint is: a save that was killed may have left it under another name
-    (`_replace`).
-    """
+    """Returns where the checkpoint is: a killed save may have renamed it (`_replace`)."""
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
         if os.path.isfile(os.path.join(place, _VALUES)):
             if os.path.exists(os.path.join(place, _PICKLED)):

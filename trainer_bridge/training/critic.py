@@ -1,7 +1,4 @@
-"""The critic: what an answer, as far as it goes, will still earn.
-
-The same decoder, with one output a token.
-"""
+"""The critic: what an answer, as far as it goes, will still earn. A decoder with one output."""
 
 from torch import Tensor
 

@@ -1,6 +1,7 @@
-"""Experts of transformers' mixtures as the trainer computes them, with or without adapters."""
+"""Experts of transformers' mixtures as the trainer computes, balances and replays them."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rollout.model import Routing, expert_routing
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.lora import STACKS, expert_layers, stack_name
-from trainer_bridge.training.replay import expert_routers
 
 NAME = "memsaver"
 """Transformers' name of `mix_experts`, once it is registered."""
@@ -43,9 +44,7 @@ def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Returns each row times its expert's matrix, adapted if it has adapters: [S, in] -> [S,
-    out].
-    """
+    """Returns each row times its expert's matrix, adapted or not: [S, in] -> [S, out]."""
     out = _grouped(rows, getattr(experts, name), ends)
     lora = getattr(experts, stack_name(name), None)
     if lora is None or not lora.adapted:
@@ -89,3 +88,92 @@ def _in_fp32(router: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
         return forward(x.float())
     finally:
         router._parameters["weight"] = weight  # type: ignore[assignment]
+
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""A router's logits [T, experts], weights and experts [T, top_k]."""
+
+
+@contextlib.contextmanager
+def replay(model: Any, routed: Tensor | None) -> Iterator[None]:
+    """Inside, tokens go to the experts `routed`, weighed by the model's own scores of these, so
+    that routers learn as ever. The backward pass belongs inside, too: it may compute layers again.
+
+    routed: integers [T, layers with experts, top_k], -1 where the model chooses itself; None: it
+    does so everywhere. ValueError: they are of another model.
+    """
+    with contextlib.ExitStack() as undo:
+        if routed is not None:
+            layers, top_k = expert_routers(model), getattr(model.config, "num_experts_per_tok", 0)
+            if routed.shape[1:] != (len(layers), top_k):
+                got, want = tuple(routed.shape[1:]), (len(layers), top_k)
+                raise ValueError(f"routed_experts are {got} a token, the model has {want}")
+            routing = expert_routing(model.config)
+            for layer, chosen in zip(layers, routed.unbind(1), strict=True):
+                hook = layer.register_forward_hook(partial(_follow, routing, chosen))
+                undo.callback(hook.remove)
+        yield
+
+
+def expert_routers(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that choose experts, layer by layer; a dense model has none."""
+    return [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
+
+
+def _follow(routing: Routing, chosen: Tensor, _module: Any, _inputs: Any, own: Routed) -> Routed:
+    logits, weights, ids = own
+    ids = torch.where(chosen < 0, ids, chosen.to(ids.dtype))
+    return logits, routing.weigh(logits, ids).to(weights.dtype), ids
+
+
+def routers(model: Any) -> list[nn.Module]:
+    """Returns the modules that choose experts, layer by layer; a dense model has none."""
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    if recorder is None:
+        return []
+    return [module for module in model.modules() if type(module) is recorder.target_class]
+
+
+class LoadBalance:
+    """Adds up what routers choose in a forward pass."""
+
+    def __init__(self, top_k: int, real: Tensor) -> None:
+        """real: bool [T], False for padding."""
+        self._top_k, self._weight = top_k, real.float().unsqueeze(1)
+        self._layers = 0
+        self._chosen = self._probability = torch.zeros((), device=real.device)
+
+    def add(self, logits: Tensor) -> None:
+        """logits: of one router, [T, experts]."""
+        scores = logits.float().softmax(-1)
+        with torch.no_grad():
+            ids = scores.topk(self._top_k, dim=-1).indices
+            chosen = torch.zeros_like(scores).scatter_(1, ids, self._weight.expand_as(ids))
+            self._chosen = self._chosen + chosen.sum(0)
+        self._probability = self._probability + (scores * self._weight).sum(0)
+        self._layers += 1
+
+    @property
+    def loss(self) -> Tensor:
+        """Returns what transformers' `load_balancing_loss_func` does, in fp32: experts * the sum
+        over experts of (share of the choices) * (mean probability), over tokens of all layers. It
+        is `top_k` where all experts are equal.
+        """
+        tokens = self._layers * self._weight.sum()
+        shares = self._chosen / tokens * (self._probability / tokens)
+        return len(self._chosen) * shares.sum()
+
+
+@contextlib.contextmanager
+def load_balance(model: Any, real: Tensor) -> Iterator[LoadBalance]:
+    """Inside, a forward pass adds what it routes. The backward pass belongs inside, too: it may
+    compute layers again, and has to meet the same operations.
+
+    real: bool [B, L], False for padding.
+    """
+    balance = LoadBalance(model.config.num_experts_per_tok, real.flatten())
+    with contextlib.ExitStack() as undo:
+        for router in routers(model):
+            hook = router.register_forward_hook(lambda _module, _args, out: balance.add(out[0]))
+            undo.callback(hook.remove)
+        yield balance

@@ -112,9 +112,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
 
 
 def target_names(model: nn.Module) -> set[str]:
-    """Returns what `target_modules` may name: the last parts of its linear layers' names, and
-    `EXPERTS` where it has stacked ones.
-    """
+    """Returns what `target_modules` may name: last parts of linear layers' names, `EXPERTS`."""
     names = {_last(path) for path in _linear_layers(model)}
     return names | ({EXPERTS} if expert_layers(model) else set())
 

@@ -1,7 +1,4 @@
-"""Log-probabilities of given tokens, and the losses of policy and critic.
-
-fp32, whatever the logits are.
-"""
+"""Log-probabilities of given tokens, and the losses of policy and critic, in fp32."""
 
 from dataclasses import dataclass
 
@@ -27,9 +24,7 @@ def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Sums over the tokens given; the caller divides by the number of tokens of the whole batch.
-    Scalars, fp32.
-    """
+    """Sums over the tokens given, fp32 scalars; the caller divides by the batch's tokens."""
 
     loss: Tensor
     clipped: Tensor

@@ -25,14 +25,13 @@ from memsaver.common.hash import hash_text
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.layout import byte_offsets
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.page_share import byte_offsets
+from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
-from trainer_bridge.training.checkpoint_files import CheckpointFiles, check_directory
 from trainer_bridge.training.experts import NAME as EXPERTS
 from trainer_bridge.training.experts import check_widths, register_experts, route_in_fp32
 from trainer_bridge.training.head import score_in_head
-from trainer_bridge.training.initial import stored_buffers
+from trainer_bridge.training.initial import CheckpointFiles, check_directory, stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_params,
@@ -41,10 +40,8 @@ from trainer_bridge.training.lora import (
     is_adapter,
     target_names,
 )
-from trainer_bridge.training.memory import side_by_side
 from trainer_bridge.training.packing import pack_if_possible
-from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.shards import like_shard, shard_box
+from trainer_bridge.training.runtime import Runtime, side_by_side
 
 Arrive = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
@@ -129,9 +126,7 @@ def check_layout(config: TrainerConfig, layout: Manifest) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop every unsharded parameter; the root module keeps its own after a forward without
-    backward.
-    """
+    """Drop every unsharded parameter; a root keeps its own after a forward alone."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -288,18 +283,14 @@ def _is_padded(param: Tensor) -> bool:
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
-    """Runs FSDP's lazy initialisation, which may move shards: inside the region, before anybody
-    uses an address.
-    """
+    """Runs FSDP's lazy initialisation in the region: it may move shards."""
     assert isinstance(model, FSDPModule)
     with _region(saver, tag):
         model._get_fsdp_state()._lazy_init()
 
 
 def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
-    """Does what the lazy initialisation would do with padded adapters, on their own tag: it finds
-    it done.
-    """
+    """Pads adapters on their own tag: FSDP's lazy initialisation finds it done."""
     with _region(saver, ADAPTERS):
         held = (group.fsdp_params for group in _groups(model))
         for param in chain.from_iterable(held):
@@ -315,9 +306,7 @@ def shards_in_order(model: nn.Module) -> list[Tensor]:
 
 
 def await_shards(model: nn.Module, arrive: Arrive) -> None:
-    """Has `arrive` called before each FSDP unit's forward, with what it gathers and the streams
-    that do (none on the CPU).
-    """
+    """Calls `arrive` before each unit's forward: what it gathers, and on which streams."""
     for group in _groups(model):
         for module in group.modules:
             hook = partial(_await, group, arrive)
@@ -339,9 +328,7 @@ def _shards(group: Any) -> list[Tensor]:
 
 
 def _keep_fp32_gradients(model: nn.Module) -> None:
-    """Has FSDP leave reduced gradients in fp32, in which the micro batches are added, too: it would
-    round each to the shards' dtype.
-    """
+    """Leaves reduced gradients, and the sums of micro batches, in fp32."""
     for group in _groups(model):
         group._orig_dtype = torch.float32
     for param in model.parameters():

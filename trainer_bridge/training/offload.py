@@ -1,23 +1,26 @@
-"""Tracks which of a trainer's tags have memory now, and when giving it back costs no copy."""
-
-from __future__ import annotations
+"""Tracks which of a trainer's tags have memory, and how much host memory they take when parked."""
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsaver import Arrival, MemorySaver
+from memsaver.common.rounding import round_up
 from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from rollout.partner import Partner, handing_over
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
+from trainer_bridge.training.model import meta_model
+from trainer_bridge.training.runtime import ALIGN
 
 # Seconds that memory which has just been given back is left to others: an engine that waits for
 # more looks every 20 ms, and what comes back early is only a gain where it does not. Then, seconds
@@ -196,9 +199,7 @@ class Parking:
     def _bring(
         self, saver: MemorySaver, begun: _Begun, tags: Sequence[str], needed: int, pause: float
     ) -> None:
-        """Resumes the tags where there is room; else looks again, until somebody waits for them and
-        it tries at last.
-        """
+        """Resumes the tags where there is room; else looks again, until somebody waits for them."""
         try:
             awaited, due = begun.awaited.wait(pause), all(each.done() for each in begun.behind)
             if due and (awaited or saver.free_bytes >= needed):
@@ -235,9 +236,44 @@ def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -
 
 
 def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
-    """Pins beforehand what copies of these tags take: that lasts seconds, in which a save would
-    hold the saver. The arena keeps it.
-    """
+    """Pins beforehand what copies of these tags take: a save would hold the saver for seconds."""
     held = saver.report(others=False).tags
     arena = saver.host_arena
     arena.give(arena.take(sum(held[tag].live_bytes for tag in tags)))
+
+
+def reserve_parked(config: TrainerConfig, ranks: int, saver: MemorySaver) -> None:
+    """Begin to obtain the host memory that one of `ranks` ranks parks `config.leaving` in, beside
+    what comes next. Nothing more where that was begun before.
+    """
+    if nbytes := parked_bytes(config, ranks):
+        saver.reserve_host(nbytes)
+
+
+def parked_bytes(config: TrainerConfig, ranks: int) -> int:
+    """Returns the host bytes that copies of `config.leaving` take on one of `ranks` ranks: all of
+    them, from the model's config.json alone. The critic is taken for as large as the policy.
+    """
+    if not config.leaving:
+        return 0
+    params = list(meta_model(config).parameters())
+    trained = [param for param in params if param.requires_grad]
+    own, computing = config.torch_dtype.itemsize, config.torch_param_dtype.itemsize
+    sizes = {
+        PARAMS: _held(params, ranks),
+        OPTIM: 0 if config.optimizer_offload else 2 * _held(trained, ranks),
+        CRITIC: _held(params, ranks, own),
+        CRITIC_OPTIM: 2 * _held(params, ranks, own),
+        REFERENCE: _held(params, ranks, computing),
+    }
+    return sum(sizes[tag] for tag in config.leaving)
+
+
+def _held(params: Iterable[nn.Parameter], ranks: int, itemsize: int | None = None) -> int:
+    """Bytes of a rank's rows, side by side. itemsize: of an element; None: as the model has it."""
+    total = 0
+    for param in params:
+        rows = -(-param.shape[0] // ranks)
+        elements = rows * param[0].numel()
+        total += round_up(elements * (itemsize or param.element_size()), ALIGN)
+    return total

@@ -1,22 +1,201 @@
-"""AdamW whose state is made at once, side by side on a tag, instead of tensor by tensor in the
-first step.
-"""
+"""AdamW whose state is made at once, side by side on a tag, or streamed from host memory."""
 
 import math
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memsaver import MemorySaver
+from memsaver.common.rounding import round_up
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
-from trainer_bridge.training.memory import side_by_side
-from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.shards import like_shard
-from trainer_bridge.training.streamed import StreamedAdamW
+from trainer_bridge.training.runtime import Runtime, side_by_side
+
+CHUNK = 32 << 20  # elements: copies this long run at the link's rate, and the ends cost little
+_SLOTS = 3  # chunks on the device: one comes, one is updated, one goes
+_ALIGN = 64  # elements: vectors of a kernel then end where they would in a whole tensor
+_ROWS = ("master", "exp_avg", "exp_avg_sq")
+
+
+class _Piece(NamedTuple):
+    """A part of a shard in a chunk: of which parameter, and where it lies in both."""
+
+    param: int
+    in_shard: slice
+    in_chunk: slice
+
+
+class StreamedAdamW(torch.optim.Optimizer):
+    """Updates fp32 masters on the host, and parameters that are the masters rounded.
+
+    Masters and both moments are 12 bytes a parameter of host memory, pinned for a GPU. A step
+    brings them to the device chunk by chunk, and back: while one chunk is updated the next comes
+    and the one before goes, so that both directions of the link are busy. `state[param]` has step,
+    master, exp_avg and exp_avg_sq, the last three as fp32 shards on the host, of the parameter's
+    shape. The numbers are those of torch's fused AdamW over the masters; gradients are fp32.
+
+    whole: False while a step writes, and for good where it was interrupted: what is there then is
+    of two steps, and only `publish`, after all of it was loaded anew, makes it whole.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        config: TrainerConfig,
+        runtime: Runtime,
+        chunk: int | None = None,
+    ) -> None:
+        """params: of any dtype, DTensors whose shards keep their addresses; their values are not
+        looked at. chunk: elements that pass at once, a multiple of 64.
+
+        Masters and moments are 0: fill the masters, then `publish`. A HostMemoryError says how much
+        host memory is missing.
+        """
+        defaults = {"lr": config.learning_rate, "betas": config.betas}
+        super().__init__(
+            params, defaults | {"eps": config.adam_eps, "weight_decay": config.weight_decay}
+        )
+        self.whole = True
+        self._params = list(params)
+        self._weights = [local_shard(param).view(-1) for param in params]
+        ends = accumulate((round_up(each.numel(), _ALIGN) for each in self._weights), initial=0)
+        *starts, end = ends
+        total = max(_ALIGN, end)  # a rank of many may have no element
+        self._chunk = min(chunk or CHUNK, total)
+        self._chunks = _cut([each.numel() for each in self._weights], starts, self._chunk)
+        state = runtime.host_memory(len(_ROWS) * total * torch.float32.itemsize)
+        self._host = state.view(torch.float32).view(len(_ROWS), total)
+        self._device = runtime.device
+        self._step = torch.zeros((), dtype=torch.float32, device=runtime.device)
+        for param, start in zip(params, starts, strict=True):
+            shape = local_shard(param).shape
+            rows = self._host[:, start : start + shape.numel()].unbind()
+            shards = (host_shard(row.view(shape), param) for row in rows)
+            self.state[param] = {"step": self._step, **dict(zip(_ROWS, shards, strict=True))}
+
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """Returns this rank's shards of the masters, on the host; writing to them writes them."""
+        return {param: local_shard(self.state[param]["master"]) for param in self._params}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Makes the parameters what the masters are, rounded."""
+        self._pass(self._round, inward=1, outward=0)
+        self.whole = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Makes one update; parameters without a gradient stay. Host memory has all of it then."""
+        (group,) = self.param_groups
+        grads = {
+            number: local_shard(param.grad).view(-1)
+            for number, param in enumerate(self._params)
+            if param.grad is not None
+        }
+        after = self._step + 1
+
+        def work(slot: Tensor, pieces: Sequence[_Piece]) -> None:
+            self._update(
+                group, after, grads, slot, [each for each in pieces if each.param in grads]
+            )
+
+        self._pass(work, inward=len(_ROWS), outward=len(_ROWS))
+        self._step.copy_(after)
+        self.whole = True
+
+    def _update(
+        self,
+        group: Mapping[str, Any],
+        step: Tensor,
+        grads: Mapping[int, Tensor],
+        slot: Tensor,
+        pieces: Sequence[_Piece],
+    ) -> None:
+        if not pieces:
+            return
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            _parts(slot[0], pieces),
+            [grads[each.param][each.in_shard] for each in pieces],
+            _parts(slot[1], pieces),
+            _parts(slot[2], pieces),
+            [],
+            [step] * len(pieces),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        self._round(slot, pieces)
+
+    def _round(self, slot: Tensor, pieces: Sequence[_Piece]) -> None:
+        if pieces:
+            weights = [self._weights[each.param][each.in_shard] for each in pieces]
+            torch._foreach_copy_(weights, _parts(slot[0], pieces))
+
+    def _pass(
+        self, work: Callable[[Tensor, Sequence[_Piece]], None], inward: int, outward: int
+    ) -> None:
+        """Has `work` called with every chunk, fp32 [3, chunk] on the device, and its pieces.
+
+        inward, outward: so many rows are copied to the device before it, and back after it. All is
+        over when it returns; `whole` is False from its first write on.
+        """
+        side: Any = getattr(torch, self._device.type)  # torch.cpu has streams that do nothing
+        here, coming, going = side.current_stream(), side.Stream(), side.Stream()
+        count = min(_SLOTS, len(self._chunks))
+        size = (count, len(_ROWS), self._chunk)
+        slots = torch.empty(size, dtype=torch.float32, device=self._device)
+        gone = [here.record_event()] * count  # the memory may be in use there until now
+        self.whole = False
+        try:
+            for number, pieces in enumerate(self._chunks):
+                place = number % count
+                host = self._host[:, number * self._chunk : (number + 1) * self._chunk]
+                slot = slots[place, :, : host.shape[1]]
+                coming.wait_event(gone[place])
+                with side.stream(coming):
+                    _copy(slot[:inward], host[:inward])
+                here.wait_event(coming.record_event())
+                work(slot, pieces)
+                going.wait_event(here.record_event())
+                with side.stream(going):
+                    _copy(host[:outward], slot[:outward])
+                gone[place] = going.record_event()
+        finally:
+            side.synchronize()  # before the slots are freed, and the host reads
+
+
+def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Piece]]:
+    """Returns the pieces of every chunk: tensors of these sizes begin at `starts`, in order."""
+    total = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
+    chunks: list[list[_Piece]] = [[] for _ in range(0, total, chunk)]
+    for param, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        at = 0
+        while at < size:
+            number, first = divmod(start + at, chunk)
+            length = min(size - at, chunk - first)
+            piece = _Piece(param, slice(at, at + length), slice(first, first + length))
+            chunks[number].append(piece)
+            at += length
+    return chunks
+
+
+def _parts(row: Tensor, pieces: Sequence[_Piece]) -> list[Tensor]:
+    return [row[each.in_chunk] for each in pieces]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copies row by row: each is contiguous, and one copy for the engine."""
+    for to, what in zip(target.unbind(), source.unbind(), strict=True):
+        to.copy_(what, non_blocking=True)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done: int) -> float:

@@ -1,6 +1,4 @@
-"""Attention over sequences that lie end to end in one row, each seeing itself alone; and which
-models may be given such rows.
-"""
+"""Attention over sequences end to end, each seeing itself alone, and models that may use it."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -59,9 +57,7 @@ def packed_attention(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """Fewer key heads are taken as they are, and values that are narrower than keys (latent
-    attention) padded.
-    """
+    """Takes fewer key heads as they are; narrower values (latent attention) are padded."""
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))

@@ -1,7 +1,14 @@
-"""Defines what a trainer runs on, and what it does there besides computing."""
+"""Defines what a trainer runs on, and what it does there besides computing: its memory, and the
+Triton kernels of its first step, compiled while its weights are read.
+"""
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -9,7 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from memsaver import MemorySaver
+from memsaver.common.rounding import round_up
+from memsaver.common.warm_up import Job
 from memsaver.vmm import empty_torch_cache, host_memory
+from trainer_bridge.config import TrainerConfig
 from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
 from trainer_bridge.training.packing import PACKED
 
@@ -67,9 +78,7 @@ class Runtime:
         randomise_weights(model, seed, drawn_as, into)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Returns uint8 [nbytes], all 0, on the host, pinned for a GPU. A HostMemoryError says how
-        much more it is than the process may take.
-        """
+        """Returns uint8 [nbytes], 0, pinned for a GPU; a HostMemoryError says what is missing."""
         remedy = "take more devices, or optimizer_offload=False,"
         return host_memory(nbytes, self.device, "the optimizer's state", remedy)
 
@@ -123,3 +132,66 @@ def _ensure_process_group(device: torch.device) -> bool:
         text = f"device {device} needs a process group with {backend}"
         raise ValueError(f"{text}, this process has {dist.get_backend()}")
     return False
+
+
+def to_compile(config: TrainerConfig, device: torch.device, served: bool) -> list[Job]:
+    """Returns what compiles them, in the order in which they are needed, without memory or a
+    launch; none where there is no GPU. served: a rollout serves the parameters where they lie, so
+    no sync copies them.
+    """
+    if device.type != "cuda":
+        return []
+    copied = [] if served else [config.torch_model_dtype]
+    return [
+        *(partial(_sync, config, source) for source in (*copied, None)),
+        *(partial(_scores, config, gradient) for gradient in (False, True)),
+    ]
+
+
+def _sync(config: TrainerConfig, source: torch.dtype | None) -> None:
+    """Whole vectors of shards, cast to what the model computes in, which rollouts serve; without a
+    source their digest, which an engine's process finds in Triton's cache on the disk.
+    """
+    from memsaver.common.cuts import Kind
+    from memsaver.common.segments_triton import compile_rows
+
+    compile_rows(Kind(source, config.torch_param_dtype, aligned=True))
+
+
+def _scores(config: TrainerConfig, gradient: bool) -> None:
+    from trainer_bridge.ops.token_scores_triton import compile_scores
+
+    fields = json.loads((Path(config.model_path) / "config.json").read_text())
+    compile_scores(config.torch_param_dtype, fields["vocab_size"], gradient)
+
+
+ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
+_END = 256  # bytes: a rollout's weights end so, and who borrows pages needs all of them
+
+
+def side_by_side(
+    specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    device: torch.device,
+    saver: MemorySaver | None,
+    tag: str,
+    starts: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Makes one tensor a (shape, dtype), all in one allocation of `tag` (content host); plain
+    memory without a saver.
+
+    starts: the first byte of each in the block, None: one after the other. The content is
+    undefined. The tensors keep the block alive.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    if starts is None:
+        starts = [0, *accumulate(round_up(size, ALIGN) for size in sizes)][: len(sizes)]
+    ends = (start + size for start, size in zip(starts, sizes, strict=True))
+    end = round_up(max(ends, default=0), _END)
+    if saver is None:
+        block = torch.empty(end, dtype=torch.uint8, device=device)
+    else:
+        block = saver.empty((end,), torch.uint8, tag=tag, content="host")
+    return [
+        block[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, specs, strict=True)
+    ]

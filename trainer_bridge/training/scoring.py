@@ -1,6 +1,4 @@
-"""Passes of a model over a batch, of which each rank computes its share: one number for every
-response token, or the gradient of a loss.
-"""
+"""Passes of a model over a batch, shared by the ranks: a number a token, or a loss's gradient."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,9 +22,7 @@ def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns fp32 [N] log-probabilities (with gradient, if enabled) and entropies of the micro
-    batch's response tokens.
-    """
+    """Returns fp32 [N] log-probabilities and entropies of a micro batch's response tokens."""
     head = model.get_output_embeddings()
     if not isinstance(head, ScoringHead):
         return token_logprobs(token_logits(model, micro), micro.target, temperature)

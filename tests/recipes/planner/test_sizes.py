@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.common.rounding import round_up
-from recipes.planner.gpus import GIB, find_gpu
-from recipes.planner.sizes import engine_sizes
+from recipes.planner.sizes import GIB, engine_sizes, find_gpu
 from recipes.planner.tracing import PAGE
 from recipes.recipe.sides import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer

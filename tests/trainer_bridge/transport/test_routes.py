@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.sync.transport import wire as wire_module
-from trainer_bridge.sync.transport.connection import obstacle
+from trainer_bridge.sync.transport import connection
+from trainer_bridge.sync.transport.connection import make_wire, obstacle
 from trainer_bridge.sync.transport.routes import choose, transports
-from trainer_bridge.sync.transport.wire import make_wire
 
 HERE = socket.gethostname()
 PAIRS = [(0, 0), (1, 0), (1, 1), (2, 1)]
@@ -145,10 +144,10 @@ def test_nccl_between_gpus_that_are_apart(
 ) -> None:
     made, given = Mock(spec=dist.ProcessGroup), Mock(spec=dist.ProcessGroup)
     warmed: list[Any] = []
-    monkeypatch.setattr(wire_module.dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(wire_module.dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(wire_module.dist, "new_group", lambda ranks, backend, timeout: made)
-    monkeypatch.setattr(wire_module.dist, "all_reduce", lambda tensor, group: warmed.append(group))
+    monkeypatch.setattr(connection.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(connection.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(connection.dist, "new_group", lambda ranks, backend, timeout: made)
+    monkeypatch.setattr(connection.dist, "all_reduce", lambda tensor, group: warmed.append(group))
     found = make_wire(given, {0, 1}, places, torch.device("cpu"), host=host)
     assert (found.name, found.group is made) == (name, beside)
     assert warmed == ([given] if name == "nccl" else [])

@@ -1,3 +1,1 @@
-"""Brings a rank's bytes to a target whose pages it may not be able to map: by pages, by another
-rank, by a handle.
-"""
+"""Brings bytes to pages that a rank may not map: by pages, by another rank, by a handle."""

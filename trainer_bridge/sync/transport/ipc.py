@@ -1,6 +1,4 @@
-"""cudaIpc, for engines that are not ours: memory of cudaMalloc has no descriptor that
-`memsaver.attach` could take.
-"""
+"""cudaIpc, for engines that are not ours: cudaMalloc's memory has no descriptor for `attach`."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,9 +36,7 @@ class IpcTicket:
 
 
 def ipc_ticket(tensor: Tensor) -> IpcTicket:
-    """tensor: contiguous, in memory of cudaMalloc (torch's own, without expandable segments), the
-    arena of an offer.
-    """
+    """tensor: contiguous, of cudaMalloc (not of expandable segments), the arena of an offer."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         raise ValueError(
             f"cudaIpc shares contiguous CUDA tensors, got {tuple(tensor.shape)} on {tensor.device}"

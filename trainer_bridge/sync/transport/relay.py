@@ -9,7 +9,7 @@ packed, and the last one unpacked, while one travels.
 
 A rank whose packing or unpacking fails makes the exchanges all the same, with bytes that nobody
 will serve, and raises afterwards: so the others need not wait for a time-out. What a rank that dies
-means is said in `wire.py`.
+means is said of `Wire`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,10 +23,8 @@ from rollout.protocols import SyncTarget
 from trainer_bridge.sync.lora_merge import LowRank
 from trainer_bridge.sync.plan import Plan
 from trainer_bridge.sync.rank_copies import Written
-from trainer_bridge.sync.transport.connection import Connection
-from trainer_bridge.sync.transport.messages import Message, messages
-from trainer_bridge.sync.transport.staging import Buffer, Packing, unpacking
-from trainer_bridge.sync.transport.wire import Posted
+from trainer_bridge.sync.transport.connection import Connection, Posted
+from trainer_bridge.sync.transport.messages import Buffer, Message, Packing, messages, unpacking
 
 MESSAGE_BYTES = 64 << 20
 

@@ -1,6 +1,4 @@
-"""Decides, alike on all ranks, by which way each rank's bytes reach each target, and what the ways
-cost. Plain data.
-"""
+"""Decides, alike on all ranks, how each rank's bytes reach each target, and what that costs."""
 
 import functools
 from collections import Counter
