@@ -17,7 +17,7 @@ from torch import Tensor
 from memsaver import Arrival, MemorySaver
 from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
-from rollout.partner import Partner, handing_over
+from rollout.protocols import Partner, handing_over
 
 # Seconds that memory which has just been given back is left to others: an engine that waits for
 # more looks every 20 ms, and what comes back early is only a gain where it does not. Then, seconds
