@@ -21,7 +21,7 @@ from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, attach
 from memsaver.sharing.lease_cache import LeaseCache
 from memsaver.tag.arrival import Arrival
-from memsaver.tag.tickets import PoolTicket, Ticket
+from memsaver.tag.borrowed import PoolTicket, Ticket
 
 __all__ = [
     "Arrival",

@@ -20,11 +20,9 @@ from memsaver.backup.on_disk import default_directory
 from memsaver.common.signals import Unbroken, call_due, held
 from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
-from memsaver.tag import integrity
-from memsaver.tag.accounts import Accounts
+from memsaver.tag.accounts import Accounts, Recorder, check_tables
 from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
-from memsaver.tag.recorder import Recorder
 from memsaver.tag.save import read_saved
 from memsaver.tag.table import Tags, check_content
 from memsaver.tag.transaction import Transactions
@@ -34,7 +32,7 @@ from memsaver.vmm.registrations import check_segments
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
-    from memsaver.tag.tickets import PoolTicket, Ticket
+    from memsaver.tag.borrowed import PoolTicket, Ticket
     from memsaver.vmm.backend import Waitable
     from memsaver.vmm.pinned_arena import HostArena
 
@@ -540,7 +538,7 @@ class MemorySaver:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where the tables contradict each other; callable at any time."""
         with self._lock:
-            integrity.check(self._tags, self._pool, self.backend)
+            check_tables(self._tags, self._pool, self.backend)
 
     def close(self) -> None:
         """Give everything back. Tensors still alive must not be touched: their addresses stay

@@ -17,7 +17,7 @@ from recipes.setup.preparation import Setup, prepare
 from recipes.watch.live import make_view
 from recipes.watch.monitor import Monitor
 from recipes.watch.run_folder import RunFolder, claimed
-from rollout.tags import CUDA_GRAPH
+from rollout.types import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.remote import RemoteGroup
 

@@ -4,7 +4,6 @@ replaced in place.
 
 from rollout.config import EngineConfig
 from rollout.engine import Engine
-from rollout.errors import WeightUpdateError
 from rollout.protocols import Progress, Rollout, SyncTarget
 from rollout.serving.double_sparsity import DoubleSparsity, heavy_channels
 from rollout.serving.tiered_blocks import KVTiers
@@ -18,6 +17,7 @@ from rollout.types import (
     SamplingParams,
     VerifyReceipt,
     WeightOffer,
+    WeightUpdateError,
     WriteReceipt,
 )
 

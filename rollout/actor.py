@@ -6,10 +6,9 @@ import ray
 import torch
 
 import memsaver.compat
-from rollout.actor_base import ActorBase
+from rollout.actor_base import ActorBase, Seat
 from rollout.engines import build_engine
 from rollout.protocols import Rollout
-from rollout.rendezvous import Seat
 
 
 @ray.remote

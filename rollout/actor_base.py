@@ -1,4 +1,5 @@
 """The base of both sides' Ray actors: a process around one object, which others call by name.
+Brings a group's processes together: rank 0 keeps a store, the others are told where it is.
 
 ray is imported when first needed.
 """
@@ -6,12 +7,13 @@ ray is imported when first needed.
 from __future__ import annotations
 
 import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from rollout.rendezvous import Seat, join, open_store
 
 
 class ActorBase:
@@ -47,3 +49,57 @@ class ActorBase:
     def _join(self, seat: Seat | None, device: str) -> dist.ProcessGroup | None:
         """The process group of all ranks, which call this at the same time. None for one alone."""
         return None if seat is None else join(seat, torch.device(device), self._store)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One rank's place in a process group.
+
+    host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to
+    come together. key: the group's secret, with which its ranks seal what they put into the store;
+    who hands out the seats tells them.
+    """
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    seconds: float
+    key: bytes = field(repr=False)
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """The store of a group, on a free port of `host`, an address of this machine that the ranks
+    reach, and of no other.
+
+    Left to itself, torch's store listens at all addresses of the machine.
+    """
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def join(seat: Seat, device: torch.device, store: dist.Store | None = None) -> dist.ProcessGroup:
+    """This process's default group, once all ranks have come: gloo for the CPU, NCCL for a GPU,
+    which becomes the current one. store: what `open_store` returned to rank 0.
+    """
+    timeout = timedelta(seconds=seat.seconds)
+    if store is None:
+        store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -9,9 +9,8 @@ from torch import Tensor
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.machine import place_of
 from memsaver.common.signals import held
-from rollout.partner import Partner
-from rollout.tags import TAGS
-from rollout.types import Manifest, PackedBox, VerifyReceipt, WeightLayout, WriteReceipt
+from rollout.protocols import Partner
+from rollout.types import TAGS, Manifest, PackedBox, VerifyReceipt, WeightLayout, WriteReceipt
 from rollout.weights.arena import WeightArena
 from rollout.weights.update import WeightUpdate
 

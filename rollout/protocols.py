@@ -1,8 +1,15 @@
-"""Defines what the wake-up cycle drives: an `Engine`, or a handle on a `RolloutActor`."""
+"""Defines what the wake-up cycle drives: an `Engine`, or a handle on a `RolloutActor`; and the
+other side of a device, which takes the memory that this one does not need now.
+"""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
+
+from memsaver import MemorySaver, PoolTicket
 from rollout.types import (
     CommitReceipt,
     Completion,
@@ -18,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from memsaver import Event, Report, Ticket, Usage
-    from rollout.partner import Partner
 
 Progress = Callable[[int, int, int], None]
 """Called after every step with (finished samples, total samples, tokens generated so far). A beam
@@ -40,14 +46,14 @@ class SyncTarget(Protocol):
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer: ...
 
-    def write_update(self, boxes: Sequence[PackedBox], data: "Tensor") -> None: ...
+    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None: ...
 
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt: ...
 
     def commit_update(self, version: int) -> CommitReceipt: ...
 
     def adopt_update(
-        self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None = None
+        self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None
     ) -> CommitReceipt: ...
 
     def abort_update(self, reason: str) -> None: ...
@@ -80,14 +86,48 @@ class Rollout(SyncTarget, Protocol):
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None: ...
 
-    def as_partner(self) -> "Partner": ...
+    def as_partner(self) -> Partner: ...
 
-    def hand_over_to(self, partner: "Partner | None") -> None: ...
+    def hand_over_to(self, partner: Partner | None) -> None: ...
 
     def wind_down(self) -> None: ...
 
-    def report(self) -> "Report": ...
+    def report(self) -> Report: ...
 
-    def drain_events(self) -> "list[Event]": ...
+    def drain_events(self) -> list[Event]: ...
 
-    def take_usage(self) -> "Usage": ...
+    def take_usage(self) -> Usage: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partner:
+    """A saver of the same device, here or in another process. nbytes: of each of its tags while it
+    has memory.
+    """
+
+    ticket: PoolTicket
+    nbytes: dict[str, int]
+
+    @classmethod
+    def of(cls, saver: MemorySaver) -> Self:
+        """Returns what another side is told of this saver, all of whose tags are made."""
+        tags = saver.report(others=False).tags.items()
+        return cls(
+            ticket=saver.pool_ticket(),
+            nbytes={tag: saver.backend.round_up(entry.live_bytes) for tag, entry in tags},
+        )
+
+
+@contextlib.contextmanager
+def handing_over(saver: MemorySaver, partner: Partner | None, into: str | None) -> Iterator[str]:
+    """Gives the `release` of pauses in the block. What they free goes to the partner, as far as its
+    tag `into`, which gets memory next, can use it; the rest, and all where the partner is gone or
+    there is none, to the driver. So no more is kept than what takes its place.
+    """
+    if partner is None or into is None:
+        yield "driver"
+        return
+    try:
+        yield "keep"
+    finally:
+        saver.release_kept(partner.ticket, partner.nbytes.get(into, 0))

@@ -1,4 +1,6 @@
-"""Plain data that crosses the engine's boundary: requests, answers, weight-update messages."""
+"""Plain data that crosses the engine's boundary: requests, answers, weight-update messages; the
+names of its tags, and its errors that are not a user's mistake (those are ValueError).
+"""
 
 import math
 import pickle
@@ -319,3 +321,28 @@ class CommitReceipt:
     version: int
     digest: int | None
     seconds: float
+
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+CUDA_GRAPH = "cuda_graph"
+WEIGHTS_SHADOW = "weights_shadow"  # of an update only: has memory while one is under way
+TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
+
+
+class RankError(RuntimeError):
+    """The other tensor-parallel ranks did not come to an exchange; the text names them, and the
+    stage.
+    """
+
+
+class PeerLostError(RuntimeError):
+    """A rank of the engine at the other end of a prefill/decode split is gone or silent; the text
+    names it.
+    """
+
+
+class WeightUpdateError(RuntimeError):
+    """A weight update failed, or was called out of order; `unavailable_reason()` says whether the
+    engine can serve.
+    """

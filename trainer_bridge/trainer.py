@@ -14,8 +14,7 @@ from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.machine import place_of
 from memsaver.common.warm_up import WarmUp
 from memsaver.errors import StateError
-from rollout.partner import Partner
-from rollout.protocols import SyncTarget
+from rollout.protocols import Partner, SyncTarget
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.cast_copy import OnPart

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy
 import torch
 
+from memsaver.common.machine import workers
 from memsaver.common.rounding import Ranges, cut, round_up
 from memsaver.common.signals import Finalizer, deliver
 from memsaver.errors import BackendError, format_bytes
 from memsaver.vmm.backend import Backend
 from memsaver.vmm.pinned_arena import HostArena, Piece
-from memsaver.vmm.workers import workers
 
 CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy

@@ -1,6 +1,6 @@
 """Tells of the machine what Python does not: how much of its memory this process may have (the
-machine's own, its container's, what Ray lets live), names of its devices and processes, and calls
-of the C library.
+machine's own, its container's, what Ray lets live), names of its devices and processes, threads
+that are kept, and calls of the C library.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -134,3 +135,15 @@ def device_key(device: torch.device) -> str:
 def place_of(device: torch.device) -> str:
     """A device of any machine: "host/cpu", "host/GPU-..."."""
     return f"{socket.gethostname()}/{device_key(device)}"
+
+
+@cache
+def workers(purpose: str, most: int = 16) -> ThreadPoolExecutor:
+    """The process's threads for one purpose; work that waits for other work needs another.
+
+    They are kept: a new one each time would cost time, and another heap of its own.
+    """
+    return ThreadPoolExecutor(min(most, os.cpu_count() or 1), f"memsaver-{purpose}")
+
+
+os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along

@@ -18,8 +18,7 @@ from memsaver.native import shim
 from memsaver.sharing import rpc
 from memsaver.sharing.client import Owner, owner_of, peer_backend
 from memsaver.sharing.import_table import Import, imports
-from memsaver.tag.borrowed import BorrowedPages, endings
-from memsaver.tag.tickets import PoolTicket, Ticket
+from memsaver.tag.borrowed import BorrowedPages, PoolTicket, Ticket, endings
 from memsaver.vmm.backend import Backend, Reservation
 from memsaver.vmm.device_lock import device_lock
 

@@ -19,8 +19,7 @@ from memsaver.common.signals import Finalizer, Unbroken
 from memsaver.errors import StateError
 from memsaver.sharing.client import peer_backend
 from memsaver.sharing.lease import Lease
-from memsaver.tag.borrowed import Endings, endings
-from memsaver.tag.tickets import Ticket
+from memsaver.tag.borrowed import Endings, Ticket, endings
 
 _Key = tuple[Ticket, torch.device]
 

@@ -28,7 +28,7 @@ from memsaver.sharing import rpc
 from memsaver.sharing.import_table import imports
 from memsaver.sharing.lease import TIMEOUT_SECONDS, gives_for
 from memsaver.tag.arena import Arena
-from memsaver.tag.tickets import PoolTicket, Ticket
+from memsaver.tag.borrowed import PoolTicket, Ticket
 from memsaver.vmm.page_pool import PagePool
 
 REVOKE_SECONDS = 5.0

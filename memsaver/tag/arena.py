@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from memsaver.backup import Backup
 from memsaver.backup.clean_copy import Checksums, CleanCopy, fingerprint
-from memsaver.common.signals import Finalizer
+from memsaver.common.signals import Finalizer, held
 from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.native import shim
-from memsaver.tag import reaper
 from memsaver.vmm.backend import Backend, Reservation
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Arena:
         self.tag = tag
         self.content = content
         self.backend = backend
-        reaper.give_back_forgotten()
+        give_back_forgotten()
         self.reservation = Reservation(backend, reserve_bytes)
         place = backend.phys, self.reservation.address, reserve_bytes, backend.unit
         self.slot: int = shim.library().ms_arena_new(*place)
@@ -88,8 +88,8 @@ class Arena:
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
         self._borrowed: list[BorrowedPages] = []  # one at most; the finalizer's, too
-        self._parts = reaper.Parts(backend, self.reservation, self.slot, self._borrowed)
-        self._finalizer = Finalizer(self, reaper.forget, self._parts)
+        self._parts = Parts(backend, self.reservation, self.slot, self._borrowed)
+        self._finalizer = Finalizer(self, forget, self._parts)
 
     @property
     def stats(self) -> shim.Stats:
@@ -365,6 +365,82 @@ class Arena:
         if self.borrowed is not None:
             self.unmap(contextlib.ExitStack())
             self.end_borrowing()
-        reaper.decommit(self._parts)
+        decommit(self._parts)
         if not self.stats.blocks:
             self._finalizer()  # else when the last tensor dies
+
+
+class Parts(NamedTuple):
+    """An arena's own; ``borrowed`` has one entry at most."""
+
+    backend: Backend
+    reservation: Reservation
+    slot: int
+    borrowed: list[BorrowedPages]
+
+
+_forgotten: deque[Parts] = deque()  # not given back yet
+
+
+def decommit(parts: Parts) -> None:
+    """Gives an arena's extents to the driver."""
+    if committed := shim.stats(parts.slot).committed:
+        parts.backend.unmap(parts.reservation.address, committed)
+    extents = shim.extents(parts.slot)
+    shim.set_extents(parts.slot, [])
+    for extent in extents:
+        parts.backend.release(extent.handle, extent.nbytes)
+
+
+@held()
+def forget(parts: Parts) -> None:
+    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait,
+    or where a region's tensors live on.
+    """
+    _forgotten.append(parts)
+    give_back_forgotten()
+
+
+def give_back_forgotten() -> None:
+    """Gives back those arenas that nobody refers to and no tensor lies on any more."""
+    _retry(list(_forgotten))
+
+
+@held()
+def _retry(items: Sequence[Parts]) -> None:
+    for item in items:
+        if _may_end(item):
+            # finalizers run in any thread: another one took it
+            with contextlib.suppress(ValueError):
+                _forgotten.remove(item)
+                _undo(item)
+    if _forgotten and _retry_on_host not in gc.callbacks:
+        gc.callbacks.append(_retry_on_host)
+
+
+def _retry_on_host(phase: str, info: object) -> None:
+    """Tries again, on the host, when garbage is collected.
+
+    GPUs are left out: waiting for one would break a graph that another thread captures.
+    """
+    if phase == "stop":
+        _retry([item for item in _forgotten if item.backend.device.type == "cpu"])
+        if not _forgotten:
+            with contextlib.suppress(ValueError):
+                gc.callbacks.remove(_retry_on_host)
+
+
+def _may_end(item: Parts) -> bool:
+    backend = item.backend
+    return not backend.capturing and (backend.forked or not shim.stats(item.slot).blocks)
+
+
+def _undo(item: Parts) -> None:
+    if item.backend.forked:
+        return  # nothing of it came along
+    item.backend.synchronize()  # kernels that use it may be queued on any stream
+    while item.borrowed:
+        item.borrowed.pop().drop(item.backend, item.reservation.address)
+    decommit(item)
+    if shim.library().ms_arena_free(item.slot) == 0:
+        item.reservation.close()

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from memsaver.backup import HostBackup
+from memsaver.common.machine import workers
 from memsaver.common.rounding import Range, Ranges, cut
 from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import PIECE, Backend, Transfer
-from memsaver.vmm.workers import workers
 
 _POLL_SECONDS = 0.1
 

@@ -1,4 +1,6 @@
-"""Pages of another saver's tag behind one of ours; how they go back when nobody may wait for it."""
+"""Permissions that one saver gives to others; pages of another saver's tag behind one of ours, and
+how they go back when nobody may wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,33 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from memsaver.native import shim
 from memsaver.vmm.backend import Backend
 
-if TYPE_CHECKING:
-    from memsaver.tag.tickets import Ticket
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """Permission to map one tag; plain data for the peer. Good as long as the saver lives."""
+
+    socket_name: str
+    token: str
+    tag: str
+    device_key: str
+    writable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTicket:
+    """Permission to hand extents over to a saver; plain data, good as long as the saver lives."""
+
+    socket_name: str
+    token: str
+    device_key: str
+    pid: int
+
 
 _log = logging.getLogger("memsaver")
 

@@ -19,17 +19,15 @@ from memsaver.errors import BackendError, LeaseError, StateError, format_bytes
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
-from memsaver.tag.refill import Refill
 from memsaver.tag.save import Saving
-from memsaver.tag.swap import Swap, goes_piecewise
+from memsaver.tag.swap import Refill, Swap, goes_piecewise
 from memsaver.vmm.backend import Backend, ShortOfMemory
 from memsaver.vmm.device_lock import device_lock
 from memsaver.vmm.page_pool import LARGEST, PagePool
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
-    from memsaver.tag.borrowed import BorrowedPages
-    from memsaver.tag.tickets import PoolTicket, Ticket
+    from memsaver.tag.borrowed import BorrowedPages, PoolTicket, Ticket
 
 RELEASES = ("driver", "keep", "hand_over")
 LEASE_GRACE_SECONDS = 1.0

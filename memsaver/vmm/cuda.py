@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from memsaver.common.machine import device_key
+from memsaver.common.machine import device_key, workers
 from memsaver.errors import BackendError
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
@@ -22,7 +22,6 @@ from memsaver.vmm import dlpack, nvml
 from memsaver.vmm.backend import PIECE, Backend, Transfer, Waitable
 from memsaver.vmm.pinned_arena import HostArena
 from memsaver.vmm.torch_usage import outside_tags
-from memsaver.vmm.workers import workers
 
 # Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
 # and others' few bytes wait for it all.

@@ -14,13 +14,12 @@ from functools import cache, partial
 
 import torch
 
-from memsaver.common.machine import MAP_FAILED, available_memory, libc
+from memsaver.common.machine import MAP_FAILED, available_memory, libc, workers
 from memsaver.errors import BackendError
 from memsaver.native import cpu_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm.backend import Backend, Transfer, Waitable
 from memsaver.vmm.pinned_arena import HostArena
-from memsaver.vmm.workers import workers
 
 _MAP_NORESERVE = 0x4000
 

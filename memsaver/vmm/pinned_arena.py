@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from memsaver.common.machine import workers
 from memsaver.common.rounding import joined, round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
-from memsaver.vmm.workers import workers
 
 UNIT = 4096  # bytes: what direct I/O asks for
 SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched

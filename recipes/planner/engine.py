@@ -7,7 +7,7 @@ from typing import Any
 from memsaver import Usage
 from recipes.planner.tracing import Unreported
 from rollout import Completion, SamplingParams
-from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 HandedOver = tuple[tuple[str, ...], str]
 """Tags of one side that leave, and the tag of the other that takes their memory."""

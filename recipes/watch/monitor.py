@@ -18,7 +18,7 @@ from recipes.errors import LostWorker, RecipeError, RunError, one_line
 from recipes.watch.history import kind_of, seconds_beside, spans_of_moves
 from recipes.watch.live import View
 from recipes.watch.run_folder import RunFolder
-from rollout.tags import KV_CACHE, WEIGHTS
+from rollout.types import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 
 if TYPE_CHECKING:

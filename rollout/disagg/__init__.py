@@ -11,7 +11,7 @@ from rollout.disagg.transport import (
     Reader,
     Writer,
 )
-from rollout.errors import PeerLostError
+from rollout.types import PeerLostError
 
 __all__ = [
     "DecodeEngine",

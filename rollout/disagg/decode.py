@@ -29,9 +29,8 @@ from rollout.disagg.messages import (
 )
 from rollout.disagg.transport import Reader
 from rollout.engine import Engine
-from rollout.errors import PeerLostError
 from rollout.serving.samples import Chunk, Sample, Step
-from rollout.types import SamplingParams
+from rollout.types import PeerLostError, SamplingParams
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to decode
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from memsaver.common.plain import Forged, seal, unseal
 from rollout.disagg.messages import PLAIN, Closed, Hello, Message
-from rollout.errors import PeerLostError
+from rollout.types import PeerLostError
 
 Address = str | tuple[str, int]
 """A path (one host) or (host, port)."""

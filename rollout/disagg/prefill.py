@@ -34,9 +34,9 @@ from rollout.disagg.messages import (
 )
 from rollout.disagg.transport import Writer
 from rollout.engine import Engine
-from rollout.errors import PeerLostError
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
+from rollout.types import PeerLostError
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
 

@@ -20,9 +20,8 @@ from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts
 from rollout.hosted.recording import record
 from rollout.model import parameter_shapes
 from rollout.parallel import TensorParallel
-from rollout.partner import handing_over
-from rollout.tags import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
-from rollout.types import CommitReceipt, WeightOffer
+from rollout.protocols import handing_over
+from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, CommitReceipt, WeightOffer
 from rollout.weights.arena import WeightArena
 from rollout.weights.update import WeightUpdate, require_active
 

@@ -8,8 +8,8 @@ from rollout.model.loading import (
     parameter_shapes,
     stop_token_ids,
 )
+from rollout.model.params import Stored, is_unused, spellings
 from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
-from rollout.model.spellings import Stored, is_unused, spellings
 from rollout.ops.experts import Routing
 
 __all__ = [

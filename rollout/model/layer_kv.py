@@ -14,8 +14,7 @@ from kvcache.ops import RotaryTables
 from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool
 from rollout.ops.attention import attend, torch_attention
 from rollout.ops.attention_plan import AttentionPlan, StoredKV, TorchPlan, TritonPlan
-from rollout.ops.double_sparse import decode_sparse
-from rollout.serving.double_sparsity import DoubleSparsity
+from rollout.serving.double_sparsity import DoubleSparsity, decode_sparse
 
 
 class LayerKV(ABC):

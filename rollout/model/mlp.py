@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.model.params import Group, one, stack
-from rollout.model.sharding import Split, Splits, held
+from rollout.model.params import Group, Split, Splits, held, one, stack
 from rollout.ops.activation import silu_mul
 from rollout.ops.experts import Routing, Share, mix_experts
 

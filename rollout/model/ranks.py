@@ -8,10 +8,8 @@ import torch
 
 from kvcache import KVLayout
 from kvcache.staging import heads_per_rank
-from rollout.model.config import ModelConfig
-from rollout.model.layout import aliases, parameter_groups
-from rollout.model.params import Group
-from rollout.model.sharding import VOCABULARY, shard_groups
+from rollout.model.config import ModelConfig, aliases, parameter_groups
+from rollout.model.params import VOCABULARY, Group, shard_groups
 from rollout.types import Manifest
 from rollout.weights.store import build_manifest
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memsaver.vmm import clear_workspaces
-from rollout.tags import CUDA_GRAPH
+from rollout.types import CUDA_GRAPH
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver

@@ -39,7 +39,7 @@ from rollout.model.ranks import rank_layout
 from rollout.serving.double_sparsity import DoubleSparsity
 from rollout.serving.prefix import PrefixBlocks, StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
-from rollout.tags import KV_CACHE
+from rollout.types import KV_CACHE
 
 # Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.
 _SPARE = 2**30  # bytes

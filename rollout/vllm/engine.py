@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import memsaver.compat
 from memsaver import MemorySaver, StateError
 from memsaver.compat import IN_PROCESS, require
-from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 _ALLOCATOR = "vllm.device_allocator.cumem"

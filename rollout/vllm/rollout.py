@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,9 +22,7 @@ from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.serving import for_each
 from rollout.types import Completion, SamplingParams
-from rollout.vllm.draws import drawn_from
 from rollout.vllm.engine import VllmEngine, several_ranks
-from rollout.vllm.requests import completions, vllm_params
 
 
 class VllmRollout(HostedRollout):
@@ -174,3 +174,72 @@ def _take_seat(device: torch.device, size: int, options: str) -> int:
         torch.cuda.set_device(device)
     TensorParallel(ranks, dist.group.WORLD).check_same("the model or an option of vLLM", options)
     return dist.get_rank() // size
+
+
+@contextlib.contextmanager
+def drawn_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Has torch's and NumPy's own generators begin at `seed` inside; afterwards they go on as if
+    nothing had been drawn.
+
+    vLLM 0.24 samples requests without a seed from these (one of its runners from torch's, the other
+    with seeds of NumPy's), and a trainer of this process may have drawn from them, as no other rank
+    did.
+    """
+    on_gpu, before = device.type == "cuda", np.random.get_state()
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            np.random.set_state(before)
+
+
+COLDEST = 0.01
+"""vLLM raises temperatures between 0 and this one to it."""
+
+
+def vllm_params(params: SamplingParams, stops: Collection[int]) -> dict[str, Any]:
+    """Fields of `vllm.SamplingParams`. stops: the model's own end tokens.
+
+    ValueError for what vLLM's log-probabilities would not be ours of.
+    """
+    if params.beam_width > 1:
+        raise ValueError(f"beam_width={params.beam_width}: no beam search with vLLM; use 1")
+    if params.top_k or params.top_p < 1:
+        raise ValueError(
+            f"top_k={params.top_k}, top_p={params.top_p}: vLLM's log-probabilities would be those "
+            f"after the cut, of other tokens than the trainer's; use top_k=0 and top_p=1"
+        )
+    if 0 < params.temperature < COLDEST:
+        raise ValueError(f"temperature={params.temperature}: vLLM takes 0, or {COLDEST} and more")
+    return {
+        "n": params.n,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed,
+        "stop_token_ids": sorted({*(params.stop_token_ids or ()), *_own(params, stops)}),
+        "ignore_eos": True,  # they are all named
+        "logprobs": 0,
+        "flat_logprobs": True,
+    }
+
+
+def _own(params: SamplingParams, stops: Collection[int]) -> Collection[int]:
+    return () if params.ignore_eos else stops
+
+
+def completions(output: Any, version: int) -> list[Completion]:
+    """output: vLLM's `RequestOutput` of a request that has ended."""
+    return [
+        Completion(
+            token_ids=list(answer.token_ids),
+            logprobs=list(answer.logprobs.logprobs),
+            finish_reason=answer.finish_reason,
+            weight_versions=[version] * len(answer.token_ids),
+        )
+        for answer in sorted(output.outputs, key=lambda each: each.index)
+    ]

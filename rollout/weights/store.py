@@ -15,10 +15,8 @@ from torch import Tensor
 
 from memsaver.common.rounding import round_up
 from memsaver.common.strided import row_major
-from rollout.model.params import Group, Param, Piece
-from rollout.model.spellings import Stored, is_unused, spellings
-from rollout.tags import WEIGHTS
-from rollout.types import Manifest, ModuleTensor, ParamSlice
+from rollout.model.params import Group, Param, Piece, Stored, is_unused, spellings
+from rollout.types import WEIGHTS, Manifest, ModuleTensor, ParamSlice
 from rollout.weights.arena import WeightArena, dot, shorten
 
 if TYPE_CHECKING:

@@ -31,18 +31,17 @@ import torch
 from torch import Tensor
 
 from memsaver import LeaseError, StateError
-from rollout.errors import WeightUpdateError
 from rollout.types import (
     CommitReceipt,
     PackedBox,
     ParamSlice,
     VerifyReceipt,
     WeightOffer,
+    WeightUpdateError,
     WriteReceipt,
 )
-from rollout.weights.alias_pages import BorrowedPages
 from rollout.weights.arena import WeightArena
-from rollout.weights.double_buffer import ShadowPages
+from rollout.weights.pages import BorrowedPages, ShadowPages
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from rollout.ops.delta_rule import causal_conv, gated_delta_rule
+from rollout.model.mixers.delta_net import causal_conv, gated_delta_rule
 
 HEADS, DIM, VALUE_DIM = 3, 8, 12
 # A state forgets (its decay is below 1) and takes in products of 8 terms: about 64 roundings count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memsaver.common.dispatch import Impl
-from rollout.model.sharding import held
+from rollout.model.params import held
 from rollout.ops.experts import Routing, Share, mix_experts
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some

@@ -19,8 +19,8 @@ from rollout import Completion, SamplingParams
 from rollout.engines import build_engine
 from rollout.sglang import SglangRollout
 from rollout.sglang.engine import SglangEngine
-from rollout.sglang.requests import completion, sglang_params
-from rollout.tags import KV_CACHE, WEIGHTS
+from rollout.sglang.rollout import completion, sglang_params
+from rollout.types import KV_CACHE, WEIGHTS
 from tests.helpers.models import save_tiny
 from trainer_bridge import Trainer, TrainerConfig
 

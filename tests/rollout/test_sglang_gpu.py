@@ -20,7 +20,7 @@ from memsaver import MemorySaver, StateError
 from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout import Completion, SamplingParams
 from rollout.sglang import SglangRollout
-from rollout.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from tests.helpers.trainer_bridge.models import describe
 from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig
 

@@ -12,8 +12,7 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl
-from rollout.model.params import one
-from rollout.model.sharding import Split, shard_groups
+from rollout.model.params import Split, one, shard_groups
 from rollout.types import Manifest
 from rollout.weights import arena as weights_module
 from rollout.weights.store import WeightStore, build_manifest

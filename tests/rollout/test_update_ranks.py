@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from memsaver import MemorySaver, attach
-from rollout.model.params import one
-from rollout.model.sharding import shard_groups
+from rollout.model.params import one, shard_groups
 from rollout.types import WeightOffer, WriteReceipt
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate

@@ -18,10 +18,9 @@ from rollout import SamplingParams, WeightUpdateError
 from rollout.engines import build_engine
 from rollout.hosted.layout import boxes
 from rollout.hosted.recording import Landed, record
-from rollout.tags import KV_CACHE, WEIGHTS
-from rollout.types import VerifyReceipt, WriteReceipt
+from rollout.types import KV_CACHE, WEIGHTS, VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
-from rollout.vllm.requests import vllm_params
+from rollout.vllm.rollout import vllm_params
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from trainer_bridge import LoraConfig, Trainer, TrainerConfig
 

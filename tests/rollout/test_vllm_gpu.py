@@ -23,7 +23,7 @@ import torch
 from memsaver import MemorySaver, StateError
 from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout import Completion, SamplingParams
-from rollout.tags import KV_CACHE, WEIGHTS
+from rollout.types import KV_CACHE, WEIGHTS
 from rollout.vllm import VllmRollout
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.trainer_bridge.models import describe, write_model

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from memsaver import StateError
 from rollout import SamplingParams
-from rollout.errors import RankError
 from rollout.hosted.layout import check_taken
+from rollout.types import RankError
 from rollout.vllm import VllmRollout
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
 from memsaver.common.digest import digest
-from rollout.model.layout import aliases, parameter_groups
+from rollout.model.config import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
-from rollout.tags import WEIGHTS
+from rollout.types import WEIGHTS
 from rollout.weights import arena as weights_module
 from rollout.weights.store import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvcache.staging import HeadSlice
 from memsaver.common.plain import Forged, Plain, seal, unseal
-from rollout.rendezvous import Seat
+from rollout.actor_base import Seat
 from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.hooked import KEY
 from tests.helpers.trainer_bridge.targets import in_threads

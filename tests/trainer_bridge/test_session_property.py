@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.model.sharding import shard_groups
+from rollout.model.params import shard_groups
 from rollout.types import ParamSlice
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.model import spellings
-from rollout.model.params import one
-from rollout.model.sharding import shard_groups
+from rollout.model.params import one, shard_groups
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedConsensus

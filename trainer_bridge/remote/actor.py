@@ -16,9 +16,8 @@ from torch import Tensor
 
 from memsaver import MemorySaver
 from rollout import Engine
-from rollout.actor_base import ActorBase
+from rollout.actor_base import ActorBase, Seat
 from rollout.protocols import Progress
-from rollout.rendezvous import Seat
 from rollout.serving import for_each
 from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from rollout.errors import RankError
+from rollout.types import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, RankFailed, SyncError
 
 # For the other ranks to answer, too, when one has failed: it may be by another's fault.

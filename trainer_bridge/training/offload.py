@@ -16,7 +16,7 @@ from memsaver import Arrival, MemorySaver
 from memsaver.common.rounding import round_up
 from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
-from rollout.partner import Partner, handing_over
+from rollout.protocols import Partner, handing_over
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
 from trainer_bridge.training.model import meta_model

@@ -14,9 +14,8 @@ from torch import Tensor
 from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
-from rollout.model.params import Group
+from rollout.model.params import Group, Splits
 from rollout.model.rotary import RopeConfig
-from rollout.model.sharding import Splits
 from rollout.ops.attention_plan import AttentionPlan, BatchShape
 from rollout.serving.double_sparsity import DoubleSparsity
 

@@ -19,9 +19,8 @@ from kvcache.ops import rotate_heads
 from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
-from rollout.model.params import Group, one, stack
+from rollout.model.params import Group, Split, Splits, one, stack
 from rollout.model.rotary import RopeConfig
-from rollout.model.sharding import Split, Splits
 from rollout.ops.norm import rms_norm
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")

@@ -19,7 +19,7 @@ import memsaver
 from memsaver.common.machine import place_of
 from memsaver.common.strided import row_major
 from rollout import Engine
-from rollout.rendezvous import open_store
+from rollout.actor_base import open_store
 from tests.benchmarks.common import (
     MIB,
     Figure,

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from memsaver import MemorySaver, Ticket
-from memsaver.tag import integrity
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]
@@ -110,7 +109,7 @@ def busy(saver: MemorySaver) -> Iterator[None]:
         leave.wait(60)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
-        patch.setattr(integrity, "check", stay)
+        patch.setattr("memsaver.saver.check_tables", stay)
         thread.submit(saver.check_integrity)
         assert inside.wait(60)
         try:

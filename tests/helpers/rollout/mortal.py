@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from memsaver import MemorySaver
 from rollout import SamplingParams
-from rollout.tags import WEIGHTS
+from rollout.types import WEIGHTS
 from rollout.vllm import VllmRollout
 from tests.helpers.peers import Peer, server
 from tests.helpers.rollout.fused import FusedEngine

@@ -16,7 +16,7 @@ from memsaver import MemorySaver, Ticket, attach
 from memsaver.common.digest import digest
 from memsaver.common.strided import row_major
 from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
-from rollout.tags import WEIGHTS, WEIGHTS_SHADOW
+from rollout.types import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import build_tiny, greedy
 from tests.helpers.rollout.answers import GREEDY, random_prompts
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.model.params import Group, Param, one, stack
-from rollout.model.sharding import shard_groups
+from rollout.model.params import Group, Param, one, shard_groups, stack
 from rollout.types import Manifest, ParamSlice
 from rollout.weights.store import build_manifest
 from tests.helpers.digests import element

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from memsaver import MemorySaver, attach
 from rollout.model.params import Group
-from rollout.tags import WEIGHTS_SHADOW
-from rollout.types import ParamSlice, WeightLayout, WeightOffer
+from rollout.types import WEIGHTS_SHADOW, ParamSlice, WeightLayout, WeightOffer
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
 from tests.helpers.trainer_bridge.targets import UNTOUCHED

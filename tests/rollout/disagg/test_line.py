@@ -21,7 +21,7 @@ from memsaver.common.plain import Forged
 from rollout.disagg import accept, dial
 from rollout.disagg.line import Address, Line, Peers
 from rollout.disagg.messages import Closed, Hello, Refused
-from rollout.errors import PeerLostError
+from rollout.types import PeerLostError
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.rollout.lines import line_pair
 

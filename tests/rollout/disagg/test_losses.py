@@ -21,7 +21,7 @@ from rollout import Engine, SamplingParams
 from rollout.disagg import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
 from rollout.disagg.line import Line
 from rollout.disagg.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused, geometry
-from rollout.errors import PeerLostError
+from rollout.types import PeerLostError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.lines import Far, line_pair

@@ -1,7 +1,0 @@
-"""The tags of an engine's memory."""
-
-WEIGHTS = "weights"
-KV_CACHE = "kv_cache"
-CUDA_GRAPH = "cuda_graph"
-WEIGHTS_SHADOW = "weights_shadow"  # of an update only: has memory while one is under way
-TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
