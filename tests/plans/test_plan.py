@@ -89,7 +89,8 @@ def hybrid(*kinds: str) -> dict[str, Any]:
     ids=["adapters, computed anew", "alternating", "plain", "one of four is full"],
 )
 def test_few_layers_give_what_all_of_them_give(fields: dict[str, Any], words: list[str]) -> None:
-    recipe = recipes.load("tiny", ["trainer.micro_batch_size=4", "sampling.max_tokens=200", *words])
+    sizes = ["trainer.micro_batch_size=4", "sampling.max_tokens=200", "cycle.overlap=[]"]
+    recipe = recipes.load("tiny", [*sizes, *words])
     given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB, "room": GIB}
     assert repeated_layers(fields)[2] > 0, "nothing is repeated"
     few = dry_run(recipe, fields, SIZES, **given)
