@@ -29,7 +29,7 @@ from trainer_bridge.training import checkpoint
 from trainer_bridge.training.adapters import Adapters
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.experts import load_balance, replay, routers
+from trainer_bridge.training.experts import balanced_routers, load_balance, replay
 from trainer_bridge.training.lora import base_params, without_adapters
 from trainer_bridge.training.losses import kl_k3, ppo_clip
 from trainer_bridge.training.model import (
@@ -114,7 +114,7 @@ class Trainer:
             self.reference = self._first_weights()
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
-            if config.router_aux_loss_coef and not routers(self.model):
+            if config.router_aux_loss_coef and not balanced_routers(self.model):
                 rule = "is of a mixture of experts that has this loss, and this model is none"
                 raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; leave it 0")
             self.optimizer = build_optimizer(

@@ -170,14 +170,17 @@ import re, subprocess, tempfile
 from triton import compile, knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from trainer_bridge.ops import experts_triton as kernels
+from rollout.ops import activation_triton
+from trainer_bridge.ops import experts_triton
 
-for name in ("_token_sum", "_pair_gradients", "_gated", "_gated_gradient"):
-    kernel = getattr(kernels, name)
+KERNELS = vars(activation_triton) | vars(experts_triton)
+for name in ("_token_sum", "_pair_gradients", "_silu_mul", "_gated_gradient"):
+    kernel = KERNELS[name]
     for element in ("*bf16", "*fp32"):
         constants = dict(TOP_K=8, WEIGHED=True, ROUNDED=True, BLOCK=2048)
         constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        types = dict(place="*i64", number="*i64", hidden="i32", inner="i32")
+        types = dict.fromkeys(["hidden", "inner", "stride", "size"], "i32")
+        types |= dict(place="*i64", number="*i64")
         types |= dict.fromkeys(constants, "constexpr")
         signature = {key: types.get(key, element) for key in kernel.arg_names}
         even = [i for i, key in enumerate(signature) if key not in constants]

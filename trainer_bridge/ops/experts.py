@@ -8,11 +8,11 @@ gradient is the sum of its pairs' by their places, without sorting or atomics.
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memsaver.common.dispatch import Impl, use_triton
+from rollout.ops.activation import silu_mul
 
 
 class Pairs(NamedTuple):
@@ -145,12 +145,7 @@ def _(grad: Tensor, y: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor
 @torch.library.custom_op("trainer_bridge::gated", mutates_args=())
 def gated(gate_up: Tensor, impl: str = "auto") -> Tensor:
     """Returns what `silu_gate` does."""
-    if use_triton(impl, gate_up.device):  # type: ignore[arg-type]
-        from trainer_bridge.ops.experts_triton import gated_triton
-
-        return gated_triton(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu_mul(gate_up, impl)  # type: ignore[arg-type]
 
 
 @gated.register_fake

@@ -40,19 +40,6 @@ def pair_gradients_triton(
     return of_rows, of_weights
 
 
-def gated_triton(gate_up: Tensor) -> Tensor:
-    """Same contract as `gated`."""
-    rows, width = gate_up.shape
-    assert gate_up.is_contiguous()
-    out = gate_up.new_empty((rows, width // 2))
-    block = min(_BLOCK, triton.next_power_of_2(width // 2))
-    with torch.cuda.device_of(gate_up):
-        _gated[(rows, triton.cdiv(width // 2, block))](
-            gate_up, out, width // 2, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=False
-        )
-    return out
-
-
 def gated_gradient_triton(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Same contract as `gated_gradient`."""
     rows, inner = grad.shape
@@ -110,18 +97,6 @@ def _pair_gradients(  # type: ignore[no-untyped-def]
         tl.store(of_rows + place * hidden + column, made, mask=inside)
         total += tl.sum(slope * row, 0)
     tl.store(of_weights + pair, total)
-
-
-@triton.jit
-def _gated(gate_up, out, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (row, block of the inner size)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < inner
-    gate = tl.load(gate_up + 2 * row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (2 * row + 1) * inner + column, mask=inside, other=0.0).to(tl.float32)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * inner + column, (silu * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

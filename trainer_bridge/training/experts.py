@@ -126,12 +126,10 @@ def _follow(routing: Routing, chosen: Tensor, _module: Any, _inputs: Any, own: R
     return logits, routing.weigh(logits, ids).to(weights.dtype), ids
 
 
-def routers(model: Any) -> list[nn.Module]:
-    """Returns the modules that choose experts, layer by layer; a dense model has none."""
-    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorder is None:
-        return []
-    return [module for module in model.modules() if type(module) is recorder.target_class]
+def balanced_routers(model: Any) -> list[nn.Module]:
+    """Returns the routers of a model that transformers has a load-balance loss for, else none."""
+    records = getattr(model, "_can_record_outputs", None) or {}
+    return expert_routers(model) if "router_logits" in records else []
 
 
 class LoadBalance:
@@ -173,7 +171,7 @@ def load_balance(model: Any, real: Tensor) -> Iterator[LoadBalance]:
     """
     balance = LoadBalance(model.config.num_experts_per_tok, real.flatten())
     with contextlib.ExitStack() as undo:
-        for router in routers(model):
+        for router in balanced_routers(model):
             hook = router.register_forward_hook(lambda _module, _args, out: balance.add(out[0]))
             undo.callback(hook.remove)
         yield balance
