@@ -1,5 +1,5 @@
 """vLLM's engines over several ranks: what a trainer's ranks write into their parts, what is drawn
-and refused, over engines that lie as vLLM's do. With vLLM itself: test_vllm_ranks_gpu.py.
+and refused, over engines that lie as vLLM's do. With vLLM itself: test_ray_vllm_gpu.py.
 """
 
 from __future__ import annotations
