@@ -4,11 +4,14 @@
 The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512
 tokens, two Ray actors) is run twice: once with everything staying on the device, which 80 GB allow,
 once with everything parked. Then, in one process and without an engine, what scores wait for
-parameters that come back as a whole, and unit by unit as the forward needs them: `--shape`.
+parameters that come back as a whole, and unit by unit as the forward needs them; this alone:
+
+    python -m tests.benchmarks.bench_switch --cases back --shape 7b
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -41,6 +44,7 @@ CASES = {
     "everything is parked": "[]",
 }
 
+STEPS, BACK = "steps", "back"
 WAYS: dict[str, Wait] = {"come as a whole": True, "come unit by unit": "memory"}
 
 
@@ -93,11 +97,25 @@ def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, [STEPS, BACK])
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--shape", default="0.5b", choices=QWEN25, help="whose params come back")
     args = options.parse_args(arguments)
     scale = make_scale(args)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if STEPS in args.cases:
+            _steps(args, folder)
+        if BACK in args.cases:
+            back = exposed_ms(scale, args.shape, folder / "back")
+            there = back["params there"]
+            rows: list[list[object]] = [[name, ms, ms - there] for name, ms in back.items()]
+            report(
+                "bench_switch_back", ["compute_log_prob, ms", "", "exposed"], rows, back, args.out
+            )
+
+
+def _steps(args: argparse.Namespace, folder: Path) -> None:
     recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}"]
     if args.tiny:
         recipe = "tiny"
@@ -107,12 +125,10 @@ def main(arguments: list[str] | None = None) -> None:
             "grpo.samples_per_prompt=4",
             "eval.every=0",
         ]
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {
-            name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], Path(folder) / str(i))
-            for i, (name, keep) in enumerate(CASES.items())
-        }
-        back = exposed_ms(scale, args.shape, Path(folder) / "back")
+    runs = {
+        name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], folder / str(i))
+        for i, (name, keep) in enumerate(CASES.items())
+    }
     rows: list[list[object]] = []
     for stage in (*TO_ROLLOUT, *TO_TRAIN, *WORK, "step"):
         rows.append([stage, *(run.get(stage, 0.0) for run in runs.values())])
@@ -131,10 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     total("the sync", SYNC)
     total("to_train", TO_TRAIN)
     total("whole switch, share of the step", TO_ROLLOUT + TO_TRAIN, share=True)
-    report("bench_switch", ["stage, ms", *runs], rows, {"runs": runs, "back": back}, args.out)
-    there = back["params there"]
-    exposed = [[name, ms, ms - there] for name, ms in back.items()]
-    report("bench_switch_back", ["compute_log_prob, ms", "", "exposed"], exposed, back, args.out)
+    report("bench_switch", ["stage, ms", *runs], rows, runs, args.out)
 
 
 if __name__ == "__main__":

@@ -106,16 +106,18 @@ def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any
             each[0].token_ids for size in sizes for each in engine.generate(prompts[:size], SHORT)
         ]
 
+    def device_bytes() -> int:
+        dist.barrier()  # which torch gives a segment of its own
+        torch.cuda.empty_cache()
+        return process_bytes(f"cuda:{rank}")
+
     prompts = random_prompts([7] * 512)
     engine = make()
     before, freed = answers(engine), []
     for level in (1, 2, 1):
-        dist.barrier()
-        torch.cuda.empty_cache()
-        held, used = engine.report().committed_bytes, process_bytes(f"cuda:{rank}")
+        held, used = engine.report().committed_bytes, device_bytes()
         engine.sleep(level)
-        dist.barrier()
-        freed.append(held == used - process_bytes(f"cuda:{rank}"))
+        freed.append(used - device_bytes() - held)
         scribbler.fill(held)
         dist.barrier()
         engine.wake_up()
@@ -145,7 +147,7 @@ def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: 
     for each in zip(*ranks, strict=True):
         for mine in each:
             assert mine["after"] == mine["before"] == mine["fresh"] == each[0]["before"]
-            assert mine["freed"] == [True] * 3
+            assert mine["freed"] == [0] * 3
 
 
 @pytest.mark.parametrize(
