@@ -143,12 +143,14 @@ class Readings(Peaks):
     ) -> None:
         super().__init__()
         self.noted: list[tuple[str, set[str], set[str], Usage]] = []
+        self._emptied: list[int] = []  # how often torch's cache was when each was noted
         self._saver, self._trainer, self._rollout = saver, trainer, rollout
 
     def passed(self, stage: str) -> None:
         self._saver.planned.read()
         paused, returning = set(self._saver.paused), set(self._trainer.returning)
         self.noted.append((stage, paused, returning, self._rollout.take_usage()))
+        self._emptied.append(self._saver.planned.emptied)
 
     def peaks(
         self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int, room: int
@@ -156,6 +158,7 @@ class Readings(Peaks):
         """Returns a later step's peaks. first: readings up to the first step's end. room: bytes."""
         both, came = [], False
         before: set[str] = set()
+        torch_use = self._of_a_later_step(torch_use, first)
         for (_, paused, returning, served), use in zip(self.noted, torch_use, strict=True):
             back = paused & returning
             usage = planned_usage(sizes, paused - back, *use)
@@ -174,6 +177,22 @@ class Readings(Peaks):
             steps.append(peaks.take())
         again = steps[2].keys()
         return steps[2] | {stage: steps[1][stage] for stage in steps[1] if stage not in again}
+
+    def _of_a_later_step(
+        self, torch_use: Sequence[tuple[int, int]], first: int
+    ) -> list[tuple[int, int]]:
+        """Until the first step's cache is emptied on its way from the rollout, a later step has
+        what the one before left there.
+        """
+        later, switched = list(torch_use), len(torch_use) - first
+        left, _ = torch_use[-1]
+        for number in range(switched + 1, first):
+            if self._emptied[number - 1] > self._emptied[switched]:
+                break
+            now, most = torch_use[number]
+            kept = self._emptied[number] == self._emptied[switched]
+            later[number] = max(now, left) if kept else now, max(most, left)
+        return later
 
 
 def _used(*sides: Usage) -> int:

@@ -33,6 +33,7 @@ class PlannedDevice(TorchDispatchMode):
         """workspace_bytes: of cuBLAS, one for each thread that multiplies."""
         super().__init__()
         self.log = Log()
+        self.emptied = 0  # how often torch's cache was
         self.host_bytes = 0  # of the host, for good
         # That what is made now belongs to; None: torch's own.
         self._tag: CachingAllocator | None = None
@@ -47,6 +48,7 @@ class PlannedDevice(TorchDispatchMode):
         for key in self._workspaces.values():
             self._free(key)
         self._workspaces.clear()
+        self.emptied += 1
         self.log.add("empty_cache")
 
     def read(self) -> None:
