@@ -195,10 +195,13 @@ def _bar(stage: StagePlan, plan: Plan) -> Text:
 
 def draw_plan(plan: Plan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
-    from recipes.watch.plots import colours_of, pyplot, save_picture, tidy
+    from matplotlib.figure import Figure
+
+    from recipes.watch.plots import colours_of, save_picture
 
     parts = _parts(plan)
-    figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
+    figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
+    axes = figure.subplots()
     names = [stage.stage for stage in plan.stages]
     left = [0.0] * len(names)
     for (part, values), colour in zip(parts.items(), colours_of(parts), strict=True):
@@ -208,8 +211,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.set(xlabel="GiB", title=f"{plan.name} on {plan.gpu.name}, planned")
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
-    tidy(axes)
-    axes.grid(False)
+    axes.spines[["top", "right"]].set_visible(False)
     save_picture(figure, file, bbox_inches="tight")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 import recipes
 from memsaver import Event
@@ -24,7 +24,7 @@ from recipes.run import continue_run, start_run
 from recipes.setup.models import toy_tokenizer
 from recipes.watch import run_folder
 from recipes.watch.history import Run
-from recipes.watch.plots import draw_reward, evaluations_panel
+from recipes.watch.plots import draw_evaluations, draw_reward
 from recipes.watch.run_folder import RunFolder, claimed
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
@@ -221,12 +221,9 @@ def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
         eval_row(0, 0.25),
         eval_row(1, 0.5, exact_match_2_digits=0.125, trained_beside=[]),
     ]
-    figure, axes = pyplot.subplots()
-    try:
-        evaluations_panel(axes, evaluations)
-        curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    finally:
-        pyplot.close(figure)
+    axes = Figure().subplots()
+    draw_evaluations(axes, evaluations)
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert curves == {
         "held-out exact match, greedy": [[0, 0.25], [1, 0.5]],
         "held-out exact match, 2 digits (untrained), greedy": [[1, 0.125]],
