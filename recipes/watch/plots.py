@@ -5,13 +5,10 @@ A function of a run returns None where the run has nothing to draw.
 
 from __future__ import annotations
 
-import io
 import itertools
-import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +53,8 @@ KINDS = {
     "switch": OTHER_COLOURS[2],
     "moves": OTHER_COLOURS[1],
 }
-VARIABLES = {INK: "ink", GRID: "grid", EDGE: "edge", PALE: "pale"}  # of the page, by colour
-VARIABLES |= {colour: tag.replace("_", "-") for tag, colour in TAG_COLOURS.items()}
-VARIABLES |= {colour: f"other-{index}" for index, colour in enumerate(OTHER_COLOURS, 1)}
 _IN_INK = ("axes.labelcolor", "text.color", "xtick.labelcolor", "ytick.labelcolor")
-_STYLE: Any = {
+STYLE: Any = {
     **dict.fromkeys(_IN_INK, INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), EDGE),
     "axes.spines.top": False,
@@ -95,37 +89,6 @@ class Chart(NamedTuple):
     draw: Callable[[FigureBase], list[Tip]]
     note: str = ""
 
-    @property
-    def svg(self) -> str:
-        """SVG in the page's colours, complete, with the tips as titles; for a page of HTML."""
-        buffer = io.StringIO()
-        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": self.name}):
-            figure = Figure(figsize=(WIDTH, self.height), dpi=72, layout="constrained")
-            tips = self.draw(figure)
-            unsigned = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            figure.savefig(buffer, format="svg", metadata=unsigned, transparent=True)
-        inside = buffer.getvalue().partition("<svg")[2].partition(">")[2].rpartition("</svg>")[0]
-        inside = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", inside).replace("xlink:href", "href")
-        inside = re.sub(r"(\.\d\d)\d+", r"\1", inside)  # hundredths of a point are fine enough
-        inside = re.sub("#[0-9a-f]{6}", lambda found: _variable(found[0]), inside)
-        titles = "".join(_rectangle(tip, 72 * self.height) for tip in tips)
-        box = f"0 0 {72 * WIDTH:g} {72 * self.height:g}"
-        head = f'<svg class="chart" viewBox="{box}" role="img" aria-label="{escape(self.title)}">'
-        return f'{head}{inside}<g class="tips">{titles}</g></svg>'
-
-
-def _variable(colour: str) -> str:
-    return f"var(--{VARIABLES[colour]})" if colour in VARIABLES else colour
-
-
-def _rectangle(tip: Tip, height: float) -> str:
-    low, high = tip.axes.get_ylim() if tip.low is None or tip.high is None else (tip.low, tip.high)
-    corners = tip.axes.transData.transform([(tip.left, low), (tip.right, high)])
-    (left, right), (one, other) = sorted(corners[:, 0]), sorted(height - corners[:, 1])
-    size = f'width="{max(right - left, 0.6):.2f}" height="{other - one:.2f}"'
-    place = f'x="{left:.2f}" y="{one:.2f}" {size}'
-    return f"<rect {place}><title>{escape(tip.text)}</title></rect>"
-
 
 def draw_reward(run: Run, file: Path) -> None:
     """Reward and exact match above, log-probability gap below, over steps."""
@@ -142,7 +105,7 @@ def draw_memory(run: Run, file: Path) -> None:
     _draw([tags_chart(run), step_chart(run), wake_up_chart(run)], file)
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def _draw(found: Iterable[Chart | None], file: Path) -> None:
     """One picture of all these, one below the other."""
     charts = [chart for chart in found if chart is not None]

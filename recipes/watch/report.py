@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from operator import itemgetter, truediv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +17,7 @@ from memsaver.errors import format_bytes
 from recipes.errors import RecipeError, one_line, writable
 from recipes.watch.history import (
     NOTABLE,
+    TAG_COLOURS,
     Row,
     Run,
     beside_the_task,
@@ -25,7 +29,7 @@ from recipes.watch.history import (
 )
 
 if TYPE_CHECKING:
-    from recipes.watch.plots import Chart
+    from recipes.watch.plots import Chart, Tip
 
 FOLDER = Path(__file__).parent / "page"
 NO_TRACE = "needs stages over time, and no trace.json could be read "
@@ -110,8 +114,50 @@ def render_page(run: Run) -> str:
         figures=key_figures(run),
         gaps=run.gaps,
         sections=make_sections(run),
+        svg_of=svg_of,
         recipe=run.recipe_text,
     )
+
+
+def variables() -> dict[str, str]:
+    """Names of the page's colours, which follow the theme, by colour of a figure."""
+    from recipes.watch.plots import EDGE, GRID, INK, OTHER_COLOURS, PALE
+
+    named = {INK: "ink", GRID: "grid", EDGE: "edge", PALE: "pale"}
+    named |= {colour: tag.replace("_", "-") for tag, colour in TAG_COLOURS.items()}
+    return named | {colour: f"other-{index}" for index, colour in enumerate(OTHER_COLOURS, 1)}
+
+
+def svg_of(chart: Chart) -> str:
+    """SVG in the page's colours, complete, with the tips as titles; for a page of HTML."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from recipes.watch.plots import STYLE, WIDTH
+
+    buffer, width, height = io.StringIO(), 72 * WIDTH, 72 * chart.height
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": chart.name}):
+        figure = Figure(figsize=(WIDTH, chart.height), dpi=72, layout="constrained")
+        tips = chart.draw(figure)
+        unsigned = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=unsigned, transparent=True)
+    inside = buffer.getvalue().partition("<svg")[2].partition(">")[2].rpartition("</svg>")[0]
+    inside = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", inside).replace("xlink:href", "href")
+    inside = re.sub(r"(\.\d\d)\d+", r"\1", inside)  # hundredths of a point are fine enough
+    for colour, name in variables().items():
+        inside = inside.replace(colour, f"var(--{name})")
+    titles = "".join(_rectangle(tip, height) for tip in tips)
+    box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(chart.title)}"'
+    return f'<svg class="chart" {box}>{inside}<g class="tips">{titles}</g></svg>'
+
+
+def _rectangle(tip: Tip, height: float) -> str:
+    low, high = tip.axes.get_ylim() if tip.low is None or tip.high is None else (tip.low, tip.high)
+    corners = tip.axes.transData.transform([(tip.left, low), (tip.right, high)])
+    (left, right), (one, other) = sorted(corners[:, 0]), sorted(height - corners[:, 1])
+    size = f'width="{max(right - left, 0.6):.2f}" height="{other - one:.2f}"'
+    place = f'x="{left:.2f}" y="{one:.2f}" {size}'
+    return f"<rect {place}><title>{escape(tip.text)}</title></rect>"
 
 
 def make_sections(run: Run) -> list[Section]:

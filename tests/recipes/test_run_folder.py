@@ -192,7 +192,7 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
         folder.save_checkpoint(step, 2, fill)
     kept = folder.last_checkpoint().parent.glob("step_*[0-9]")
     assert {path.name for path in kept} == {"step_10", "step_12"}
-    assert folder.last_checkpoint_step() == 12
+    assert folder.done == 12
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
     folder.write_trace()
     assert folder.write_pictures() is None
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
-    folder.add_span("build", 1.0, 2.0)
+    folder.run.spans.append(("build", 1.0, 2.0))
     event = Event(
         time=1.5,
         seconds=0.01,
@@ -246,7 +246,7 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
         committed_bytes=2**19,
         backup_bytes=0,
     )
-    folder.add_events("rollout", [event])
+    folder.run.add_events("rollout", [event])
     folder.write_trace()
     assert folder.write_pictures() is None
     entries = json.loads((folder.path / "trace.json").read_text())["traceEvents"]

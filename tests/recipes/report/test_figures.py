@@ -12,7 +12,7 @@ import pytest
 from memsaver import Event
 from recipes.watch import plots, report
 from recipes.watch.history import Run, read_run
-from recipes.watch.plots import VARIABLES, Chart, Tip
+from recipes.watch.plots import Chart, Tip
 from recipes.watch.report import FOLDER
 from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
 from tests.helpers.recipes.runs import Row
@@ -47,7 +47,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def tips(chart: Chart | None) -> list[str]:
     assert chart is not None
     return [
-        tip.replace("\n", ", ") for tip in re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)
+        tip.replace("\n", ", ")
+        for tip in re.findall(r"<title>(.*?)</title>", report.svg_of(chart), re.DOTALL)
     ]
 
 
@@ -196,7 +197,7 @@ def test_contrast_of_both_themes(theme: int) -> None:
     for text in ("ink", "soft", "link"):
         for ground in ("page", "card", "warn") if text == "ink" else ("page", "card"):
             assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    for name in set(VARIABLES.values()) - {"ink", "grid", "edge", "pale"}:
+    for name in set(report.variables().values()) - {"ink", "grid", "edge", "pale"}:
         assert _contrast(colours[name], colours["page"]) >= 3, name
 
 
@@ -207,7 +208,7 @@ def test_tips_lie_where_their_values_are() -> None:
         axes.set(xlim=(0, 10), ylim=(0, 4))
         return [Tip(axes=axes, left=5, right=10, low=0, high=1, text='a "<b>"')]
 
-    svg = Chart("x", "x", 1.0, build).svg
+    svg = report.svg_of(Chart("x", "x", 1.0, build))
     width = 7.4 * 72
     assert f'<rect x="{width / 2:.2f}" y="54.00" width="{width / 2:.2f}" height="18.00">' in svg
     assert "<title>a &quot;&lt;b&gt;&quot;</title>" in svg
