@@ -1,5 +1,5 @@
-"""The command `memsaver`: a row of COMMANDS and a function for each subcommand, which takes the
-parsed arguments and returns the exit status; what they do is imported when they run.
+"""The command `memsaver`: each subcommand's arguments, in `build_parser`, and its function, which
+takes them parsed and returns the exit status; what they do is imported when they run.
 
 Exit status: 0 done; 1 the run failed, one line names the stage and the cause, or a check of the
 doctor failed; 2 bad recipe or usage; 130 or 143 interrupted or stopped.
@@ -11,51 +11,20 @@ import signal
 import sys
 import threading
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe.loading import packaged_recipes
 
 
-class Command(NamedTuple):
-    name: str
-    help: str
-    description: str
-    arguments: Callable[[ArgumentParser], None]
-    execute: Callable[[Namespace], int]
-
-
-def add_words(parser: ArgumentParser) -> None:
-    """A recipe and its overrides; the overrides may stand anywhere on the line."""
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RECIPE [KEY=VALUE ...]",
-        help="YAML file or packaged name, then overrides",
-    )
-
-
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
-    """Returns what `add_words` took: the recipe (None where there are only overrides) and these."""
+    """The recipe (None where there are only overrides) and the overrides, wherever they stood."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
     return recipe, words
-
-
-def _run_arguments(parser: ArgumentParser) -> None:
-    add_words(parser)
-    parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="where to write (default runs/RECIPE-DATE-TIME)"
-    )
-    parser.add_argument(
-        "--resume",
-        type=Path,
-        metavar="DIR",
-        help="continue the run in DIR from its last checkpoint",
-    )
 
 
 def _run(arguments: Namespace) -> int:
@@ -75,23 +44,6 @@ def _run(arguments: Namespace) -> int:
     return 0
 
 
-def _plan_arguments(parser: ArgumentParser) -> None:
-    add_words(parser)
-    parser.add_argument("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
-    parser.add_argument(
-        "--unstaged",
-        action="store_true",
-        help="wake all of the engine before the sync, as others do",
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="of the longest prompt (default: the task's)"
-    )
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw it, too")
-    parser.add_argument(
-        "--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report"
-    )
-
-
 def _plan(arguments: Namespace) -> int:
     from recipes.planner.command import plan_recipe
 
@@ -101,30 +53,11 @@ def _plan(arguments: Namespace) -> int:
     return plan_recipe(recipe, overrides, arguments)
 
 
-def _fetch_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="smollm2-135m")
-    parser.add_argument(
-        "--to", type=Path, metavar="DIR", help="models folder (default ~/.cache/memsaver/models)"
-    )
-    parser.add_argument(
-        "--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help="convert it, no download"
-    )
-
-
 def _fetch(arguments: Namespace) -> int:
-    from recipes.setup.fetch import fetch
+    from recipes.setup.models import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
     return 0
-
-
-def _report_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="the folder of a run, finished or not"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)"
-    )
 
 
 def _report(arguments: Namespace) -> int:
@@ -132,12 +65,6 @@ def _report(arguments: Namespace) -> int:
 
     print(write_report(arguments.run, arguments.out))
     return 0
-
-
-def _doctor_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="cuda:N, or cpu for no GPU (default: the current GPU)"
-    )
 
 
 def _doctor(arguments: Namespace) -> int:
@@ -150,17 +77,6 @@ PLAN = "Bytes of every stage, process, GPU and host before anything is run; "
 PLAN += "exit status 3: does not fit."
 REPORT = "Write one HTML page about a run; it needs no other file and no network."
 DOCTOR = "Examine this machine; exit status 1 when a check failed."
-COMMANDS = (
-    Command("run", "run a recipe", "Run a recipe, or continue a run.", _run_arguments, _run),
-    Command("plan", "what a recipe takes", PLAN, _plan_arguments, _plan),
-    Command(
-        "fetch", "bring a model", "Bring a model into the models folder.", _fetch_arguments, _fetch
-    ),
-    Command("report", "write a page about a run", REPORT, _report_arguments, _report),
-    Command("doctor", "examine this machine", DOCTOR, _doctor_arguments, _doctor),
-)
-
-
 EPILOG = """\
 examples:
   memsaver doctor                                does this machine have what memsaver needs?
@@ -185,11 +101,43 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        own = commands.add_parser(command.name, help=command.help, description=command.description)
-        command.arguments(own)
+
+    def command(
+        execute: Callable[[Namespace], int], brief: str, text: str, words: bool = False
+    ) -> Callable[..., Any]:
+        own = commands.add_parser(execute.__name__[1:], help=brief, description=text)
         own.add_argument("--verbose", action="store_true", help="show the traceback of a failure")
-        own.set_defaults(execute=command.execute)
+        own.set_defaults(execute=execute)
+        if words:
+            shown, how = "RECIPE [KEY=VALUE ...]", "YAML file or packaged name, then overrides"
+            own.add_argument("words", nargs="*", metavar=shown, help=how)
+        return own.add_argument
+
+    add = command(_run, "run a recipe", "Run a recipe, or continue a run.", words=True)
+    default = "where to write (default runs/RECIPE-DATE-TIME)"
+    add("--run-dir", type=Path, metavar="DIR", help=default)
+    again = "continue the run in DIR from its last checkpoint"
+    add("--resume", type=Path, metavar="DIR", help=again)
+    add = command(_plan, "what a recipe takes", PLAN, words=True)
+    add("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
+    others = "wake all of the engine before the sync, as others do"
+    add("--unstaged", action="store_true", help=others)
+    longest = "of the longest prompt (default: the task's)"
+    add("--prompt-tokens", type=int, metavar="N", help=longest)
+    add("--picture", type=Path, metavar="FILE.png", help="draw it, too")
+    add("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
+    add = command(_fetch, "bring a model", "Bring a model into the models folder.")
+    add("name", metavar="NAME", help="smollm2-135m")
+    default = "models folder (default ~/.cache/memsaver/models)"
+    add("--to", type=Path, metavar="DIR", help=default)
+    local = "convert it, no download"
+    add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
+    add = command(_report, "write a page about a run", REPORT)
+    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    add("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
+    add = command(_doctor, "examine this machine", DOCTOR)
+    current = "cuda:N, or cpu for no GPU (default: the current GPU)"
+    add("--device", metavar="DEVICE", help=current)
     return parser
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.errors import LostWorker, RecipeError, one_line
-from recipes.planner.command import Decided, plan_beside, unplanned
+from recipes.planner.command import plan_beside, unplanned
+from recipes.planner.plan import Switch
 from recipes.recipe import Recipe, switching
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.preparation import Setup, prepare
-from recipes.watch.live import make_view
-from recipes.watch.monitor import Monitor
+from recipes.watch.monitor import Monitor, make_view
 from recipes.watch.run_folder import RunFolder, claimed
 from rollout.types import CUDA_GRAPH
 from trainer_bridge import Cycle
@@ -68,7 +68,8 @@ def continue_run(
         if key := _first_difference(saved, recipe, MAY_CHANGE):
             rule = "differs from the run's own recipe.yaml; start a new run instead"
             raise RecipeError(f"{option}: {key}: {rule}")
-        step = RunFolder(run_dir).last_checkpoint_step()
+        RunFolder(run_dir).last_checkpoint()  # there is one
+        step = RunFolder(run_dir).done
         if step >= recipe.steps:
             rule = f"{step} steps are already done; set steps={step + 10} to go on"
             raise RecipeError(f"{option}: steps={recipe.steps}: {rule}")
@@ -109,7 +110,7 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool) -> Non
             restarts += 1
             folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
             folder.add_restart(restarts, str(lost))
-            where = f"step {folder.last_checkpoint_step()}" if resume else "the start"
+            where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
 
 
@@ -135,7 +136,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             if resume:
                 with monitor.stage("load_checkpoint"):
                     trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
-                first = folder.last_checkpoint_step() + 1
+                first = folder.done + 1
             if not early:
                 recipe = _decided(recipe, plan, monitor)
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
@@ -154,7 +155,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     view.note(f"done: {folder.path}")
 
 
-def _decided(recipe: Recipe, plan: Callable[[], Decided], monitor: Monitor) -> Recipe:
+def _decided(recipe: Recipe, plan: Callable[[], Switch], monitor: Monitor) -> Recipe:
     """Returns the recipe with its switch decided, of which the view is told."""
     with monitor.stage("plan"):
         decided = plan()
@@ -164,12 +165,12 @@ def _decided(recipe: Recipe, plan: Callable[[], Decided], monitor: Monitor) -> R
 
 
 @contextmanager
-def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Callable[[], Decided]]:
+def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Callable[[], Switch]]:
     """Gives what decides `cycle.keep`, `cycle.overlap` and `cycle.hand_over`; with another
     project's engine, once that is there and what it holds outside of its tags is measured.
     """
     recipe, cycle, keep = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.keep
-    said = unplanned(cycle, [])
+    said = unplanned(cycle)
     beside = cycle.overlap == "auto" and not recipe.engine.hosted
     way = cycle.hand_over == "auto" and not said.overlap
     if setup.device == "cpu" and keep == "auto":
@@ -190,7 +191,7 @@ def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Call
                 yield decided
 
 
-def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Decided:
+def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Switch:
     folder.write_outside(monitor.outside())
     with plan_beside(*how) as decided:
         found = decided()

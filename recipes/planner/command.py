@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,9 +19,8 @@ from rich.text import Text
 from memsaver.common.files import replace_text
 from memsaver.errors import format_bytes
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
-from recipes.planner.plan import Plan, StagePlan, placed
+from recipes.planner.plan import Plan, StagePlan, Switch, placed, plan_switch
 from recipes.planner.sizes import GIB
-from recipes.planner.switch import plan_switch
 from recipes.recipe import CycleSection, Recipe
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.models import describe_random_model, toy_tokenizer
@@ -90,23 +89,14 @@ def plan_of(
     return plan_switch(recipe, name, gpu=card, fields=fields, **how)
 
 
-class Decided(NamedTuple):
-    """keep, overlap, hand_over: as of `Switch`. lines: say what was decided and why."""
-
-    keep: list[str]
-    overlap: list[str]
-    hand_over: bool
-    lines: list[str]
-
-
-def unplanned(cycle: CycleSection, lines: list[str]) -> Decided:
+def unplanned(cycle: CycleSection, *lines: str) -> Switch:
     """Returns what the keys say by themselves: nothing stays or is handed over by auto."""
     overlap = [] if cycle.overlap == "auto" else cycle.overlap
-    return Decided(cycle.named, overlap, cycle.hand_over == "always", lines)
+    return Switch(cycle.named, overlap, cycle.hand_over == "always", 0.0, lines)
 
 
 @contextlib.contextmanager
-def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Callable[[], Decided]]:
+def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Callable[[], Switch]]:
     """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch.
 
     total: bytes of its GPU. cycle: of the recipe, with alias decided. plan.json stays in the
@@ -121,14 +111,13 @@ def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Call
         text=True,
     )
 
-    def decided() -> Decided:
+    def decided() -> Switch:
         said = process.communicate()[1].strip().splitlines()
         if process.returncode not in (0, DOES_NOT_FIT):
             why = said[-1] if said else f"exit status {process.returncode}"
             stays = ", ".join(cycle.named) or "nothing"
-            return unplanned(cycle, [f"cycle: {stays} stays, there is no plan: {why}"])
-        switch = json.loads((run_dir / "plan.json").read_text())["switch"]
-        return Decided(**{name: switch[name] for name in Decided._fields})
+            return unplanned(cycle, f"cycle: {stays} stays, there is no plan: {why}")
+        return Switch(**json.loads((run_dir / "plan.json").read_text())["switch"])
 
     with process:
         try:
@@ -195,10 +184,13 @@ def _bar(stage: StagePlan, plan: Plan) -> Text:
 
 def draw_plan(plan: Plan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
-    from recipes.watch.plots import colours_of, pyplot, save_picture, tidy
+    from matplotlib.figure import Figure
+
+    from recipes.watch.plots import colours_of, save_picture
 
     parts = _parts(plan)
-    figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
+    figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
+    axes = figure.subplots()
     names = [stage.stage for stage in plan.stages]
     left = [0.0] * len(names)
     for (part, values), colour in zip(parts.items(), colours_of(parts), strict=True):
@@ -208,8 +200,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     axes.set(xlabel="GiB", title=f"{plan.name} on {plan.gpu.name}, planned")
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
-    tidy(axes)
-    axes.grid(False)
+    axes.spines[["top", "right"]].set_visible(False)
     save_picture(figure, file, bbox_inches="tight")
 
 

@@ -1,7 +1,7 @@
 """One step of a recipe's own loop, trainer and cycle on tensors that take no memory.
 
 So the stages are the cycle's, the order is the loop's, and what the trainer keeps is what its model
-keeps; only the rollout is reckoned (`recipes.planner.engine`). One rank of the real number, its
+keeps; only the rollout is reckoned (`recipes.planner.tracing`). One rank of the real number, its
 collectives moving nothing; two micro batches of the largest sequences, since more of them do not
 take more memory.
 """
@@ -23,23 +23,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memsaver import MemorySaver, Usage
 from memsaver.common.rounding import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
-from recipes.planner.allocator import CachingAllocator
-from recipes.planner.engine import EngineSizes, HandedOver, PlannedRollout, planned_usage
-from recipes.planner.log import repeated_layers, replay, with_layers
+from recipes.planner.allocator import CachingAllocator, repeated_layers, replay, with_layers
 from recipes.planner.tracing import (
     ATTENTION,
     PACKED_ATTENTION,
     PAGE,
+    EngineSizes,
+    HandedOver,
     PlannedDevice,
+    PlannedRollout,
     PlannedSaver,
+    planned_usage,
     register_attention,
 )
 from recipes.recipe import PpoSection, Recipe
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
-from recipes.watch.live import View
-from recipes.watch.monitor import Monitor, Peaks
+from recipes.watch.monitor import Monitor, Peaks, View
 from recipes.watch.run_folder import RunFolder
 from rollout import Rollout
 from trainer_bridge import Cycle

@@ -12,11 +12,10 @@ from kvcache import KVLayout
 from memsaver.common.rounding import round_up
 from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
-from recipes.planner.engine import LEAST, EngineSizes
-from recipes.planner.tracing import PAGE
+from recipes.planner.tracing import LEAST, PAGE, EngineSizes
 from recipes.recipe import GPUS, Recipe
 from recipes.setup.models import meta_model
-from recipes.setup.pool import (
+from recipes.setup.preparation import (
     demanded_tokens,
     rank_kept,
     rank_weights,

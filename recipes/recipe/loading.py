@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from recipes.errors import RecipeError, one_line
-from recipes.recipe.recipe import Recipe
+from recipes.recipe import Recipe
 from recipes.recipe.rules import FieldError, default_of, shown
 
 _WORDS: dict[Any, str] = {

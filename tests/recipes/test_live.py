@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from recipes.watch.history import Run
-from recipes.watch.live import LiveView, LogView, describe, sparkline, time_left
+from recipes.watch.monitor import LiveView, LogView, describe, sparkline, time_left
 from tests.helpers.recipes.folders import eval_row, train_row
 
 ROW = train_row(3)

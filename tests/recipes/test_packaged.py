@@ -18,7 +18,7 @@ from memsaver.common.rounding import round_up
 from recipes import run
 from recipes.recipe import Recipe
 from recipes.recipe.loading import PACKAGE, leaves, load, recipe_text
-from recipes.recipe.sides import shapes
+from recipes.recipe.sections import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver import MemorySaver, Usage
-from recipes.watch.live import View
-from recipes.watch.monitor import Monitor, Peaks
+from recipes.watch.monitor import Monitor, Peaks, View
 from recipes.watch.run_folder import RunFolder
 
 

@@ -14,8 +14,7 @@ import pytest
 from recipes.cli import main
 from recipes.errors import LostWorker, RunError
 from recipes.run import start_run
-from recipes.watch.live import make_view
-from recipes.watch.monitor import Monitor
+from recipes.watch.monitor import Monitor, make_view
 from recipes.watch.run_folder import RunFolder
 from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed

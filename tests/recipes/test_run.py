@@ -19,7 +19,7 @@ from kvcache.pools import TokenPool
 from recipes.cli import main
 from recipes.recipe.loading import load
 from recipes.run import continue_run, start_run
-from recipes.watch.report import read_run
+from recipes.watch.history import read_run
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.runs import (

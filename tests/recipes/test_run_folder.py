@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 import recipes
 from memsaver import Event
@@ -24,7 +24,7 @@ from recipes.run import continue_run, start_run
 from recipes.setup.models import toy_tokenizer
 from recipes.watch import run_folder
 from recipes.watch.history import Run
-from recipes.watch.plots import draw_reward, evaluations_panel
+from recipes.watch.plots import draw_evaluations, draw_reward
 from recipes.watch.run_folder import RunFolder, claimed
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
@@ -192,7 +192,7 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
         folder.save_checkpoint(step, 2, fill)
     kept = folder.last_checkpoint().parent.glob("step_*[0-9]")
     assert {path.name for path in kept} == {"step_10", "step_12"}
-    assert folder.last_checkpoint_step() == 12
+    assert folder.done == 12
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,9 @@ def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
         eval_row(0, 0.25),
         eval_row(1, 0.5, exact_match_2_digits=0.125, trained_beside=[]),
     ]
-    figure, axes = pyplot.subplots()
-    try:
-        evaluations_panel(axes, evaluations)
-        curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    finally:
-        pyplot.close(figure)
+    axes = Figure().subplots()
+    draw_evaluations(axes, evaluations)
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert curves == {
         "held-out exact match, greedy": [[0, 0.25], [1, 0.5]],
         "held-out exact match, 2 digits (untrained), greedy": [[1, 0.125]],
@@ -240,7 +237,7 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
     folder.write_trace()
     assert folder.write_pictures() is None
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
-    folder.add_span("build", 1.0, 2.0)
+    folder.run.spans.append(("build", 1.0, 2.0))
     event = Event(
         time=1.5,
         seconds=0.01,
@@ -249,7 +246,7 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
         committed_bytes=2**19,
         backup_bytes=0,
     )
-    folder.add_events("rollout", [event])
+    folder.run.add_events("rollout", [event])
     folder.write_trace()
     assert folder.write_pictures() is None
     entries = json.loads((folder.path / "trace.json").read_text())["traceEvents"]

@@ -65,7 +65,7 @@ def add_step(folder, step, **more):
     """One step of exactly a second; its spans, events and row."""
     start = time = SESSION + step
     for name, seconds in STAGES.items():
-        folder.add_span(name, time, time + seconds)
+        folder.run.spans.append((name, time, time + seconds))
         time += seconds
         if name in HELD:
             owner, tag, device, host = HELD[name]
@@ -77,8 +77,8 @@ def add_step(folder, step, **more):
                 committed_bytes=device * MIB,
                 backup_bytes=host * MIB,
             )
-            folder.add_events(owner, [event])
-    folder.add_span(f"step {step}", start, start + 1.0)
+            folder.run.add_events(owner, [event])
+    folder.run.spans.append((f"step {step}", start, start + 1.0))
     folder.add_row(train_row(step, **more))
 
 
@@ -87,7 +87,7 @@ def make_run(path, steps=6, trace=True, plan=None, **more):
     last.
     """
     folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
-    folder.add_span("build", SESSION, SESSION + 1)
+    folder.run.spans.append(("build", SESSION, SESSION + 1))
     folder.add_row(eval_row(0, 0.125))
     for step in range(1, steps + 1):
         add_step(folder, step, **more)

@@ -1,4 +1,6 @@
 // Runs in the page, after everything is there, and leaves what it saw in data-probe.
+const errors = [];
+addEventListener("error", (event) => { errors.push(event.message); });
 addEventListener("load", () => {
   const root = document.documentElement;
   const inside = (one, other) =>
@@ -22,28 +24,15 @@ addEventListener("load", () => {
   for (const cell of document.querySelectorAll("dt, dd, th, td")) {
     if (cell.scrollWidth > cell.clientWidth + 1) outside.push(cell.textContent);
   }
-  const chart = document.querySelector("#chart-reward svg");
-  const tip = document.getElementById("tip");
   const found = {
-    ready: root.dataset.ready ?? null,
-    error: root.dataset.error ?? null,
+    errors,
+    titles: document.querySelectorAll(".tips title").length,
     sections: [...document.querySelectorAll("section")].map((section) => section.id),
     charts: [...document.querySelectorAll("figure")].map((figure) => figure.id),
     requests: performance.getEntriesByType("resource").map((entry) => entry.name).filter((name) => !name.startsWith("data:")),
     wider: root.scrollWidth - innerWidth,
     overlaps,
     outside,
-    hovered: null,
-    walked: null,
   };
-  if (chart && tip) {
-    chart.querySelector(".tips rect").dispatchEvent(new PointerEvent("pointermove", { clientX: 990, clientY: 100, bubbles: true }));
-    found.hovered = tip.hidden ? null : tip.textContent;
-    found.tipInside = inside(tip.getBoundingClientRect(), { left: 0, top: 0, right: innerWidth, bottom: innerHeight });
-    chart.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
-    found.walked = tip.textContent;
-    chart.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
-    found.escaped = tip.hidden;
-  }
   root.dataset.probe = JSON.stringify(found);
 });

@@ -12,7 +12,7 @@ import recipes
 from memsaver.common.rounding import round_up
 from recipes.planner.sizes import GIB, engine_sizes, find_gpu
 from recipes.planner.tracing import PAGE
-from recipes.recipe.sides import shapes
+from recipes.recipe.sections import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks

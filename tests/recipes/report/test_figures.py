@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 
 from memsaver import Event
-from recipes.watch import charts, tables, time_charts
-from recipes.watch.charts import VARIABLES, Chart, Tip, draw_chart
-from recipes.watch.history import Run
-from recipes.watch.report import FOLDER, read_run
+from recipes.watch import plots, report
+from recipes.watch.history import Run, read_run
+from recipes.watch.plots import Chart, Tip
+from recipes.watch.report import FOLDER
 from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
 from tests.helpers.recipes.runs import Row
 
 ALL = [
-    charts.reward_chart,
-    charts.gap_chart,
-    charts.critic_chart,
-    time_charts.run_chart,
-    charts.seconds_chart,
-    charts.speed_chart,
-    charts.sync_chart,
-    time_charts.tags_chart,
-    time_charts.processes_chart,
-    time_charts.devices_chart,
-    time_charts.step_chart,
-    time_charts.wake_up_chart,
-    time_charts.phases_chart,
+    plots.reward_chart,
+    plots.gap_chart,
+    plots.critic_chart,
+    plots.run_chart,
+    plots.seconds_chart,
+    plots.speed_chart,
+    plots.sync_chart,
+    plots.tags_chart,
+    plots.processes_chart,
+    plots.devices_chart,
+    plots.step_chart,
+    plots.wake_up_chart,
+    plots.phases_chart,
 ]
 
 
@@ -47,46 +47,50 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def tips(chart: Chart | None) -> list[str]:
     assert chart is not None
     return [
-        tip.replace("\n", ", ") for tip in re.findall(r"<title>(.*?)</title>", chart.svg, re.DOTALL)
+        tip.replace("\n", ", ")
+        for tip in re.findall(r"<title>(.*?)</title>", report.svg_of(chart), re.DOTALL)
     ]
 
 
 def test_there_is_no_figure_of_what_is_not_there(run: Run, tmp_path: Path) -> None:
     assert [figure.__name__ for figure in ALL if figure(Run()) is not None] == []
-    assert charts.critic_chart(Run(rows=[train_row(1)])) is None
-    assert time_charts.phases_chart(run) is None, "there is a trace"
+    assert plots.critic_chart(Run(rows=[train_row(1)])) is None
+    assert plots.phases_chart(run) is None, "there is a trace"
 
 
 @pytest.mark.parametrize(
     ("figure", "tip"),
     [
-        (charts.reward_chart, "step 1, reward: 0.1, exact match of samples: 0.05"),
         (
-            charts.reward_chart,
-            "step 6, reward: 0.6, exact match of samples: 0.3, held-out exact match: 0.75",
-        ),
-        (charts.gap_chart, "step 3, mean gap: 1e-06, largest gap: 1e-05"),
-        (charts.critic_chart, "step 1, loss of the critic: 0.5"),
-        (charts.critic_chart, "step 6, KL to the reference, nats a token: 0.0625"),
-        (time_charts.run_chart, "generate_sequences, took 0.50 s, from 1.10 s to 1.60 s"),
-        (
-            charts.seconds_chart,
-            "step 1, generate_sequences (s): 0.5, update_actor (s): 0.24, "
-            "compute_log_prob (s): 0.1, sync_weights (s): 0.04, park_params (s): 0.02, "
-            "everything else (s): 0.1",
+            plots.reward_chart,
+            "step 1 (reward), reward, mean of the step: 0.1, reward, smoothed: 0.1, "
+            "exact match of samples: 0.05",
         ),
         (
-            charts.sync_chart,
-            "step 1, whole stage (ms): 40, copies (ms): 2, reading back (ms): 10, MiB written: 4, "
-            "GB/s of the copies: 2.09715",
+            plots.reward_chart,
+            "step 6 (reward), reward, mean of the step: 0.6, reward, smoothed: 0.405883, "
+            "exact match of samples: 0.3, held-out exact match, greedy: 0.75",
         ),
         (
-            time_charts.wake_up_chart,
+            plots.gap_chart,
+            "step 3 (nats a token), mean: 1e-06, max: 1e-05, KL from the reference: 0.0625",
+        ),
+        (plots.critic_chart, "step 1 (loss of the critic), loss of the critic: 0.5"),
+        (plots.critic_chart, "step 6 (KL, nats a token), KL, nats a token: 0.0625"),
+        (plots.run_chart, "generate_sequences, from 1.10 s to 1.60 s"),
+        (
+            plots.seconds_chart,
+            "step 1 (seconds), generate_sequences: 0.5, update_actor: 0.24, "
+            "compute_log_prob: 0.1, sync_weights: 0.04, park_params: 0.02, everything else: 0.1",
+        ),
+        (plots.sync_chart, "step 1 (ms), whole stage: 40, copies: 2, reading back: 10"),
+        (
+            plots.wake_up_chart,
             "from 20.0 ms to 80.0 ms, weights: 4.0 MiB, kv_cache: 0 B, params: 4.0 MiB, "
             "optim: 0 B, in all: 8.0 MiB, host: 8.0 MiB",
         ),
         (
-            time_charts.processes_chart,
+            plots.processes_chart,
             "from 1.10 s to 1.61 s, rollout: 36.0 MiB, trainer: 0 B, in all: 36.0 MiB, "
             "host: 12.0 MiB",
         ),
@@ -96,25 +100,26 @@ def test_tips_hold_exact_values(figure: Any, tip: str, run: Run) -> None:
     found = tips(figure(run))
     assert tip in found
     if tip.startswith("step"):
-        assert len(found) == 6 * (2 if figure is charts.critic_chart else 1)
+        more = {plots.critic_chart: 12, plots.reward_chart: 7}  # evaluated before the first step
+        assert len(found) == more.get(figure, 6)
 
 
 def test_stages_of_the_whole_run_have_a_bar_each_time_but_one_where_they_are_too_near(
     run: Run, tmp_path: Path
 ) -> None:
-    updates = [tip.startswith("update_actor, ") for tip in tips(time_charts.run_chart(run))]
+    updates = [tip.startswith("update_actor, ") for tip in tips(plots.run_chart(run))]
     assert sum(updates) == 6
     spans = [("sleep", index / 100, index / 100 + 0.005) for index in range(100)] + [
         ("evaluate", 0.0, 100.0)
     ]
-    found = tips(time_charts.run_chart(Run(spans=spans)))
-    assert found[0].startswith("sleep, 100 times, 0.50 s in all") and len(found) == 2
+    found = tips(plots.run_chart(Run(spans=spans)))
+    assert found == ["sleep, from 0.0 ms to 0.99 s", "evaluate, from 0.0 ms to 1 min 40 s"]
 
 
 def test_sync_figures_come_from_the_receipt_or_the_stage(run: Run, tmp_path: Path) -> None:
-    assert "Each sync wrote 4.0 MiB." in charts.sync_chart(run).caption
-    old = charts.sync_chart(Run(rows=[train_row(1, sync={})]))
-    assert "not recorded" in old.caption and tips(old) == ["step 1, whole stage (ms): 40"]
+    assert plots.sync_chart(run).note == ("Each sync wrote 4.0 MiB, copied at 2.10 GB/s (median).")
+    old = plots.sync_chart(Run(rows=[train_row(1, sync={})]))
+    assert "not recorded" in old.note and tips(old) == ["step 1 (ms), whole stage: 40"]
 
 
 def test_thinned_levels_keep_the_peak_of_each_column_and_how_it_ends() -> None:
@@ -161,14 +166,14 @@ def test_devices_have_a_figure_where_there_are_several(tmp_path: Path) -> None:
     )
     events = {"trainer[0]": [event], "trainer[1]": [event], "rollout[1]": [event]}
     run = Run(events=events, spans=[("build", 0.0, 2.0)])
-    found = tips(time_charts.devices_chart(run))
+    found = tips(plots.devices_chart(run))
     assert any("device 0: 1.0 MiB, device 1: 2.0 MiB" in tip for tip in found)
 
 
 def test_without_a_trace_memory_comes_from_the_rows(tmp_path: Path) -> None:
-    found = tips(time_charts.phases_chart(Run(rows=[train_row(1), train_row(2)])))
-    assert found[:2] == [f"step {step}, rollout, weights: 4.0 MiB, params: 0 B" for step in (1, 2)]
-    assert found[2] == "step 1, train, weights: 0 B, params: 4.0 MiB"
+    found = tips(plots.phases_chart(Run(rows=[train_row(1), train_row(2)])))
+    assert found[:2] == [f"step {step} (rollout, MiB), weights: 4, params: 0" for step in (1, 2)]
+    assert found[2] == "step 1 (train, MiB), weights: 0, params: 4"
 
 
 def _luminance(colour: str) -> float:
@@ -192,7 +197,7 @@ def test_contrast_of_both_themes(theme: int) -> None:
     for text in ("ink", "soft", "link"):
         for ground in ("page", "card", "warn") if text == "ink" else ("page", "card"):
             assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
-    for name in set(VARIABLES.values()) - {"ink", "grid", "edge", "pale"}:
+    for name in set(report.variables().values()) - {"ink", "grid", "edge", "pale"}:
         assert _contrast(colours[name], colours["page"]) >= 3, name
 
 
@@ -203,7 +208,7 @@ def test_tips_lie_where_their_values_are() -> None:
         axes.set(xlim=(0, 10), ylim=(0, 4))
         return [Tip(axes=axes, left=5, right=10, low=0, high=1, text='a "<b>"')]
 
-    svg = draw_chart("x", "x", "x", 1.0, build).svg
+    svg = report.svg_of(Chart("x", "x", 1.0, build))
     width = 7.4 * 72
     assert f'<rect x="{width / 2:.2f}" y="54.00" width="{width / 2:.2f}" height="18.00">' in svg
     assert "<title>a &quot;&lt;b&gt;&quot;</title>" in svg
@@ -218,7 +223,7 @@ def peaks(stage: str, device: int | None, **processes: int) -> Row:
 
 
 def test_key_figures(run: Run, tmp_path: Path) -> None:
-    figures = dict(tables.key_figures(run))
+    figures = dict(report.key_figures(run))
     assert figures["steps"] == "6 of 6"
     assert figures["reward, first and last step"] == "0.100 → 0.600"
     assert figures["held-out exact match"] == "12 % → 75 %"
@@ -227,14 +232,14 @@ def test_key_figures(run: Run, tmp_path: Path) -> None:
     assert figures["switch, median"] == "0.14 s, 14.0 % of the step"
     assert "switch, planned" not in figures
     decided = Run(plan={"switch": {"keep": [], "seconds": 0.012, "lines": []}})
-    assert ("switch, planned", "12.0 ms") in tables.key_figures(decided)
+    assert ("switch, planned", "12.0 ms") in report.key_figures(decided)
     assert figures["peak of all tags"] == "36.0 MiB"  # weights and KV cache
     assert figures["time in all"] == "7.00 s"
-    assert tables.key_figures(Run()) == [("steps", "0 of ?")]
+    assert report.key_figures(Run()) == [("steps", "0 of ?")]
 
 
 def test_slowest_stages_come_first_with_their_share(run: Run) -> None:
-    found = tables.slowest_stages(run)
+    found = report.slowest_stages(run)
     times = ("0.50 s", "0.50 s", "3.00 s")
     assert found.rows[0] == ("generate_sequences", "rollout", "50.0 %", *times, "6")
     assert found.rows[1][:3] == ("update_actor", "train", "24.0 %")
@@ -257,7 +262,7 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         peaks("sync_weights", None, trainer=100 * MIB),
     ]
     plan = {"stages": stages, "gpu": "h100-80gb", "gpu_bytes": 80 * 2**30}
-    found = tables.planned_and_measured(Run(rows=rows, plan=plan))
+    found = report.planned_and_measured(Run(rows=rows, plan=plan))
     assert "h100-80gb (80.00 GiB)" in found.caption
     assert found.rows == [
         ("update_actor", "102.0 MiB", "100.0 MiB", "+2.0 %", "✓"),
@@ -267,23 +272,23 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
     ]
     outside = {"assumed": 3 * 2**30, "measured": 2 * 2**30}
-    found = tables.planned_and_measured(Run(rows=rows, plan={**plan, "outside": outside}))
+    found = report.planned_and_measured(Run(rows=rows, plan={**plan, "outside": outside}))
     last = ("outside of tags, at the start", "3.00 GiB", "2.00 GiB", "+50.0 %", "✓")
     assert found.rows[-1] == last
-    assert tables.planned_and_measured(Run(rows=rows)) is None
-    assert tables.planned_and_measured(Run(plan=plan)) is None
+    assert report.planned_and_measured(Run(rows=rows)) is None
+    assert report.planned_and_measured(Run(plan=plan)) is None
 
 
 def test_evaluations_keep_a_place_for_what_was_not_measured(tmp_path: Path) -> None:
     rows = [eval_row(0, 0.5), eval_row(5, 1.0, exact_match_2_digits=0.25)]
-    found = tables.evaluations(Run(rows=rows))
+    found = report.evaluations(Run(rows=rows))
     assert list(found.head) == ["updates", "held-out", "2 digits", "problems"]
     assert found.rows == [("0", "0.500", "–", "16"), ("5", "1.000", "0.250", "16")]
 
 
 def test_where_it_ran(tmp_path: Path) -> None:
     first = {"date": "today", "cpus": 2, "gpus": [GPU, GPU], "packages": {"torch": "2.11"}}
-    found = tables.environment(Run(environments=[first, {"gpus": []}]))
+    found = report.environment(Run(environments=[first, {"gpus": []}]))
     cells = {row[0]: row[1:] for row in found.rows}
     assert cells["gpu"] == ("2 x H100, 81559 MiB", "none")
     assert cells["driver"] == ("580.1", "–")
@@ -292,7 +297,7 @@ def test_where_it_ran(tmp_path: Path) -> None:
 
 
 def test_every_step_has_only_columns_that_are_there(tmp_path: Path) -> None:
-    found = tables.every_step(Run(rows=[train_row(step) for step in (1, 2, 3)]))
+    found = report.every_step(Run(rows=[train_row(step) for step in (1, 2, 3)]))
     assert (
         list(found.head)[:3] == ["step", "reward", "exact match"] and "value loss" not in found.head
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.watch.report import read_run
+from recipes.watch.history import read_run
 from tests.helpers.recipes.folders import MIB, make_run
 
 TAGS = ("params", "optim")  # of the trainer
