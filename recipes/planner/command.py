@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +20,7 @@ from rich.text import Text
 from memsaver.common.files import replace_text
 from memsaver.errors import format_bytes
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
-from recipes.planner.plan import Plan, StagePlan, Switch, placed, plan_switch
+from recipes.planner.plan import Plan, Switch, placed, plan_switch
 from recipes.planner.sizes import GIB
 from recipes.recipe import CycleSection, Recipe
 from recipes.recipe.loading import find_recipe, load
@@ -126,7 +127,6 @@ def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Call
             process.kill()
 
 
-_BAR = 12  # characters for the whole GPU
 _WIDTH = 132  # of a table that goes to no terminal
 
 
@@ -166,20 +166,15 @@ def _table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for place, stage in enumerate(plan.stages):
         over = stage.device_bytes > plan.room
+        colour = "red" if over else "cyan"
         table.add_row(
             stage.stage,
-            _bar(stage, plan),
+            Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=colour),
             Text(f"{stage.device_bytes / GIB:.2f}", style="bold red" if over else "bold"),
             *(f"{values[place]:.2f}" if values[place] else "-" for values in parts.values()),
             f"{stage.host / GIB:.2f}" if stage.host else "-",
         )
     return table
-
-
-def _bar(stage: StagePlan, plan: Plan) -> Text:
-    filled = min(_BAR, round(_BAR * stage.device_bytes / plan.gpu.total))
-    colour = "red" if stage.device_bytes > plan.room else "cyan"
-    return Text("█" * filled, style=colour) + Text("·" * (_BAR - filled), style="dim")
 
 
 def draw_plan(plan: Plan, file: Path) -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memsaver import Event, Report, Usage
+from memsaver import Usage
 from memsaver.common.rounding import round_up
 from recipes.planner.allocator import CachingAllocator, Key, Log
 from rollout import Completion, SamplingParams
@@ -220,24 +220,7 @@ def _flash_scratch(query: Tensor, key: Tensor, heads: int, rows: int) -> list[in
     return sizes
 
 
-class Unreported:
-    """Tells a run's monitor of no memory: what is planned is read from the log."""
-
-    def report(self, *, others: bool) -> Report:
-        return Report(
-            device="planned",
-            limit_bytes=None,
-            committed_bytes=0,
-            pool_bytes=0,
-            backup_bytes=0,
-            tags={},
-        )
-
-    def drain_events(self) -> list[Event]:
-        return []
-
-
-class PlannedSaver(Unreported):
+class PlannedSaver:
     """Offers what a trainer asks of a `MemorySaver`. Tags have sizes and states, and no memory."""
 
     device = torch.device("cpu")
@@ -360,7 +343,7 @@ class EngineSizes:
         return {WEIGHTS: self.weights, KV_CACHE: self.kv_cache, CUDA_GRAPH: self.cuda_graph}
 
 
-class PlannedRollout(Unreported):
+class PlannedRollout:
     """Sleeps, wakes up, and answers with as many tokens as it may (`Rollout`)."""
 
     weights_version = 0

@@ -250,13 +250,17 @@ OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explai
 
 
 class View:
-    """Is told by the monitor what happens; shows nothing of it itself."""
+    """Is told by the monitor what happens, and keeps the rows; shows nothing of it itself."""
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps, self.run = steps, Run()
 
     def note(self, text: str) -> None: ...
 
     def stage(self, name: str) -> None: ...
 
-    def row(self, row: Mapping[str, Any]) -> None: ...
+    def row(self, row: Mapping[str, Any]) -> None:
+        self.run.rows.append(dict(row))
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
         """Bytes by tag: (on the device, kept on the host)."""
@@ -314,8 +318,7 @@ class LogView(View):
 
     def __init__(self, steps: int, quiet_seconds: float = 30.0) -> None:
         """quiet_seconds: without a line, before a line tells the stage."""
-        self.steps = steps
-        self._run = Run()
+        super().__init__(steps)
         self._quiet_seconds = quiet_seconds
         self._stage = "starting"
         self._printed = threading.Condition()
@@ -332,9 +335,9 @@ class LogView(View):
         self._stage = name
 
     def row(self, row: Mapping[str, Any]) -> None:
-        self._run.rows.append(dict(row))
+        super().row(row)
         if row["kind"] == "train":
-            left = time_left(self._run, self.steps)
+            left = time_left(self.run, self.steps)
             self.note(f"step {row['step']}/{self.steps}: {describe(row)} | {left}")
         else:
             self.note(f"eval: {describe(row)}")
@@ -349,7 +352,7 @@ class LogView(View):
         with self._printed:
             while not self._closed:
                 if not self._printed.wait(self._quiet_seconds):
-                    train = self._run.train
+                    train = self.run.train
                     head = f"after step {train[-1]['step']}/{self.steps}: " if train else ""
                     print(f"{head}in {self._stage}", flush=True)
 
@@ -358,8 +361,8 @@ class LiveView(View):
     """Step, stage, reward, gap and memory in one panel that redraws itself."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
-        self.title, self.steps = title, steps
-        self.run = Run()
+        super().__init__(steps)
+        self.title = title
         self.stage_name, self.stage_started = "starting", time.time()
         self.tags: Mapping[str, tuple[int, int]] = {}
         self.live = Live(get_renderable=self.render, console=console, refresh_per_second=8)
@@ -370,9 +373,6 @@ class LiveView(View):
 
     def stage(self, name: str) -> None:
         self.stage_name, self.stage_started = name, time.time()
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        self.run.rows.append(dict(row))
 
     def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
         self.tags = dict(tags)
