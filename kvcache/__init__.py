@@ -1,13 +1,12 @@
 """Paged key/value cache: pools on a memsaver tag, page ledger and block tables outside it."""
 
-from kvcache.allocators import KVAllocator
+from kvcache.allocators import KVAllocator, Ledger, pages_across
 from kvcache.blocks import BlockManager
 from kvcache.config import KVCacheConfig, MLACacheConfig, kv_dtype
 from kvcache.layout import KVLayout, layout
 from kvcache.pools import KVPool
 from kvcache.radix import PrefixMatch, RadixCache
 from kvcache.requests import ReqHandle, ReqToTokenPool
-from kvcache.windows import Ledger, pages_across
 
 __all__ = [
     "BlockManager",

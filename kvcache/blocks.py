@@ -7,11 +7,16 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvcache.allocators.base import Int64Array, KVAllocator, as_int64, to_device
-from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
+from kvcache.allocators.paged import (
+    Int64Array,
+    KVAllocator,
+    PagedTokenToKVPoolAllocator,
+    as_int64,
+    to_device,
+)
+from kvcache.allocators.windows import Ledger, WindowShares, pages_behind
 from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
-from kvcache.windows import Ledger, WindowShares, pages_behind
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
 _MOVED = 32  # pages that `gather` copies at once: a copy has memory of its own in between

@@ -1,16 +1,19 @@
 """Ledgers of a pool's pages: which are free, and which a request gets next."""
 
-from kvcache.allocators.base import KVAllocator, to_device
 from kvcache.allocators.paged import (
+    KVAllocator,
     PagedTokenToKVPoolAllocator,
-    SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
+    to_device,
 )
+from kvcache.allocators.windows import Ledger, SWATokenToKVPoolAllocator, pages_across
 
 __all__ = [
     "KVAllocator",
+    "Ledger",
     "PagedTokenToKVPoolAllocator",
     "SWATokenToKVPoolAllocator",
     "TokenToKVPoolAllocator",
+    "pages_across",
     "to_device",
 ]

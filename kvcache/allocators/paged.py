@@ -1,9 +1,200 @@
-"""Page ledgers: of one pool, for pages or single tokens, and of a full and a window pool."""
+"""Page ledgers: what each does, and that of one pool, for pages or single tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvcache.allocators.base import Indices, Int64Array, KVAllocator, as_int64, to_device
+from kvcache.ops.expand import LAST_LOC, OUT_START, PAGE_START, PREFIX_LEN, SEQ_LEN, expand_pages
+
+Int64Array = npt.NDArray[np.int64]
+Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
+
+# bytes: from here on a copy from pageable memory waits for the kernels under way
+_PINNED_FROM = 1 << 16
+
+
+class KVAllocator(ABC):
+    """Decides who holds which page of a pool; token id = page * page_size + offset.
+
+    Pages are 1 .. total_pages; page 0 takes the writes of padded tokens and is never issued. Every
+    issued page has a count of owners: 1 when issued, +1 for each `share`, -1 for each `free`,
+    available again at 0. The ledger is on the CPU and outside every memsaver tag: nothing here
+    synchronises unless it says so, and a pause changes nothing.
+
+    A call that returns None (pages are short) or raises has changed nothing. `alloc*` raise
+    ValueError for wrong arguments only.
+    """
+
+    def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
+        if page_size < 1 or size < page_size or size % page_size:
+            raise ValueError(
+                f"size={size} tokens must be a positive multiple of page_size={page_size}; "
+                "round it to whole pages"
+            )
+        self.size = size
+        self.page_size = page_size
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.total_pages = size // page_size
+        self._deferred: list[Int64Array] | None = None  # pages that the open group has freed
+
+    @property
+    @abstractmethod
+    def available_pages(self) -> int:
+        """Pages that `alloc_pages` can hand out now."""
+
+    @abstractmethod
+    def ref_counts(self, pages: Indices) -> Int64Array:
+        """Owners of each page, int64 `[n]`; 0: free. ValueError for a page that does not exist."""
+
+    @abstractmethod
+    def next_pages(self, count: int) -> Int64Array | None:
+        """The pages that `alloc_pages(count)` would give, int64 `[count]` on the CPU, or None."""
+
+    @abstractmethod
+    def alloc_pages(self, count: int) -> Int64Array | None:
+        """`count` pages (0: an empty array) with one owner each, int64 on the CPU, or None."""
+
+    @abstractmethod
+    def share(self, pages: Indices) -> None:
+        """One more owner a page, two for one named twice. ValueError if one of them is free."""
+
+    @abstractmethod
+    def free_pages(self, pages: Indices) -> None:
+        """Drops one owner of each page named; ValueError (double free) leaves all as it was."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the ledger contradicts itself, between any operations."""
+
+    @abstractmethod
+    def _give_back(self, pages: Int64Array) -> None:
+        """Makes pages without an owner available: at once, or when the free group ends."""
+
+    @abstractmethod
+    def _check_open(self, pages: Int64Array) -> None:
+        """ValueError unless each page, the partial last one of a sequence, can take more tokens."""
+
+    def available_size(self) -> int:
+        """Tokens that whole free pages can hold."""
+        return self.available_pages * self.page_size
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Ids of `need_size` tokens (whole pages), int64 on the device, or None."""
+        if need_size < 0 or need_size % self.page_size:
+            raise ValueError(
+                f"alloc({need_size}) must be a multiple of page_size {self.page_size}; "
+                "round up first"
+            )
+        return self.alloc_extend([0], [need_size], [-1], need_size)
+
+    def alloc_extend(
+        self, prefix_lens: Indices, seq_lens: Indices, last_loc: Indices, extend_num_tokens: int
+    ) -> torch.Tensor | None:
+        """Ids of the tokens by which n requests grow, int64 on the device.
+
+        Lengths and `last_loc` (id of each request's last token, -1 without one) are int64 `[n]` on
+        the CPU; `extend_num_tokens` = sum(seq - prefix). The partial page after `last_loc` is
+        filled first, then new pages: sum(ceil(seq / ps) - ceil(prefix / ps)) of them. None when
+        they don't suffice. Raises ValueError where a sequence would shrink, the sum disagrees,
+        (last_loc + 1) % ps != prefix % ps, or `last_loc`'s page is free. Who shares a partial page
+        copies it first: this fills it in place.
+        """
+        prefix = as_int64(prefix_lens, "prefix_lens")
+        seq = as_int64(seq_lens, "seq_lens")
+        last = as_int64(last_loc, "last_loc")
+        gains = _checked_gains(prefix, seq, last, extend_num_tokens, self.page_size)
+        self._check_open(last[(gains > 0) & (prefix % self.page_size > 0)] // self.page_size)
+        counts = self.pages_between(prefix, seq)
+        pages = self.next_pages(int(counts.sum()))
+        if pages is None:
+            return None
+        loc = self._expand((prefix, seq, last), gains, counts, pages)
+        self.alloc_pages(len(pages))  # after the device's part, which may be out of memory
+        return loc
+
+    def alloc_decode(self, seq_lens: Indices, last_loc: Indices) -> torch.Tensor | None:
+        """One token id a request, int64 `[n]` on the device, or None. `seq_lens` count it."""
+        seq = as_int64(seq_lens, "seq_lens")
+        return self.alloc_extend(seq - 1, seq, last_loc, len(seq))
+
+    def pages_between(self, prefix: Int64Array, seq: Int64Array) -> Int64Array:
+        """New pages of a request: ceil(seq / ps) - ceil(prefix / ps)."""
+        return -(-seq // self.page_size) + -prefix // self.page_size
+
+    def free(self, loc: Indices) -> None:
+        """Drops one owner of each page that `loc` names a token of.
+
+        `loc` are token ids; on a GPU tensor this synchronises, CPU ids don't:
+        BlockManager.token_ids gives those of (request, from, to). Empty is a no-op. A token of a
+        page without owners, or one named twice, raises ValueError (double free) first.
+        """
+        ids = np.sort(as_int64(loc.cpu() if isinstance(loc, torch.Tensor) else loc, "loc"))
+        twice = ids[1:] == ids[:-1]
+        if twice.any():
+            raise ValueError(
+                f"double free of token {int(ids[1:][twice][0])}: it is named twice; "
+                "name each token once"
+            )
+        self.free_pages(np.unique(ids // self.page_size))
+
+    def free_group_begin(self) -> None:
+        """Opens a group: owners drop at once, so that a double free raises where it happens, but no
+        page becomes available before `free_group_end`. ValueError if a group is open already.
+        """
+        if self._deferred is not None:
+            raise ValueError(
+                "a free group is open already; end it with free_group_end() before the next one"
+            )
+        self._deferred = []
+
+    def free_group_end(self) -> None:
+        """Closes the group: what it freed becomes available. ValueError without a group."""
+        if self._deferred is None:
+            raise ValueError("no free group is open; call free_group_begin() first")
+        self._give_back(self._deferred_pages())
+        self._deferred = None
+
+    def _retire(self, pages: Int64Array) -> None:
+        if self._deferred is None:
+            self._give_back(pages)
+        else:
+            self._deferred.append(pages)
+
+    def _deferred_pages(self) -> Int64Array:
+        return np.concatenate([np.empty(0, dtype=np.int64), *(self._deferred or [])])
+
+    def _valid_pages(self, pages: Int64Array) -> Int64Array:
+        wrong = (pages < 1) | (pages > self.total_pages)
+        if wrong.any():
+            raise ValueError(
+                f"page {int(pages[wrong][0])} was never issued: "
+                f"pages are 1..{self.total_pages}, page 0 is padding"
+            )
+        return pages
+
+    def _expand(
+        self,
+        lengths: tuple[Int64Array, ...],
+        gains: Int64Array,
+        counts: Int64Array,
+        pages: Int64Array,
+    ) -> torch.Tensor:
+        n = len(gains)
+        # one transfer for all that the kernel reads
+        packed = np.empty(5 * n + len(pages), dtype=np.int64)
+        meta = packed[: 5 * n].reshape(5, n)
+        meta[PREFIX_LEN], meta[SEQ_LEN], meta[LAST_LOC] = lengths
+        meta[OUT_START] = np.cumsum(gains) - gains
+        meta[PAGE_START] = np.cumsum(counts) - counts
+        packed[5 * n :] = pages
+        sent = to_device(packed, self.device)
+        largest = int(gains.max(initial=0))
+        return expand_pages(
+            sent[: 5 * n].view(5, n), sent[5 * n :], self.page_size, int(gains.sum()), largest
+        )
 
 
 class PagedTokenToKVPoolAllocator(KVAllocator):
@@ -135,150 +326,55 @@ class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         super().__init__(size, 1, device)
 
 
-class SWATokenToKVPoolAllocator(KVAllocator):
-    """Pages of the full pool, each with a page of the smaller window pool until its tokens have
-    left the window.
-
-    All page and token ids that go in and come out are the full pool's.
-    `full_to_swa_index_mapping[id]` (int64 `[size + page_size]` on the device, 0 = unmapped) is the
-    token's slot in the window pool; the ledger behind it is on the CPU. Every operation is atomic
-    over both pools: what one of them can't do leaves the other untouched.
-
-    Window owners never exceed full owners. `free` drops a share that has left the window, where
-    there is one, before one that has not: without knowing which sequence asks, a window slot may so
-    be kept too long, never too short. Who knows calls `free_swa_pages` first.
-    """
-
-    def __init__(
-        self, size: int, size_swa: int, page_size: int, device: torch.device | str
-    ) -> None:
-        super().__init__(size, page_size, device)
-        self.size_swa = size_swa
-        self.full = PagedTokenToKVPoolAllocator(size, page_size, device)
-        self.swa = PagedTokenToKVPoolAllocator(size_swa, page_size, device)
-        self.full_to_swa_index_mapping = torch.zeros(
-            size + page_size, dtype=torch.int64, device=self.device
+def _checked_gains(
+    prefix: Int64Array, seq: Int64Array, last: Int64Array, total: int, page_size: int
+) -> Int64Array:
+    if not len(prefix) == len(seq) == len(last):
+        raise ValueError(
+            f"one entry a request needed, got {len(prefix)} prefix_lens, {len(seq)} seq_lens, "
+            f"{len(last)} last_loc"
         )
-        self._offsets = torch.arange(page_size, device=self.device)
-        # window page of each full page, 0 without
-        self._swa_page = np.zeros(self.total_pages + 1, dtype=np.int64)
+    gains = seq - prefix
+    bad = (gains < 0) | (prefix < 0)
+    if bad.any():
+        r = int(bad.argmax())
+        raise ValueError(
+            f"request {r} can't go from {prefix[r]} to {seq[r]} tokens; lengths only grow"
+        )
+    bad = (last + 1) % page_size != prefix % page_size
+    if bad.any():
+        r = int(bad.argmax())
+        raise ValueError(
+            f"request {r}: last_loc {last[r]} is not where token {prefix[r]} - 1 of a sequence "
+            f"lies in a page of {page_size}; pass the id of its last token, "
+            "-1 for an empty sequence"
+        )
+    if int(gains.sum()) != total:
+        raise ValueError(
+            f"extend_num_tokens is {total}, but the lengths grow by {int(gains.sum())}"
+        )
+    return gains
 
-    @property
-    def available_pages(self) -> int:
-        return min(self.full.available_pages, self.swa.available_pages)
 
-    def ref_counts(self, pages: Indices) -> Int64Array:
-        return self.full.ref_counts(pages)
-
-    def swa_ref_counts(self, pages: Indices) -> Int64Array:
-        """Owners of pages that have them in their window, int64 `[n]`; 0: no window half."""
-        return self._window_owners(self._valid_pages(as_int64(pages, "pages")))
-
-    def next_pages(self, count: int) -> Int64Array | None:
-        return None if self.swa.next_pages(count) is None else self.full.next_pages(count)
-
-    def alloc_pages(self, count: int) -> Int64Array | None:
-        full, swa = self.full.next_pages(count), self.swa.next_pages(count)
-        if full is None or swa is None:
-            return None
-        self._map(full, swa)  # first, because the device alone can fail
-        self.full.alloc_pages(count)
-        self.swa.alloc_pages(count)
-        self._swa_page[full] = swa
-        return full
-
-    def share(self, pages: Indices) -> None:
-        ids = as_int64(pages, "pages")
-        self.full.share(ids)
-        halves = self._swa_page[ids]
-        self.swa.share(halves[halves > 0])
-
-    def free_pages(self, pages: Indices) -> None:
-        distinct, times = self.full.checked_drops(pages)
-        surplus = self._window_owners(distinct) - (self.full.ref_counts(distinct) - times)
-        self._drop_window(distinct, np.maximum(surplus, 0))
-        self.full.drop(distinct, times)
-
-    def free_swa_pages(self, pages: Indices) -> None:
-        """Pages have left the window of one owner: drops its share of their window halves, two of a
-        page named twice; the full pages stay. ValueError (double free) leaves all as it was.
-        """
-        distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
-        owners = self._window_owners(distinct)
-        if (owners < times).any():
-            i = int((owners < times).argmax())
+def as_int64(values: Indices, name: str) -> Int64Array:
+    """CPU indices as int64 `[n]`; ValueError for a device tensor: reading it would wait."""
+    if isinstance(values, torch.Tensor):
+        if values.device.type != "cpu":
             raise ValueError(
-                f"double free of the window slots of page {distinct[i]}: "
-                f"{owners[i]} owner(s) have it in their window, fewer than are dropped; "
-                "free each page once after it left the window"
+                f"{name} is on {values.device}; the ledger is on the CPU, pass CPU values"
             )
-        self._drop_window(distinct, times.astype(np.int64, copy=False))
-
-    def free_group_begin(self) -> None:
-        super().free_group_begin()
-        self.full.free_group_begin()
-        self.swa.free_group_begin()
-
-    def free_group_end(self) -> None:
-        super().free_group_end()
-        self.swa.free_group_end()
-        self.full.free_group_end()
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless ledgers, halves of pages and mapping agree; waits."""
-        self.full.check_integrity()
-        self.swa.check_integrity()
-        mapped = np.flatnonzero(self._swa_page)
-        halves = self._swa_page[mapped]
-        assert len(np.unique(halves)) == len(halves), "two full pages share a window page"
-        every = np.arange(1, self.swa.total_pages + 1)
-        owned = every[self.swa.ref_counts(every) > 0]
-        assert np.array_equal(np.sort(halves), owned), (
-            "a window page is owned without a full page, or the reverse"
+        values = values.numpy()
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(
+            f"{name} must be one-dimensional integers, got {array.dtype} of shape {array.shape}"
         )
-        assert (self.swa.ref_counts(halves) <= self.full.ref_counts(mapped)).all(), (
-            "more window owners than owners"
-        )
-        expected = np.zeros((self.total_pages + 1, self.page_size), dtype=np.int64)
-        expected[mapped] = halves[:, None] * self.page_size + np.arange(self.page_size)
-        actual = self.full_to_swa_index_mapping.cpu().numpy().reshape(expected.shape)
-        settled = np.ones(len(expected), dtype=np.bool_)
-        settled[self._deferred_pages()] = False  # unmapped when the group ends
-        assert np.array_equal(actual[settled], expected[settled]), (
-            "full_to_swa_index_mapping differs from the ledger"
-        )
+    return array.astype(np.int64, copy=False)
 
-    def _window_owners(self, pages: Int64Array) -> Int64Array:
-        halves = self._swa_page[pages]
-        owners = np.zeros(len(pages), dtype=np.int64)
-        owners[halves > 0] = self.swa.ref_counts(halves[halves > 0])
-        return owners
 
-    def _drop_window(self, pages: Int64Array, times: Int64Array) -> None:
-        """Takes `times` window owners from each page; the device write, which may fail, first."""
-        pages, times = pages[times > 0], times[times > 0]
-        unmapped = pages[self._window_owners(pages) == times]
-        self._retire(unmapped)
-        self.swa.drop(self._swa_page[pages], times)
-        self._swa_page[unmapped] = 0
-
-    def _map(self, full: Int64Array, swa: Int64Array) -> None:
-        if len(full):
-            rows, halves = to_device(np.stack([full, swa]), self.device)
-            slots = halves[:, None] * self.page_size + self._offsets
-            self.full_to_swa_index_mapping.view(-1, self.page_size).index_copy_(0, rows, slots)
-
-    def _give_back(self, pages: Int64Array) -> None:
-        """Clears the mapping of pages without a window half; their ledgers give them back."""
-        if len(pages):
-            rows = to_device(pages, self.device)
-            self.full_to_swa_index_mapping.view(-1, self.page_size).index_fill_(0, rows, 0)
-
-    def _check_open(self, pages: Int64Array) -> None:
-        self.full._check_open(pages)
-        gone = self._swa_page[pages] == 0
-        if gone.any():
-            raise ValueError(
-                f"last_loc is in page {int(pages[gone][0])}, whose window slots were freed; "
-                "the newest token of a sequence never leaves the window, keep its page"
-            )
+def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
+    """The array on the device, without a wait; on a GPU the caller may change it at once."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

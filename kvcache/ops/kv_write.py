@@ -1,20 +1,34 @@
-"""Writes key and value rows of new tokens into their slots: dispatch, and the torch reference.
+"""Writes key and value rows of new tokens into their slots, in Triton or torch.
 
 k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified; buffers `[N, H, D]`
 need a contiguous last dimension, so a slice of a wider row will do. loc is int64 `[n]`, all on one
 device. Slots are not range-checked on a GPU (that would synchronise); a slot named twice holds any
-of its rows afterwards. K and V go in one launch.
+of its rows afterwards. K and V go in one launch, with a program a token and chunk of its row.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 
-from kvcache.ops.quant import quantise_fp4, quantise_fp8
+from kvcache.config import FP4_BLOCK
+from kvcache.ops.quant import (
+    FP4_WARPS,
+    encode_fp4,
+    encode_fp8,
+    fp4_scale,
+    quantise_fp4,
+    quantise_fp8,
+    saturate,
+)
 from memsaver.common.dispatch import Impl, use_triton
 
 # Rows are moved as integers of the element's width: bit-exact, whatever a NaN carries.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MAX_BLOCK = 1024
+_FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
 
 
 def set_kv_buffer(
@@ -31,9 +45,7 @@ def set_kv_buffer(
     k, k_buffer = _as_bits(k, k_buffer)
     v, v_buffer = _as_bits(v, v_buffer)
     if use_triton(impl, k_buffer.device):
-        from kvcache.ops.kv_write_triton import set_triton
-
-        set_triton(k, v, k_buffer, v_buffer, loc)
+        _set_triton(k, v, k_buffer, v_buffer, loc)
     else:
         k_buffer[loc] = k
         v_buffer[loc] = v
@@ -64,9 +76,7 @@ def set_kv_buffer_fp8(
     if loc.shape[0] == 0:
         return
     if use_triton(impl, k_buffer.device):
-        from kvcache.ops.kv_write_triton import set_triton
-
-        set_triton(k, v, k_buffer, v_buffer, loc, inverse_scales, dtype)
+        _set_triton(k, v, k_buffer, v_buffer, loc, inverse_scales, dtype)
     else:
         k_buffer[loc] = quantise_fp8(k, inverse_scales[0], dtype).view(torch.uint8)
         v_buffer[loc] = quantise_fp8(v, inverse_scales[1], dtype).view(torch.uint8)
@@ -86,14 +96,25 @@ def set_kv_buffer_fp4(
     """
     if loc.shape[0] == 0:
         return
-    if use_triton(impl, loc.device):
-        from kvcache.ops.kv_write_triton import set_fp4_triton
-
-        set_fp4_triton(k, v, k_parts, v_parts, loc)
+    if not use_triton(impl, loc.device):
+        for rows, parts in ((k, k_parts), (v, v_parts)):
+            for part, values in zip(parts, quantise_fp4(rows), strict=True):
+                part[loc] = values
         return
-    for rows, parts in ((k, k_parts), (v, v_parts)):
-        for part, values in zip(parts, quantise_fp4(rows), strict=True):
-            part[loc] = values
+    all_parts = (*k_parts, *v_parts)
+    assert all(part.stride(2) == 1 for part in all_parts), (
+        "the rows of a KV buffer must be contiguous"
+    )
+    n, heads, k_dim = k.shape
+    v_dim = v.shape[2]
+    widest = heads * max(k_dim, v_dim) // FP4_BLOCK
+    blocks = min(_MAX_BLOCK // FP4_BLOCK, triton.next_power_of_2(widest))
+    with torch.cuda.device_of(k):
+        _set_fp4_kernel[(n, triton.cdiv(widest, blocks))](
+            k, v, *all_parts, loc, loc.stride(0), *k.stride(), *v.stride(),
+            *itertools.chain.from_iterable(part.stride()[:2] for part in all_parts),
+            HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, BLOCKS=blocks, num_warps=FP4_WARPS,
+        )  # fmt: skip
 
 
 def _as_bits(rows: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,3 +123,115 @@ def _as_bits(rows: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, to
     )
     bits = _BITS[rows.dtype.itemsize]
     return rows.view(bits), buffer.view(bits)
+
+
+def _set_triton(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    loc: torch.Tensor,
+    inverse_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copies rows as they are, or as fp8 `dtype` where inverse scales are given."""
+    assert k_buffer.stride(2) == v_buffer.stride(2) == 1, (
+        "the rows of a KV buffer must be contiguous"
+    )
+    n, heads, k_dim = k.shape
+    v_dim = v.shape[2]
+    mantissa, bias = (0, 0) if dtype is None else _FP8[dtype]
+    widest = heads * max(k_dim, v_dim)
+    block = min(_MAX_BLOCK, triton.next_power_of_2(widest))
+    with torch.cuda.device_of(k_buffer):
+        _set_kernel[(n, triton.cdiv(widest, block))](
+            k, v, k_buffer, v_buffer, loc, inverse_scales, loc.stride(0), *k.stride(), *v.stride(),
+            *k_buffer.stride()[:2], *v_buffer.stride()[:2],
+            HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, BLOCK=block,
+            MANTISSA=mantissa, BIAS=bias, LIMIT=0.0 if dtype is None else torch.finfo(dtype).max,
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy_row(  # type: ignore[no-untyped-def]
+    rows, buffer, i, slot, column, scale, stride_n, stride_h, stride_d, slot_stride, head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    inside = column < HEADS * DIM
+    head, d = column // DIM, column % DIM
+    value = tl.load(rows + i * stride_n + head * stride_h + d * stride_d, mask=inside)
+    if MANTISSA:
+        value = encode_fp8(saturate(value.to(tl.float32) * tl.load(scale), LIMIT), MANTISSA, BIAS)
+    tl.store(buffer + slot * slot_stride + head * head_stride + d, value, mask=inside)
+
+
+@triton.jit
+def _set_kernel(  # type: ignore[no-untyped-def]
+    k, v, k_buffer, v_buffer, loc, inverse_scales, loc_stride, k_stride_n, k_stride_h, k_stride_d,
+    v_stride_n, v_stride_h, v_stride_d, k_slot, k_head, v_slot, v_head,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    # a pool may pass 2**31 elements: offsets are int64 throughout
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(loc + i * loc_stride).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _copy_row(
+        k, k_buffer, i, slot, column, inverse_scales, k_stride_n, k_stride_h, k_stride_d,
+        k_slot, k_head, HEADS, K_DIM, MANTISSA, BIAS, LIMIT,
+    )  # fmt: skip
+    if V_DIM:
+        v_scale = inverse_scales + 1 if MANTISSA else inverse_scales
+        _copy_row(
+            v, v_buffer, i, slot, column, v_scale, v_stride_n, v_stride_h, v_stride_d,
+            v_slot, v_head, HEADS, V_DIM, MANTISSA, BIAS, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantise_row(  # type: ignore[no-untyped-def]
+    rows, codes, scales, i, slot, block, stride_n, stride_h, stride_d,
+    code_slot, code_head, scale_slot, scale_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    inside = block < HEADS * DIM // 16
+    # a block never spans heads: DIM is a multiple of 16
+    head = block * 16 // DIM
+    first = block * 16 % DIM
+    pair, element = tl.arange(0, 8), tl.arange(0, 16)
+    at = rows + i * stride_n + (head * stride_h + first * stride_d)[:, None]
+    at += element[None, :] * stride_d
+    values = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
+    values = tl.where(values == values, values, 0.0)
+    even, odd = tl.split(tl.reshape(values, (BLOCKS, 8, 2)))
+    scale = fp4_scale(even, odd)
+    byte = encode_fp4(even, scale) | (encode_fp4(odd, scale) << 4)
+    to = codes + slot * code_slot + (head * code_head + first // 2)[:, None] + pair[None, :]
+    tl.store(to, byte.to(tl.uint8), mask=inside[:, None])
+    tl.store(
+        scales + slot * scale_slot + head * scale_head + first // 16,
+        scale.to(tl.uint8),
+        mask=inside,
+    )
+
+
+@triton.jit
+def _set_fp4_kernel(  # type: ignore[no-untyped-def]
+    k, v, k_codes, k_scales, v_codes, v_scales, loc, loc_stride,
+    k_stride_n, k_stride_h, k_stride_d, v_stride_n, v_stride_h, v_stride_d,
+    k_code_slot, k_code_head, k_scale_slot, k_scale_head,
+    v_code_slot, v_code_head, v_scale_slot, v_scale_head,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(loc + i * loc_stride).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    _quantise_row(
+        k, k_codes, k_scales, i, slot, block, k_stride_n, k_stride_h, k_stride_d,
+        k_code_slot, k_code_head, k_scale_slot, k_scale_head, HEADS, K_DIM, BLOCKS,
+    )  # fmt: skip
+    _quantise_row(
+        v, v_codes, v_scales, i, slot, block, v_stride_n, v_stride_h, v_stride_d,
+        v_code_slot, v_code_head, v_scale_slot, v_scale_head, HEADS, V_DIM, BLOCKS,
+    )  # fmt: skip

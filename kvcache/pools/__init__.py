@@ -6,11 +6,11 @@ from kvcache.pools.attention import (
     MHATokenToKVPoolFP4,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
+    TokenPool,
 )
 from kvcache.pools.base import HostCopy, KVPool
 from kvcache.pools.mamba import HybridReqToTokenPool, MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
-from kvcache.pools.token import TokenPool
 
 __all__ = [
     "DoubleSparseTokenToKVPool",

@@ -6,10 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from kvcache.allocators.base import KVAllocator
+from kvcache.allocators.paged import Int64Array, KVAllocator
 from kvcache.pools import MambaPool
-from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_run
-from kvcache.radix.node import EMPTY, RadixNode, Usage
+from kvcache.radix.node import EMPTY, TOKEN_BYTES, RadixNode, Tokens, Usage, as_run
 from kvcache.radix.tree import PrefixTree, Walk
 
 

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.allocators.base import KVAllocator
-from kvcache.radix.keys import TOKEN_BYTES, Int64Array, Tokens, as_ids, as_run, common_prefix
+from kvcache.allocators.paged import Int64Array, KVAllocator
 from kvcache.radix.node import (
     EMPTY,
+    TOKEN_BYTES,
     Generation,
     RadixNode,
     Rank,
+    Tokens,
     Usage,
+    as_ids,
+    as_run,
     check_generation,
     check_pages,
+    common_prefix,
 )
 
 Policy = Callable[[Usage], Rank]  # the entry of the lowest rank is evicted first

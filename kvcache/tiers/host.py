@@ -8,10 +8,15 @@ from typing import Literal
 
 import torch
 
-from kvcache.allocators.base import Indices, Int64Array, as_int64, to_device
-from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
+from kvcache.allocators.paged import (
+    Indices,
+    Int64Array,
+    PagedTokenToKVPoolAllocator,
+    as_int64,
+    to_device,
+)
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
-from kvcache.pools.token import TokenPool
+from kvcache.pools.attention import TokenPool
 from kvcache.tiers.keys import check_page
 from memsaver.common.dispatch import Impl
 from memsaver.vmm import host_memory

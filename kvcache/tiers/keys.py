@@ -8,7 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from kvcache.radix.keys import Int64Array, Tokens, as_ids
+from kvcache.allocators.paged import Int64Array
+from kvcache.radix.node import Tokens, as_ids
 
 HASH_BYTES = 16
 

@@ -15,7 +15,7 @@ softmax scale.
 import triton
 import triton.language as tl
 
-from kvcache.ops.quant_triton import decode_fp8
+from kvcache.ops.quant import decode_fp8
 
 NUM_SPLITS = tl.constexpr(16)  # decode programs of a request and KV head, at most
 MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own

@@ -5,7 +5,7 @@ kernels call.
 import triton
 import triton.language as tl
 
-from kvcache.ops.quant_triton import decode_fp8
+from kvcache.ops.quant import decode_fp8
 
 
 @triton.jit

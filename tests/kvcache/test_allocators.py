@@ -23,7 +23,7 @@ from kvcache.allocators import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from kvcache.allocators.base import Int64Array
+from kvcache.allocators.paged import Int64Array
 from tests.helpers.effort import rounds
 from tests.helpers.kvcache.blocks import DEVICE, ledger_state, make_pool
 from tests.helpers.no_wait import check_no_wait
@@ -427,11 +427,11 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     allocator.alloc(4)
     before = [ledger_state(each) for each in (single, allocator)]
     calls: list[tuple[str, Callable[[Any], object], Any]] = [
-        ("base.expand_pages", single.alloc, 8),
-        ("base.expand_pages", allocator.alloc, 2),
-        ("paged.to_device", allocator.free, [2, 3, 4, 5]),
-        ("paged.to_device", allocator.free_swa_pages, [1, 2]),
-        ("paged.to_device", allocator.alloc, 2),
+        ("paged.expand_pages", single.alloc, 8),
+        ("paged.expand_pages", allocator.alloc, 2),
+        ("windows.to_device", allocator.free, [2, 3, 4, 5]),
+        ("windows.to_device", allocator.free_swa_pages, [1, 2]),
+        ("windows.to_device", allocator.alloc, 2),
     ]
     for where, call, argument in calls:
         with monkeypatch.context() as patch:
@@ -444,7 +444,7 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
     allocator.free_group_begin()
     allocator.free([2])
     with monkeypatch.context() as patch:
-        patch.setattr("kvcache.allocators.paged.to_device", fail)
+        patch.setattr("kvcache.allocators.windows.to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             allocator.free_group_end()
     allocator.check_integrity()

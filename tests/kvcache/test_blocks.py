@@ -12,7 +12,7 @@ import torch
 
 from kvcache import BlockManager, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.windows import WindowShares, pages_across, pages_behind
+from kvcache.allocators.windows import WindowShares, pages_across, pages_behind
 from tests.helpers.kvcache.blocks import DEVICE, Blocks, make_blocks, make_pool
 
 

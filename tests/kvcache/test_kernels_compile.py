@@ -9,19 +9,19 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvcache.ops import kv_write_triton, move_triton, quant_triton, staging_triton
+from kvcache.ops import kv_write, move, quant, staging
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
 PLAIN = FP8 | dict(V_DIM=0, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
 READ_FP8 = dict(HEADS=8, DIM=128, BLOCK=1024, LIMIT=65504.0, MANTISSA=3)
 KERNELS = [
-    (kv_write_triton._set_kernel, "*bf16", FP8),
-    (kv_write_triton._set_kernel, "*u8", PLAIN),
-    (kv_write_triton._set_fp4_kernel, "*bf16", dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCKS=64)),
-    (quant_triton._read_fp8_kernel, "*bf16", READ_FP8),
-    (move_triton._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512, ROWS=16)),
-    (move_triton._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
-    (quant_triton._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
+    (kv_write._set_kernel, "*bf16", FP8),
+    (kv_write._set_kernel, "*u8", PLAIN),
+    (kv_write._set_fp4_kernel, "*bf16", dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCKS=64)),
+    (quant._read_fp8_kernel, "*bf16", READ_FP8),
+    (move._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512, ROWS=16)),
+    (move._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
+    (quant._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
 ]
 
 
@@ -42,16 +42,16 @@ for kernel, element, constants in KERNELS:
     print("arithmetic", len(re.findall(r"\\bfma\\.|\\.ftz|e4m3|e5m2", ptx)))
 
 for unit in (16, 2):
-    sizes = dict(WORD=staging_triton.WORDS[unit], VECTOR=2 if unit == 16 else 1)
+    sizes = dict(WORD=staging.WORDS[unit], VECTOR=2 if unit == 16 else 1)
     staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit)
     staged |= dict(COLUMNS=128, CHUNKS=1, BLOCK=1024)
-    copied = sizes | dict(UNIT=unit, BLOCK=move_triton.BLOCK)
-    copy = move_triton.copy_rows_kernel, move_triton.WARPS
+    copied = sizes | dict(UNIT=unit, BLOCK=move.BLOCK)
+    copy = move.copy_rows_kernel, move.WARPS
     types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
     types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
     for kernel, warps, constants, arch in (
-        (staging_triton.copy_kernel, staging_triton.WARPS, staged | dict(TO_PAGES=False), 80),
-        (staging_triton.copy_kernel, staging_triton.WARPS, staged | dict(TO_PAGES=True), 80),
+        (staging.copy_kernel, staging.WARPS, staged | dict(TO_PAGES=False), 80),
+        (staging.copy_kernel, staging.WARPS, staged | dict(TO_PAGES=True), 80),
         (*copy, copied | dict(TO_HOST=True), 90),
         (*copy, copied | dict(TO_HOST=False), 90),
     ):

@@ -15,7 +15,7 @@ import torch
 
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, move, quant
-from kvcache.pools.token import TokenPool
+from kvcache.pools import TokenPool
 from rollout.ops.attention import paged_attention, plan_attention
 from rollout.ops.attention_plan import BatchShape
 from tests.helpers.effort import some

@@ -33,7 +33,7 @@ print("heavy", *{"ray", "transformers", "omegaconf"} & set(sys.modules))
 
 import re, subprocess, tempfile
 import triton
-from kvcache.ops import rotary_triton
+from kvcache.ops import rotary
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -93,10 +93,10 @@ FUSED = [
     (norm_triton._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
     (norm_triton._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
     (activation_triton._silu_mul, dict(BLOCK=1024)),
-    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
-    (rotary_triton._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
-    (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | KEYS),
-    (rotary_triton._rotate_heads, dict(HALF=32, INTERLEAVED=True, BLOCK_HEADS=16, BLOCK_HALF=32)),
+    (rotary._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
+    (rotary._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
+    (rotary._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | KEYS),
+    (rotary._rotate_heads, dict(HALF=32, INTERLEAVED=True, BLOCK_HEADS=16, BLOCK_HALF=32)),
     (sample_triton._reduce_blocks, dict(BLOCK=2048)),
     (sample_triton._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
     (sample_triton._deliver, dict(BLOCK=1024)),

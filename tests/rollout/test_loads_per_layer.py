@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.pools.token import TokenPool
+from kvcache.pools import TokenPool
 from kvcache.tiers import HostKVCache, Transfer
 from rollout import Engine, SamplingParams
 from rollout.model.mixers.attention import Attention

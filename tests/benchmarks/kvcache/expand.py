@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.allocators.base import Int64Array
+from kvcache.allocators.paged import Int64Array
 from kvcache.ops.expand import expand_pages
 from tests.benchmarks.common import Figure, Figures, Scale, device_us
 from tests.helpers.no_wait import check_no_wait

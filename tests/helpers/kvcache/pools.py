@@ -17,8 +17,8 @@ from kvcache.pools import (
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
     SWAKVPool,
+    TokenPool,
 )
-from kvcache.pools.token import TokenPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE
 

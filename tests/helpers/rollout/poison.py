@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from kvcache.pools import HybridReqToTokenPool, SWAKVPool
-from kvcache.pools.token import TokenPool
+from kvcache.pools import HybridReqToTokenPool, SWAKVPool, TokenPool
 from kvcache.radix import MambaRadixCache
 from rollout import Engine
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.pools.token import TokenPool
+from kvcache.pools import TokenPool
 from rollout import Engine, KVTiers
 from rollout.serving.tiered_blocks import TieredBlocks
 from tests.helpers.rollout.answers import random_prompts

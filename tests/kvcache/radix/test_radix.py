@@ -11,8 +11,7 @@ import pytest
 from kvcache import RadixCache
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.radix import MambaRadixCache
-from kvcache.radix.keys import TOKEN_BYTES, as_run, common_prefix
-from kvcache.radix.node import EvictionQueue, Generation
+from kvcache.radix.node import TOKEN_BYTES, EvictionQueue, Generation, as_run, common_prefix
 from kvcache.radix.tree import FALLING, POLICIES
 from tests.helpers.kvcache.pools import make_states
 
