@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcache.ops.quant import quantise_fp4, quantise_fp8
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 # Rows are moved as integers of the element's width: bit-exact, whatever a NaN carries.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

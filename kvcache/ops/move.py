@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 
 def move_rows(

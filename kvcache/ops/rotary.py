@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcache.ops.kv_write import set_kv_buffer
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 
 @dataclass(frozen=True, kw_only=True)

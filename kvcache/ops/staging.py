@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvcache.allocators.paged import PagedTokenToKVPoolAllocator
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token import TokenPool
 from kvcache.tiers.keys import check_page
-from memsaver.common.dispatch import Impl
+from memsaver.common.machine import Impl
 from memsaver.vmm import host_memory
 
 

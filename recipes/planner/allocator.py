@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 
 MIB = 1 << 20
 _BLOCK = 512

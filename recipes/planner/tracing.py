@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memsaver import Event, Report
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.planner.allocator import CachingAllocator
 from recipes.planner.log import Key, Log
 from trainer_bridge.training import packed_attention

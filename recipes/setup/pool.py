@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.errors import RecipeError, one_line
 from recipes.recipe import Recipe
 

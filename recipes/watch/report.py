@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from memsaver import Event
-from memsaver.common.files import replace_text
+from memsaver.common.machine import replace_text
 from recipes.errors import RecipeError, one_line, writable
 from recipes.watch import tables
 from recipes.watch.history import STAGES, Row, Run
