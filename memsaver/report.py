@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memsaver.common.files import replace_text
+from memsaver.common.machine import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)

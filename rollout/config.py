@@ -6,8 +6,8 @@ from typing import get_args
 import torch
 
 from kvcache import kv_dtype
-from memsaver.common.dispatch import Impl
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
+from memsaver.common.machine import Impl
 from rollout.serving.double_sparsity import DoubleSparsity
 from rollout.serving.tiered_blocks import KVTiers
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memsaver import StateError
+from memsaver.common.layout import round_up
 from memsaver.common.plain import all_gather_plain
-from memsaver.common.rounding import round_up
 from memsaver.vmm import on_a_tag
 from rollout.types import RankError
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
-from memsaver.common.machine import place_of
-from memsaver.common.warm_up import WarmUp
+from memsaver.common.machine import WarmUp, place_of
 from memsaver.errors import StateError
 from rollout.protocols import Partner, SyncTarget
 from rollout.types import Manifest

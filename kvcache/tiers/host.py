@@ -18,7 +18,7 @@ from kvcache.allocators.paged import (
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.pools.attention import TokenPool
 from kvcache.tiers.keys import check_page
-from memsaver.common.dispatch import Impl
+from memsaver.common.machine import Impl
 from memsaver.vmm import host_memory
 
 

@@ -11,7 +11,7 @@ import torch
 from memsaver.backup.on_disk import DiskBackup
 from memsaver.backup.on_host import HostBackup
 from memsaver.common.digest import Digest
-from memsaver.common.rounding import Ranges, joined
+from memsaver.common.layout import Ranges, joined
 from memsaver.errors import BackendError
 from memsaver.vmm.backend import Waitable
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy
 import torch
 
+from memsaver.common.layout import Ranges, cut, round_up
 from memsaver.common.machine import workers
-from memsaver.common.rounding import Ranges, cut, round_up
 from memsaver.common.signals import Finalizer, deliver
 from memsaver.errors import BackendError, format_bytes
 from memsaver.vmm.backend import Backend

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from memsaver.common.rounding import Ranges, joined, round_up
+from memsaver.common.layout import Ranges, joined, round_up
 from memsaver.common.signals import Finalizer
 from memsaver.vmm.backend import Backend, Waitable
 from memsaver.vmm.pinned_arena import HostArena

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memsaver.common.dispatch import Impl, use_triton
 from memsaver.common.hash import GOLDEN, MASK64, MUL32, signed
+from memsaver.common.layout import blocks
+from memsaver.common.machine import Impl, use_triton
 from memsaver.common.segments import Segment, SegmentTable
-from memsaver.common.strided import blocks
 
 # elements: stays in cache, and not above torch's grain size, so no chunk wakes threads ten times
 CHUNK = 1 << 15

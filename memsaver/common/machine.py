@@ -1,17 +1,21 @@
-"""Tells of the machine what Python does not: how much of its memory this process may have (the
-machine's own, its container's, what Ray lets live), names of its devices and processes, threads
-that are kept, and calls of the C library.
+"""Tells of the machine what Python does not: how much of its memory this process may have (its
+own, its container's, what Ray lets live), names of devices and processes, which kernels a device
+runs; threads that are kept or warm something up, calls of the C library, files replaced whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -147,3 +151,87 @@ def workers(purpose: str, most: int = 16) -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
+
+
+Impl = Literal["auto", "torch", "triton"]
+
+
+def use_triton(impl: Impl, device: torch.device) -> bool:
+    """`auto` takes the Triton kernel on CUDA and the torch reference elsewhere."""
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"unknown impl {impl!r}; use 'auto', 'torch' or 'triton'")
+    return impl == "triton" or (impl == "auto" and device.type == "cuda")
+
+
+Job = Callable[[], object]
+
+_log = logging.getLogger("memsaver")
+
+
+class WarmUp:
+    """Does jobs, one after the other, from the moment it is made.
+
+    Nothing waits for them and nothing depends on them: what raises is logged, and is done where it
+    is needed.
+    """
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+        """device: current in the thread, if it is a GPU."""
+        gpu = device.type == "cuda"
+        self._device: Any = torch.cuda.device(device) if gpu else contextlib.nullcontext()
+        self._ended = threading.Event()
+        # no daemon: the end of Python waits for a compiler, which it would crash
+        self._thread = threading.Thread(target=self._run, args=(jobs,), name="warm-up")
+        if jobs:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the job under way; those behind it are not done any more."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        with self._device:
+            for job in jobs:
+                if self._ended.is_set() or not threading.main_thread().is_alive():
+                    return
+                try:
+                    job()
+                except Exception:
+                    _log.debug("warm-up: %s failed: done when it is needed", job, exc_info=True)
+
+
+@contextlib.contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """Give a path to write to; it takes the place of ``file`` when the block ends.
+
+    Whoever reads ``file`` finds what was there or all that was written, also after a power cut. A
+    block that raises, or whose content does not get to the disk (``OSError``), leaves ``file`` as
+    it was and nothing beside it.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        yield partial
+        sync(partial)
+        os.replace(partial, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    sync(file.parent)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """``file`` holds ``text``, as UTF-8. See ``replaced``."""
+    with replaced(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Puts on the disk what was written to a file, or which files a folder holds."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

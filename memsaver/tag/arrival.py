@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from memsaver.backup import HostBackup
+from memsaver.common.layout import Range, Ranges, cut
 from memsaver.common.machine import workers
-from memsaver.common.rounding import Range, Ranges, cut
 from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError
 from memsaver.tag.arena import Arena

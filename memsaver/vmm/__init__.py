@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 from typing import TYPE_CHECKING
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from memsaver.common.signals import Finalizer
 from memsaver.errors import HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages

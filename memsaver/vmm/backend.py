@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from memsaver.errors import BackendError
 from memsaver.native import shim
 

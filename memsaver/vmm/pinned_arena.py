@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from memsaver.common.layout import joined, round_up
 from memsaver.common.machine import workers
-from memsaver.common.rounding import joined, round_up
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_pages
 from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
+from memsaver.common.layout import round_up
 from memsaver.common.machine import MAP_FAILED, available_memory, libc, workers
-from memsaver.common.rounding import round_up
 
 HUGE_PAGE = 2 << 20
 SHARE = 0.8  # of the memory that is available: others want some, too

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.setup.models import meta_model
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsaver.common.files import replace_text
+from memsaver.common.machine import replace_text
 from memsaver.errors import format_bytes
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.planner.plan import Plan, Switch, placed, plan_switch

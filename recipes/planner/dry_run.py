@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver, Usage
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.planner.allocator import CachingAllocator, repeated_layers, replay, with_layers
 from recipes.planner.tracing import (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcache import KVLayout
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.tracing import LEAST, PAGE, EngineSizes

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memsaver import Usage
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.planner.allocator import CachingAllocator, Key, Log
 from rollout import Completion, SamplingParams
 from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS

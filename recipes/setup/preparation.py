@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.errors import RecipeError, one_line, writable
 from recipes.recipe import LoraSection, Recipe
 from recipes.recipe.rules import shown

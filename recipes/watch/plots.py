@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import NullFormatter
 
-from memsaver.common.files import replaced
+from memsaver.common.machine import replaced
 from memsaver.errors import format_bytes
 from recipes.watch.history import (
     MOVES,

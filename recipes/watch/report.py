@@ -12,7 +12,7 @@ from operator import itemgetter, truediv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memsaver.common.files import replace_text
+from memsaver.common.machine import replace_text
 from memsaver.errors import format_bytes
 from recipes.errors import RecipeError, one_line, writable
 from recipes.watch.history import (

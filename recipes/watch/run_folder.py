@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from memsaver.common.files import replace_text
+from memsaver.common.machine import replace_text
 from memsaver.report import Timeline
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe import Recipe

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from memsaver.common.strided import row_major
+from memsaver.common.layout import row_major
 from rollout.hosted.recording import Landed, Recording
 from rollout.types import Manifest, ParamSlice
 from rollout.weights.arena import shorten

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 
 def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 from rollout.ops.attention_plan import (
     AttentionPlan,
     BatchShape,

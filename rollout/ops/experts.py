@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 from rollout.ops.activation import silu_mul
 
 

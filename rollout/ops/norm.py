@@ -8,7 +8,7 @@ gain is 1 + weight, and in fp32, as Qwen3-Next has it.
 import torch
 from torch import Tensor
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 
 def rms_norm(

@@ -32,7 +32,7 @@ from kvcache.pools import (
     TokenPool,
 )
 from memsaver import LeaseError, MemorySaver, OutOfMemory
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from rollout.config import EngineConfig
 from rollout.model.config import ModelConfig
 from rollout.model.ranks import rank_layout

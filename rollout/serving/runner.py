@@ -13,7 +13,7 @@ from kvcache.allocators import to_device
 from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
 from memsaver import MemorySaver
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
 from rollout.model.mixers.base import Batch, Parts, Sliding

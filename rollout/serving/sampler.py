@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from memsaver.common.dispatch import Impl, use_triton
 from memsaver.common.hash import splitmix64
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
+from memsaver.common.machine import Impl, use_triton
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
 _ALIGNMENT = 16  # bytes, of every tensor in a packed transfer

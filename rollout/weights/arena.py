@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from memsaver.common.digest import BytesDigest
+from memsaver.common.layout import grids, row_major
 from memsaver.common.segments import Segment
-from memsaver.common.strided import grids, row_major
 from rollout.types import Manifest, ParamSlice
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memsaver.common.rounding import round_up
-from memsaver.common.strided import row_major
+from memsaver.common.layout import round_up, row_major
 from rollout.model.params import Group, Param, Piece, Stored, is_unused, spellings
 from rollout.types import WEIGHTS, Manifest, ModuleTensor, ParamSlice
 from rollout.weights.arena import WeightArena, dot, shorten

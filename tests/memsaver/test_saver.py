@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from tests.helpers.memory import family_bytes, process_bytes, scribble
 from tests.helpers.memsaver.savers import MIB
 

@@ -14,7 +14,7 @@ import torch
 
 import recipes
 from kvcache import layout
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes import run
 from recipes.recipe import Recipe
 from recipes.recipe.loading import PACKAGE, leaves, load, recipe_text

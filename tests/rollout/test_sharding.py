@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.common.dispatch import Impl
+from memsaver.common.machine import Impl
 from rollout.model.params import Split, one, shard_groups
 from rollout.types import Manifest
 from rollout.weights import arena as weights_module

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memsaver.common.digest import digest
-from memsaver.common.dispatch import Impl
-from memsaver.common.strided import grids, row_major
+from memsaver.common.layout import grids, row_major
+from memsaver.common.machine import Impl
 from tests.helpers.digests import by_definition, element
 from trainer_bridge.sync import cast_copy as cast_copy_module
 from trainer_bridge.sync.cast_copy import CastCopy, OnPart, Placement, all_finite, cast_copy

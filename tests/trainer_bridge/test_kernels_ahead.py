@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver.common.warm_up import WarmUp
+from memsaver.common.machine import WarmUp
 from tests.helpers.compiler import compile_alone
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
@@ -122,7 +122,7 @@ def test_a_job_that_fails_is_logged_and_the_next_one_is_done(
 
 
 def test_python_ends_after_the_job_under_way() -> None:
-    code = "import time, torch\nfrom memsaver.common.warm_up import WarmUp\n"
+    code = "import time, torch\nfrom memsaver.common.machine import WarmUp\n"
     code += "done = lambda name: (time.sleep(0.5), print(name))\n"
     code += "WarmUp([lambda: done(1), lambda: done(2)], torch.device('cpu'))"
     assert compile_alone(code).split() == ["1"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.machine import Impl, use_triton
 
 SLICE_BYTES = 128 << 20  # of logits: 16,384 words of 4,096 tokens in bf16, a large product
 _MIN_WORDS = 2048  # of a slice, which beside the layers' activations of as many tokens is little

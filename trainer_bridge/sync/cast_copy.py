@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from memsaver.common.digest import digest
-from memsaver.common.dispatch import Impl, use_triton
+from memsaver.common.layout import blocks, grids, row_major
+from memsaver.common.machine import Impl, use_triton
 from memsaver.common.segments import Segment, SegmentTable
-from memsaver.common.strided import blocks, grids, row_major
 from trainer_bridge.sync.boxes import dot, torch_dtype
 from trainer_bridge.sync.plan import Copy
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memsaver import MemorySaver
 from memsaver.common.digest import Digest
-from memsaver.common.strided import row_major
+from memsaver.common.layout import row_major
 from rollout.protocols import SyncTarget
 from rollout.types import CommitReceipt, Manifest, ParamSlice
 from trainer_bridge.errors import listed

@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from memsaver.common.strided import row_major
+from memsaver.common.layout import row_major
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.boxes import Box, Ints, dot, itemsize

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from memsaver.common.strided import row_major
+from memsaver.common.layout import row_major
 from rollout.model import Stored, spellings
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.sync.boxes import Box, Ints, difference, dot, itemsize

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsaver.common.digest import Digest, Part
-from memsaver.common.files import replace_text
+from memsaver.common.machine import replace_text
 from memsaver.common.plain import all_gather_plain
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.lora_merge import LowRank

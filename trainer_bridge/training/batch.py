@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from memsaver.common.files import replace_text, sync
-from memsaver.common.machine import exchange_names
+from memsaver.common.machine import exchange_names, replace_text, sync
 from trainer_bridge.errors import listed
 from trainer_bridge.training.initial import misfits
 

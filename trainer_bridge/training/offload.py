@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memsaver import Arrival, MemorySaver
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from rollout.protocols import Partner, handing_over

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memsaver import MemorySaver
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM

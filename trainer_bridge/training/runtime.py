@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver
-from memsaver.common.rounding import round_up
-from memsaver.common.warm_up import Job
+from memsaver.common.layout import round_up
+from memsaver.common.machine import Job
 from memsaver.vmm import empty_torch_cache, host_memory
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.training.initial import randomise_weights, rebuild_buffers

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import pool_layers
-from memsaver.common.dispatch import Impl
+from memsaver.common.machine import Impl
 from tests.benchmarks.common import MIB, Figures, Scale, device_us, share
 from tests.benchmarks.kvcache.pools import DIM, LAYERS, PAGE_SIZE, make_pool, shuffled_slots
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import memsaver
+from memsaver.common.layout import row_major
 from memsaver.common.machine import place_of
-from memsaver.common.strided import row_major
 from rollout import Engine
 from rollout.actor_base import open_store
 from tests.benchmarks.common import (

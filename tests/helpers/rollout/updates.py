@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from memsaver import MemorySaver, Ticket, attach
 from memsaver.common.digest import digest
-from memsaver.common.strided import row_major
+from memsaver.common.layout import row_major
 from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
 from rollout.types import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import build_tiny, greedy

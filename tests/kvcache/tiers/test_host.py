@@ -13,7 +13,7 @@ import torch
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from memsaver import HostMemoryError
-from memsaver.common.dispatch import Impl
+from memsaver.common.machine import Impl
 from memsaver.vmm import pinned_pages
 from tests.helpers.effort import pairwise
 from tests.helpers.kvcache import pools

@@ -15,7 +15,7 @@ import torch
 import memsaver
 from memsaver.backup import on_disk
 from memsaver.backup import on_disk as disk
-from memsaver.common.rounding import cut, joined
+from memsaver.common.layout import cut, joined
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from memsaver.common import digest as digest_module
 from memsaver.common.digest import BytesDigest, Digest, digest
-from memsaver.common.dispatch import Impl
 from memsaver.common.hash import MASK64, splitmix64, splitmix64_int
+from memsaver.common.machine import Impl
 from memsaver.common.segments import Segment
 from tests.helpers.digests import by_definition
 

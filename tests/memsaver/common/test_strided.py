@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver.common.strided import Grid, blocks, grids, row_major
+from memsaver.common.layout import Grid, blocks, grids, row_major
 
 
 def places(shape: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import recipes
-from memsaver.common.rounding import round_up
+from memsaver.common.layout import round_up
 from recipes.planner.sizes import GIB, engine_sizes, find_gpu
 from recipes.planner.tracing import PAGE
 from recipes.recipe.sections import shapes

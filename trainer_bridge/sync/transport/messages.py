@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memsaver.common.strided import row_major
+from memsaver.common.layout import row_major
 from rollout.types import PackedBox
 from trainer_bridge.sync.boxes import torch_dtype
 from trainer_bridge.sync.cast_copy import CastCopy, placements
