@@ -10,7 +10,7 @@ from torch import Tensor
 from rollout.model.config import ModelConfig
 from rollout.model.mixers.base import Batch, Mixer
 from rollout.model.mlp import MLP
-from rollout.ops.norm import add_rms_norm, rms_norm
+from rollout.ops.norm_and_activation import add_rms_norm, rms_norm
 from rollout.parallel import TensorParallel
 from rollout.weights.store import WeightStore
 

@@ -37,7 +37,7 @@ from kvcache.ops import rotary_triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import activation_triton, norm_triton, sample_triton
+from rollout.ops import norm_and_activation as fused, sample_triton
 from rollout.ops import attention_blocks as blocks, attention_kernels_triton as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -90,9 +90,9 @@ ELEMENTS = "x residual weight out total gate_up q k v k_cache v_cache logits".sp
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
 KEYS = HEADS | dict(VALUE_DIM=0, BLOCK_V=0)
 FUSED = [
-    (norm_triton._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
-    (norm_triton._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
-    (activation_triton._silu_mul, dict(BLOCK=1024)),
+    (fused._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
+    (fused._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
+    (fused._silu_mul, dict(BLOCK=1024)),
     (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
     (rotary_triton._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
     (rotary_triton._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | KEYS),
