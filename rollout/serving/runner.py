@@ -1,8 +1,10 @@
 """Turns a scheduled step into tensors, runs the decoder (as a CUDA graph if it can), samples."""
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,15 +19,14 @@ from memsaver.common.dispatch import Impl, use_triton
 from rollout.model.config import ModelConfig
 from rollout.model.decoder import DecoderWeights, forward
 from rollout.model.mixers.base import Batch, Parts, Sliding
+from rollout.model.mlp import MLP, Experts
 from rollout.model.rotary import RopeConfig, rotary_tables
-from rollout.ops.attention import plan_attention, plan_decode
-from rollout.ops.attention_plan import AttentionPlan, BatchShape
+from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel
 from rollout.serving.graphs import DecodeGraphs
 from rollout.serving.kv_setup import Cache
-from rollout.serving.routing import RoutingRecorder
-from rollout.serving.sampler import SamplingBatch, likeliest, sample
-from rollout.serving.samples import Sample, Step
+from rollout.serving.samples import RoutedExperts, Sample, Step
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
@@ -162,7 +163,7 @@ class ModelRunner:
             counters=[(each.seed, each.index, len(each.output)) for each in samples],
             device=self.device,
         )
-        tokens, logprobs = _on_host(*sample(self._chosen(logits, rows), batch))
+        tokens, logprobs = deliver(*sample(self._chosen(logits, rows), batch))
         return tokens.tolist(), logprobs.tolist()
 
     @torch.inference_mode()
@@ -170,7 +171,7 @@ class ModelRunner:
         self, logits: Tensor, rows: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
         """The `count` likeliest next tokens of each of `rows`, in order, and log-probabilities."""
-        tokens, logprobs = _on_host(*likeliest(self._chosen(logits, rows), count))
+        tokens, logprobs = deliver(*likeliest(self._chosen(logits, rows), count))
         each_row = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in each_row]
 
@@ -178,15 +179,6 @@ class ModelRunner:
         if list(rows) == list(range(len(logits))):
             return logits
         return logits[torch.tensor(rows, device=self.device)]
-
-
-def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, int64 and fp32 of one shape, in host memory as soon as they are computed."""
-    if tokens.device.type != "cuda":
-        return tokens, logprobs
-    from rollout.ops.sample_triton import deliver
-
-    return deliver(tokens, logprobs)
 
 
 def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel) -> Parts:
@@ -236,3 +228,48 @@ def _shape(step: Step) -> BatchShape:
         kv_lens=[each.length for each in step.decode] + ends,
         num_decode=len(step.decode),
     )
+
+
+class RoutingRecorder:
+    """Holds what layers leave, outside of every tag: CUDA graphs write to one place for life."""
+
+    def __init__(self, mlps: Iterable[MLP], tokens: int, device: torch.device) -> None:
+        """tokens: most of a step. ValueError: no layer has experts."""
+        layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
+        if not layers:
+            raise ValueError(
+                "return_routed_experts=True is for mixtures of experts, and this model is dense; "
+                "leave it False"
+            )
+        config = layers[0].config
+        dtype = torch.uint8 if config.experts <= 256 else torch.int16
+        shape = (len(layers), tokens, config.top_k)
+        self._written = torch.zeros(shape, dtype=dtype, device=device)
+        for layer, part in zip(layers, self._written, strict=True):
+            layer.routed = part
+
+    def take(self, tokens: int) -> StepRouting:
+        """Those of the step's tokens, on their way to the host."""
+        found = self._written[:, :tokens].transpose(0, 1).contiguous()
+        if not found.is_cuda:
+            return StepRouting(found.numpy())
+        sent = send(found)
+        stream = torch.cuda.current_stream(found.device)
+        return StepRouting(np.empty_like(sent.numpy()), sent, stream)
+
+
+@dataclass(eq=False)
+class StepRouting:
+    """experts: of a step's packed tokens, once they `arrive`. sent: pinned, on this stream."""
+
+    experts: RoutedExperts
+    sent: Tensor | None = None
+    stream: torch.cuda.Stream | None = None
+
+    def arrive(self, *, waited: bool) -> None:
+        """waited: the host has seen the end of the step."""
+        if self.sent is not None and self.stream is not None:
+            if not waited:
+                self.stream.synchronize()
+            np.copyto(self.experts, self.sent.numpy())
+            self.sent = None
