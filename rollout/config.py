@@ -8,7 +8,7 @@ import torch
 from kvcache import kv_dtype
 from memsaver.common.dispatch import Impl
 from memsaver.common.rounding import round_up
-from rollout.serving.double_sparsity import DoubleSparsity
+from rollout.model.layer_kv import DoubleSparsity
 from rollout.serving.tiered_blocks import KVTiers
 
 

@@ -26,11 +26,10 @@ from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress, handing_over
 from rollout.serving.graphs import DecodeGraphs, ladder
-from rollout.serving.intake import Intake, for_each
 from rollout.serving.kv_setup import Cache
 from rollout.serving.runner import ModelRunner
 from rollout.serving.samples import Sample, Stats, Step, names_of
-from rollout.serving.scheduler import Scheduler
+from rollout.serving.scheduler import Intake, Scheduler, for_each
 from rollout.types import (
     KV_CACHE,
     TAGS,

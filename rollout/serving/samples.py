@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvcache import ReqHandle
 from kvcache.tiers import Transfer
 from rollout.serving.beam import BeamSearch
-from rollout.serving.preemption import Swapped
+from rollout.serving.prefix import Swapped
 from rollout.types import Completion, FinishReason, SamplingParams
 
 RoutedExperts = NDArray[Any]

@@ -14,10 +14,10 @@ from torch import Tensor
 from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
+from rollout.model.layer_kv import DoubleSparsity
 from rollout.model.params import Group, Splits
 from rollout.model.rotary import RopeConfig
 from rollout.ops.attention_plan import AttentionPlan, BatchShape
-from rollout.serving.double_sparsity import DoubleSparsity
 
 if TYPE_CHECKING:
     from rollout.parallel import TensorParallel
