@@ -20,9 +20,8 @@ from memsaver.common.signals import deliver, held
 from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase
-from rollout.model.config import ModelConfig, aliases, constants
+from rollout.model.decoder import ModelConfig, aliases, constants, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config
-from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress, handing_over
 from rollout.serving.graphs import DecodeGraphs, ladder

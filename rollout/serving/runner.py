@@ -16,11 +16,9 @@ from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
 from memsaver import MemorySaver
 from memsaver.common.dispatch import Impl, use_triton
-from rollout.model.config import ModelConfig
-from rollout.model.decoder import DecoderWeights, forward
-from rollout.model.mixers.base import Batch, Parts, Sliding
+from rollout.model.decoder import DecoderWeights, ModelConfig, forward
+from rollout.model.mixers.base import Batch, Parts, RopeConfig, Sliding, rotary_tables
 from rollout.model.mlp import MLP, Experts
-from rollout.model.rotary import RopeConfig, rotary_tables
 from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
 from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcache import Ledger, ReqHandle, pages_across
 from memsaver.common.hash import splitmix64_int
-from rollout.model.config import ModelConfig
+from rollout.model.decoder import ModelConfig
 from rollout.serving.beam import Candidates, check_vocabulary
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, Sample, Stats, Step

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvcache.staging import heads_per_rank
 from rollout.model.layer_kv import layer_kv
-from rollout.model.mixers.base import Batch, MixerConfig, Parts
+from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
 from rollout.model.params import Group, Split, Splits, one, stack
-from rollout.model.rotary import RopeConfig
 from rollout.ops.norm_and_activation import rms_norm
 
 
