@@ -20,6 +20,8 @@ from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVP
 from rollout.ops.attention import attend, decode_bucket, torch_attention
 from rollout.ops.attention_plan import AttentionPlan, DecodeBucket, StoredKV, TorchPlan, TritonPlan
 
+HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
+
 
 class LayerKV(ABC):
     """A `KVReader` of one layer of a pool, whose rows the pool writes.
@@ -147,9 +149,6 @@ def layer_kv(pool: KVPool, kept: KVLayout, sparsity: DoubleSparsity | None, laye
         return FP4KV(pool, layer, value_dim)
     kind = FP8KV if kept.dtype in FP8_DTYPES else PlainKV
     return kind(pool, layer, value_dim)
-
-
-HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
 
 @dataclass(frozen=True, kw_only=True)

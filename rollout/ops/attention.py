@@ -46,6 +46,8 @@ from rollout.ops.attention_plan import (
 
 MAX_SCORES = 1 << 24  # elements of a prefill block's score matrix (64 MiB)
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
+Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
+"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
 
 
 def paged_attention(
@@ -66,10 +68,6 @@ def attend(q: Tensor, cache: KVReader, plan: AttentionPlan, scale: float) -> Ten
     if isinstance(plan, TorchPlan):
         return torch_attention(q, cache, plan, scale)
     return _triton_attention(q, *cache.for_kernels(plan), scale)
-
-
-Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
-"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
 
 
 def torch_attention(

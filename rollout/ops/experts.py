@@ -20,6 +20,10 @@ from torch import Tensor
 from memsaver.common.dispatch import Impl, use_triton
 from rollout.ops.norm_and_activation import gated, silu_mul
 
+_TILE = 16384  # elements of a program's table of pairs and experts
+_CHUNKS = 128  # programs that sort, about
+_FEW = 4096  # pairs that each program counts for itself, to spare a kernel
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -112,11 +116,6 @@ def mix_experts(
         inner = silu_mul(F.linear(x[token], gate_up[expert - share.first]), "torch")
         out[token, choice] = F.linear(inner, down[expert - share.first])
     return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-_TILE = 16384  # elements of a program's table of pairs and experts
-_CHUNKS = 128  # programs that sort, about
-_FEW = 4096  # pairs that each program counts for itself, to spare a kernel
 
 
 def _mix_experts_triton(

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from memsaver.common.dispatch import Impl, use_triton
 
+_TILE = 1024  # elements of a program's tile, unless one row is longer
+_BLOCK = 1024
+
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, impl: Impl = "auto", *, zero_centred: bool = False
@@ -53,9 +56,6 @@ def add_rms_norm(
         return out, total
     residual = x + residual
     return rms_norm(residual, weight, eps, "torch", zero_centred=zero_centred), residual
-
-
-_TILE = 1024  # elements of a program's tile, unless one row is longer
 
 
 def _launch(
@@ -133,9 +133,6 @@ def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
         return _silu_mul_triton(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-_BLOCK = 1024
 
 
 def _silu_mul_triton(gate_up: Tensor) -> Tensor:

@@ -23,6 +23,10 @@ from memsaver.common.rounding import round_up
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
 _ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
+_BLOCK = 2048  # vocabulary entries of a program
+_DELIVERED = 1024  # tokens of a program
+_SENT = 4096  # elements of a program
+_GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +185,6 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = mass - ordered
     ordered = ordered.masked_fill(before >= top_p.unsqueeze(1) * mass[:, -1:], 0.0)
     return torch.zeros_like(probs).scatter_(1, order, ordered)
-
-
-_BLOCK = 2048  # vocabulary entries of a program
-_DELIVERED = 1024  # tokens of a program
-_SENT = 4096  # elements of a program
-_GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
 def _sample_triton(

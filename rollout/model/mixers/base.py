@@ -23,6 +23,7 @@ from rollout.ops.attention_plan import AttentionPlan, BatchShape
 if TYPE_CHECKING:
     from rollout.parallel import TensorParallel
     from rollout.weights.store import WeightStore
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,6 @@ class Parts:
     norm_eps: float
     zero_centred_norms: bool
     rotary: Callable[[RopeConfig, int], RotaryTables]
-
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
