@@ -4,8 +4,8 @@ replaced in place.
 
 from rollout.config import EngineConfig
 from rollout.engine import Engine
+from rollout.model.layer_kv import DoubleSparsity, heavy_channels
 from rollout.protocols import Progress, Rollout, SyncTarget
-from rollout.serving.double_sparsity import DoubleSparsity, heavy_channels
 from rollout.serving.tiered_blocks import KVTiers
 from rollout.types import (
     CommitReceipt,

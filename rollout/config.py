@@ -8,7 +8,7 @@ import torch
 from kvcache import kv_dtype
 from memsaver.common.layout import round_up
 from memsaver.common.machine import Impl
-from rollout.serving.double_sparsity import DoubleSparsity
+from rollout.model.layer_kv import DoubleSparsity
 from rollout.serving.tiered_blocks import KVTiers
 
 

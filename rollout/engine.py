@@ -19,18 +19,14 @@ from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.signals import deliver, held
 from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
-from rollout.engine_base import EngineBase
-from rollout.model.config import ModelConfig, aliases, constants
+from rollout.model.decoder import ModelConfig, aliases, constants, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config
-from rollout.model.ranks import rank_groups, rank_model
 from rollout.parallel import TensorParallel
-from rollout.protocols import Progress, handing_over
-from rollout.serving.graphs import DecodeGraphs, ladder
-from rollout.serving.intake import Intake, for_each
+from rollout.protocols import EngineBase, Progress, handing_over
 from rollout.serving.kv_setup import Cache
-from rollout.serving.runner import ModelRunner
+from rollout.serving.runner import DecodeGraphs, ModelRunner, ladder
 from rollout.serving.samples import Sample, Stats, Step, names_of
-from rollout.serving.scheduler import Scheduler
+from rollout.serving.scheduler import Intake, Scheduler, for_each
 from rollout.types import (
     KV_CACHE,
     TAGS,

@@ -126,13 +126,13 @@ BUGS = [
     ),
     Bug(
         "top-k lets one token more in (off by one)",
-        "rollout/serving/sampler.py",
+        "rollout/ops/sampling.py",
         "ordered.masked_fill(rank >= limit, 0.0)",
         "ordered.masked_fill(rank > limit, 0.0)",
     ),
     Bug(
         "the position is left out of the random numbers",
-        "rollout/serving/sampler.py",
+        "rollout/ops/sampling.py",
         "for column in range(1, counters.shape[1]):",
         "for column in range(1, counters.shape[1] - 1):",
     ),

@@ -19,7 +19,6 @@ ALONE = {
     "cuda": ["memsaver/vmm/cuda.py"],
     "triton": ["memsaver/common/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
     "ray": [
-        "rollout/actor.py",
         "rollout/actor_base.py",
         "trainer_bridge/coordinator.py",
         "trainer_bridge/remote/",

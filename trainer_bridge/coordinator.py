@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import memsaver
-from rollout.engines import build_engine
+from rollout.actor import RolloutActor, build_engine
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor
@@ -30,7 +30,7 @@ def open_inprocess(
     """Opens both sides in this process.
 
     engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
-    not given. With `kind`: of that engine's (`rollout.engines`). It loads no weights: the first
+    not given. With `kind`: of that engine's (`rollout.actor`). It loads no weights: the first
     sync brings them. alias: lay the trainer's parameters out as the engine's weights, for
     `Cycle(alias=True)`; a ValueError says why it cannot be.
     """
@@ -72,8 +72,6 @@ def open_ray(
     """
     import ray
 
-    from rollout.actor import RolloutActor
-
     on_gpu, size = trainer.device != "cpu", nodes * devices
     arguments = _engine_arguments(trainer, engine)
     engine_size = arguments.get("tensor_parallel_size", 1)
@@ -86,7 +84,7 @@ def open_ray(
             actor_arguments(arguments, on_gpu, threads, rank // engine_size) for rank in range(size)
         ]
         rollout = RemoteRollout(
-            _start("rollout", RolloutActor, args, places, undo), timeout, engine_size
+            _start("rollout", ray.remote(RolloutActor), args, places, undo), timeout, engine_size
         )
         args = [{"config": _trainer_in_actor(trainer, on_gpu, threads)}] * size
         side = RemoteTrainer(

@@ -15,12 +15,10 @@ from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.plain import all_gather_plain
 from memsaver.common.signals import held
 from memsaver.vmm import empty_torch_cache
-from rollout.engine_base import EngineBase
-from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts
-from rollout.hosted.recording import record
+from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts, record
 from rollout.model import parameter_shapes
 from rollout.parallel import TensorParallel
-from rollout.protocols import handing_over
+from rollout.protocols import EngineBase, handing_over
 from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, CommitReceipt, WeightOffer
 from rollout.weights.arena import WeightArena
 from rollout.weights.update import WeightUpdate, require_active

@@ -1,6 +1,6 @@
 """Decoders: what a checkpoint says, its parameters by rank, its layers."""
 
-from rollout.model.config import ModelConfig
+from rollout.model.decoder import ModelConfig, rank_groups, rank_layout, whole_manifest
 from rollout.model.loading import (
     checkpoint_files,
     expert_routing,
@@ -9,7 +9,6 @@ from rollout.model.loading import (
     stop_token_ids,
 )
 from rollout.model.params import Stored, is_unused, spellings
-from rollout.model.ranks import rank_groups, rank_layout, whole_manifest
 from rollout.ops.experts import Routing
 
 __all__ = [

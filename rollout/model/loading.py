@@ -9,13 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from kvcache import layout
-from rollout.model.config import ModelConfig
+from rollout.model.decoder import ModelConfig
 from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
-from rollout.model.mixers.base import MixerConfig
+from rollout.model.mixers.base import MixerConfig, RopeConfig
 from rollout.model.mixers.delta_net import DeltaNetConfig
 from rollout.model.mlp import ExpertsConfig, GatedConfig, MLPConfig
-from rollout.model.rotary import RopeConfig
 from rollout.ops.experts import Routing
 
 ARCHITECTURES = (

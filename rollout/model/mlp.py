@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.params import Group, Split, Splits, held, one, stack
-from rollout.ops.activation import silu_mul
 from rollout.ops.experts import Routing, Share, mix_experts
+from rollout.ops.norm_and_activation import silu_mul
 
 if TYPE_CHECKING:
     from rollout.weights.store import WeightStore

@@ -1,4 +1,4 @@
-"""Paged attention: dispatch, and the torch reference.
+"""Paged attention: dispatch, the torch reference, and the launches of the Triton kernels.
 
 A forward packs the query tokens of several requests: first `num_decode` requests with one token
 each, then prefill chunks. The keys and values of every query token are already in the cache.
@@ -8,62 +8,46 @@ layer.
 With a window, a query at position p sees the keys at (p - window, p]. Only slots of a request's
 first `kv_len` positions that some query of it sees are ever read: whatever lies in other slots, NaN
 included, is without effect.
+
+The kernels' work (chunked causal prefill, split-KV decode, the query heads of a KV head packed in
+both) is laid out by a request's own lengths only, so a request's result does not depend on the
+batch it is in, and the decode launch depends on nothing but the batch size, so that a CUDA graph
+can replay it over changed lengths.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
+import triton
 from torch import Tensor
 
-from memsaver.common.machine import Impl, use_triton
+from rollout.ops.attention_kernels import (
+    MIN_SPLIT,
+    NUM_SPLITS,
+    combine_warps,
+    decode_blocks,
+    decode_combine,
+    decode_split,
+    is_latent,
+    is_wide,
+    prefill,
+    prefill_blocks,
+)
 from rollout.ops.attention_plan import (
     AttentionPlan,
-    BatchShape,
     DecodeBucket,
     KVReader,
-    PrefillSegment,
     StoredKV,
     TorchPlan,
     TritonPlan,
 )
 
 MAX_SCORES = 1 << 24  # elements of a prefill block's score matrix (64 MiB)
-MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
-_MIN_BUCKET_LEN = 64  # below this, padding costs less than another bucket
-
-
-def plan_attention(
-    shape: BatchShape,
-    req_to_token: Tensor,
-    impl: Impl = "auto",
-    window: int | None = None,
-    mapping: Tensor | None = None,
-) -> AttentionPlan:
-    """Index tensors of one forward. req_to_token: int32 [rows, max_context_len]. impl: "auto",
-    "torch" or "triton".
-
-    window: how many keys a query sees, None: all before it. mapping: int64 [slots], the cache's
-    slot of each slot that req_to_token names, None: the same.
-    """
-    if use_triton(impl, req_to_token.device):
-        # Triton costs a second to import; a CPU engine needs none
-        from rollout.ops.attention_triton import plan_triton
-
-        return plan_triton(shape, req_to_token, window, mapping)
-    return plan_torch(shape, req_to_token, window, mapping)
-
-
-def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
-    """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold
-    them.
-
-    rows, positions: integers [B] on the device, a request's row of req_to_token and the position of
-    its query token. Without window and mapping: `dataclasses.replace` gives a plan those.
-    """
-    from rollout.ops.attention_triton import plan_decode_triton
-
-    return plan_decode_triton(rows, positions, req_to_token)
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
+Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
+"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
 
 
 def paged_attention(
@@ -83,87 +67,7 @@ def attend(q: Tensor, cache: KVReader, plan: AttentionPlan, scale: float) -> Ten
     """
     if isinstance(plan, TorchPlan):
         return torch_attention(q, cache, plan, scale)
-    from rollout.ops.attention_triton import triton_attention
-
-    return triton_attention(q, *cache.for_kernels(plan), scale)
-
-
-Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
-"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
-
-
-def plan_torch(
-    shape: BatchShape,
-    req_to_token: Tensor,
-    window: int | None = None,
-    mapping: Tensor | None = None,
-) -> TorchPlan:
-    device = req_to_token.device
-    seen = [min(kv_len, window or kv_len) for kv_len in shape.kv_lens[: shape.num_decode]]
-    buckets = tuple(
-        _plan_bucket(shape, members, seen, req_to_token, mapping)
-        for members in _bucket_members(seen)
-    )
-    segments = []
-    start = shape.num_decode
-    for row, q_len, kv_len in list(zip(shape.rows, shape.q_lens, shape.kv_lens, strict=True))[
-        shape.num_decode :
-    ]:
-        first = max(0, kv_len - q_len + 1 - window) if window else 0
-        positions = torch.arange(first, kv_len, device=device)
-        queries = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
-        hidden = positions > queries
-        if window:
-            hidden |= positions <= queries - window
-        slots = _mapped(req_to_token[row, first:kv_len].long(), mapping)
-        segments.append(PrefillSegment(start=start, slots=slots, hidden=hidden))
-        start += q_len
-    return TorchPlan(buckets=buckets, segments=tuple(segments))
-
-
-def _mapped(slots: Tensor, mapping: Tensor | None) -> Tensor:
-    return slots if mapping is None else mapping[slots]
-
-
-def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
-    """Decode requests by the keys they see, so that padding at most doubles the work and no gather
-    is huge.
-    """
-    buckets: list[list[int]] = []
-    for i in sorted(range(len(seen)), key=lambda i: seen[i]):
-        length = seen[i]
-        if buckets:
-            shortest = max(seen[buckets[-1][0]], _MIN_BUCKET_LEN)
-            if length <= 2 * shortest and length * (len(buckets[-1]) + 1) <= MAX_BUCKET_TOKENS:
-                buckets[-1].append(i)
-                continue
-        buckets.append([i])
-    return buckets
-
-
-def _plan_bucket(
-    shape: BatchShape,
-    members: list[int],
-    seen: Sequence[int],
-    req_to_token: Tensor,
-    mapping: Tensor | None,
-) -> DecodeBucket:
-    device = req_to_token.device
-    rows, counts, ends = torch.tensor(
-        [
-            [shape.rows[i] for i in members],
-            [seen[i] for i in members],
-            [shape.kv_lens[i] for i in members],
-        ],
-        device=device,
-    )[:, :, None]
-    nth = torch.arange(max(seen[i] for i in members), device=device)
-    padding = nth >= counts
-    positions = ends - counts + nth.where(~padding, 0)
-    slots = _mapped(req_to_token[rows, positions].long(), mapping)
-    return DecodeBucket(
-        tokens=torch.tensor(members, device=device), slots=slots, padding=padding.unsqueeze(1)
-    )
+    return _triton_attention(q, *cache.for_kernels(plan), scale)
 
 
 def torch_attention(
@@ -220,3 +124,82 @@ def _prefill(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: flo
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).view(kv_heads, -1, length)
     out = torch.bmm(weights, values.permute(1, 0, 2)).view(kv_heads, -1, count, value_dim)
     return out.permute(2, 0, 1, 3).reshape(count, heads, value_dim)
+
+
+def _triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float) -> Tensor:
+    """Same contract as `attend`, over what is stored."""
+    fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
+    k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
+    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
+    out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
+    if plan.num_decode:
+        _launch_decode(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
+    if plan.num_prefill:
+        _launch_prefill(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
+    return out
+
+
+@cache
+def _converts_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _launch_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    fp8: int,
+) -> None:
+    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
+    meta, table, count = plan.meta, plan.req_to_token, plan.num_decode
+    splits = min(NUM_SPLITS.value, triton.cdiv(min(table.shape[1], plan.reach), MIN_SPLIT.value))
+    if splits == 1:
+        part, lse = out.unsqueeze(2), None
+    else:
+        part = torch.empty((count, heads, splits, value_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((count, heads, splits), dtype=torch.float32, device=q.device)
+    wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
+    blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
+    decode_split[(count, kv_heads * triton.cdiv(blocks["GROUP"], blocks["BLOCK_G"]), splits)](
+        q, k_cache, v_cache, scales, table, plan.mapping, meta, part, lse,
+        q.stride(0), q.stride(1),
+        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, plan.reach,
+        scale * math.log2(math.e), **blocks,
+    )  # fmt: skip
+    if lse is not None:
+        decode_combine[(count, heads)](
+            part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits, plan.reach,
+            VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"],
+            BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=combine_warps(blocks["BLOCK_V"]),
+        )  # fmt: skip
+
+
+def _launch_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    fp8: int,
+) -> None:
+    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
+    meta, table = plan.meta, plan.req_to_token
+    wide = is_wide(q, k_cache, v_cache)
+    latent = is_latent(k_cache, v_cache)
+    windowed = plan.window is not None
+    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8, windowed)
+    row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
+    prefill[(row_blocks, plan.num_prefill, kv_heads)](
+        q, k_cache, v_cache, scales, table, plan.mapping, meta, out,
+        q.stride(0), q.stride(1),
+        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, plan.reach,
+        scale * math.log2(math.e), **blocks,
+    )  # fmt: skip

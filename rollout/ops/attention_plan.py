@@ -10,6 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from memsaver.common.machine import Impl, use_triton
+
+MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
+_MIN_BUCKET_LEN = 64  # below this, padding costs less than another bucket
 _NO_WINDOW = 2**31 - 1  # longer than any request
 
 
@@ -146,3 +150,141 @@ class StoredKV:
 
     def for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
         return self, plan
+
+
+def plan_attention(
+    shape: BatchShape,
+    req_to_token: Tensor,
+    impl: Impl = "auto",
+    window: int | None = None,
+    mapping: Tensor | None = None,
+) -> AttentionPlan:
+    """Index tensors of one forward. req_to_token: int32 [rows, max_context_len]. impl: "auto",
+    "torch" or "triton".
+
+    window: how many keys a query sees, None: all before it. mapping: int64 [slots], the cache's
+    slot of each slot that req_to_token names, None: the same.
+    """
+    if use_triton(impl, req_to_token.device):
+        return _plan_triton(shape, req_to_token, window, mapping)
+    return plan_torch(shape, req_to_token, window, mapping)
+
+
+def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
+    """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold
+    them.
+
+    rows, positions: integers [B] on the device, a request's row of req_to_token and the position of
+    its query token. Without window and mapping: `dataclasses.replace` gives a plan those.
+    """
+    count = len(rows)
+    meta = torch.empty((4, count), dtype=torch.int32, device=req_to_token.device)
+    meta[0] = rows
+    torch.arange(count, out=meta[1])
+    torch.add(positions, 1, out=meta[2])
+    meta[3] = 1
+    return TritonPlan(
+        req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0
+    )
+
+
+def plan_torch(
+    shape: BatchShape,
+    req_to_token: Tensor,
+    window: int | None = None,
+    mapping: Tensor | None = None,
+) -> TorchPlan:
+    device = req_to_token.device
+    seen = [min(kv_len, window or kv_len) for kv_len in shape.kv_lens[: shape.num_decode]]
+    buckets = tuple(
+        _plan_bucket(shape, members, seen, req_to_token, mapping)
+        for members in _bucket_members(seen)
+    )
+    segments = []
+    start = shape.num_decode
+    for row, q_len, kv_len in list(zip(shape.rows, shape.q_lens, shape.kv_lens, strict=True))[
+        shape.num_decode :
+    ]:
+        first = max(0, kv_len - q_len + 1 - window) if window else 0
+        positions = torch.arange(first, kv_len, device=device)
+        queries = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+        hidden = positions > queries
+        if window:
+            hidden |= positions <= queries - window
+        slots = _mapped(req_to_token[row, first:kv_len].long(), mapping)
+        segments.append(PrefillSegment(start=start, slots=slots, hidden=hidden))
+        start += q_len
+    return TorchPlan(buckets=buckets, segments=tuple(segments))
+
+
+def _mapped(slots: Tensor, mapping: Tensor | None) -> Tensor:
+    return slots if mapping is None else mapping[slots]
+
+
+def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
+    """Decode requests by the keys they see, so that padding at most doubles the work and no gather
+    is huge.
+    """
+    buckets: list[list[int]] = []
+    for i in sorted(range(len(seen)), key=lambda i: seen[i]):
+        length = seen[i]
+        if buckets:
+            shortest = max(seen[buckets[-1][0]], _MIN_BUCKET_LEN)
+            if length <= 2 * shortest and length * (len(buckets[-1]) + 1) <= MAX_BUCKET_TOKENS:
+                buckets[-1].append(i)
+                continue
+        buckets.append([i])
+    return buckets
+
+
+def _plan_bucket(
+    shape: BatchShape,
+    members: list[int],
+    seen: Sequence[int],
+    req_to_token: Tensor,
+    mapping: Tensor | None,
+) -> DecodeBucket:
+    device = req_to_token.device
+    rows, counts, ends = torch.tensor(
+        [
+            [shape.rows[i] for i in members],
+            [seen[i] for i in members],
+            [shape.kv_lens[i] for i in members],
+        ],
+        device=device,
+    )[:, :, None]
+    nth = torch.arange(max(seen[i] for i in members), device=device)
+    padding = nth >= counts
+    positions = ends - counts + nth.where(~padding, 0)
+    slots = _mapped(req_to_token[rows, positions].long(), mapping)
+    return DecodeBucket(
+        tokens=torch.tensor(members, device=device), slots=slots, padding=padding.unsqueeze(1)
+    )
+
+
+def _plan_triton(
+    shape: BatchShape,
+    req_to_token: Tensor,
+    window: int | None = None,
+    mapping: Tensor | None = None,
+) -> TritonPlan:
+    starts, start = [], 0
+    for q_len in shape.q_lens:
+        starts.append(start)
+        start += q_len
+    device = req_to_token.device
+    meta = torch.tensor(
+        [list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)],
+        dtype=torch.int32,
+        pin_memory=device.type == "cuda",  # else the copy would wait for the kernels under way
+    )
+    return TritonPlan(
+        req_to_token=req_to_token,
+        meta=meta.to(device, non_blocking=True),
+        num_decode=shape.num_decode,
+        num_prefill=len(shape.rows) - shape.num_decode,
+        max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
+        kv_lens=tuple(shape.kv_lens),
+        window=window,
+        mapping=mapping,
+    )

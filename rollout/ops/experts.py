@@ -1,16 +1,28 @@
-"""Chooses the experts of a token, and computes what they make of it: dispatch, and the torch
-references.
+"""Chooses the experts of a token, and computes what they make of it, by torch or by Triton.
+
+In Triton: pairs (token, choice) sorted by expert once, a product with the activation in it, a
+product, and the weighted sum, without atomics. Pairs of one expert are cut into blocks; a program
+computes one block's rows with one expert's weights. How many blocks there can be follows from the
+shapes alone, so a CUDA graph can replay the launches over other choices: programs without a block
+end at once.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from memsaver.common.machine import Impl, use_triton
-from rollout.ops.activation import silu_mul
+from rollout.ops.norm_and_activation import gated, silu_mul
+
+_TILE = 16384  # elements of a program's table of pairs and experts
+_CHUNKS = 128  # programs that sort, about
+_FEW = 4096  # pairs that each program counts for itself, to spare a kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +109,307 @@ def mix_experts(
     """
     share = share or Share(0, len(down))
     if use_triton(impl, x.device):
-        from rollout.ops.experts_triton import mix_experts_triton
-
-        return mix_experts_triton(x, ids, weights, gate_up, down, *share)
+        return _mix_experts_triton(x, ids, weights, gate_up, down, *share)
     out = x.new_zeros((*ids.shape, x.shape[1]))
     for expert in set(ids.unique().tolist()) & {*range(share.first, share.first + len(down))}:
         token, choice = (ids == expert).nonzero(as_tuple=True)
         inner = silu_mul(F.linear(x[token], gate_up[expert - share.first]), "torch")
         out[token, choice] = F.linear(inner, down[expert - share.first])
     return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _mix_experts_triton(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int, total: int
+) -> Tensor:
+    """Same contract as `mix_experts`; first, total: its `share`."""
+    assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
+    (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
+    if not experts:
+        return torch.zeros_like(x)
+    out = torch.empty_like(x)
+    if tokens:
+        with torch.cuda.device_of(x):
+            blocks = product_blocks(ids.numel(), total, x)
+            pairs = sort_pairs(ids, experts, blocks.rows, first)
+            act = x.new_empty((ids.numel(), inner))
+            _launch(x, gate_up, act, pairs, top_k, blocks, gate=True)
+            each = x.new_empty((ids.numel(), hidden))
+            _launch(act, down, each, pairs, top_k, blocks, gate=False)
+            block = min(1024, triton.next_power_of_2(hidden))
+            _sum[(tokens, triton.cdiv(hidden, block))](
+                each, weights, ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=block,
+                ALL=experts == total, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out
+
+
+class Blocks(NamedTuple):
+    """Says how the products are cut. rows: of a block of pairs. gate_up, down: the other
+    compile-time arguments of `_product`.
+    """
+
+    rows: int
+    gate_up: dict[str, Any]
+    down: dict[str, Any]
+
+
+def product_blocks(pairs: int, experts: int, x: Tensor) -> Blocks:
+    """Chooses by how many rows an expert has, as measured on an H100 with 1 to 1,024 of them for
+    each of 128 experts of 2048 x 768.
+
+    WIDE: everything is widened to fp32, whose products are exact, without tensor cores.
+    """
+    if x.dtype == torch.float32 or not x.is_cuda:
+        exact = _cut(32, 32, 1, 4, 3, wide=True)
+        return Blocks(16, exact, exact)
+    rows = pairs / experts
+    if rows <= 8:
+        found = Blocks(16, _cut(32, 128, 1, 4, 5), _cut(64, 128, 1, 4, 4))
+    elif rows <= 32:
+        found = Blocks(32, _cut(64, 128, 1, 4, 3), _cut(128, 128, 1, 4, 3))
+    elif rows <= 64:
+        found = Blocks(64, _cut(64, 64, 4, 4, 3), _cut(256, 64, 1, 8, 4))
+    else:
+        found = Blocks(128, _cut(128, 64, 1, 8, 4), _cut(256, 64, 8, 8, 4))
+    return _fitting(found, _shared_memory(x.device))
+
+
+def _fitting(blocks: Blocks, room: int) -> Blocks:
+    """Fewer stages, where they would take more than `room` bytes in 2 bytes an element."""
+
+    def fit(cut: dict[str, Any], halves: int) -> dict[str, Any]:
+        stage = 2 * cut["BLOCK_K"] * (blocks.rows + halves * cut["BLOCK_N"])
+        return cut | {"num_stages": max(1, min(cut["num_stages"], room // stage))}
+
+    return Blocks(blocks.rows, fit(blocks.gate_up, 2), fit(blocks.down, 1))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    driver: Any = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+def _cut(
+    columns: int, depth: int, group: int, warps: int, stages: int, wide: bool = False
+) -> dict[str, Any]:
+    return {
+        "BLOCK_N": columns, "BLOCK_K": depth, "GROUP": group, "WIDE": wide, "num_warps": warps,
+        "num_stages": stages,
+    }  # fmt: skip
+
+
+class Pairs(NamedTuple):
+    """Pairs by expert.
+
+    order: int32 [pairs], pair t * top_k + j for choice j of token t, sorted by expert; those of
+    experts that are not held are left out, and the end is undefined. blocks:
+    int32 [3, most blocks]: expert, first row of `order`, and where the expert's rows end; first and
+    end are 0 where there is no block.
+    """
+
+    order: Tensor
+    blocks: Tensor
+
+
+def sort_pairs(ids: Tensor, experts: int, block_m: int, base: int = 0) -> Pairs:
+    """ids: int64 [T, top_k], contiguous, at least one. experts: held, those from `base` on."""
+    pairs, width = ids.numel(), max(32, triton.next_power_of_2(experts))  # histograms need 32
+    few = pairs <= _FEW
+    rows = max(1, (_TILE // 4 if few else _TILE) // width)
+    chunk = rows * triton.next_power_of_2(triton.cdiv(pairs, rows * _CHUNKS))
+    chunks = triton.cdiv(pairs, chunk)
+    most = (pairs + min(experts, pairs) * (block_m - 1)) // block_m
+    counts, order, blocks = (
+        torch.empty(shape, dtype=torch.int32, device=ids.device)
+        for shape in ((chunks, width), (pairs,), (3, most))
+    )
+    sizes: dict[str, int] = {"CHUNK": chunk, "ROWS": rows, "EXPERTS": width}
+    if not few:
+        _count[(chunks,)](ids, counts, pairs, base, experts, **sizes, num_warps=8)
+    _place[(chunks,)](
+        ids, counts, order, blocks, pairs, chunks, most, base, experts, **sizes, BLOCK_M=block_m,
+        FEW=max(256, triton.next_power_of_2(pairs)) if few else 0,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(most, chunks)), num_warps=8,
+    )  # fmt: skip
+    return Pairs(order, blocks)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, pairs: Pairs, top_k: int, blocks: Blocks, gate: bool
+) -> None:
+    most, columns, depth = pairs.blocks.shape[1], out.shape[1], x.shape[1]
+    cut = blocks.gate_up if gate else blocks.down
+    _product[(most * triton.cdiv(columns, cut["BLOCK_N"]),)](
+        x, weight, out, pairs.order, pairs.blocks, most, columns, depth,
+        TOP_K=top_k, GATE=gate, EVEN=depth % cut["BLOCK_K"] == 0, BLOCK_M=blocks.rows, **cut,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count(  # type: ignore[no-untyped-def]
+    ids, counts, pairs, base, held, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Program (chunk): how many of its pairs go to each expert."""
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, CHUNK, ROWS):
+        at = tl.program_id(0) * CHUNK + first
+        hit, _, _ = _hits(ids, at, pairs, base, held, ROWS, EXPERTS)
+        total += tl.sum(hit, 0)
+    tl.store(counts + tl.program_id(0) * EXPERTS + expert, total)
+
+
+@triton.jit
+def _hits(ids, first, pairs, base, held, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [ROWS, EXPERTS], 1 where a pair goes to a held expert; the pairs [ROWS]; and which go
+    to one.
+    """
+    pair = first + tl.arange(0, ROWS)
+    chosen = _held(ids, pair, pairs, base, held)
+    hit = (chosen[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
+    return hit, pair, chosen >= 0
+
+
+@triton.jit
+def _held(ids, pair, pairs, base, held):  # type: ignore[no-untyped-def]
+    """Number of each pair's expert among the held ones, int32; -1 where it is none of them."""
+    chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32) - base
+    return tl.where((chosen >= 0) & (chosen < held), chosen, -1)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "most"])
+def _place(  # type: ignore[no-untyped-def]
+    ids, counts, order, blocks, pairs, chunks, most, base, held, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk): puts its pairs behind those of the chunks before, and writes its share of
+    the blocks. FEW: there are at most so many pairs, which it counts itself; 0: `counts` has them.
+    """
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    if FEW:
+        each = tl.arange(0, FEW)
+        chosen = _held(ids, each, pairs, base, held)
+        counted = chosen >= 0
+        chosen = tl.maximum(chosen, 0)
+        total = tl.histogram(chosen, EXPERTS, mask=counted)
+        at = tl.histogram(chosen, EXPERTS, mask=counted & (each < chunk * CHUNK))
+    else:
+        total = tl.zeros((EXPERTS,), tl.int32)
+        at = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, chunks, ROWS):
+            row = (first + tl.arange(0, ROWS))[:, None]
+            part = tl.load(counts + row * EXPERTS + expert[None, :], mask=row < chunks, other=0)
+            total += tl.sum(part, 0)
+            at += tl.sum(tl.where(row < chunk, part, 0), 0)
+    end = tl.cumsum(total, 0)
+    at += end - total
+    for first in range(0, CHUNK, ROWS):
+        hit, pair, here = _hits(ids, chunk * CHUNK + first, pairs, base, held, ROWS, EXPERTS)
+        to = tl.sum(hit * (at[None, :] + tl.cumsum(hit, 0) - 1), 1)
+        tl.store(order + to, pair, mask=here)
+        at += tl.sum(hit, 0)
+
+    needed = (total + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(needed, 0)
+    block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < most
+    owner = tl.sum((last[None, :] <= block[:, None]).to(tl.int32), 1)
+    mine = owner[:, None] == expert[None, :]
+    begin = (end - total)[None, :] + (block[:, None] - (last - needed)[None, :]) * BLOCK_M
+    tl.store(blocks + block, owner, mask=inside)
+    tl.store(blocks + most + block, tl.sum(tl.where(mine, begin, 0), 1), mask=inside)
+    tl.store(blocks + 2 * most + block, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _product(  # type: ignore[no-untyped-def]
+    x, weight, out, order, blocks, most, columns, depth, TOP_K: tl.constexpr, GATE: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (block, columns): weight[expert] @ x of each of the block's pairs.
+
+    GATE: x is [T, depth], weight [E, 2 * columns, depth], and out, of silu_mul of both halves, is
+    in sorted order [pairs, columns]; else x is that, and out is in order of pairs. GROUP blocks are
+    computed side by side, for the weights that they share.
+    """
+    block, column = _cell(tl.program_id(0), most, tl.cdiv(columns, BLOCK_N), GROUP)
+    first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
+    if first >= end:
+        return
+    # rows and columns past the end are others' again, and are not stored
+    row = first + tl.arange(0, BLOCK_M)
+    inside = row < end
+    row = tl.minimum(row, end - 1)
+    pair = tl.load(order + row)
+    if GATE:
+        source, target = pair // TOP_K, row
+    else:
+        source, target = row, pair
+    column = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    wrapped = column % columns
+    k = tl.arange(0, BLOCK_K)
+    left = x + source[:, None].to(tl.int64) * depth + k[None, :]
+    half = columns * depth
+    of_expert = tl.load(blocks + block).to(tl.int64) * ((2 if GATE else 1) * half)
+    right = weight + of_expert + wrapped[None, :] * depth + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        here = k < (BLOCK_K if EVEN else depth - start)
+        a = _load(left, here[None, :], EVEN, WIDE)
+        b = _load(right, here[:, None], EVEN, WIDE)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        if GATE:
+            b = _load(right + half, here[:, None], EVEN, WIDE)
+            up = tl.dot(a, b, up, input_precision="ieee")
+        left += BLOCK_K
+        right += BLOCK_K
+    dtype = out.dtype.element_ty
+    result = total.to(dtype)
+    if GATE:
+        result = gated(result.to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+    to = out + target[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(to, result, mask=inside[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _load(at, mask, EVEN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
+    return value.to(tl.float32) if WIDE else value
+
+
+@triton.jit
+def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column of a program: GROUP rows column by column, then the next ones."""
+    size = GROUP * columns
+    first = program // size * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    return first + program % size % height, program % size // height
+
+
+@triton.jit
+def _sum(  # type: ignore[no-untyped-def]
+    each, weights, ids, out, hidden, base, held, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of the hidden size): the sum over its choices, in their order. ALL:
+    experts are held; else what others would make counts 0, and was not written.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        mine = inside
+        if not ALL:
+            mine = inside & (_held(ids, pair, pair + 1, base, held) >= 0)
+        value = tl.load(each + pair * hidden + column, mask=mine, other=0.0).to(tl.float32)
+        weight = tl.load(weights + pair)
+        total += (value * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

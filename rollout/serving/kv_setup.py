@@ -34,9 +34,8 @@ from kvcache.pools import (
 from memsaver import LeaseError, MemorySaver, OutOfMemory
 from memsaver.common.layout import round_up
 from rollout.config import EngineConfig
-from rollout.model.config import ModelConfig
-from rollout.model.ranks import rank_layout
-from rollout.serving.double_sparsity import DoubleSparsity
+from rollout.model.decoder import ModelConfig, rank_layout
+from rollout.model.layer_kv import DoubleSparsity
 from rollout.serving.prefix import PrefixBlocks, StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
 from rollout.types import KV_CACHE

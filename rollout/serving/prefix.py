@@ -13,7 +13,19 @@ from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
 from kvcache.pools import HybridReqToTokenPool, RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
 from kvcache.tiers import Transfer
-from rollout.serving.preemption import Swapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swapped:
+    """Describes what waits on the host for a preempted sample: its first `tokens`, of weights
+    `version` of the prefix cache.
+
+    page: the host page with those past the last whole page; 0 without one.
+    """
+
+    tokens: int
+    version: int
+    page: int
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,21 @@
-"""Turns a scheduled step into tensors, runs the decoder (as a CUDA graph if it can), samples."""
+"""Turns a scheduled step into tensors, runs the decoder (as a CUDA graph if it can), samples.
 
+Decode graphs are captured once for a ladder of batch sizes, and replayed ever after. Everything a
+graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV cache, buffers
+that live outside every tag (inputs, rotary tables, the request table, what ranks exchange), and
+memory of the tag that the same replay wrote before: so the tag's content need not survive a pause,
+only its addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,22 +27,25 @@ from kvcache.ops import RotaryTables
 from kvcache.tiers import Transfer
 from memsaver import MemorySaver
 from memsaver.common.machine import Impl, use_triton
-from rollout.model.config import ModelConfig
-from rollout.model.decoder import DecoderWeights, forward
-from rollout.model.mixers.base import Batch, Parts, Sliding
-from rollout.model.rotary import RopeConfig, rotary_tables
-from rollout.ops.attention import plan_attention, plan_decode
-from rollout.ops.attention_plan import AttentionPlan, BatchShape
+from memsaver.vmm import clear_workspaces
+from rollout.model.decoder import DecoderWeights, ModelConfig, forward
+from rollout.model.mixers.base import Batch, Parts, RopeConfig, Sliding, rotary_tables
+from rollout.model.mlp import MLP, Experts
+from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel
-from rollout.serving.graphs import DecodeGraphs
 from rollout.serving.kv_setup import Cache
-from rollout.serving.routing import RoutingRecorder
-from rollout.serving.sampler import SamplingBatch, likeliest, sample
-from rollout.serving.samples import Sample, Step
+from rollout.serving.samples import RoutedExperts, Sample, Step
+from rollout.types import CUDA_GRAPH
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
 """(window, mapping) -> how attention finds the tokens: see `plan_attention`."""
+_INPUTS = 3  # token ids, positions, rows of the request table
+Decode = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(token ids, positions, rows: int64 [B]; logits [B, vocab] to be written). Launches work only,
+never waits.
+"""
 
 
 class ModelRunner:
@@ -162,7 +178,7 @@ class ModelRunner:
             counters=[(each.seed, each.index, len(each.output)) for each in samples],
             device=self.device,
         )
-        tokens, logprobs = _on_host(*sample(self._chosen(logits, rows), batch))
+        tokens, logprobs = deliver(*sample(self._chosen(logits, rows), batch))
         return tokens.tolist(), logprobs.tolist()
 
     @torch.inference_mode()
@@ -170,7 +186,7 @@ class ModelRunner:
         self, logits: Tensor, rows: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
         """The `count` likeliest next tokens of each of `rows`, in order, and log-probabilities."""
-        tokens, logprobs = _on_host(*likeliest(self._chosen(logits, rows), count))
+        tokens, logprobs = deliver(*likeliest(self._chosen(logits, rows), count))
         each_row = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return [list(zip(ids, values, strict=True)) for ids, values in each_row]
 
@@ -178,15 +194,6 @@ class ModelRunner:
         if list(rows) == list(range(len(logits))):
             return logits
         return logits[torch.tensor(rows, device=self.device)]
-
-
-def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, int64 and fp32 of one shape, in host memory as soon as they are computed."""
-    if tokens.device.type != "cuda":
-        return tokens, logprobs
-    from rollout.ops.sample_triton import deliver
-
-    return deliver(tokens, logprobs)
 
 
 def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel) -> Parts:
@@ -236,3 +243,143 @@ def _shape(step: Step) -> BatchShape:
         kv_lens=[each.length for each in step.decode] + ends,
         num_decode=len(step.decode),
     )
+
+
+class RoutingRecorder:
+    """Holds what layers leave, outside of every tag: CUDA graphs write to one place for life."""
+
+    def __init__(self, mlps: Iterable[MLP], tokens: int, device: torch.device) -> None:
+        """tokens: most of a step. ValueError: no layer has experts."""
+        layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
+        if not layers:
+            raise ValueError(
+                "return_routed_experts=True is for mixtures of experts, and this model is dense; "
+                "leave it False"
+            )
+        config = layers[0].config
+        dtype = torch.uint8 if config.experts <= 256 else torch.int16
+        shape = (len(layers), tokens, config.top_k)
+        self._written = torch.zeros(shape, dtype=dtype, device=device)
+        for layer, part in zip(layers, self._written, strict=True):
+            layer.routed = part
+
+    def take(self, tokens: int) -> StepRouting:
+        """Those of the step's tokens, on their way to the host."""
+        found = self._written[:, :tokens].transpose(0, 1).contiguous()
+        if not found.is_cuda:
+            return StepRouting(found.numpy())
+        sent = send(found)
+        stream = torch.cuda.current_stream(found.device)
+        return StepRouting(np.empty_like(sent.numpy()), sent, stream)
+
+
+@dataclass(eq=False)
+class StepRouting:
+    """experts: of a step's packed tokens, once they `arrive`. sent: pinned, on this stream."""
+
+    experts: RoutedExperts
+    sent: Tensor | None = None
+    stream: torch.cuda.Stream | None = None
+
+    def arrive(self, *, waited: bool) -> None:
+        """waited: the host has seen the end of the step."""
+        if self.sent is not None and self.stream is not None:
+            if not waited:
+                self.stream.synchronize()
+            np.copyto(self.experts, self.sent.numpy())
+            self.sent = None
+
+
+def ladder(max_running: int) -> tuple[int, ...]:
+    """Batch sizes of graphs: padding costs at most 31 rows, or doubles a batch below 16."""
+    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
+    return (*(size for size in sizes if size < max_running), max_running)
+
+
+class DecodeGraphs:
+    """One graph a batch size; padding is row 0 of the request table, which has page 0 only."""
+
+    def __init__(
+        self,
+        decode: Decode,
+        sizes: Sequence[int],
+        vocab_size: int,
+        dtype: torch.dtype,
+        saver: MemorySaver,
+    ) -> None:
+        """Captures all graphs. The memory that `decode` reads must be mapped, whatever it holds.
+
+        torch.OutOfMemoryError carries a note on what to lower.
+        """
+        self.sizes = tuple(sorted(set(sizes)))
+        largest = self.sizes[-1]
+        self._host = torch.zeros((_INPUTS, largest), dtype=torch.int64, pin_memory=True)
+        self._staged = self._host.numpy()
+        self._inputs = torch.zeros((_INPUTS, largest), dtype=torch.int64, device=saver.device)
+        self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = saver.mem_pool(CUDA_GRAPH)  # after the graphs: they are dropped before it
+        self.captures = self.replays = 0
+        stream = torch.cuda.Stream(saver.device)
+        with _no_collection():
+            # the largest first: the smaller ones fit into the memory it leaves
+            for size in reversed(self.sizes):
+                try:
+                    self._graphs[size] = self._capture(decode, size, stream)
+                except torch.OutOfMemoryError as error:
+                    text = f"capturing a CUDA graph for {size} requests"
+                    error.add_note(f"{text}: lower kv_tokens or max_running")
+                    raise
+
+    @property
+    def max_batch(self) -> int:
+        return self.sizes[-1]
+
+    def addresses(self) -> dict[str, int]:
+        """Returns where replays read their inputs and write their results: the same for life."""
+        return {"inputs": self._inputs.data_ptr(), "logits": self._logits.data_ptr()}
+
+    def replay(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Logits [n, vocab] of n requests' next tokens, valid until the next replay."""
+        count = len(ids)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        staged = self._staged[:, :size]
+        staged[:, count:] = 0
+        for line, values in zip(staged, (ids, positions, rows), strict=True):
+            line[:count] = np.fromiter(values, dtype=np.int64, count=count)
+        self._inputs[:, :size].copy_(self._host[:, :size], non_blocking=True)
+        self._graphs[size].replay()
+        self.replays += 1
+        return self._logits[:count]
+
+    def _capture(
+        self, decode: Decode, size: int, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        ids, positions, rows = self._inputs[:, :size]
+        logits = self._logits[:size]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            # compiles kernels, which is not allowed while capturing
+            decode(ids, positions, rows, logits)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        clear_workspaces()  # it takes a new one from the graph's pool while capturing
+        pool: Any = self._pool.id  # typed as torch.cuda.graph's own kind of pool
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            decode(ids, positions, rows, logits)
+        clear_workspaces()  # and from elsewhere afterwards
+        self.captures += 1
+        return graph
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage first: torch aborts when old graphs die inside of a capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

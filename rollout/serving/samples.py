@@ -6,12 +6,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache import ReqHandle
 from kvcache.tiers import Transfer
 from rollout.serving.beam import BeamSearch
-from rollout.serving.preemption import Swapped
-from rollout.serving.routing import RoutedExperts, SampleRouting
+from rollout.serving.prefix import Swapped
 from rollout.types import Completion, FinishReason, SamplingParams
+
+RoutedExperts = NDArray[Any]
+"""[tokens, layers with experts, top_k], uint8, or int16 of more than 256 experts."""
+
+
+@dataclass(eq=False)
+class SampleRouting:
+    """The experts of a sample's tokens [start, end): those by which a token was computed first, for
+    these made the log-probability of the next one. Not known: what a cache had, and before.
+    """
+
+    start: int = 0
+    end: int = 0
+    parts: list[RoutedExperts] = field(default_factory=list)
+
+    def add(self, first: int, experts: RoutedExperts) -> None:
+        """experts: of the tokens from `first` on."""
+        if first > self.end or not self.parts:
+            self.start = self.end = first
+            self.parts = []
+        new = experts[self.end - first :]
+        if len(new):
+            self.parts.append(new)
+            self.end += len(new)
+
+    def copy(self) -> SampleRouting:
+        return SampleRouting(self.start, self.end, list(self.parts))
+
+    def joined(self) -> RoutedExperts | None:
+        """Returns None where nothing was recorded."""
+        return np.concatenate(self.parts) if self.parts else None
 
 
 @dataclass(eq=False, kw_only=True)

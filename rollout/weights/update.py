@@ -40,8 +40,7 @@ from rollout.types import (
     WeightUpdateError,
     WriteReceipt,
 )
-from rollout.weights.arena import WeightArena
-from rollout.weights.pages import BorrowedPages, ShadowPages
+from rollout.weights.arena import BorrowedPages, ShadowPages, WeightArena
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket

@@ -22,7 +22,7 @@ from recipes.recipe.sections import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS
-from rollout.model.config import parameter_groups
+from rollout.model.decoder import parameter_groups
 from rollout.model.loading import load_model_config
 
 GIB = 2**30

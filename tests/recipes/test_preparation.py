@@ -19,8 +19,8 @@ from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup, prepare
 from rollout import KVTiers
 from rollout.config import EngineConfig
+from rollout.model.decoder import rank_groups
 from rollout.model.loading import load_model_config
-from rollout.model.ranks import rank_groups
 from rollout.weights.store import arena_nbytes
 from tests.helpers.trainer_bridge.others import STAND_IN
 from trainer_bridge import LoraConfig

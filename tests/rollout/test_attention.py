@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from rollout.ops import attention as attention_module
-from rollout.ops.attention import paged_attention, plan_attention, plan_decode
-from rollout.ops.attention_plan import BatchShape, TritonPlan
+from rollout.ops.attention import paged_attention
+from rollout.ops.attention_plan import (
+    MAX_BUCKET_TOKENS,
+    BatchShape,
+    TritonPlan,
+    plan_attention,
+    plan_decode,
+    plan_torch,
+)
 from tests.helpers.effort import some
 from tests.helpers.rollout.answers import CLOSE
 
@@ -204,7 +211,7 @@ def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_i
 
 def test_decode_buckets_are_of_what_is_seen() -> None:
     shape = BatchShape(rows=[1, 2, 3], q_lens=[1] * 3, kv_lens=[5000, 20, 700], num_decode=3)
-    plan = attention_module.plan_torch(shape, torch.zeros((4, 5000), dtype=torch.int32), window=30)
+    plan = plan_torch(shape, torch.zeros((4, 5000), dtype=torch.int32), window=30)
     assert [tuple(bucket.slots.shape) for bucket in plan.buckets] == [(3, 30)]
 
 
@@ -302,10 +309,8 @@ def test_long_queries_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
 def test_decode_buckets_bound_padding_and_cover_everyone() -> None:
     lens = [1, 500, 70, 64, 8000, 120, 130, 3000] * 3
     shape = BatchShape(rows=list(range(1, 25)), q_lens=[1] * 24, kv_lens=lens, num_decode=24)
-    plan = attention_module.plan_torch(shape, torch.zeros((25, 8000), dtype=torch.int32))
+    plan = plan_torch(shape, torch.zeros((25, 8000), dtype=torch.int32))
     assert sorted(torch.cat([bucket.tokens for bucket in plan.buckets]).tolist()) == list(range(24))
     padded = sum(bucket.slots.numel() for bucket in plan.buckets)
     assert padded <= 2 * sum(max(length, 64) for length in lens)
-    assert (
-        max(bucket.slots.numel() for bucket in plan.buckets) <= attention_module.MAX_BUCKET_TOKENS
-    )
+    assert max(bucket.slots.numel() for bucket in plan.buckets) <= MAX_BUCKET_TOKENS

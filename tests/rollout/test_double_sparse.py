@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollout import DoubleSparsity, Engine, SamplingParams, heavy_channels
-from rollout.ops.attention import decode_bucket, plan_torch
-from rollout.ops.attention_plan import BatchShape, DecodeBucket, StoredKV
-from rollout.serving.double_sparsity import decode_sparse
+from rollout.model.layer_kv import decode_sparse
+from rollout.ops.attention import decode_bucket
+from rollout.ops.attention_plan import BatchShape, DecodeBucket, StoredKV, plan_torch
 from tests.helpers.rollout.answers import CLOSE, GAP, random_prompts
 from tests.helpers.rollout.saved import Saved
 

@@ -77,7 +77,7 @@ def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
     pairs: int, experts: int, part: tuple[float, float], device: str
 ) -> None:
     """part: the experts that are held, the others' pairs are left out."""
-    from rollout.ops.experts_triton import sort_pairs
+    from rollout.ops.experts import sort_pairs
 
     generator = torch.Generator().manual_seed(pairs)
     ids = torch.randint(0, experts, (pairs, 1), generator=generator).to(device)
@@ -178,7 +178,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import experts_triton as kernels
+from rollout.ops import experts as kernels
 
 sizes = dict(CHUNK=32, ROWS=32, EXPERTS=32)
 place = sizes | dict(BLOCK_M=16, BLOCKS=8)

@@ -37,8 +37,8 @@ from kvcache.ops import rotary
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import activation_triton, norm_triton, sample_triton
-from rollout.ops import attention_blocks as blocks, attention_kernels_triton as kernels
+from rollout.ops import norm_and_activation as fused, sampling
+from rollout.ops import attention_kernels as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -74,15 +74,15 @@ def attention(kernel, dtype, fp8, settings):
 for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
     latent = dim != value_dim
     shape = (group, dim, value_dim, wide, latent, fp8)
-    attention(kernels.decode_split, dtype, fp8, blocks.decode_blocks(*shape) | dict(mapping=None))
-    attention(kernels.prefill, dtype, fp8, blocks.prefill_blocks(*shape) | dict(mapping=None))
+    attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(*shape) | dict(mapping=None))
+    attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(*shape) | dict(mapping=None))
     if not fp8:
         settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16)
-        settings["num_warps"] = blocks.combine_warps(value_dim)
+        settings["num_warps"] = kernels.combine_warps(value_dim)
         attention(kernels.decode_combine, dtype, fp8, settings)
     if not latent and not fp8:
-        attention(kernels.decode_split, dtype, fp8, blocks.decode_blocks(*shape))
-        attention(kernels.prefill, dtype, fp8, blocks.prefill_blocks(*shape, windowed=True))
+        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(*shape))
+        attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(*shape, windowed=True))
 
 FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs", "host_logprobs"]
 INT64 = ["positions", "slots", "counters", "tokens", "host_tokens"]
@@ -90,22 +90,22 @@ ELEMENTS = "x residual weight out total gate_up q k v k_cache v_cache logits".sp
 HEADS = dict(HEADS=14, KV_HEADS=2, DIM=64, VALUE_DIM=64, BLOCK_HEADS=16, BLOCK_V=64)
 KEYS = HEADS | dict(VALUE_DIM=0, BLOCK_V=0)
 FUSED = [
-    (norm_triton._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
-    (norm_triton._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
-    (activation_triton._silu_mul, dict(BLOCK=1024)),
+    (fused._rms_norm, dict(SIZE=896, BLOCK=1024, ROWS=1, ADD=True, ZERO_CENTRED=False)),
+    (fused._rms_norm, dict(SIZE=64, BLOCK=64, ROWS=16, ADD=False, ZERO_CENTRED=True)),
+    (fused._silu_mul, dict(BLOCK=1024)),
     (rotary._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1, **HEADS)),
     (rotary._rotate_and_store, dict(HALF=8, BLOCK_HALF=8, BLOCK_REST=64, **HEADS)),
     (rotary._rotate_and_store, dict(HALF=32, BLOCK_HALF=32, BLOCK_REST=1) | KEYS),
     (rotary._rotate_heads, dict(HALF=32, INTERLEAVED=True, BLOCK_HEADS=16, BLOCK_HALF=32)),
-    (sample_triton._reduce_blocks, dict(BLOCK=2048)),
-    (sample_triton._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
-    (sample_triton._deliver, dict(BLOCK=1024)),
+    (sampling._reduce_blocks, dict(BLOCK=2048)),
+    (sampling._choose, dict(COUNTERS=3, BLOCK=2048, BLOCKS=128)),
+    (sampling._deliver, dict(BLOCK=1024)),
 ]
 for kernel, constants in FUSED:
     for element in DTYPES:
         types = {"eps": "fp32", "greedy": "*i1", **dict.fromkeys(FP32, "*fp32"),
                  **dict.fromkeys(INT64, "*i64"), **dict.fromkeys(ELEMENTS, element)}
-        sampler = kernel.__module__ == "rollout.ops.sample_triton"
+        sampler = kernel.__module__ == "rollout.ops.sampling"
         options = {} if sampler else {"enable_fp_fusion": False}
         print("fused", kernel.__name__, compiled(kernel, constants, types, options).metadata.shared)
 """

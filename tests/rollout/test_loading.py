@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout import Engine
-from rollout.model.config import ModelConfig
+from rollout.model.decoder import ModelConfig
 from rollout.model.loading import load_model_config
+from rollout.model.mixers.base import inverse_frequencies, rotary_tables
 from rollout.model.mlp import ExpertsConfig, GatedConfig
-from rollout.model.rotary import inverse_frequencies, rotary_tables
 from rollout.ops.experts import Routing
 from tests.helpers.models import KINDS, MLA, build_tiny, save_tiny
 from tests.helpers.rollout.answers import LLAMA3, YARN

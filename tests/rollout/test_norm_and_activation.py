@@ -9,8 +9,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-from rollout.ops.activation import silu_mul
-from rollout.ops.norm import add_rms_norm, rms_norm
+from rollout.ops.norm_and_activation import add_rms_norm, rms_norm, silu_mul
 from tests.helpers.effort import some
 
 EPS = 1e-6

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.serving.preemption import (
+from rollout.serving.tiered_blocks import (
     LEAST_BYTES,
     LEAST_TOKENS,
     START,

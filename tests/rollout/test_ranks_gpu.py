@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
-from rollout.serving.graphs import ladder
+from rollout.serving.runner import ladder
 from tests.helpers.memory import Scribbler, process_bytes
 from tests.helpers.models import DEEPSEEK_MOE, MLA, save_tiny
 from tests.helpers.ranks import results, start_ranks

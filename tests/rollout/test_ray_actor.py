@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rollout import SamplingParams
+from rollout.actor import RolloutActor
 from tests.helpers.models import save_tiny
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.rollout.answers import GREEDY
@@ -22,11 +23,9 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def actor(tmp_path_factory: pytest.TempPathFactory, ray_cluster: RayCluster) -> Iterator[Any]:
-    from rollout.actor import RolloutActor
-
     path = tmp_path_factory.mktemp("model")
     save_tiny(path, "qwen3", **TINY)
-    create = RolloutActor.options(num_cpus=1).remote  # type: ignore[attr-defined]
+    create = ray.remote(RolloutActor).options(num_cpus=1).remote
     made = create(str(path), kv_tokens=512, threads=1, engine={"max_prefill_tokens": 16})
     ray.get(made.build.remote())
     yield made

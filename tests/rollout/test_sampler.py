@@ -11,8 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.ops import sample_triton
-from rollout.serving.sampler import SamplingBatch, keep_top, sample, uniform
+from rollout.ops.sampling import SamplingBatch, keep_top, sample, uniform, uniform_at
 from tests.helpers.effort import some
 
 Row = tuple[float, int, float, tuple[int, int, int]]
@@ -53,7 +52,7 @@ def test_uniform_is_uniform_and_every_counter_matters() -> None:
 @triton.jit
 def _uniform_of_rows(counters, out):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
-    tl.store(out + row, sample_triton.uniform(counters + 3 * row, 3))
+    tl.store(out + row, uniform_at(counters + 3 * row, 3))
 
 
 # NumPy's remark on wrapping products of scalars

@@ -16,7 +16,7 @@ import pytest
 from memsaver import StateError
 from memsaver.compat import require
 from rollout import Completion, SamplingParams
-from rollout.engines import build_engine
+from rollout.actor import build_engine
 from rollout.sglang import SglangRollout
 from rollout.sglang.engine import SglangEngine
 from rollout.sglang.rollout import completion, sglang_params

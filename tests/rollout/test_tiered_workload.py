@@ -16,7 +16,8 @@ import pytest
 
 from kvcache import ReqHandle
 from kvcache.tiers import WritePolicy
-from rollout.serving.preemption import Swapped, Victim
+from rollout.serving.prefix import Swapped
+from rollout.serving.tiered_blocks import Victim
 from tests.helpers.effort import rounds, some
 from tests.helpers.rollout.tiered_world import LAYERS, PAGES, PS, World
 

@@ -264,7 +264,7 @@ def test_what_was_verified_is_over_once_its_pages_are_written_anew(
     before = answers(engine)
     engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("rollout.weights.pages.ShadowPages.copy_all", lambda pages: 1 / 0)
+        patch.setattr("rollout.weights.arena.ShadowPages.copy_all", lambda pages: 1 / 0)
         engine.begin_update(1, shadow=True, names=NORMS)
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.commit_update(1)

@@ -15,9 +15,8 @@ from transformers import AutoConfig
 
 from memsaver import StateError
 from rollout import SamplingParams, WeightUpdateError
-from rollout.engines import build_engine
-from rollout.hosted.layout import boxes
-from rollout.hosted.recording import Landed, record
+from rollout.actor import build_engine
+from rollout.hosted.layout import Landed, boxes, record
 from rollout.types import KV_CACHE, WEIGHTS, VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
 from rollout.vllm.rollout import vllm_params

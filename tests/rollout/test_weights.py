@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
 from memsaver.common.digest import digest
-from rollout.model.config import aliases, parameter_groups
+from rollout.model.decoder import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.types import WEIGHTS
 from rollout.weights import arena as weights_module

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memsaver.common.machine import Impl, use_triton
-from rollout.ops.activation import silu_mul
+from rollout.ops.norm_and_activation import silu_mul
 
 
 class Pairs(NamedTuple):

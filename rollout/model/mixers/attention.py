@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kvcache.staging import heads_per_rank
 from rollout.model.layer_kv import layer_kv
-from rollout.model.mixers.base import Batch, MixerConfig, Parts
+from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
 from rollout.model.params import Group, Split, Splits, one, stack
-from rollout.model.rotary import RopeConfig
-from rollout.ops.norm import rms_norm
+from rollout.ops.norm_and_activation import rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from kvcache.pools import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, Split, Splits, one, stack
 from rollout.ops.attention_plan import BatchShape
-from rollout.ops.norm import rms_norm
+from rollout.ops.norm_and_activation import rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)

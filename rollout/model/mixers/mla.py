@@ -18,10 +18,9 @@ from torch import Tensor
 from kvcache.ops import rotate_heads
 from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import layer_kv
-from rollout.model.mixers.base import Batch, MixerConfig, Parts
+from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
 from rollout.model.params import Group, Split, Splits, one, stack
-from rollout.model.rotary import RopeConfig
-from rollout.ops.norm import rms_norm
+from rollout.ops.norm_and_activation import rms_norm
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 _EPS = 1e-6  # transformers gives the norms inside attention no eps of the config

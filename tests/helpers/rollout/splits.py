@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rollout.model.mixers.attention import AttentionConfig
+from rollout.model.mixers.base import RopeConfig
 from rollout.model.mlp import ExpertsConfig, GatedConfig
 from rollout.model.params import VOCABULARY, Splits
-from rollout.model.rotary import RopeConfig
 from rollout.ops.experts import Routing
 
 _EXPERTS = ExpertsConfig(

@@ -15,10 +15,10 @@ from kvcache import BlockManager, KVCacheConfig, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.pools import MHATokenToKVPool
 from rollout import KVTiers, SamplingParams
-from rollout.serving.preemption import Swapped, Victim
+from rollout.serving.prefix import Swapped
 from rollout.serving.samples import Sample
 from rollout.serving.scheduler import Scheduler
-from rollout.serving.tiered_blocks import TieredBlocks
+from rollout.serving.tiered_blocks import TieredBlocks, Victim
 from tests.helpers.rollout.poison import fill
 
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2

@@ -1,0 +1,352 @@
+"""Sampling: counter-based random numbers and inverse-CDF selection, one row a sample.
+
+The number drawn for a token depends on (seed, sample index, position) only, and every row is
+computed on its own: batch, chunking and preemption do not change what a sample draws.
+
+In Triton, without filters, the logits are read twice in all, one of them a single block a row. The
+first kernel reduces blocks of the vocabulary to their maximum and their mass; the second chooses a
+block by the masses before it, and a token inside by the same rule. Masses and their sums are added
+in fp64, so that the draw resolves unlikely tokens as the torch path does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memsaver.common.hash import GOLDEN, MUL1, MUL2, splitmix64
+from memsaver.common.layout import round_up
+from memsaver.common.machine import Impl, use_triton
+
+_UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
+_ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
+_BLOCK = 2048  # vocabulary entries of a program
+_DELIVERED = 1024  # tokens of a program
+_SENT = 4096  # elements of a program
+_GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """Per row: temperature fp32 [R, 1] (1 where greedy), greedy bool [R], top_k int64 [R], top_p
+    fp64 [R], counters int64 [R, 3] (seed, sample index, position). The flags say whether any row
+    needs that step.
+    """
+
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    counters: Tensor
+    any_random: bool
+    filtered_rows: Tensor | None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        counters: Sequence[tuple[int, int, int]],
+        device: torch.device,
+    ) -> "SamplingBatch":
+        greedy = [value == 0 for value in temperature]
+        filtered = [
+            i
+            for i, (k, p) in enumerate(zip(top_k, top_p, strict=True))
+            if (k or p < 1) and not greedy[i]
+        ]
+        host = [
+            torch.tensor([value or 1.0 for value in temperature], dtype=torch.float32).unsqueeze(1),
+            torch.tensor(greedy, dtype=torch.bool),
+            torch.tensor(top_k, dtype=torch.int64),
+            torch.tensor(top_p, dtype=torch.float64),
+            torch.tensor(counters, dtype=torch.int64),
+            torch.tensor(filtered, dtype=torch.int64),
+        ]
+        scale, is_greedy, k, p, counts, filtered_rows = _to_device(host, device)
+        return cls(
+            temperature=scale,
+            greedy=is_greedy,
+            top_k=k,
+            top_p=p,
+            counters=counts,
+            any_random=not all(greedy),
+            filtered_rows=filtered_rows if filtered else None,
+        )
+
+    def only_filtered(self, rows: Tensor) -> "SamplingBatch":
+        """The batch of `rows`, int64 [F], all of them filtered."""
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            greedy=self.greedy[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            counters=self.counters[rows],
+            filtered_rows=torch.arange(len(rows), device=rows.device),
+        )
+
+
+def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer."""
+    if device.type != "cuda":
+        return [each.to(device) for each in tensors]
+    staging = torch.empty(
+        sum(_aligned_size(each) for each in tensors), dtype=torch.uint8, pin_memory=True
+    )
+    for view, each in zip(_views(staging, tensors), tensors, strict=True):
+        view.copy_(each)
+    return list(_views(staging.to(device, non_blocking=True), tensors))
+
+
+def _aligned_size(tensor: Tensor) -> int:
+    return round_up(tensor.nbytes, _ALIGNMENT)
+
+
+def _views(buffer: Tensor, like: list[Tensor]) -> Iterator[Tensor]:
+    """Consecutive parts of a uint8 buffer, with the dtypes and shapes of `like`."""
+    start = 0
+    for each in like:
+        yield buffer[start : start + each.nbytes].view(each.dtype).view(each.shape)
+        start += _aligned_size(each)
+
+
+def uniform(counters: Tensor) -> Tensor:
+    """fp64 [R] in [0, 1) from int64 counters [R, C]: a hash of the whole row."""
+    state = splitmix64(counters[:, 0])
+    for column in range(1, counters.shape[1]):
+        state = splitmix64(state ^ counters[:, column])
+    bits = (state >> (64 - _UNIFORM_BITS)) & ((1 << _UNIFORM_BITS) - 1)
+    return bits.double() * 2.0**-_UNIFORM_BITS
+
+
+def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """Tokens int64 [R] and their log-probabilities fp32 [R], on the device, from logits [R, vocab].
+
+    logits: fp32, bf16 or fp16, converted to fp32 first; rows anywhere, elements of a row
+    contiguous. Log-probability: log_softmax(logits / temperature)[token], before top-k and top-p;
+    temperature 1 for greedy rows.
+    """
+    if not use_triton(impl, logits.device):
+        return _sample_torch(logits, batch)
+    tokens, logprobs = _sample_triton(logits, batch.temperature, batch.greedy, batch.counters)
+    rows = batch.filtered_rows
+    # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
+    if rows is not None:
+        tokens[rows], logprobs[rows] = _sample_torch(logits[rows], batch.only_filtered(rows))
+    return tokens, logprobs
+
+
+def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits / batch.temperature, dim=-1)
+    tokens = logits.argmax(dim=-1)
+    if batch.any_random:
+        tokens = torch.where(batch.greedy, tokens, _draw(logprobs, batch))
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens, int64 [R, count], in order, and log-probabilities fp32."""
+    logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
+    return tokens, logprobs
+
+
+def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
+    """Inverse CDF in vocabulary order: the first token that takes the sum past u * total.
+
+    A row with NaN gives any token of the vocabulary.
+    """
+    probs = logprobs.exp()
+    if batch.filtered_rows is not None:
+        rows = batch.filtered_rows
+        probs[rows] = keep_top(probs[rows], batch.top_k[rows], batch.top_p[rows])
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = uniform(batch.counters).unsqueeze(1) * cdf[:, -1:]
+    return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=cdf.shape[1] - 1)
+
+
+def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """probs [R, vocab] with 0 outside top-k, then outside top-p of the rest, not renormalised.
+
+    top_k int64 [R], 0 is off. top_p fp64 [R]: the smallest set of likeliest tokens that reaches
+    top_p of what top-k left; never empty. Among equal probabilities the lower token id goes first.
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    limit = torch.where(top_k > 0, top_k, probs.shape[-1]).unsqueeze(1)
+    ordered = ordered.masked_fill(rank >= limit, 0.0)
+    mass = ordered.cumsum(dim=-1, dtype=torch.float64)
+    before = mass - ordered
+    ordered = ordered.masked_fill(before >= top_p.unsqueeze(1) * mass[:, -1:], 0.0)
+    return torch.zeros_like(probs).scatter_(1, order, ordered)
+
+
+def _sample_triton(
+    logits: Tensor, temperature: Tensor, greedy: Tensor, counters: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [R] and log-probabilities fp32 [R] from floating-point logits [R, vocab] of any
+    row stride.
+
+    temperature fp32 [R, 1], greedy bool [R], counters int64 [R, C], all contiguous. Tokens are
+    below vocab even for a row with NaN, and have a positive probability in any other row.
+    """
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and all(
+        each.is_contiguous() for each in (temperature, greedy, counters)
+    )
+    blocks = triton.cdiv(vocab, _BLOCK)
+    peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _reduce_blocks[(rows, blocks)](
+            logits, temperature, peaks, masses, logits.stride(0), vocab, blocks, BLOCK=_BLOCK
+        )
+        _choose[(rows,)](
+            logits, temperature, greedy, counters, peaks, masses, tokens, logprobs,
+            logits.stride(0), vocab, blocks, COUNTERS=counters.shape[1],
+            BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8,
+        )  # fmt: skip
+    return tokens, logprobs
+
+
+def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in host memory, of a GPU copies in pinned memory, once the current stream has made them.
+
+    tokens int64, logprobs fp32, of one shape and contiguous. A kernel writes them: a copy
+    of a few bytes waits behind what other streams move to the host, and one to pageable memory
+    keeps every other thread from the driver until the step has been computed.
+    """
+    if tokens.device.type != "cuda":
+        return tokens, logprobs
+    host_tokens = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
+    host_logprobs = torch.empty(tokens.shape, dtype=torch.float32, pin_memory=True)
+    count = tokens.numel()
+    with torch.cuda.device_of(tokens):
+        _deliver[(triton.cdiv(count, _DELIVERED),)](
+            tokens, logprobs, host_tokens, host_logprobs, count, BLOCK=_DELIVERED
+        )
+        torch.cuda.current_stream().synchronize()
+    return host_tokens, host_logprobs
+
+
+def send(tensor: Tensor) -> Tensor:
+    """A copy in pinned host memory, which is there when the current stream has come so far; made as
+    by `deliver`. tensor: contiguous, on a GPU.
+    """
+    sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    count = tensor.numel()
+    if count:
+        with torch.cuda.device_of(tensor):
+            _send[(triton.cdiv(count, _SENT),)](tensor, sent, count, BLOCK=_SENT)
+    return sent
+
+
+@triton.jit
+def _send(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def _deliver(  # type: ignore[no-untyped-def]
+    tokens, logprobs, host_tokens, host_logprobs, count, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(host_tokens + at, tl.load(tokens + at, mask=at < count), mask=at < count)
+    tl.store(host_logprobs + at, tl.load(logprobs + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def uniform_at(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`uniform` of the row of counters at a pointer, bit for bit: fp64 in
+    [0, 1) of 48 bits.
+    """
+    state = _splitmix64(tl.load(counters).to(tl.uint64, bitcast=True))
+    for column in tl.static_range(1, COUNTERS):
+        state = _splitmix64(state ^ tl.load(counters + column).to(tl.uint64, bitcast=True))
+    return (state >> 16).to(tl.int64).to(tl.float64) * 2.0**-48
+
+
+@triton.jit
+def _splitmix64(x):  # type: ignore[no-untyped-def]
+    """`memsaver.common.hash.splitmix64` of a uint64."""
+    x = (x + 1) * _GOLDEN
+    x = (x ^ (x >> 30)) * _MUL1
+    x = (x ^ (x >> 27)) * _MUL2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _scaled(logits, temperature, at, vocab):  # type: ignore[no-untyped-def]
+    """fp32 logits / temperature, the quotient that a trainer computes; -inf past the vocabulary."""
+    z = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    if temperature != 1.0:
+        z = tl.div_rn(z, temperature)
+    return z
+
+
+@triton.jit
+def _exp_below(z, peak):  # type: ignore[no-untyped-def]
+    """exp(z - peak); 0 where all is -inf."""
+    return tl.exp(z - tl.where(peak == float("-inf"), 0.0, peak))
+
+
+@triton.jit
+def _reduce_blocks(  # type: ignore[no-untyped-def]
+    logits, temperature, peaks, masses, stride, vocab, blocks, BLOCK: tl.constexpr
+):
+    """Program (row, block): max of z = logits / temperature, and the sum of exp(z - max)."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    z = _scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
+    peak = tl.max(z, 0)
+    tl.store(peaks + row * blocks + block, peak)
+    tl.store(masses + row * blocks + block, tl.sum(_exp_below(z, peak), 0))
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, stride, vocab, blocks,
+    COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Program (row): a greedy row takes the first maximum, others the first token with cumulative
+    mass > u * total.
+
+    A parallel scan need not be monotonic in its last bit, hence the test for mass and the fallback
+    to the last entry that has any.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    is_greedy = tl.load(greedy + row) != 0
+    block = tl.arange(0, BLOCKS)
+    inside = block < blocks
+    block_peak = tl.load(peaks + row * blocks + block, mask=inside, other=float("-inf"))
+    mass = tl.load(masses + row * blocks + block, mask=inside, other=0.0)
+    peak = tl.max(block_peak, 0)
+    mass = (mass * _exp_below(block_peak, peak)).to(tl.float64)
+    total = tl.sum(mass, 0)
+    target = uniform_at(counters + row * COUNTERS, COUNTERS) * total
+    hit = tl.where(is_greedy, block_peak == peak, (tl.cumsum(mass, 0) > target) & (mass > 0))
+    chosen = tl.min(tl.where(hit, block, BLOCKS), 0)
+    chosen = tl.where(chosen < blocks, chosen, tl.max(tl.where(mass > 0, block, 0), 0))
+    before = tl.sum(tl.where(block < chosen, mass, 0.0), 0)
+    share = (target - before) / tl.sum(tl.where(block == chosen, mass, 0.0), 0)
+
+    at = chosen * BLOCK + tl.arange(0, BLOCK)
+    z = _scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
+    weight = _exp_below(z, tl.max(z, 0)).to(tl.float64)
+    hit = tl.where(
+        is_greedy, z == peak, (tl.cumsum(weight, 0) > share * tl.sum(weight, 0)) & (weight > 0)
+    )
+    token = tl.min(tl.where(hit, at, vocab), 0)
+    token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0, at, chosen * BLOCK), 0))
+    logit = tl.sum(tl.where(at == token, z, 0.0), 0)
+    logprob = logit.to(tl.float64) - peak.to(tl.float64) - tl.log(total)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, logprob.to(tl.float32))
