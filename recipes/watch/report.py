@@ -59,14 +59,16 @@ class Missing(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Cells as shown; all but the first column are numbers, unless `prose`. folded: on a click."""
+    """Cells as shown; all but the first column are numbers, unless `prose`. folded: on a click.
+    note: behind the caption, which the page has under the title.
+    """
 
     title: str
-    caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     prose: bool = False
     folded: bool = False
+    note: str = ""
 
 
 class Section(NamedTuple):
@@ -238,8 +240,6 @@ def slowest_stages(run: Run) -> Table | None:
     whole = sum(row["step_seconds"] for row in rows)
     return Table(
         title="Slowest stages",
-        caption="What to speed up first. A largest time far above the median is one bad step, "
-        "not a slow stage.",
         head=("stage", "who works", "share", "median", "largest", "in all", "times"),
         rows=[
             (
@@ -272,13 +272,12 @@ def planned_and_measured(run: Run) -> Table | None:
         sizes = outside["assumed"], outside["measured"]
         rows.append(("outside of tags, at the start", *_compared(*sizes, size)))
     on = f" on {gpu} ({format_bytes(size)})" if gpu and size else ""
-    caption = (
-        f"The planner's bytes of each stage{on} beside the largest that any step measured. ✗: the "
-        f"plan is under by more than {UNDER:g} % of the device's bytes, or off by more than "
-        f"{WITHIN:g} %."
+    judged = (
+        f"under by more than {UNDER:g} % of the device's bytes, or off by more than {WITHIN:g} %"
     )
     head = ("stage", "planned", "measured", "difference", "")
-    return Table(title="Planned and measured", caption=caption, head=head, rows=rows)
+    note = f"Planned{on}. ✗: the plan is {judged}."
+    return Table(title="Planned and measured", head=head, rows=rows, note=note)
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
@@ -316,12 +315,8 @@ def evaluations(run: Run) -> Table | None:
     for row in run.evaluations:
         cells = _cells(row, keys, ".3f")
         rows.append((str(row["step"]), *cells, str(row.get("problems", "–"))))
-    caption = (
-        "Exact match of greedy answers to problems never trained on, after so many updates; "
-        "untrained: nor were any of their kind."
-    )
     head = ("updates", *keys.values(), "problems")
-    return Table(title="Evaluations", caption=caption, head=head, rows=rows)
+    return Table(title="Evaluations", head=head, rows=rows)
 
 
 def every_step(run: Run) -> Table | None:
@@ -330,9 +325,7 @@ def every_step(run: Run) -> Table | None:
         return None
     rows = [(str(row["step"]), *_cells(row, keys, ".4g")) for row in run.train]
     head = ("step", *(key.replace("_", " ") for key in keys))
-    return Table(
-        title="Every step", caption="The rows of metrics.jsonl.", head=head, rows=rows, folded=True
-    )
+    return Table(title="Every step", head=head, rows=rows, folded=True)
 
 
 def _cells(row: Row, keys: Iterable[str], form: str) -> list[str]:
@@ -349,9 +342,8 @@ def environment(run: Run) -> Table | None:
     filled = [dict.fromkeys(names, "–") | column for column in columns]
     rows = [(name, *map(itemgetter(name), filled)) for name in names]
     several = [f"session {number}" for number in range(1, 1 + len(columns))]
-    caption = "Recorded when a session began. Compare only runs whose rows are the same here."
     head = ("", *(several if len(columns) > 1 else ["session"]))
-    return Table(title="Where it ran", caption=caption, head=head, rows=rows, prose=True)
+    return Table(title="Where it ran", head=head, rows=rows, prose=True)
 
 
 def _described(found: Mapping[str, Any]) -> dict[str, str]:

@@ -263,7 +263,7 @@ def test_planned_and_measured(tmp_path: Path) -> None:
     ]
     plan = {"stages": stages, "gpu": "h100-80gb", "gpu_bytes": 80 * 2**30}
     found = report.planned_and_measured(Run(rows=rows, plan=plan))
-    assert "h100-80gb (80.00 GiB)" in found.caption
+    assert "h100-80gb (80.00 GiB)" in found.note
     assert found.rows == [
         ("update_actor", "102.0 MiB", "100.0 MiB", "+2.0 %", "✓"),
         ("– trainer", "100.0 MiB", "100.0 MiB", "+0.0 %", "✓"),
