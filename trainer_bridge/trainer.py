@@ -18,20 +18,18 @@ from rollout.protocols import Partner, SyncTarget
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.cast_copy import OnPart
+from trainer_bridge.sync.connection import Transport
 from trainer_bridge.sync.consensus import Consensus, group_consensus
-from trainer_bridge.sync.lora_merge import LowRank
 from trainer_bridge.sync.module import Shards
 from trainer_bridge.sync.page_share import PageShare
-from trainer_bridge.sync.transport.routes import Transport
+from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
-from trainer_bridge.training.adapters import Adapters
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.experts import balanced_routers, load_balance, replay
-from trainer_bridge.training.lora import base_params, without_adapters
-from trainer_bridge.training.losses import kl_k3, ppo_clip
+from trainer_bridge.training.lora import Adapters, base_params, without_adapters
 from trainer_bridge.training.model import (
     await_shards,
     build_model,
@@ -48,7 +46,13 @@ from trainer_bridge.training.optimizer import (
     optimizer_step,
 )
 from trainer_bridge.training.runtime import Runtime, to_compile
-from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
+from trainer_bridge.training.scoring import (
+    add_gradients,
+    kl_k3,
+    micro_logprobs,
+    ppo_clip,
+    score_tokens,
+)
 
 
 class Trainer:

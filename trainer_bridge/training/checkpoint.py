@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from memsaver.common.files import replace_text, sync
 from memsaver.common.machine import exchange_names
-from trainer_bridge.errors import listed
-from trainer_bridge.training.initial import misfits
+from trainer_bridge.errors import listed, misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"
