@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, R
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.experts import balanced_routers, load_balance, replay
+from trainer_bridge.training.experts import balanced_routers, replay
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
 from trainer_bridge.training.model import (
     await_shards,
@@ -48,9 +48,8 @@ from trainer_bridge.training.optimizer import (
 from trainer_bridge.training.runtime import Runtime, to_compile
 from trainer_bridge.training.scoring import (
     add_gradients,
-    kl_k3,
     micro_logprobs,
-    ppo_clip,
+    policy_gradient,
     score_tokens,
 )
 
@@ -199,10 +198,9 @@ class Trainer:
         if not batch.num_tokens:
             raise ValueError("update_actor got no response tokens to learn from; skip the step")
         self.zero_grad()
+        learn = partial(policy_gradient, self.model, self.config, batch, self._runtime.world)
         size = self.config.micro_batch_size
-        means = add_gradients(
-            self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
-        )
+        means = add_gradients(self.model, batch, learn, size, self._runtime)
         self._parking.arrive()
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
@@ -418,36 +416,6 @@ class Trainer:
                 return micro_logprobs(model, micro, temperature)[0]
 
         return score_tokens(model, batch, score, self.config.micro_batch_size, self._runtime)
-
-    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
-        """Adds a micro batch's gradient; returns its sums of loss, clipped tokens, kl, entropy."""
-        coefficient = self.config.router_aux_loss_coef
-        with replay(self.model, micro.routed):
-            if not coefficient:
-                return self._add_gradient(batch, micro)
-            with load_balance(self.model, micro.real) as balance:
-                return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
-
-    def _add_gradient(
-        self, batch: SequenceBatch, micro: MicroBatch, more: Callable[[], Tensor] | None = None
-    ) -> list[float]:
-        """more: of the loss, for each of its response tokens, once the model has scored them."""
-        logprobs, entropy = micro_logprobs(self.model, micro, batch.temperature)
-        old = batch.of_tokens("old_logprobs", micro)
-        advantages = batch.of_tokens("advantages", micro)
-        sums = ppo_clip(
-            logprobs, old, advantages, self.config.clip_eps_low, self.config.clip_eps_high
-        )
-        loss = sums.loss
-        if self.config.kl_loss_coef:
-            loss = loss + self.config.kl_loss_coef * kl_k3(
-                logprobs, batch.of_tokens("ref_logprobs", micro)
-            )
-        if more is not None and len(logprobs):
-            loss = loss + len(logprobs) * more()
-        # FSDP divides the sum of the ranks' gradients by their number.
-        (loss * (self._runtime.world / batch.num_tokens)).backward()
-        return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
 
     def _add_params(self) -> None:
         if self._adapters is not None:

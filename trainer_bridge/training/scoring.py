@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from memsaver.common.plain import all_gather_plain
+from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops.token_scores import ScoringHead
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, deal, lay_out
+from trainer_bridge.training.experts import load_balance, replay
 from trainer_bridge.training.model import reshard
 from trainer_bridge.training.packing import packs
 from trainer_bridge.training.runtime import Runtime
@@ -150,6 +152,47 @@ def add_gradients(
     parts = [*map(backward, _micro_batches(model, batch, micro_batch_size, runtime))]
     sums = runtime.sum_ranks([sum(column) for column in zip(*parts, strict=True)])
     return [total / batch.num_tokens for total in sums]
+
+
+def policy_gradient(
+    model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
+) -> list[float]:
+    """Adds the gradient of one of `world` ranks' micro batches to the policy's.
+
+    Returns its sums of loss, clipped tokens, kl, entropy.
+    """
+    coefficient = config.router_aux_loss_coef
+    with replay(model, micro.routed):
+        if not coefficient:
+            return _policy_gradient(model, config, batch, world, micro)
+        with load_balance(model, micro.real) as balance:
+            return _policy_gradient(
+                model, config, batch, world, micro, lambda: coefficient * balance.loss
+            )
+
+
+def _policy_gradient(
+    model: nn.Module,
+    config: TrainerConfig,
+    batch: SequenceBatch,
+    world: int,
+    micro: MicroBatch,
+    more: Callable[[], Tensor] | None = None,
+) -> list[float]:
+    """more: of the loss, for each of its response tokens, once the model has scored them."""
+    logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
+    old = batch.of_tokens("old_logprobs", micro)
+    advantages = batch.of_tokens("advantages", micro)
+    sums = ppo_clip(logprobs, old, advantages, config.clip_eps_low, config.clip_eps_high)
+    loss = sums.loss
+    if config.kl_loss_coef:
+        reference = batch.of_tokens("ref_logprobs", micro)
+        loss = loss + config.kl_loss_coef * kl_k3(logprobs, reference)
+    if more is not None and len(logprobs):
+        loss = loss + len(logprobs) * more()
+    # FSDP divides the sum of the ranks' gradients by their number.
+    (loss * (world / batch.num_tokens)).backward()
+    return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
 
 
 def _micro_batches(
