@@ -243,7 +243,7 @@ class WeightOffer:
 
     version: int
     manifest: Manifest
-    # of pages that are not a saver's: `trainer_bridge.sync.transport.ipc.IpcTicket`
+    # of pages that are not a saver's: `trainer_bridge.sync.connection.IpcTicket`
     ticket: "Ticket | Any"
     shadow: bool = False
     names: tuple[str, ...] | None = None

@@ -157,7 +157,7 @@ BUGS = [
     # ------------------------------------------------------------------ trainer_bridge
     Bug(
         "the lower bound clips above as well (swapped bounds)",
-        "trainer_bridge/training/losses.py",
+        "trainer_bridge/training/scoring.py",
         "ratio.clamp(1 - eps_low, 1 + eps_high)",
         "ratio.clamp(1 - eps_high, 1 + eps_low)",
     ),

@@ -17,8 +17,7 @@ from rollout.actor import RolloutActor, build_engine
 from rollout.protocols import Rollout
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer, TrainerActor
-from trainer_bridge.remote.group import RemoteActor
-from trainer_bridge.remote.ray_cluster import Place, connected, cores, reserved
+from trainer_bridge.remote.group import Place, RemoteActor, connected, cores, reserved
 from trainer_bridge.sync.shards import aligned_dims
 from trainer_bridge.trainer import Trainer
 

@@ -1,6 +1,8 @@
 """Errors of the wake-up cycle and of the actors it drives; users' mistakes are ValueError."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+Shape = tuple[int, ...]
 
 
 class CycleError(RuntimeError):
@@ -78,3 +80,13 @@ def listed(problems: Sequence[str], limit: int = 20) -> str:
     """Returns the problems in one text; of very many the first, and how many more there are."""
     more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
     return f"{'; '.join(problems[:limit])}{more}"
+
+
+def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str]:
+    """Lists every name that is missing, unknown or of another shape than the model has."""
+    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
+    problems += [f"unknown {name}" for name in found.keys() - wanted.keys()]
+    for name in wanted.keys() & found.keys():
+        if found[name] != wanted[name]:
+            problems.append(f"{name} has shape {found[name]}, the model {wanted[name]}")
+    return sorted(problems)

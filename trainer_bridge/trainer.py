@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,20 +17,18 @@ from rollout.protocols import Partner, SyncTarget
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.cast_copy import OnPart
+from trainer_bridge.sync.connection import Transport
 from trainer_bridge.sync.consensus import Consensus, group_consensus
-from trainer_bridge.sync.lora_merge import LowRank
 from trainer_bridge.sync.module import Shards
 from trainer_bridge.sync.page_share import PageShare
-from trainer_bridge.sync.transport.routes import Transport
+from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
-from trainer_bridge.training.adapters import Adapters
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.experts import balanced_routers, load_balance, replay
-from trainer_bridge.training.lora import base_params, without_adapters
-from trainer_bridge.training.losses import kl_k3, ppo_clip
+from trainer_bridge.training.experts import balanced_routers, replay
+from trainer_bridge.training.lora import Adapters, base_params, without_adapters
 from trainer_bridge.training.model import (
     await_shards,
     build_model,
@@ -47,7 +45,12 @@ from trainer_bridge.training.optimizer import (
     optimizer_step,
 )
 from trainer_bridge.training.runtime import Runtime, to_compile
-from trainer_bridge.training.scoring import add_gradients, micro_logprobs, score_tokens
+from trainer_bridge.training.scoring import (
+    add_gradients,
+    micro_logprobs,
+    policy_gradient,
+    score_tokens,
+)
 
 
 class Trainer:
@@ -194,10 +197,9 @@ class Trainer:
         if not batch.num_tokens:
             raise ValueError("update_actor got no response tokens to learn from; skip the step")
         self.zero_grad()
+        learn = partial(policy_gradient, self.model, self.config, batch, self._runtime.world)
         size = self.config.micro_batch_size
-        means = add_gradients(
-            self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
-        )
+        means = add_gradients(self.model, batch, learn, size, self._runtime)
         self._parking.arrive()
         grad_norm = optimizer_step(self.optimizer, self.config, self.step)
         self.step += 1
@@ -413,36 +415,6 @@ class Trainer:
                 return micro_logprobs(model, micro, temperature)[0]
 
         return score_tokens(model, batch, score, self.config.micro_batch_size, self._runtime)
-
-    def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
-        """Adds a micro batch's gradient; returns its sums of loss, clipped tokens, kl, entropy."""
-        coefficient = self.config.router_aux_loss_coef
-        with replay(self.model, micro.routed):
-            if not coefficient:
-                return self._add_gradient(batch, micro)
-            with load_balance(self.model, micro.real) as balance:
-                return self._add_gradient(batch, micro, lambda: coefficient * balance.loss)
-
-    def _add_gradient(
-        self, batch: SequenceBatch, micro: MicroBatch, more: Callable[[], Tensor] | None = None
-    ) -> list[float]:
-        """more: of the loss, for each of its response tokens, once the model has scored them."""
-        logprobs, entropy = micro_logprobs(self.model, micro, batch.temperature)
-        old = batch.of_tokens("old_logprobs", micro)
-        advantages = batch.of_tokens("advantages", micro)
-        sums = ppo_clip(
-            logprobs, old, advantages, self.config.clip_eps_low, self.config.clip_eps_high
-        )
-        loss = sums.loss
-        if self.config.kl_loss_coef:
-            loss = loss + self.config.kl_loss_coef * kl_k3(
-                logprobs, batch.of_tokens("ref_logprobs", micro)
-            )
-        if more is not None and len(logprobs):
-            loss = loss + len(logprobs) * more()
-        # FSDP divides the sum of the ranks' gradients by their number.
-        (loss * (self._runtime.world / batch.num_tokens)).backward()
-        return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
 
     def _add_params(self) -> None:
         if self._adapters is not None:

@@ -36,14 +36,15 @@ from tests.benchmarks.common import (
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.training import Runtime
 from trainer_bridge.training.batch import MicroBatch
-from trainer_bridge.training.losses import ppo_clip, token_logprobs
 from trainer_bridge.training.optimizer import optimizer_step
 from trainer_bridge.training.packing import packs
 from trainer_bridge.training.scoring import (
     add_gradients,
     micro_logprobs,
+    ppo_clip,
     score_tokens,
     token_logits,
+    token_logprobs,
 )
 
 PROMPT, TEMPERATURE = 24, 1.0

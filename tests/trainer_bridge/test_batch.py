@@ -15,7 +15,7 @@ from tests.helpers.trainer_bridge.models import make_batch
 from tests.helpers.trainer_bridge.tolerance import assert_within, rounding
 from trainer_bridge import CriticConfig, SequenceBatch, TrainerConfig
 from trainer_bridge.training.batch import MicroBatch, deal, lay_out
-from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs, value_clip
+from trainer_bridge.training.scoring import kl_k3, ppo_clip, token_logprobs, value_clip
 
 CPU = torch.device("cpu")
 

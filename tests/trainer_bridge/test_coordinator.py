@@ -15,8 +15,7 @@ from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
 from trainer_bridge.coordinator import actor_arguments
 from trainer_bridge.remote.actor import RemoteRollout, deal_prompts
-from trainer_bridge.remote.group import RemoteActor
-from trainer_bridge.remote.ray_cluster import connected, cores
+from trainer_bridge.remote.group import RemoteActor, connected, cores
 
 ray = pytest.importorskip("ray")
 

@@ -150,14 +150,14 @@ def test_a_first_step_compiles_nothing_that_was_compiled_ahead(
     import triton
 
     from memsaver.common import segments_triton
-    from trainer_bridge.ops import token_scores_triton
+    from trainer_bridge.ops import token_scores
 
     compiled: list[tuple[str, str, bool]] = []
 
     def note(*, key: str, fn: Any, is_manual_warmup: bool, **_: Any) -> None:
         compiled.append((fn.name, key, is_manual_warmup))
 
-    for module in (segments_triton, token_scores_triton):
+    for module in (segments_triton, token_scores):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.device_caches.clear()  # of tests before

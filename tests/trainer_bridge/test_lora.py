@@ -37,7 +37,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import LoraConfig, Trainer
-from trainer_bridge.sync.lora_merge import LowRank
+from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.shards import local_shard
 
 Make = Callable[..., Trainer]

@@ -29,7 +29,7 @@ from trainer_bridge import (
     open_ray,
 )
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.remote.ray_cluster import reserved
+from trainer_bridge.remote.group import reserved
 
 pytestmark = pytest.mark.ray
 
@@ -239,7 +239,7 @@ def test_what_is_taken_by_others_is_told_in_time(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with reserved(1, CPUS // 2, on_gpu=False):  # may wait for what the test before gives back
-        monkeypatch.setattr("trainer_bridge.remote.ray_cluster.START_SECONDS", 0.2)
+        monkeypatch.setattr("trainer_bridge.remote.group.START_SECONDS", 0.2)
         with pytest.raises(
             ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"
         ):

@@ -22,10 +22,8 @@ from tests.helpers.trainer_bridge.small import SHAPES, columns, full, shards, wh
 from tests.helpers.trainer_bridge.targets import PageTarget
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge import Trainer
-from trainer_bridge.sync.boxes import torch_dtype
-from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
-from trainer_bridge.sync.rank_copies import RankCopies
-from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.rank_copies import DerivedCopies, LowRank, RankCopies
+from trainer_bridge.sync.shards import local_shard, torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
 
 Make = Callable[..., PageTarget]

@@ -37,7 +37,7 @@ from tests.helpers.trainer_bridge.sync_cases import (
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.lora_merge import DerivedCopies, LowRank
+from trainer_bridge.sync.rank_copies import DerivedCopies, LowRank
 from trainer_bridge.sync.shards import SourceShard
 from trainer_bridge.sync.weight_sync import SyncReceipt
 

@@ -26,11 +26,9 @@ from tests.helpers.trainer_bridge.models import (
 from tests.helpers.trainer_bridge.tolerance import BACKWARD, U, assert_scores, rounding
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.ops import token_scores as token_scores_module
-from trainer_bridge.ops.token_scores import token_scores
+from trainer_bridge.ops.token_scores import ScoringHead, score_in_head, token_scores
 from trainer_bridge.training.batch import lay_out
-from trainer_bridge.training.head import ScoringHead, score_in_head
-from trainer_bridge.training.losses import token_logprobs
-from trainer_bridge.training.scoring import micro_logprobs, token_logits
+from trainer_bridge.training.scoring import micro_logprobs, token_logits, token_logprobs
 
 WIDTH = 64
 # Tokens, words, bytes of a slice; 1: slices as small as can be, here three.
@@ -263,7 +261,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from trainer_bridge.ops import token_scores_triton as kernels
+from trainer_bridge.ops import token_scores as kernels
 
 for kernel in (kernels._reduce, kernels._to_gradient):
     for element in ("*bf16", "*fp32"):

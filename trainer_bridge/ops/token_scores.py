@@ -5,17 +5,22 @@ Slices of words, not of tokens: the gradient of a slice's embeddings is one prod
 rounded once, and what is summed over the slices is only as large as the hidden states.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from memsaver.common.machine import Impl, use_triton
 
 SLICE_BYTES = 128 << 20  # of logits: 16,384 words of 4,096 tokens in bf16, a large product
 _MIN_WORDS = 2048  # of a slice, which beside the layers' activations of as many tokens is little
+_BLOCK = 4096  # words of a program at a time
 _ALIGNED = 128  # words: rows of logits begin where tensor cores can load them
 
 
@@ -91,8 +96,6 @@ def reduce_logits(
     among the words, which are numbered from `start`.
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        from trainer_bridge.ops.token_scores_triton import reduce_logits_triton
-
         return reduce_logits_triton(logits, target, start, temperature)
     z = logits.float() / temperature
     peak = z.amax(-1)
@@ -124,8 +127,6 @@ def logits_to_gradient(
     words, z = logits / temperature.
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        from trainer_bridge.ops.token_scores_triton import logits_to_gradient_triton
-
         logits_to_gradient_triton(logits, target, norm, grad, start, temperature)
         return
     hit = torch.arange(start, start + logits.shape[1], device=logits.device) == target[:, None]
@@ -136,3 +137,154 @@ def logits_to_gradient(
 @logits_to_gradient.register_fake
 def _(*_: Any) -> None:
     """It makes nothing."""
+
+
+def reduce_logits_triton(logits: Tensor, target: Tensor, start: int, temperature: float) -> Tensor:
+    """Same contract as `reduce_logits`."""
+    rows, words = logits.shape
+    assert logits.stride(1) == 1 and target.is_contiguous()
+    out = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        _reduce[(rows,)](
+            logits, target, out, logits.stride(0), rows, words, start, temperature, **_cut(words)
+        )
+    return out
+
+
+def logits_to_gradient_triton(
+    logits: Tensor, target: Tensor, norm: Tensor, grad: Tensor, start: int, temperature: float
+) -> None:
+    """Same contract as `logits_to_gradient`."""
+    rows, words = logits.shape
+    assert logits.stride(1) == 1
+    assert target.is_contiguous() and norm.is_contiguous() and grad.is_contiguous()
+    how = _cut(words)
+    with torch.cuda.device_of(logits):
+        _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](
+            logits, target, norm, grad, logits.stride(0), words, start, temperature, **how
+        )
+
+
+def compile_scores(dtype: torch.dtype, vocabulary: int, gradient: bool) -> None:
+    """Compiles a kernel for whole slices of a vocabulary: the gradient's, or that of the sums."""
+    words = min(vocabulary, _BLOCK)
+    numbers, how = (words, 0, 1.0), {**_cut(words), "grid": (1, 1)}
+    if gradient:
+        _to_gradient.warmup(
+            dtype, torch.int64, torch.float32, torch.float32, words, *numbers, **how
+        )
+    else:
+        _reduce.warmup(dtype, torch.int64, torch.float32, words, 1, *numbers, **how)
+
+
+def _cut(words: int) -> dict[str, int]:
+    """Returns compile-time arguments for rows of so many words."""
+    block = min(_BLOCK, triton.next_power_of_2(words))
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
+
+
+@triton.jit(do_not_specialize=["rows", "start", "temperature"])
+def _reduce(  # type: ignore[no-untyped-def]
+    logits, target, out, stride, rows, words, start, temperature, BLOCK: tl.constexpr
+):
+    """Program: a row. The sums so far are multiplied when a block has a larger maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * stride
+    # Below every logit, and finite: the difference to the first maximum is no NaN.
+    peak, mass, fall = -1e38, 0.0, 0.0
+    for first in range(0, words, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < words
+        z = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        z = tl.div_rn(z, temperature)
+        top = tl.maximum(peak, tl.max(tl.where(inside, z, -1e38), 0))
+        share = tl.exp(peak - top)
+        fall = share * (fall + (top - peak) * mass)
+        mass *= share
+        power = tl.where(inside, tl.exp(z - top), 0.0)
+        mass += tl.sum(power, 0)
+        fall += tl.sum(power * (top - z), 0)
+        peak = top
+    word = tl.load(target + row) - start
+    there = (word >= 0) & (word < words)
+    chosen = tl.load(source + word, mask=there, other=float("-inf")).to(tl.float32)
+    tl.store(out + row, peak)
+    tl.store(out + rows + row, mass)
+    tl.store(out + 2 * rows + row, fall)
+    tl.store(out + 3 * rows + row, tl.div_rn(chosen, temperature))
+
+
+@triton.jit(do_not_specialize=["start", "temperature"])
+def _to_gradient(  # type: ignore[no-untyped-def]
+    logits, target, norm, grad, stride, words, start, temperature, BLOCK: tl.constexpr
+):
+    """Program (row, block of words)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place, inside = logits + row * stride + at, at < words
+    z = tl.div_rn(tl.load(place, mask=inside, other=0.0).to(tl.float32), temperature)
+    hit = tl.where(at == tl.load(target + row) - start, 1.0, 0.0)
+    slope = (hit - tl.exp(z - tl.load(norm + row))) * tl.div_rn(tl.load(grad + row), temperature)
+    tl.store(place, slope.to(logits.dtype.element_ty), mask=inside)
+
+
+class ScoringHead(nn.Linear):
+    """y = W x, and inside `scoring` what is asked there, which the model returns as its logits.
+
+    The weight is that of the layer whose place it takes.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = layer.weight
+        self.register_parameter("bias", None)
+        self._asked: tuple[Tensor, Tensor, float] | None = None
+
+    @contextlib.contextmanager
+    def scoring(self, at: Tensor, target: Tensor, temperature: float) -> Iterator[None]:
+        """Inside, hidden states [B, L, H] become fp32 [2, N]: log-probabilities and entropies of
+        the tokens `target` at the positions `at` of B * L, both int64 [N].
+        """
+        self._asked = at, target, temperature
+        try:
+            yield
+        finally:
+            self._asked = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._asked is None:
+            return F.linear(x, self.weight)
+        at, target, temperature = self._asked
+        hidden = x.flatten(0, 1).index_select(0, at)
+        return torch.stack(token_scores(hidden, self.weight, target, temperature))
+
+
+def score_in_head(model: Any) -> None:
+    """Puts a `ScoringHead` in the place of a meta model's output embedding, if it is a plain one:
+    without bias or adapters, and the last that the model does. Some families cap or scale logits.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None and _ends_with(model, head):
+        model.set_output_embeddings(ScoringHead(head))
+
+
+def _ends_with(model: Any, head: nn.Linear) -> bool:
+    """Tells whether the model returns, as logits, the very tensor that its head returns.
+
+    Its forward is run around a decoder that does nothing; one that asks more of it counts as no.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    states: Any = torch.empty((1, 1, head.in_features), dtype=head.weight.dtype, device="meta")
+    scores = torch.empty((2, 1), device="meta")  # fp32: some families see to that
+    decoder, hook = model.get_decoder(), head.register_forward_hook(lambda *_: scores)
+    decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=states)
+    try:
+        ids = torch.zeros((1, 1), dtype=torch.int64, device="meta")
+        return model(input_ids=ids, use_cache=False).logits is scores
+    except (AttributeError, LookupError, TypeError):
+        return False
+    finally:
+        hook.remove()
+        del decoder.forward

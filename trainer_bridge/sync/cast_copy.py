@@ -10,8 +10,8 @@ from memsaver.common.digest import digest
 from memsaver.common.layout import blocks, grids, row_major
 from memsaver.common.machine import Impl, use_triton
 from memsaver.common.segments import Segment, SegmentTable
-from trainer_bridge.sync.boxes import dot, torch_dtype
 from trainer_bridge.sync.plan import Copy
+from trainer_bridge.sync.shards import dot, torch_dtype
 
 CHUNK = 1 << 20  # elements cast at once: bounds the temporary
 CHUNK_CUDA = 1 << 22

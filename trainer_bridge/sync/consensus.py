@@ -26,9 +26,9 @@ from rollout.types import (
     WeightOffer,
 )
 from trainer_bridge.errors import SyncError
+from trainer_bridge.sync.connection import IpcTicket
 from trainer_bridge.sync.rank_copies import Written
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.transport.ipc import IpcTicket
 
 T = TypeVar("T")
 _GO = "go"

@@ -12,8 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from memsaver.common.layout import row_major
-from trainer_bridge.sync.boxes import Box, Ints, difference, dot, uncovered
-from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.shards import Box, Ints, SourceShard, difference, dot, uncovered
 
 
 class Cut(NamedTuple):

@@ -8,7 +8,7 @@ serves.
     verify   every target reads its pages back           digests are the same, or the sync ends
     commit   every target serves the version             only now may the trainer give up its shards
 
-Bytes for targets whose pages a rank cannot map go by way of others (`transport/`).
+Bytes for targets whose pages a rank cannot map go by way of others (`connection.py`, `relay.py`).
 
 After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it
 begins the next. A stage that fails anywhere ends the sync everywhere: targets with shadow pages
@@ -30,14 +30,12 @@ import memsaver
 from rollout.protocols import SyncTarget
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.sync.cast_copy import OnPart
+from trainer_bridge.sync.connection import IpcTicket, connect, obstacles
 from trainer_bridge.sync.consensus import Alone, Consensus
-from trainer_bridge.sync.lora_merge import LowRank
 from trainer_bridge.sync.plan import Plan, Planner, Target
-from trainer_bridge.sync.rank_copies import RankCopies, Written
+from trainer_bridge.sync.rank_copies import LowRank, RankCopies, Written
+from trainer_bridge.sync.relay import MESSAGE_BYTES, Relay
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.transport.connection import connect, obstacles
-from trainer_bridge.sync.transport.ipc import IpcTicket
-from trainer_bridge.sync.transport.relay import MESSAGE_BYTES, Relay
 
 T = TypeVar("T")
 _MASK64 = (1 << 64) - 1

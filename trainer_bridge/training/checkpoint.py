@@ -20,8 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from memsaver.common.machine import exchange_names, replace_text, sync
-from trainer_bridge.errors import listed
-from trainer_bridge.training.initial import misfits
+from trainer_bridge.errors import listed, misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"

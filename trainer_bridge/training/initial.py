@@ -11,12 +11,9 @@ from torch import Tensor, nn
 
 from memsaver.common.hash import hash_text
 from rollout.model import Stored, checkpoint_files, is_unused, spellings
-from trainer_bridge.errors import listed
-from trainer_bridge.sync.boxes import Box
-from trainer_bridge.sync.shards import local_shard, shard_box
+from trainer_bridge.errors import Shape, listed, misfits
+from trainer_bridge.sync.shards import Box, local_shard, shard_box
 from trainer_bridge.training.lora import base_params
-
-Shape = tuple[int, ...]
 
 
 def check_directory(path: str) -> None:
@@ -24,16 +21,6 @@ def check_directory(path: str) -> None:
     if not os.path.isfile(os.path.join(path, "config.json")):
         rule = "is no Hugging Face model directory: no config.json"
         raise ValueError(f"model_path={path!r} {rule}; check the path")
-
-
-def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str]:
-    """Lists every name that is missing, unknown or of another shape than the model has."""
-    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
-    problems += [f"unknown {name}" for name in found.keys() - wanted.keys()]
-    for name in wanted.keys() & found.keys():
-        if found[name] != wanted[name]:
-            problems.append(f"{name} has shape {found[name]}, the model {wanted[name]}")
-    return sorted(problems)
 
 
 class CheckpointFiles:

@@ -25,12 +25,12 @@ from memsaver.common.hash import hash_text
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
+from trainer_bridge.ops.token_scores import score_in_head
 from trainer_bridge.sync.page_share import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.experts import NAME as EXPERTS
 from trainer_bridge.training.experts import check_widths, register_experts, route_in_fp32
-from trainer_bridge.training.head import score_in_head
 from trainer_bridge.training.initial import CheckpointFiles, check_directory, stored_buffers
 from trainer_bridge.training.lora import (
     NAMES,

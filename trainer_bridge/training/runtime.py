@@ -159,7 +159,7 @@ def _sync(config: TrainerConfig, source: torch.dtype | None) -> None:
 
 
 def _scores(config: TrainerConfig, gradient: bool) -> None:
-    from trainer_bridge.ops.token_scores_triton import compile_scores
+    from trainer_bridge.ops.token_scores import compile_scores
 
     fields = json.loads((Path(config.model_path) / "config.json").read_text())
     compile_scores(config.torch_param_dtype, fields["vocab_size"], gradient)

@@ -42,9 +42,8 @@ from tests.benchmarks.sync.base import (
 )
 from trainer_bridge import LoraConfig, TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.sync.boxes import dot
 from trainer_bridge.sync.consensus import StoreConsensus
-from trainer_bridge.sync.shards import SourceShard, fsdp_shards
+from trainer_bridge.sync.shards import SourceShard, dot, fsdp_shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
 # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just

@@ -17,7 +17,7 @@ from rollout.types import Manifest, ParamSlice
 from rollout.weights.store import build_manifest
 from tests.helpers.digests import element
 from tests.helpers.rollout.splits import decoder_splits
-from trainer_bridge.sync.boxes import torch_dtype
+from trainer_bridge.sync.shards import torch_dtype
 
 HEAD_DIM = 2
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rollout.types import Manifest
 from tests.helpers.trainer_bridge.layouts import manifest, piece
-from trainer_bridge.sync.boxes import torch_dtype
-from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.shards import SourceShard, torch_dtype
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (10, 4), "norm": (4,), "proj": (7, 3)}
 

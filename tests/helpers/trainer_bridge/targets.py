@@ -27,10 +27,9 @@ from rollout.types import (
 )
 from rollout.weights.update import write_boxes
 from tests.helpers.trainer_bridge.layouts import digest_of
-from trainer_bridge.sync.boxes import torch_dtype
 from trainer_bridge.sync.consensus import StoreConsensus
-from trainer_bridge.sync.lora_merge import LowRank
-from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.rank_copies import LowRank
+from trainer_bridge.sync.shards import SourceShard, torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
 
 UNTOUCHED = 0xA5

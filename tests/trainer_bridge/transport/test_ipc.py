@@ -14,7 +14,7 @@ from memsaver.common.machine import place_of
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.small import full, shards, whole
-from trainer_bridge.sync.transport import ipc
+from trainer_bridge.sync import connection
 from trainer_bridge.sync.weight_sync import WeightSync, mapped
 
 LAYOUT = whole("bfloat16")
@@ -27,12 +27,12 @@ def foreign(pipe: Connection) -> None:
     pages = torch.full((LAYOUT.nbytes,), 0xA5, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     while (asked := pipe.recv()) != "end":
-        pipe.send(ipc.ipc_ticket(pages) if asked == "ticket" else pages.tolist())
+        pipe.send(connection.ipc_ticket(pages) if asked == "ticket" else pages.tolist())
     assert not before.any()
     pipe.send("ended")
 
 
-def handle(ticket: ipc.IpcTicket) -> Mock:
+def handle(ticket: connection.IpcTicket) -> Mock:
     """On such an engine. It has no digest of its own: it believes what it is told."""
     engine = Mock()
     engine.weight_layout.return_value = WeightLayout(
@@ -68,21 +68,23 @@ def test_a_foreign_engine_gets_its_weights() -> None:
     assert not engine.write_update.called and not engine.abort_update.called, (
         "its pages can be mapped"
     )
-    ipc.map_once.cache_clear()
+    connection.map_once.cache_clear()
     assert peer.ask("end") == "ended"
     peer.kill()
 
 
 def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticket = ipc.IpcTicket(arguments=(1,), device_key="GPU-0")
+    ticket = connection.IpcTicket(arguments=(1,), device_key="GPU-0")
     pages = torch.zeros(LAYOUT.nbytes, dtype=torch.uint8)
     offer = WeightOffer(version=1, manifest=LAYOUT, ticket=ticket)
     with pytest.raises(ValueError, match="GPU-0 is not visible in this process"):
         mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack())
-    monkeypatch.setattr(ipc, "map_once", lambda given: pages[1:] if given is not ticket else pages)
+    monkeypatch.setattr(
+        connection, "map_once", lambda given: pages[1:] if given is not ticket else pages
+    )
     assert mapped(offer, memsaver.LeaseCache(), contextlib.ExitStack()) is pages
     other = WeightOffer(
-        version=1, manifest=LAYOUT, ticket=ipc.IpcTicket(arguments=(2,), device_key="GPU-0")
+        version=1, manifest=LAYOUT, ticket=connection.IpcTicket(arguments=(2,), device_key="GPU-0")
     )
     with pytest.raises(ValueError, match=f"the rollout shares {LAYOUT.nbytes - 1} bytes"):
         mapped(other, memsaver.LeaseCache(), contextlib.ExitStack())
@@ -90,4 +92,4 @@ def test_what_is_mapped_is_the_tickets_tensor(monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_cuda_tensors_are_shared() -> None:
     with pytest.raises(ValueError, match="cudaIpc shares contiguous CUDA tensors"):
-        ipc.ipc_ticket(torch.zeros(4))
+        connection.ipc_ticket(torch.zeros(4))

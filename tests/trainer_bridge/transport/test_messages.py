@@ -13,7 +13,7 @@ from memsaver.common.layout import row_major
 from rollout.weights.update import write_boxes
 from trainer_bridge.sync.cast_copy import CastCopy, placements
 from trainer_bridge.sync.plan import Copy
-from trainer_bridge.sync.transport.messages import Packing, messages, unpacking
+from trainer_bridge.sync.relay import Packing, messages, unpacking
 
 
 @st.composite

@@ -14,8 +14,7 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.joined import SMALL, Case, failing, sync_cases
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.transport.messages import Packing
-from trainer_bridge.sync.transport.relay import MESSAGE_BYTES
+from trainer_bridge.sync.relay import MESSAGE_BYTES, Packing
 
 WORLD = 3
 FAR = ["a", "b", "c"]

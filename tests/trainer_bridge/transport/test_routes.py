@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.sync.transport import connection
-from trainer_bridge.sync.transport.connection import make_wire, obstacle
-from trainer_bridge.sync.transport.routes import choose, transports
+from trainer_bridge.sync import connection
+from trainer_bridge.sync.connection import choose, make_wire, obstacle, transports
 
 HERE = socket.gethostname()
 PAIRS = [(0, 0), (1, 0), (1, 1), (2, 1)]

@@ -1,1 +1,0 @@
-"""Brings bytes to pages that a rank may not map: by pages, by another rank, by a handle."""
