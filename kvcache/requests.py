@@ -24,9 +24,8 @@ class ReqToTokenPool:
     on the CPU. Row 0 is the padding row: never issued, always zero, so padded batch entries read
     the padding page. Positions past a request's length hold leftovers of earlier owners.
 
-    A pool whose requests hold more than a row overrides three methods: `_fits` (is there enough of
-    everything for n new requests?), `_take` (takes it for all n, or raises with nothing taken) and
-    `_drop` (gives one request's back).
+    A pool whose requests hold more than a row extends `alloc`, `_fits` (is there enough of
+    everything for n new requests?) and `_drop` (gives one request's back).
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -58,8 +57,13 @@ class ReqToTokenPool:
         count = sum(r is None for r in reqs)
         if not self._fits(count):
             return None
-        taken = iter(self._take(count))
-        return [next(taken) if r is None else r for r in reqs]
+        handles = []
+        for handle in reqs:
+            if handle is None:
+                row = self._free_rows.pop()
+                handle = self._issued[row] = ReqHandle(row, self._generation[row])
+            handles.append(handle)
+        return handles
 
     def free(self, handle: ReqHandle) -> None:
         """Gives the row back and makes `handle` stale. Freeing it again raises ValueError."""
@@ -70,12 +74,6 @@ class ReqToTokenPool:
 
     def _fits(self, count: int) -> bool:
         return count <= len(self._free_rows)
-
-    def _take(self, count: int) -> list[ReqHandle]:
-        rows = [self._free_rows.pop() for _ in range(count)]
-        handles = [ReqHandle(row, self._generation[row]) for row in rows]
-        self._issued.update((handle.row, handle) for handle in handles)
-        return handles
 
     def _drop(self, row: int) -> None:
         del self._issued[row]

@@ -173,42 +173,22 @@ def _copy_triton(
     """k and v: uint8. Copies what writers of so many heads each (`counts`) staged into slots `loc`;
     writers: the table of `Writers`. Without one, copies all heads of k and v to `staged`.
     """
-    layers, tokens = k.shape[0], len(loc)
-    unit, constants, blocks = _instance(k, v, staged, max(counts), tokens)
-    with torch.cuda.device_of(k):
-        copy_kernel[(len(counts) * 2 * layers, blocks)](
-            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
-            k.shape[2], writers, *_strides(k, unit), *_strides(v, unit), **constants,
-            TO_PAGES=writers is not None, num_warps=WARPS,
-        )  # fmt: skip
-
-
-def _strides(pages: torch.Tensor, unit: int) -> tuple[int, ...]:
-    """Returns the strides of layer, slot and head, in units."""
-    return tuple(stride // unit for stride in pages.stride()[:3])
-
-
-def _instance(
-    k: torch.Tensor, v: torch.Tensor, staged: torch.Tensor, heads: int, tokens: int
-) -> tuple[int, dict[str, object], int]:
-    """The unit in bytes, compile-time arguments, and how many blocks a layer takes."""
-    unit = math.gcd(16, staged.data_ptr())
+    layers, tokens, unit = k.shape[0], len(loc), math.gcd(16, staged.data_ptr())
     for pages in (k, v):
         unit = math.gcd(unit, pages.data_ptr(), pages.shape[3], *pages.stride()[:3])
-    widest = heads * max(k.shape[3], v.shape[3]) // unit
+    widest = max(counts) * max(k.shape[3], v.shape[3]) // unit
     columns = min(MAX_BLOCK, triton.next_power_of_2(widest))
     chunks = triton.cdiv(widest, columns)
     blocks = triton.cdiv(tokens, MAX_BLOCK // columns) * chunks
-    constants = {
-        "K_UNITS": k.shape[3] // unit,
-        "V_UNITS": v.shape[3] // unit,
-        "WORD": WORDS[unit],
-        "VECTOR": 2 if unit == 16 else 1,
-        "COLUMNS": columns,
-        "CHUNKS": chunks,
-        "BLOCK": MAX_BLOCK,
-    }
-    return unit, constants, min(blocks, MAX_BLOCKS)
+    # of layer, slot and head
+    strides = [stride // unit for stride in (*k.stride()[:3], *v.stride()[:3])]
+    with torch.cuda.device_of(k):
+        copy_kernel[(len(counts) * 2 * layers, min(blocks, MAX_BLOCKS))](
+            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
+            k.shape[2], writers, *strides, K_UNITS=k.shape[3] // unit, V_UNITS=v.shape[3] // unit,
+            WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, COLUMNS=columns, CHUNKS=chunks,
+            BLOCK=MAX_BLOCK, TO_PAGES=writers is not None, num_warps=WARPS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -272,12 +272,6 @@ def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
     return evictable, protected
 
 
-def check_pages(pages: Int64Array, ref_counts: Callable[[Int64Array], Int64Array]) -> None:
-    """Every page of the cache is in it once and has an owner by the ledger's `ref_counts`."""
-    assert len(np.unique(pages)) == len(pages), "a page is in the cache twice"
-    assert (ref_counts(pages) > 0).all(), "a page of the cache is free in the ledger"
-
-
 def _check_node(node: RadixNode, page_size: int) -> None:
     assert node.length and node.length == len(node.pages) * page_size, (
         f"{node} has {len(node.pages)} pages"

@@ -18,7 +18,6 @@ from kvcache.radix.node import (
     as_ids,
     as_run,
     check_generation,
-    check_pages,
     common_prefix,
 )
 
@@ -197,7 +196,11 @@ class PrefixTree:
         assert (evictable, protected) == (self._evictable, self._protected), (
             "sizes differ from a walk"
         )
-        check_pages(self.pages(), self.allocator.ref_counts)
+        pages = self.pages()
+        assert len(np.unique(pages)) == len(pages), "a page is in the cache twice"
+        assert (self.allocator.ref_counts(pages) > 0).all(), (
+            "a page of the cache is free in the ledger"
+        )
 
     def _check_node(self, node: RadixNode) -> None:
         """More that has to hold for a node."""

@@ -1,16 +1,8 @@
 """Prefill and decode in two engines, in processes of their own and of any tensor-parallel sizes."""
 
-from rollout.disagg.decode import DecodeEngine, SplitStats
+from rollout.disagg.decode import DecodeEngine, GroupReader, MappedReader, Reader, SplitStats
 from rollout.disagg.line import accept, dial
-from rollout.disagg.prefill import PrefillEngine
-from rollout.disagg.transport import (
-    GroupReader,
-    GroupWriter,
-    MappedReader,
-    MappedWriter,
-    Reader,
-    Writer,
-)
+from rollout.disagg.prefill import GroupWriter, MappedWriter, PrefillEngine, Writer
 from rollout.types import PeerLostError
 
 __all__ = [

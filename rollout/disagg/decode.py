@@ -3,31 +3,34 @@ each rank's ring: who was promised which bytes, what has come, and for which slo
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kvcache.ops import Writers, scatter_staged, staged_bytes
-from kvcache.staging import StagingAllocator, head_writers, heads_per_rank
-from rollout.disagg.line import Line, Peers
-from rollout.disagg.messages import (
+from kvcache.staging import StagingAllocator, StagingBuffer, head_writers, heads_per_rank
+from memsaver import MemorySaver
+from rollout.disagg.line import (
     Ask,
     Filled,
     First,
     Freed,
     Hello,
+    Line,
+    Peers,
     Range,
     Refused,
     geometry,
     kv_heads,
     staged_layers,
 )
-from rollout.disagg.transport import Reader
 from rollout.engine import Engine
 from rollout.serving.samples import Chunk, Sample, Step
 from rollout.types import PeerLostError, SamplingParams
@@ -36,6 +39,53 @@ _WAIT_SECONDS = 0.05  # for messages, when there is nothing to decode
 
 OnLoss = Literal["recompute", "refuse"]
 _ALIGNMENT = 256  # bytes, of ranges in the ring
+STAGING = "staging"  # the ring's tag, where it is shared
+
+
+class Reader(ABC):
+    """A decode rank's side of what brings bulk bytes into its ring."""
+
+    @abstractmethod
+    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
+        """The bytes, uint8, and what a writer needs to reach them."""
+
+    def open(self, peer: int) -> None:
+        """Get to know a peer that opens this rank's ring; in the order of peers, as they do."""
+        return
+
+    @abstractmethod
+    def take(self, peer: int, part: Tensor) -> None:
+        """Takes `part` of the ring, which the peer has said is written: it is, on the current
+        stream, afterwards. RuntimeError if the peer is lost.
+        """
+
+
+class MappedReader(Reader):
+    """The ring lies on a tag of the saver that prefill ranks on the same host map."""
+
+    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
+        ring = saver.empty(nbytes, torch.uint8, STAGING)
+        return ring, (saver.share(STAGING, writable=True), saver.offset_of(ring))
+
+    def take(self, peer: int, part: Tensor) -> None:
+        return
+
+
+class GroupReader(Reader):
+    """Receives over torch.distributed. ranks: the peers', in the default group's numbers."""
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+        self._ranks, self._group = list(ranks), group
+
+    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
+        self._ring = StagingBuffer(nbytes, saver.device).tensor
+        return self._ring, None
+
+    def open(self, peer: int) -> None:
+        self.take(peer, self._ring[:1])
+
+    def take(self, peer: int, part: Tensor) -> None:
+        dist.recv(part, src=self._ranks[peer], group=self._group)
 
 
 @dataclass(eq=False, kw_only=True)

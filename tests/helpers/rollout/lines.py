@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from rollout.disagg.line import Line
-from rollout.disagg.messages import PLAIN, Message
+from rollout.disagg.line import PLAIN, Line, Message
 
 SESSION = b"of this pair"
 

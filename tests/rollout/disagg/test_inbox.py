@@ -8,8 +8,7 @@ import torch
 from kvcache import ReqHandle
 from rollout.disagg import MappedReader
 from rollout.disagg.decode import Inbox
-from rollout.disagg.line import Peers
-from rollout.disagg.messages import Ask, Filled, First, Hello, Refused
+from rollout.disagg.line import Ask, Filled, First, Hello, Peers, Refused
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY
 from tests.helpers.rollout.lines import Far, line_pair

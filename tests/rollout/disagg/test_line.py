@@ -19,8 +19,7 @@ import pytest
 
 from memsaver.common.plain import Forged
 from rollout.disagg import accept, dial
-from rollout.disagg.line import Address, Line, Peers
-from rollout.disagg.messages import Closed, Hello, Refused
+from rollout.disagg.line import Address, Closed, Hello, Line, Peers, Refused
 from rollout.types import PeerLostError
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.rollout.lines import line_pair

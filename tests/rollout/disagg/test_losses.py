@@ -19,8 +19,7 @@ from torch import Tensor
 from kvcache.staging import Watermark
 from rollout import Engine, SamplingParams
 from rollout.disagg import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
-from rollout.disagg.line import Line
-from rollout.disagg.messages import Ask, Closed, Filled, Freed, Hello, Range, Refused, geometry
+from rollout.disagg.line import Ask, Closed, Filled, Freed, Hello, Line, Range, Refused, geometry
 from rollout.types import PeerLostError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
