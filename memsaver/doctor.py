@@ -34,7 +34,7 @@ from memsaver.compat import IN_PROCESS, require
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
 from memsaver.native import build, shim
-from memsaver.vmm import registrations
+from memsaver.vmm import torch_usage
 
 PYTHONS = (3, 11), (3, 13)  # first and last
 TORCH, TRITON = (2, 11), (3, 6)
@@ -218,11 +218,11 @@ def preload() -> Finding:
 
 def registration() -> Finding:
     """Finds what notes physical pages, not addresses, and goes on using them after a pause."""
-    if hook := registrations.registering_hook():
+    if hook := torch_usage.registering_hook():
         found = "torch registers its segments with NCCL, tags' segments among them"
         return "warn", f"{hook} is set: {found}", f"unset {hook}"
-    name, registers = registrations.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
-    if not registrations.registers_graphs():
+    name, registers = torch_usage.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
+    if not torch_usage.registers_graphs():
         return "ok", f"{name}=0: NCCL registers no buffers of captured graphs"
     if name in os.environ:
         found = f"{registers}, under the drop-ins (memsaver.compat) tags' too"

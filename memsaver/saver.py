@@ -28,13 +28,13 @@ from memsaver.tag.table import Tags, check_content
 from memsaver.tag.transaction import Transactions
 from memsaver.vmm import make_backend
 from memsaver.vmm.page_pool import PagePool
-from memsaver.vmm.registrations import check_segments
+from memsaver.vmm.torch_usage import check_segments
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
     from memsaver.tag.borrowed import PoolTicket, Ticket
     from memsaver.vmm.backend import Waitable
-    from memsaver.vmm.pinned_arena import HostArena
+    from memsaver.vmm.pinned_memory import HostArena
 
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -17,10 +17,10 @@ from memsaver.errors import BackendError, LeaseError
 from memsaver.native import shim
 from memsaver.sharing import rpc
 from memsaver.sharing.client import Owner, owner_of, peer_backend
-from memsaver.sharing.import_table import Import, imports
 from memsaver.tag.borrowed import BorrowedPages, PoolTicket, Ticket, endings
 from memsaver.vmm.backend import Backend, Reservation
 from memsaver.vmm.device_lock import device_lock
+from memsaver.vmm.page_pool import Import, imports
 
 TIMEOUT_SECONDS = 10.0
 

@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from memsaver.errors import BackendError, OutOfMemory, StateError, format_bytes
 from memsaver.native import shim
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
-from memsaver.sharing.import_table import imports
 from memsaver.tag.arena import Arena
 from memsaver.tag.save import live_ranges
 from memsaver.tag.table import Tags
 from memsaver.vmm.backend import Backend, ShortOfMemory
-from memsaver.vmm.page_pool import PagePool
+from memsaver.vmm.page_pool import PagePool, imports
 from memsaver.vmm.torch_usage import TorchUse
 
 _PAGE_POOL = "the page pool"

@@ -16,7 +16,7 @@ from memsaver.native import shim
 if TYPE_CHECKING:
     import torch
 
-    from memsaver.vmm.pinned_arena import HostArena
+    from memsaver.vmm.pinned_memory import HostArena
 
 
 PIECE = 64 << 20

@@ -20,7 +20,7 @@ from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm import dlpack, nvml
 from memsaver.vmm.backend import PIECE, Backend, Transfer, Waitable
-from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.pinned_memory import HostArena
 from memsaver.vmm.torch_usage import outside_tags
 
 # Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,

@@ -19,7 +19,7 @@ from memsaver.errors import BackendError
 from memsaver.native import cpu_hook, shim
 from memsaver.native.shim import Operation
 from memsaver.vmm.backend import Backend, Transfer, Waitable
-from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.pinned_memory import HostArena
 
 _MAP_NORESERVE = 0x4000
 

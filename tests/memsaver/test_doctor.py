@@ -24,7 +24,7 @@ from memsaver.doctor import CHECKS, Check, Row, examine, report, run_check
 from memsaver.doctor_gpu import Target, choose_target
 from memsaver.native import build
 from memsaver.vmm import make_backend
-from memsaver.vmm.registrations import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from memsaver.vmm.torch_usage import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import python, until
 
