@@ -33,7 +33,7 @@ from memsaver.common.machine import container_memory, meminfo
 from memsaver.compat import IN_PROCESS, require
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
-from memsaver.native import build, shim
+from memsaver.native import shim
 from memsaver.vmm import torch_usage
 
 PYTHONS = (3, 11), (3, 13)  # first and last
@@ -149,15 +149,15 @@ def torch_version() -> Finding:
 
 
 def shim_loads() -> Finding:
-    path = build.shim_library()
+    path = shim.shim_library()
     shim.library()
-    came = path.parent == build.HERE
+    came = path.parent == shim.HERE
     return "ok", "came with the package" if came else f"compiled, in {path.parent}"
 
 
 def cpu_regions(cpu: torch.device) -> Finding:
     try:
-        build.cpu_hook_library()
+        shim.cpu_hook_library()
     except CompilerError as error:
         found = f"region() on the CPU does not work, all else does: {one_line(error)}"
         return "warn", found, NEED_COMPILER

@@ -20,11 +20,10 @@ from memsaver.backup.on_disk import default_directory
 from memsaver.common.signals import Unbroken, call_due, held
 from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
-from memsaver.tag.accounts import Accounts, Recorder, check_tables
+from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
 from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
-from memsaver.tag.save import read_saved
-from memsaver.tag.table import Tags, check_content
+from memsaver.tag.content import read_saved
 from memsaver.tag.transaction import Transactions
 from memsaver.vmm import make_backend
 from memsaver.vmm.page_pool import PagePool
