@@ -18,8 +18,7 @@ from memsaver.errors import (
 )
 from memsaver.report import CallStats, Event, Report, TagReport, Timeline, Usage
 from memsaver.saver import MemorySaver
-from memsaver.sharing.lease import Lease, attach
-from memsaver.sharing.lease_cache import LeaseCache
+from memsaver.sharing.lease import Lease, LeaseCache, attach
 from memsaver.tag.arrival import Arrival
 from memsaver.tag.borrowed import PoolTicket, Ticket
 

@@ -33,8 +33,8 @@ from memsaver.common.machine import container_memory, meminfo
 from memsaver.compat import IN_PROCESS, require
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
-from memsaver.native import build, shim
-from memsaver.vmm import registrations
+from memsaver.native import shim
+from memsaver.vmm import torch_usage
 
 PYTHONS = (3, 11), (3, 13)  # first and last
 TORCH, TRITON = (2, 11), (3, 6)
@@ -149,15 +149,15 @@ def torch_version() -> Finding:
 
 
 def shim_loads() -> Finding:
-    path = build.shim_library()
+    path = shim.shim_library()
     shim.library()
-    came = path.parent == build.HERE
+    came = path.parent == shim.HERE
     return "ok", "came with the package" if came else f"compiled, in {path.parent}"
 
 
 def cpu_regions(cpu: torch.device) -> Finding:
     try:
-        build.cpu_hook_library()
+        shim.cpu_hook_library()
     except CompilerError as error:
         found = f"region() on the CPU does not work, all else does: {one_line(error)}"
         return "warn", found, NEED_COMPILER
@@ -218,11 +218,11 @@ def preload() -> Finding:
 
 def registration() -> Finding:
     """Finds what notes physical pages, not addresses, and goes on using them after a pause."""
-    if hook := registrations.registering_hook():
+    if hook := torch_usage.registering_hook():
         found = "torch registers its segments with NCCL, tags' segments among them"
         return "warn", f"{hook} is set: {found}", f"unset {hook}"
-    name, registers = registrations.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
-    if not registrations.registers_graphs():
+    name, registers = torch_usage.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
+    if not torch_usage.registers_graphs():
         return "ok", f"{name}=0: NCCL registers no buffers of captured graphs"
     if name in os.environ:
         found = f"{registers}, under the drop-ins (memsaver.compat) tags' too"

@@ -20,21 +20,20 @@ from memsaver.backup.on_disk import default_directory
 from memsaver.common.signals import Unbroken, call_due, held
 from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
-from memsaver.tag.accounts import Accounts, Recorder, check_tables
+from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
 from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
-from memsaver.tag.save import read_saved
-from memsaver.tag.table import Tags, check_content
+from memsaver.tag.content import read_saved
 from memsaver.tag.transaction import Transactions
 from memsaver.vmm import make_backend
 from memsaver.vmm.page_pool import PagePool
-from memsaver.vmm.registrations import check_segments
+from memsaver.vmm.torch_usage import check_segments
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
     from memsaver.tag.borrowed import PoolTicket, Ticket
     from memsaver.vmm.backend import Waitable
-    from memsaver.vmm.pinned_arena import HostArena
+    from memsaver.vmm.pinned_memory import HostArena
 
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 

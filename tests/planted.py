@@ -52,7 +52,7 @@ BUGS = [
     ),
     Bug(
         "a kept copy that ends past the tag's memory counts as its content (off by one extent)",
-        "memsaver/backup/clean_copy.py",
+        "memsaver/backup/on_host.py",
         "offset + nbytes > committed for",
         "offset > committed for",
     ),

@@ -25,7 +25,7 @@ from memsaver.common.machine import workers
 from memsaver.common.signals import Finalizer, deliver
 from memsaver.errors import BackendError, format_bytes
 from memsaver.vmm.backend import Backend
-from memsaver.vmm.pinned_arena import HostArena, Piece
+from memsaver.vmm.pinned_memory import HostArena, Piece
 
 CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy

@@ -18,7 +18,7 @@ from memsaver.common.signals import Finalizer, Unbroken
 from memsaver.errors import OutOfMemory
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
-from memsaver.vmm.registrations import check_capture
+from memsaver.vmm.torch_usage import check_capture
 
 _thread = threading.local()  # .regions: those that the thread is in, outermost first
 Handle = tuple[int, int]

@@ -15,8 +15,7 @@ from typing import Any
 
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.saver import MemorySaver
-from memsaver.vmm.registrations import keep_graphs_unregistered
-from memsaver.vmm.torch_usage import hold_workspaces
+from memsaver.vmm.torch_usage import hold_workspaces, keep_graphs_unregistered
 
 NAME = "memsaver"
 _MAKER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"

@@ -19,7 +19,7 @@ import torch
 from memsaver.compat.savers import Savers
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
-from memsaver.vmm.registrations import check_capture
+from memsaver.vmm.torch_usage import check_capture
 
 __all__ = ["CuMemAllocator", "cumem_available"]
 

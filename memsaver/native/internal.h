@@ -27,9 +27,6 @@ static inline size_t ms_round_up(size_t n, size_t unit) { return (n + unit - 1) 
 uint64_t ms_clock_ns(void);
 /* Record a driver call that began at `started`; returns `error`. */
 int ms_recorded(ms_phys *phys, int operation, size_t nbytes, uint64_t started, int error);
-/* The descriptor of a handle's memory, kept until it is dropped; errno, and then nothing was changed. */
-int ms_fd_keep(uint64_t handle, int fd);
-void ms_fd_drop(uint64_t handle);
 /* Room for `count` items; 0 when there is no host memory, and then nothing was changed. */
 int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item);
 void ms_new_ids_in_child(void);

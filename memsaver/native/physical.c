@@ -1,8 +1,9 @@
-/* Physical memory: the limit, extents, the page pool, the driver's calls, and what is known of them. */
+/* Physical memory: the limit, extents, the page pool, the driver's calls, what is known of them, and descriptors. */
 #define _GNU_SOURCE
 #include "internal.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -20,6 +21,75 @@ int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item) 
     *array = p;
     *capacity = grown;
     return 1;
+}
+
+/* File descriptors that stand for memory: each keeps it alive, so every one of them is in one table, by handle.
+ *
+ * A memfd is its own handle. The CUDA driver refuses to export a handle that was imported, so the descriptor of an import
+ * stays as long as the handle: memory that came from another process can go on to a third. A forked child, where savers
+ * are inert, closes all of them, or it would hold the memory that its parent gives back. (A handle of the driver is an
+ * address and a memfd a small number: they do not meet in the table.)
+ */
+typedef struct {
+    uint64_t handle;
+    int fd;
+} descriptor;
+
+static descriptor *descriptors;
+static size_t n_descriptors, cap_descriptors;
+static pthread_mutex_t descriptors_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t descriptors_once = PTHREAD_ONCE_INIT;
+
+static void before_fork(void) { pthread_mutex_lock(&descriptors_lock); }
+
+static void in_parent(void) { pthread_mutex_unlock(&descriptors_lock); }
+
+static void in_child(void) {
+    while (n_descriptors) close(descriptors[--n_descriptors].fd);
+    pthread_mutex_unlock(&descriptors_lock);
+}
+
+static void close_in_children(void) { pthread_atfork(before_fork, in_parent, in_child); }
+
+/* The descriptor of a handle's memory, kept until it is dropped; errno, and then nothing was changed. */
+static int fd_keep(uint64_t handle, int fd) {
+    pthread_once(&descriptors_once, close_in_children);
+    pthread_mutex_lock(&descriptors_lock);
+    int ok = ms_reserve_array((void **)&descriptors, &cap_descriptors, n_descriptors + 1, sizeof *descriptors);
+    if (ok) descriptors[n_descriptors++] = (descriptor){handle, fd};
+    pthread_mutex_unlock(&descriptors_lock);
+    return ok ? 0 : ENOMEM;
+}
+
+static descriptor *find(uint64_t handle) {
+    for (size_t i = n_descriptors; i-- > 0;)
+        if (descriptors[i].handle == handle) return &descriptors[i];
+    return NULL;
+}
+
+static void fd_drop(uint64_t handle) {
+    pthread_mutex_lock(&descriptors_lock);
+    descriptor *found = find(handle);
+    if (found) {
+        close(found->fd);
+        *found = descriptors[--n_descriptors];
+    }
+    pthread_mutex_unlock(&descriptors_lock);
+}
+
+static int system_error(const ms_phys *phys, int error) { return phys->kind == MS_CUDA ? MS_CUDA_E_SYSTEM : error; }
+
+/* A new descriptor of the one that is kept for this handle; -1 if none is. */
+static int duplicate(uint64_t handle, int *error) {
+    int fd = -1;
+    pthread_mutex_lock(&descriptors_lock);
+    const descriptor *found = find(handle);
+    if (found) {
+        fd = fcntl(found->fd, F_DUPFD_CLOEXEC, 0);
+        *error = fd < 0 ? errno : 0;
+    }
+    pthread_mutex_unlock(&descriptors_lock);
+    return fd;
 }
 
 ms_phys *ms_phys_new(int kind, size_t granularity, size_t limit, const ms_driver *driver) {
@@ -141,7 +211,7 @@ int ms_fault(ms_phys *phys) {
 static int new_memfd(size_t nbytes, uint64_t *handle) {
     int fd = memfd_create("memsaver", MFD_CLOEXEC);
     if (fd < 0) return errno;
-    int error = ftruncate(fd, (off_t)nbytes) ? errno : ms_fd_keep((uint64_t)fd, fd);
+    int error = ftruncate(fd, (off_t)nbytes) ? errno : fd_keep((uint64_t)fd, fd);
     if (error) close(fd);
     *handle = (uint64_t)fd;
     return error;
@@ -208,7 +278,7 @@ int ms_release(ms_phys *phys, uint64_t handle, size_t nbytes) {
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA) error = phys->driver.release(handle);
     if (!error) {
-        ms_fd_drop(handle);
+        fd_drop(handle);
         ms_discharge(phys, nbytes);
     }
     return ms_recorded(phys, MS_RELEASE, nbytes, started, error);
@@ -349,4 +419,30 @@ size_t ms_pool_drop(ms_phys *phys, size_t nbytes) {
         }
         dropped += last.nbytes;
     }
+}
+
+int ms_export(ms_phys *phys, uint64_t handle, int *fd) {
+    uint64_t started = ms_clock_ns();
+    int error = ms_fault(phys);
+    if (!error) {
+        *fd = duplicate(handle, &error);
+        if (error)
+            error = system_error(phys, error);
+        else if (*fd < 0)
+            error = phys->kind == MS_CUDA ? phys->driver.export_fd(fd, handle, MS_CUDA_FD, 0) : EBADF;
+    }
+    return ms_recorded(phys, MS_EXPORT, 0, started, error);
+}
+
+int ms_import(ms_phys *phys, int fd, uint64_t *handle) {
+    uint64_t started = ms_clock_ns();
+    int error = ms_fault(phys);
+    *handle = (uint64_t)fd;
+    if (!error && phys->kind == MS_CUDA) error = phys->driver.import_fd(handle, (void *)(uintptr_t)fd, MS_CUDA_FD);
+    if (!error && (error = fd_keep(*handle, fd))) {
+        if (phys->kind == MS_CUDA) phys->driver.release(*handle);
+        error = system_error(phys, error);
+    }
+    if (error) close(fd);
+    return ms_recorded(phys, MS_IMPORT, 0, started, error);
 }

@@ -20,9 +20,9 @@ import torch
 from memsaver.common.machine import device_key
 from memsaver.errors import LeaseError, MemSaverError
 from memsaver.sharing import rpc
-from memsaver.sharing.import_table import imports
 from memsaver.vmm import make_backend
 from memsaver.vmm.backend import Backend
+from memsaver.vmm.page_pool import imports
 
 _CONNECT_SECONDS = 5.0
 

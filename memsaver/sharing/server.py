@@ -25,11 +25,10 @@ from memsaver.common.signals import deliver
 from memsaver.errors import LeaseError
 from memsaver.native import shim
 from memsaver.sharing import rpc
-from memsaver.sharing.import_table import imports
 from memsaver.sharing.lease import TIMEOUT_SECONDS, gives_for
 from memsaver.tag.arena import Arena
 from memsaver.tag.borrowed import PoolTicket, Ticket
-from memsaver.vmm.page_pool import PagePool
+from memsaver.vmm.page_pool import PagePool, imports
 
 REVOKE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from memsaver.backup import Backup
-from memsaver.backup.clean_copy import Checksums, CleanCopy, fingerprint
+from memsaver.backup.on_host import Checksums, CleanCopy, fingerprint
 from memsaver.common.signals import Finalizer, held
 from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.native import shim

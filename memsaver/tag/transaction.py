@@ -19,8 +19,7 @@ from memsaver.errors import BackendError, LeaseError, StateError, format_bytes
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
-from memsaver.tag.save import Saving
-from memsaver.tag.swap import Refill, Swap, goes_piecewise
+from memsaver.tag.content import Refill, Saving, Swap, goes_piecewise
 from memsaver.vmm.backend import Backend, ShortOfMemory
 from memsaver.vmm.device_lock import device_lock
 from memsaver.vmm.page_pool import LARGEST, PagePool

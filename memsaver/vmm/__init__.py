@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from memsaver.common.layout import round_up
 from memsaver.common.signals import Finalizer
 from memsaver.errors import HostMemoryError, format_bytes
-from memsaver.vmm import pinned_pages
-from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
-from memsaver.vmm.registrations import on_a_tag
-from memsaver.vmm.torch_usage import clear_workspaces, empty_torch_cache
+from memsaver.vmm import pinned_memory
+from memsaver.vmm.pinned_memory import HUGE_PAGE, Pinner
+from memsaver.vmm.torch_usage import clear_workspaces, empty_torch_cache, on_a_tag
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +63,11 @@ def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> to
     """
     import torch
 
-    size, room = round_up(nbytes, HUGE_PAGE), max(0, pinned_pages.room_bytes())
+    size, room = round_up(nbytes, HUGE_PAGE), max(0, pinned_memory.room_bytes())
     if size > room:
         raise HostMemoryError(
             f"{what} of {format_bytes(size)} is more than the {format_bytes(room)} of host "
-            f"memory that may be taken beside the {format_bytes(pinned_pages.held_bytes())} that "
+            f"memory that may be taken beside the {format_bytes(pinned_memory.held_bytes())} that "
             f"this process holds already; {remedy} or free memory; nothing was changed",
             size,
             size - room,
@@ -76,7 +75,7 @@ def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> to
         )
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         pinner = make_pinner(device)
-        (address,) = pinned_pages.obtain([size], pinner)
+        (address,) = pinned_memory.obtain([size], pinner)
     owner = (ctypes.c_char * nbytes).from_address(address)
     Finalizer(owner, _give_back, address, size, pinner, device)
     return torch.frombuffer(owner, dtype=torch.uint8)
@@ -87,4 +86,4 @@ def _give_back(address: int, size: int, pinner: Pinner | None, device: torch.dev
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # kernels may still read it or write it
-    pinned_pages.give_back(address, size, pinner)
+    pinned_memory.give_back(address, size, pinner)

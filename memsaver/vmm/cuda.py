@@ -18,9 +18,9 @@ from memsaver.common.machine import device_key, workers
 from memsaver.errors import BackendError
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
-from memsaver.vmm import dlpack, nvml
-from memsaver.vmm.backend import PIECE, Backend, Transfer, Waitable
-from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm import nvml
+from memsaver.vmm.backend import PIECE, Backend, Transfer, Waitable, dlpack_tensor
+from memsaver.vmm.pinned_memory import HostArena
 from memsaver.vmm.torch_usage import outside_tags
 
 # Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
@@ -174,7 +174,7 @@ class CudaBackend(Backend):
         It says that it is on this device, whichever GPU the memory is of: torch asks the driver for
         that, and copies, where ``view`` is used.
         """
-        return dlpack.tensor(address, nbytes, self.device, keeper)
+        return dlpack_tensor(address, nbytes, self.device, keeper)
 
     def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]:
         """Sends this thread's torch allocations to an arena."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from memsaver.common.machine import command_of, process_name
 from memsaver.common.signals import deliver
 from memsaver.errors import BackendError, LockTimeout
-from memsaver.native.build import cache_dir
+from memsaver.native.shim import cache_dir
 
 _FIRST_SLEEP_SECONDS = 50e-6
 _LONGEST_SLEEP_SECONDS = 0.001  # mapping takes about as long

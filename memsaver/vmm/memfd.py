@@ -1,4 +1,6 @@
-"""Host memory: memfd extents mapped into a PROT_NONE reservation."""
+"""Host memory: memfd extents mapped into a PROT_NONE reservation, and torch's CPU allocations of a
+thread, sent to an arena.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,50 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
 
 from memsaver.common.machine import MAP_FAILED, available_memory, libc, workers
 from memsaver.errors import BackendError
-from memsaver.native import cpu_hook, shim
+from memsaver.native import shim
 from memsaver.native.shim import Operation
 from memsaver.vmm.backend import Backend, Transfer, Waitable
-from memsaver.vmm.pinned_arena import HostArena
+from memsaver.vmm.pinned_memory import HostArena
 
 _MAP_NORESERVE = 0x4000
-
-
 _THREADS = min(8, os.cpu_count() or 1)
 _CHUNK = 8 << 20  # bytes: less is not worth another thread
+
+
+class _Functions(ctypes.Structure):
+    _fields_ = [("alloc", ctypes.c_void_p), ("free_any", ctypes.c_void_p)]
+
+
+@cache
+def _hook() -> ctypes.CDLL:
+    """Install the hook, once per process; raises ``CompilerError`` when it cannot be built."""
+    lib = ctypes.CDLL(str(shim.cpu_hook_library()))
+    lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
+    table = shim.library()
+    pointers = [
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (table.ms_alloc, table.ms_free_any)
+    ]
+    lib.ms_hook_install(_Functions(*pointers))
+    return lib
+
+
+@contextlib.contextmanager
+def _allocate_from(slot: int) -> Iterator[None]:
+    """This thread's torch CPU allocations go to ``slot``; nested uses restore the outer one."""
+    hook = _hook()
+    previous = hook.ms_hook_enter(slot)
+    try:
+        yield
+    finally:
+        hook.ms_hook_enter(previous)
 
 
 @cache
@@ -106,7 +135,7 @@ class HostBackend(Backend):
 
     def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]:
         """Sends this thread's torch allocations to an arena."""
-        return cpu_hook.allocate_from(slot)
+        return _allocate_from(slot)
 
     def free_dead_blocks(self, slot: int) -> None:
         """None are kept: torch frees what is dead at once."""

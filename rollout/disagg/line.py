@@ -27,7 +27,7 @@ from kvcache.pools import MHATokenToKVPool
 from kvcache.staging import Watermark, pool_layers
 from memsaver import Ticket
 from memsaver.common.plain import Forged, Plain, seal, unseal
-from rollout.model.config import ModelConfig
+from rollout.model.decoder import ModelConfig
 from rollout.serving.kv_setup import Cache
 from rollout.types import PeerLostError, SamplingParams
 

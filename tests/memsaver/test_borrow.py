@@ -16,7 +16,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.sharing.import_table import imports
+from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import family_bytes, memory_maps, open_fds
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, until

@@ -22,9 +22,9 @@ from memsaver.common import machine
 from memsaver.compat import IN_PROCESS
 from memsaver.doctor import CHECKS, Check, Row, examine, report, run_check
 from memsaver.doctor_gpu import Target, choose_target
-from memsaver.native import build
+from memsaver.native import shim
 from memsaver.vmm import make_backend
-from memsaver.vmm.registrations import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from memsaver.vmm.torch_usage import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import python, until
 
@@ -232,8 +232,8 @@ SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 REGISTERED = "registered memory"
 UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
-REFILL = "memsaver.tag.swap.Refill.fill"
-HOOK = "memsaver.native.cpu_hook.allocate_from"
+REFILL = "memsaver.tag.content.Refill.fill"
+HOOK = "memsaver.vmm.memfd.allocate_from"
 MISSING = raises(ModuleNotFoundError("no such module"))
 REFUSED = raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}
@@ -482,9 +482,9 @@ def test_what_a_driver_says_of_itself_and_its_gpus(
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in [*build.HERE.glob("*.[ch]"), *build.HERE.glob("*.cpp")]:
+    for source in [*shim.HERE.glob("*.[ch]"), *shim.HERE.glob("*.cpp")]:
         shutil.copy(source, tmp_path)
-    monkeypatch.setattr(build, "HERE", tmp_path)  # a source tree without the prebuilt shim
+    monkeypatch.setattr(shim, "HERE", tmp_path)  # a source tree without the prebuilt shim
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     assert_tells(look("memory shim"), "fail", "no C/C++ compiler found", "gcc")

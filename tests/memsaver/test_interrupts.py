@@ -17,7 +17,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.sharing.lease_cache import LeaseCache
+from memsaver.sharing.lease import LeaseCache
 from tests.helpers.alarms import interrupted
 from tests.helpers.effort import rounds
 from tests.helpers.memory import family_bytes, settled_fds

@@ -19,7 +19,7 @@ import torch
 import memsaver
 from memsaver import Lease, LeaseCache, LeaseError, MemorySaver, StateError, Ticket
 from memsaver.sharing.client import peer_backend
-from memsaver.sharing.import_table import imports
+from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import family_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, until

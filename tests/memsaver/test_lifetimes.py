@@ -25,8 +25,8 @@ import torch
 
 import memsaver
 from memsaver.common.machine import libc
-from memsaver.native import build
-from memsaver.vmm import dlpack
+from memsaver.native import shim
+from memsaver.vmm.backend import dlpack_tensor
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.savers import MIB, at_once, python
 from tests.helpers.peers import Peer
@@ -188,10 +188,10 @@ def test_a_closed_savers_slot_comes_back_with_its_last_tensor() -> None:
         gc.collect()
 
 
-def _without_a_compiler(pipe: Connection, cache: str, shim: Path) -> None:
+def _without_a_compiler(pipe: Connection, cache: str, built: Path) -> None:
     """In a process that has neither loaded the shim nor had a region yet."""
     os.environ |= {"PATH": "", "XDG_CACHE_HOME": cache}
-    build.shim_library = lambda: shim
+    shim.shim_library = lambda: built
     saver = memsaver.MemorySaver("cpu")
     saver.empty(10).fill_(1)
     with pytest.raises(memsaver.CompilerError, match=r"g\+\+"), saver.region("a"):
@@ -201,7 +201,7 @@ def _without_a_compiler(pipe: Connection, cache: str, shim: Path) -> None:
 
 
 def test_without_a_compiler_regions_say_so_and_empty_works(tmp_path: Path) -> None:
-    peer = Peer(_without_a_compiler, str(tmp_path), build.shim_library())
+    peer = Peer(_without_a_compiler, str(tmp_path), shim.shim_library())
     assert peer.hear() == "paused"
     peer.bury()
 
@@ -271,11 +271,11 @@ def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
     buffer = torch.arange(8, dtype=torch.uint8)
     keeper = Keeper()
     gone = weakref.ref(keeper)
-    window = dlpack.tensor(buffer.data_ptr(), 8, buffer.device, keeper)
+    window = dlpack_tensor(buffer.data_ptr(), 8, buffer.device, keeper)
     del keeper
     assert gone() and window.tolist() == list(range(8))
     with pytest.raises(ZeroDivisionError):
-        dlpack.tensor(buffer.data_ptr(), 8, buffer.device, None).add(1 // 0)
+        dlpack_tensor(buffer.data_ptr(), 8, buffer.device, None).add(1 // 0)
     view = window[5:]
     del window
     assert gone() and view.tolist() == [5, 6, 7]

@@ -23,7 +23,7 @@ import torch
 import memsaver
 from memsaver import LeaseCache, MemorySaver
 from memsaver.sharing.client import owners
-from memsaver.sharing.import_table import imports
+from memsaver.vmm.page_pool import imports
 from tests.helpers.effort import rounds
 from tests.helpers.memory import (
     machine_bytes,

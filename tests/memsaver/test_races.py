@@ -19,7 +19,7 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.sharing import lease, rpc
 from memsaver.sharing.client import Owner, owners
-from memsaver.sharing.import_table import imports
+from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, not_in_vain, until

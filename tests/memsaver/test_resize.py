@@ -11,9 +11,9 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.sharing.import_table import imports
 from memsaver.tag import transaction as switch
 from memsaver.tag.arena import Arena
+from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.tag import swap as swap_module
+from memsaver.tag import content as swap_module
 from memsaver.vmm import page_pool as page_pool_module
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB, every_call

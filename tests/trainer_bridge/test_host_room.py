@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from memsaver import MemorySaver
-from memsaver.vmm import pinned_pages
-from memsaver.vmm.pinned_pages import HUGE_PAGE
+from memsaver.vmm import pinned_memory
+from memsaver.vmm.pinned_memory import HUGE_PAGE
 from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, LoraConfig, Trainer, open_inprocess
 from trainer_bridge.config import CriticConfig
@@ -60,13 +60,13 @@ def test_each_rank_has_its_rows(tmp_path: Path) -> None:
 @pytest.fixture
 def obtained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every piece of host memory from here on; there is none before."""
-    sizes_seen, obtain = list[int](), pinned_pages.obtain
+    sizes_seen, obtain = list[int](), pinned_memory.obtain
 
     def spy(sizes: list[int], pinner: Any) -> list[int]:
         sizes_seen.extend(sizes)
         return obtain(sizes, pinner)
 
-    monkeypatch.setattr(pinned_pages, "obtain", spy)
+    monkeypatch.setattr(pinned_memory, "obtain", spy)
     gc.collect()  # what other tests have saved
     MemorySaver().host_arena.trim()
     return sizes_seen

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memsaver
 from memsaver import HostMemoryError, StateError
-from memsaver.vmm import pinned_pages
+from memsaver.vmm import pinned_memory
 from tests.helpers.trainer_bridge.models import (
     config,
     describe,
@@ -236,7 +236,7 @@ def test_an_engine_serves_the_rounded_weights_in_the_trainers_own_pages(
 
 
 def test_a_host_that_is_too_small_is_told(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_pages, "available_memory", lambda: 0)
+    monkeypatch.setattr(pinned_memory, "available_memory", lambda: 0)
     with pytest.raises(HostMemoryError, match="optimizer's state of .* optimizer_offload=False"):
         Trainer(config(model_path, **OFFLOAD), memsaver.MemorySaver())
 

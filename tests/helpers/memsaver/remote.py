@@ -15,7 +15,7 @@ import torch
 import memsaver
 from memsaver import LeaseCache, MemorySaver, MemSaverError, PoolTicket, Ticket
 from memsaver.sharing import rpc
-from memsaver.sharing.import_table import imports
+from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import open_fds
 from tests.helpers.memsaver.savers import not_in_vain
 from tests.helpers.peers import Peer

@@ -14,7 +14,7 @@ from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
 from memsaver import HostMemoryError
 from memsaver.common.machine import Impl
-from memsaver.vmm import pinned_pages
+from memsaver.vmm import pinned_memory
 from tests.helpers.effort import pairwise
 from tests.helpers.kvcache import pools
 
@@ -264,7 +264,7 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) ->
     ):
         with pytest.raises(ValueError, match=message):
             HostCacheConfig(ratio=ratio, size_bytes=size, layout=layout)  # type: ignore[arg-type]
-    monkeypatch.setattr(pinned_pages, "available_memory", lambda: 0)
+    monkeypatch.setattr(pinned_memory, "available_memory", lambda: 0)
     with pytest.raises(
         HostMemoryError, match=r"more than the .* that may be taken .* make the tier smaller"
     ):
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) ->
 
 def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     given = []
-    original = pinned_pages.give_back
+    original = pinned_memory.give_back
     cache = make("mha", device)
     view = cache.plan.parts[0].host[0, 0]
     address = view.data_ptr()
@@ -282,7 +282,7 @@ def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> N
         given.extend([arguments[1]] if arguments[0] == address else [])
         original(*arguments)
 
-    monkeypatch.setattr(pinned_pages, "give_back", spy)
+    monkeypatch.setattr(pinned_memory, "give_back", spy)
     del cache
     gc.collect()
     assert not given, "somebody still looks at it"

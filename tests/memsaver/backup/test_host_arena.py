@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from memsaver import BackendError, HostMemoryError, MemorySaver
 from memsaver.backup.on_host import HostBackup
-from memsaver.vmm import pinned_arena, pinned_pages
-from memsaver.vmm.pinned_arena import UNIT, HostArena, Piece
-from memsaver.vmm.pinned_pages import HUGE_PAGE
+from memsaver.vmm import pinned_memory
+from memsaver.vmm.pinned_memory import HUGE_PAGE, UNIT, HostArena, Piece
 
 MIB = 1 << 20
 
@@ -60,7 +59,7 @@ def test_pieces_never_overlap_and_nothing_is_lost(
     segment: int, steps: list[tuple[str, int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pinned_arena, "SEGMENT", segment)
+        patch.setattr(pinned_memory, "SEGMENT", segment)
         _check_steps(steps)
 
 
@@ -119,7 +118,7 @@ class SlowlyPinned(Pinned):
 def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
+    monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
     pinned, bound = SlowlyPinned(2), list[int]()
     arena = HostArena(pinned)
     arena.reserve(6 * HUGE_PAGE, lambda: bound.append(threading.get_ident()))
@@ -139,7 +138,7 @@ def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
 
 def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is under way comes, and is there for others; a take obtains what it needs itself."""
-    monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
+    monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
     pinned = SlowlyPinned(0)
     arena = HostArena(pinned)
     arena.reserve(50 * HUGE_PAGE, nothing)
@@ -158,7 +157,7 @@ def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
+    monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
     arena = HostArena(Pinned(), budget_bytes=8 * MIB)
     arena.reserve(10 * MIB, nothing)
     arena.stop()
@@ -184,15 +183,15 @@ def test_an_interpreter_that_ends_waits_for_no_more_than_what_is_under_way() -> 
     """All of it would take 200 s."""
     code = """
 import time
-from memsaver.vmm import pinned_arena
-from memsaver.vmm.pinned_arena import HostArena
-from memsaver.vmm.pinned_pages import HUGE_PAGE
+from memsaver.vmm import pinned_memory
+from memsaver.vmm.pinned_memory import HostArena
+from memsaver.vmm.pinned_memory import HUGE_PAGE
 
 class Slow:
     def pin(self, address, nbytes): time.sleep(1)
     def unpin(self, address): pass
 
-pinned_arena.SEGMENT = HUGE_PAGE
+pinned_memory.SEGMENT = HUGE_PAGE
 HostArena(Slow()).reserve(400 * HUGE_PAGE, lambda: None)
 print(time.time(), flush=True)
 """
@@ -234,20 +233,20 @@ def test_all_that_is_pinned_has_one_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
     Whatever this process holds from elsewhere (`before`) is made up for.
     """
-    arena, before = HostArena(None), pinned_pages.held_bytes()
+    arena, before = HostArena(None), pinned_memory.held_bytes()
 
     def available() -> int:
-        return 100 * MIB + before // 4 - (pinned_pages.held_bytes() - before)
+        return 100 * MIB + before // 4 - (pinned_memory.held_bytes() - before)
 
-    monkeypatch.setattr(pinned_pages, "available_memory", available)
-    (other,) = pinned_pages.obtain([60 * MIB], None)
+    monkeypatch.setattr(pinned_memory, "available_memory", available)
+    (other,) = pinned_memory.obtain([60 * MIB], None)
     with pytest.raises(HostMemoryError, match="20.0 MiB more may be taken"):
         arena.take(22 * MIB)
     arena.give(arena.take(18 * MIB))
-    assert pinned_pages.room_bytes() == 2 * MIB
-    pinned_pages.give_back(other, 60 * MIB, None)
-    assert pinned_pages.room_bytes() == 62 * MIB
-    assert arena.trim() == 18 * MIB and pinned_pages.held_bytes() == before
+    assert pinned_memory.room_bytes() == 2 * MIB
+    pinned_memory.give_back(other, 60 * MIB, None)
+    assert pinned_memory.room_bytes() == 62 * MIB
+    assert arena.trim() == 18 * MIB and pinned_memory.held_bytes() == before
 
 
 def test_a_backup_that_dies_gives_its_pieces_back() -> None:
@@ -278,7 +277,7 @@ def test_ranges_are_packed_over_pieces() -> None:
 
 
 def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_arena, "SEGMENT", 2 * HUGE_PAGE)
+    monkeypatch.setattr(pinned_memory, "SEGMENT", 2 * HUGE_PAGE)
     pinned = Pinned()
     arena = HostArena(pinned)
     backup = HostBackup([(0, 5 * HUGE_PAGE)], arena)
@@ -293,7 +292,7 @@ def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_arena, "SEGMENT", 32 * MIB)
+    monkeypatch.setattr(pinned_memory, "SEGMENT", 32 * MIB)
     pinned, before = Pinned(), resident()
 
     def pin(address: int, nbytes: int) -> None:

@@ -25,7 +25,7 @@ from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator, cumem_available
 from memsaver.errors import StateError
 from memsaver.native import cuda_hook
-from memsaver.vmm.registrations import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from memsaver.vmm.torch_usage import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import python
 

@@ -1,25 +1,125 @@
-"""The host memory that paused tags are saved in: one arena per process and kind, for good."""
+"""Host memory that paused tags are saved in, one arena per process and kind, for good; beneath it
+host memory that is there before it is used: huge pages if any, touched by threads, pinned.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import itertools
+import mmap
 import operator
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from memsaver.common.layout import joined, round_up
-from memsaver.common.machine import workers
+from memsaver.common.machine import MAP_FAILED, available_memory, libc, workers
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
-from memsaver.vmm import pinned_pages
-from memsaver.vmm.pinned_pages import HUGE_PAGE, Pinner
 
+HUGE_PAGE = 2 << 20
+SHARE = 0.8  # of the memory that is available: others want some, too
+_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
+_CHUNK = 16 << 20
 UNIT = 4096  # bytes: what direct I/O asks for
 SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
 _AT_ONCE = 2  # segments that are obtained beside other work: one touched, one pinned
+
+
+_held: dict[int, int] = {}  # bytes by address; a child that is forked has none of them
+os.register_at_fork(after_in_child=_held.clear)
+
+
+class Pinner(Protocol):
+    """Makes host memory reachable for a device's copy engines."""
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+    def unpin(self, address: int) -> None: ...
+
+
+def held_bytes() -> int:
+    """Counts what this process has obtained, for saved content and KV cache tiers together."""
+    return sum(tuple(_held.values()))
+
+
+def room_bytes() -> int:
+    """Tells how much more may be obtained: all of it together is at most 0.8 of what machine and
+    container would have available without it.
+    """
+    held = held_bytes()
+    return int(SHARE * (available_memory() + held)) - held
+
+
+def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
+    """Addresses of so many bytes each (multiples of HUGE_PAGE), side by side, with memory behind
+    every page; or none.
+
+    While one is pinned the next are touched. A forked child does not have them. ``MemoryError``,
+    ``BackendError``.
+    """
+    address = _map(sum(sizes))
+    starts = [address + at for at in itertools.accumulate(sizes, initial=0)][:-1]
+    with contextlib.ExitStack() as undo:
+        undo.callback(libc().munmap, address, sum(sizes))
+        touching = [_touch(start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
+        undo.callback(wait, [*itertools.chain.from_iterable(touching)])
+        for start, nbytes, parts in zip(starts, sizes, touching, strict=True):
+            for part in parts:
+                part.result()
+            if pinner is not None:
+                pinner.pin(start, nbytes)
+                undo.callback(pinner.unpin, start)
+        undo.pop_all()
+    _held.update(zip(starts, sizes, strict=True))
+    return starts
+
+
+def _map(nbytes: int) -> int:
+    """Addresses that begin with a huge page."""
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    raw = libc().mmap(None, nbytes + HUGE_PAGE, access, flags, -1, 0)
+    if raw == MAP_FAILED:
+        raise MemoryError(f"mmap: {os.strerror(ctypes.get_errno())}")
+    address = round_up(raw, HUGE_PAGE)
+    # whole huge pages only
+    for start, end in ((raw, address), (address + nbytes, raw + nbytes + HUGE_PAGE)):
+        if end > start:
+            libc().munmap(start, end - start)
+    libc().madvise(address, nbytes, _MADV_DONTFORK)
+    # refused where the kernel has none: then small pages
+    libc().madvise(address, nbytes, _MADV_HUGEPAGE)
+    return address
+
+
+def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
+    if pinner is not None:
+        pinner.unpin(address)
+    libc().munmap(address, nbytes)
+    _held.pop(address, None)
+
+
+def _touch(address: int, nbytes: int) -> list[Future[None]]:
+    """One thread gets 2 GiB/s from the kernel, which clears the pages; many get many times that."""
+    starts = range(address, address + nbytes, _CHUNK)
+    return [
+        workers("touch").submit(_populate, start, min(_CHUNK, address + nbytes - start))
+        for start in starts
+    ]
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """A page at a time: a call keeps whoever maps something in this process waiting."""
+    for page in range(address, address + nbytes, HUGE_PAGE):
+        if libc().madvise(page, HUGE_PAGE, _MADV_POPULATE_WRITE) == 0:
+            continue
+        if (code := ctypes.get_errno()) != errno.EINVAL:
+            raise MemoryError(f"no host memory: {os.strerror(code)}")
+        ctypes.memset(page, 0, HUGE_PAGE)  # a kernel before 5.14
 
 
 class Piece(NamedTuple):
@@ -132,7 +232,7 @@ class HostArena:
             self._collect()
             unused = [s for s in self._segments if s.free_bytes == s.nbytes]
             for segment in unused:
-                pinned_pages.give_back(segment.address, segment.nbytes, self._pinner)
+                give_back(segment.address, segment.nbytes, self._pinner)
                 self._segments.remove(segment)
             return sum(segment.nbytes for segment in unused)
 
@@ -160,7 +260,7 @@ class HostArena:
             with contextlib.suppress(MemoryError, BackendError, RuntimeError):
                 if self._may_come(size, stops):
                     bind()
-                    (address,) = pinned_pages.obtain([size], self._pinner)
+                    (address,) = obtain([size], self._pinner)
                     made.append(_Segment(address, size, [Piece(address, size)]))
         finally:
             with self._lock:
@@ -182,7 +282,7 @@ class HostArena:
         most = size if whole else SEGMENT
         sizes = [min(most, size - at) for at in range(0, size, most)]
         try:
-            addresses = pinned_pages.obtain(sizes, self._pinner)
+            addresses = obtain(sizes, self._pinner)
         except (MemoryError, BackendError) as error:
             raise self._refusal(size, 0, str(error)) from error
         made = [_Segment(address, each) for address, each in zip(addresses, sizes, strict=True)]
@@ -197,7 +297,7 @@ class HostArena:
             left = self.budget_bytes - self.committed_bytes
             why = f"the budget is {format_bytes(self.budget_bytes)}"
         else:
-            left = pinned_pages.room_bytes()
+            left = room_bytes()
             may = f"{format_bytes(max(0, left))} more may be taken"
             why = f"{may} of the machine's and the container's memory"
         if more > left:
