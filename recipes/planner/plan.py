@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from memsaver.common.machine import RAY_KEEPS
 from memsaver.errors import format_bytes
-from memsaver.vmm import pinned_pages
+from memsaver.vmm import pinned_memory
 from recipes.errors import RecipeError
 from recipes.planner.dry_run import dry_run
 from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
@@ -187,7 +187,7 @@ def _host_room(recipe: Recipe, per_machine: int) -> float | None:
     if recipe.cluster.host_gib is None:
         return None
     own, usable = 2 * PROCESS_HOST * per_machine, (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
-    return own + pinned_pages.SHARE * (usable - own)
+    return own + pinned_memory.SHARE * (usable - own)
 
 
 def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
