@@ -233,7 +233,7 @@ REGISTERED = "registered memory"
 UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
 REFILL = "memsaver.tag.content.Refill.fill"
-HOOK = "memsaver.vmm.memfd.allocate_from"
+HOOK = "memsaver.vmm.memfd.HostBackend.allocate_from"
 MISSING = raises(ModuleNotFoundError("no such module"))
 REFUSED = raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}
@@ -379,7 +379,7 @@ CASES: list[Case] = [
     (
         "regions on the CPU",
         HERE,
-        {HOOK: lambda slot: contextlib.nullcontext()},
+        {HOOK: lambda backend, slot: contextlib.nullcontext()},
         "fail",
         ("not on its tag",),
     ),

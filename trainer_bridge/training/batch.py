@@ -137,7 +137,7 @@ class SequenceBatch:
             if row >= 0:
                 entry = entries[row]
                 found += entry if isinstance(entry, list) else [entry] * len(self.response_ids[row])
-        return torch.tensor(found, dtype=torch.float32, device=micro.input_ids.device)
+        return _sent(torch.tensor(found, dtype=torch.float32), micro.input_ids.device)
 
     def select(self, rows: Sequence[int]) -> Self:
         """Returns a batch of these sequences, in this order."""
@@ -244,7 +244,7 @@ def lay_out(
     column = {position: index for index, position in enumerate(kept)}
 
     def integers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return _sent(torch.tensor(values, dtype=dtype), device)
 
     def laid(parts: Sequence[list[int]]) -> list[list[int]]:
         if packed:
@@ -271,8 +271,17 @@ def lay_out(
         row=integers(row),
         column=integers([column[position] for position in at]),
         target=integers([*chain.from_iterable(responses)]),
-        routed=None if routed is None else torch.from_numpy(routed).to(device),
+        routed=None if routed is None else _sent(torch.from_numpy(routed), device),
     )
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Sends what work on the device is queued behind, without waiting for it here: a copy from
+    plain memory would wait until parameters that are on their way have all arrived.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _routed(
