@@ -199,15 +199,17 @@ def test_a_run_has_its_switch_planned_beside_it(
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
     with plan_beside(tmp_path, 80 * GIB, CycleSection(alias="always")) as plan:
-        keep, _, hand_over, lines = plan()
-    assert json.loads((tmp_path / "plan.json").read_text())["switch"]["keep"] == keep
-    assert "optim" in keep and "weights are the trainer's own pages" in lines[0] and not hand_over
+        decided = plan()
+    written = json.loads((tmp_path / "plan.json").read_text())["switch"]
+    assert written["keep"] == decided.keep and "optim" in decided.keep
+    assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
     monkeypatch.setattr("sys.executable", "/bin/false")
     for cycle in (CycleSection(), CycleSection(keep=["params"], overlap=["optim"])):
         with plan_beside(tmp_path, 80 * GIB, cycle) as plan:
-            *what, lines = plan()
-        assert what == [cycle.named, [] if cycle.overlap == "auto" else ["optim"], False]
-        assert lines[0].endswith("there is no plan: exit status 1")
+            decided = plan()
+        assert decided.keep == cycle.named and not decided.hand_over
+        assert decided.overlap == ([] if cycle.overlap == "auto" else ["optim"])
+        assert decided.lines[0].endswith("there is no plan: exit status 1")
 
 
 def test_a_run_with_another_engine_is_planned_with_what_it_measured(
@@ -223,18 +225,19 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     for outside in (2 * GIB, 12 * GIB):
         monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
         with deciding(setup, RunFolder(tmp_path), monitor) as plan:
-            keep, overlap, _, lines = plan()
+            decided = plan()
         written = json.loads((tmp_path / "plan.json").read_text())
-        assert written["outside"]["measured"] == outside and overlap == []
+        assert written["outside"]["measured"] == outside and decided.overlap == []
         assert {stage["used_bytes"] > outside for stage in written["stages"]} == {True}
-        kept.append(keep)
-        assert lines[0].startswith("stays: ")
+        kept.append(decided.keep)
+        assert decided.lines[0].startswith("stays: ")
     assert kept[0] == ["params", "optim", "weights", "kv_cache", "cuda_graph"]
     assert "optim" not in kept[1]
     named = {"keep": ["params"], "hand_over": "always"}
     setup.recipe = replace(recipe, cycle=replace(recipe.cycle, **named))
     with deciding(setup, RunFolder(tmp_path), monitor) as plan:
-        assert plan() == (["params"], [], True, [])
+        decided = plan()
+    assert (decided.keep, decided.overlap, decided.hand_over) == (["params"], [], True)
 
 
 @pytest.mark.parametrize(
