@@ -32,6 +32,7 @@ HAVE_RUN = {
     "tiny-ppo",
     "smollm2-135m",
     "smollm2-135m-2digits",
+    "qwen3-30b-a3b-cut",
     "qwen2.5-0.5b",
     "qwen2.5-1.5b",
     "qwen2.5-7b",
