@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -136,6 +136,16 @@ class PlannedTrainer(Trainer):
     share_weights = sync_weights
 
 
+class Reading(NamedTuple):
+    """paused, returning: tags of the trainer's. emptied: how often torch's cache was by then."""
+
+    stage: str
+    paused: set[str]
+    returning: set[str]
+    served: Usage
+    emptied: int
+
+
 class Readings(Peaks):
     """Notes where peaks would be read; `peaks` has them once the saver's log has been played."""
 
@@ -143,15 +153,14 @@ class Readings(Peaks):
         self, saver: PlannedSaver, trainer: PlannedTrainer, rollout: PlannedRollout
     ) -> None:
         super().__init__()
-        self.noted: list[tuple[str, set[str], set[str], Usage]] = []
-        self._emptied: list[int] = []  # how often torch's cache was when each was noted
+        self.noted: list[Reading] = []
         self._saver, self._trainer, self._rollout = saver, trainer, rollout
 
     def passed(self, stage: str) -> None:
         self._saver.planned.read()
         paused, returning = set(self._saver.paused), set(self._trainer.returning)
-        self.noted.append((stage, paused, returning, self._rollout.take_usage()))
-        self._emptied.append(self._saver.planned.emptied)
+        used, emptied = self._rollout.take_usage(), self._saver.planned.emptied
+        self.noted.append(Reading(stage, paused, returning, used, emptied))
 
     def peaks(
         self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int, room: int
@@ -160,7 +169,7 @@ class Readings(Peaks):
         both, came = [], False
         before: set[str] = set()
         torch_use = self._of_a_later_step(torch_use, first)
-        for (_, paused, returning, served), use in zip(self.noted, torch_use, strict=True):
+        for (_, paused, returning, served, _), use in zip(self.noted, torch_use, strict=True):
             back = paused & returning
             usage = planned_usage(sizes, paused - back, *use)
             if back and not before:  # the answers are there, and the engine sleeps later
@@ -188,10 +197,10 @@ class Readings(Peaks):
         later, switched = list(torch_use), len(torch_use) - first
         left, _ = torch_use[-1]
         for number in range(switched + 1, first):
-            if self._emptied[number - 1] > self._emptied[switched]:
+            if self.noted[number - 1].emptied > self.noted[switched].emptied:
                 break
             now, most = torch_use[number]
-            kept = self._emptied[number] == self._emptied[switched]
+            kept = self.noted[number].emptied == self.noted[switched].emptied
             later[number] = max(now, left) if kept else now, max(most, left)
         return later
 
