@@ -9,6 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
+
 Range = tuple[int, int]
 Ranges = Sequence[Range]
 
@@ -96,6 +101,31 @@ def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
     for row in range(0, rows, down):
         for column in range(0, width, across):
             yield slice(row, min(row + down, rows)), slice(column, min(column + across, width))
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer that nothing
+    waits for here: what is queued on the stream after it does.
+    """
+    if device.type != "cuda":
+        return [each.to(device) for each in tensors]
+    nbytes = sum(_aligned(each) for each in tensors)
+    staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    for view, each in zip(_views(staging, tensors), tensors, strict=True):
+        view.copy_(each)
+    return list(_views(staging.to(device, non_blocking=True), tensors))
+
+
+def _views(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Consecutive parts of a uint8 buffer, with the dtypes and shapes of `like`."""
+    start = 0
+    for each in like:
+        yield buffer[start : start + each.nbytes].view(each.dtype).view(each.shape)
+        start += _aligned(each)
+
+
+def _aligned(tensor: Tensor) -> int:
+    return round_up(tensor.nbytes, _ALIGNMENT)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ block by the masses before it, and a token inside by the same rule. Masses and t
 in fp64, so that the draw resolves unlikely tokens as the torch path does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from memsaver.common.hash import GOLDEN, MUL1, MUL2, splitmix64
-from memsaver.common.layout import round_up
+from memsaver.common.layout import to_device
 from memsaver.common.machine import Impl, use_triton
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
-_ALIGNMENT = 16  # bytes, of every tensor in a packed transfer
 _BLOCK = 2048  # vocabulary entries of a program
 _DELIVERED = 1024  # tokens of a program
 _SENT = 4096  # elements of a program
@@ -68,7 +67,7 @@ class SamplingBatch:
             torch.tensor(counters, dtype=torch.int64),
             torch.tensor(filtered, dtype=torch.int64),
         ]
-        scale, is_greedy, k, p, counts, filtered_rows = _to_device(host, device)
+        scale, is_greedy, k, p, counts, filtered_rows = to_device(host, device)
         return cls(
             temperature=scale,
             greedy=is_greedy,
@@ -90,30 +89,6 @@ class SamplingBatch:
             counters=self.counters[rows],
             filtered_rows=torch.arange(len(rows), device=rows.device),
         )
-
-
-def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer."""
-    if device.type != "cuda":
-        return [each.to(device) for each in tensors]
-    staging = torch.empty(
-        sum(_aligned_size(each) for each in tensors), dtype=torch.uint8, pin_memory=True
-    )
-    for view, each in zip(_views(staging, tensors), tensors, strict=True):
-        view.copy_(each)
-    return list(_views(staging.to(device, non_blocking=True), tensors))
-
-
-def _aligned_size(tensor: Tensor) -> int:
-    return round_up(tensor.nbytes, _ALIGNMENT)
-
-
-def _views(buffer: Tensor, like: list[Tensor]) -> Iterator[Tensor]:
-    """Consecutive parts of a uint8 buffer, with the dtypes and shapes of `like`."""
-    start = 0
-    for each in like:
-        yield buffer[start : start + each.nbytes].view(each.dtype).view(each.shape)
-        start += _aligned_size(each)
 
 
 def uniform(counters: Tensor) -> Tensor:

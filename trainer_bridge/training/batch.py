@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memsaver.common.layout import round_up
+from memsaver.common.layout import round_up, to_device
 from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
@@ -137,7 +137,8 @@ class SequenceBatch:
             if row >= 0:
                 entry = entries[row]
                 found += entry if isinstance(entry, list) else [entry] * len(self.response_ids[row])
-        return _sent(torch.tensor(found, dtype=torch.float32), micro.input_ids.device)
+        host = torch.tensor(found, dtype=torch.float32)
+        return to_device([host], micro.input_ids.device)[0]
 
     def select(self, rows: Sequence[int]) -> Self:
         """Returns a batch of these sequences, in this order."""
@@ -243,45 +244,35 @@ def lay_out(
     kept = sorted(set(at)) or [0]
     column = {position: index for index, position in enumerate(kept)}
 
-    def integers(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return _sent(torch.tensor(values, dtype=dtype), device)
-
     def laid(parts: Sequence[list[int]]) -> list[list[int]]:
         if packed:
             return [[*chain.from_iterable(parts)]]
         return [each + [0] * (max(lengths) - len(each)) for each in parts]
 
+    integers = {
+        "input_ids": laid(sequences),
+        "kept": kept,
+        "row": row,
+        "column": [column[position] for position in at],
+        "target": [*chain.from_iterable(responses)],
+    }
+    host = {name: torch.tensor(each, dtype=torch.int64) for name, each in integers.items()}
     real = [[int(number >= 0)] * length for number, length in zip(rows, lengths, strict=True)]
+    host["real"] = torch.tensor(laid(real), dtype=torch.bool)
+    if packed:
+        host["bounds"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        host["position_ids"] = torch.tensor([[*chain.from_iterable(map(range, lengths))]])
+    places = lengths if packed else (max(lengths),) * len(lengths)
+    if (routed := _routed(batch, rows, lengths, places)) is not None:
+        host["routed"] = torch.from_numpy(routed)
+    # Together, and without a wait here: parameters may be on their way on the same link.
+    sent = dict(zip(host, to_device([*host.values()], device), strict=True))
     packing = None
     if packed:
-        packing = Packing(
-            lengths=lengths,
-            bounds=integers([0, *accumulate(lengths)], torch.int32),
-            position_ids=integers([[*chain.from_iterable(map(range, lengths))]]),
-        )
-    each = lengths if packed else (max(lengths),) * len(lengths)
-    routed = _routed(batch, rows, lengths, each)
-    return MicroBatch(
-        rows=tuple(rows),
-        counts=tuple(map(len, responses)),
-        input_ids=integers(laid(sequences)),
-        real=integers(laid(real), torch.bool),
-        packing=packing,
-        kept=integers(kept),
-        row=integers(row),
-        column=integers([column[position] for position in at]),
-        target=integers([*chain.from_iterable(responses)]),
-        routed=None if routed is None else _sent(torch.from_numpy(routed), device),
-    )
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Sends what work on the device is queued behind, without waiting for it here: a copy from
-    plain memory would wait until parameters that are on their way have all arrived.
-    """
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        bounds, position_ids = sent.pop("bounds"), sent.pop("position_ids")
+        packing = Packing(lengths=lengths, bounds=bounds, position_ids=position_ids)
+    counts = tuple(map(len, responses))
+    return MicroBatch(rows=tuple(rows), counts=counts, packing=packing, **sent)
 
 
 def _routed(
