@@ -6,17 +6,24 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from memsaver import MemorySaver, StateError
+from memsaver.native import shim
 from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout import Completion, SamplingParams
 from rollout.sglang import SglangRollout
@@ -232,3 +239,77 @@ def test_the_cycle(pair: Pair) -> None:
         cycle.to_train()
         assert pair.rollout.report().committed_bytes == 0
         assert pair.trainer.update_actor(batch)["grad_norm"] > 0
+
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = "sglang.srt.plugins"
+# An engine that its user starts: nothing of ours is imported or named here.
+BY_ITSELF = """
+import json, sys
+from pathlib import Path
+import sglang, torch
+
+def main():
+    prompts = [list(range(2, 2 + length)) for length in range(1, 90, 9)]
+    greedy = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    engine = sglang.Engine(
+        model_path=sys.argv[1], skip_tokenizer_init=True, load_format="dummy", random_seed=0,
+        dtype="bfloat16", max_total_tokens=1 << 16, max_running_requests=32, context_length=256,
+        attention_backend="triton", sampling_backend="pytorch", grammar_backend="none",
+        disable_prefill_cuda_graph=True, enable_memory_saver=True, enable_weights_cpu_backup=True,
+    )
+    answers = [[each["output_ids"] for each in engine.generate(input_ids=prompts, sampling_params=greedy)]]
+    scheduler = engine.get_all_child_pids()[0]
+    libraries = Path(f"/proc/{scheduler}/maps").read_text()
+    freed = []
+    for _ in range(3):
+        before = torch.cuda.mem_get_info()[0]
+        engine.release_memory_occupation()
+        freed.append(torch.cuda.mem_get_info()[0] - before)
+        engine.resume_memory_occupation(["weights"])
+        engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+        freed.append(torch.cuda.mem_get_info()[0] - before)
+        engine.flush_cache()
+        outputs = engine.generate(input_ids=prompts, sampling_params=greedy)
+        answers.append([each["output_ids"] for each in outputs])
+    Path(sys.argv[2]).write_text(json.dumps([answers, libraries, freed]))
+    engine.shutdown()
+
+if __name__ == "__main__":
+    main()
+"""  # noqa: E501
+
+
+def installed(folder: Path) -> Path:
+    """Our package's metadata, as pip writes it, where the package itself is not installed."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "memsaver-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: memsaver\nVersion: 0\n")
+    lines = [f"{name} = {value}" for name, value in declared[PLUGINS].items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{PLUGINS}]", *lines]))
+    return folder
+
+
+def test_an_engine_by_itself_finds_the_plugin(tmp_path: Path) -> None:
+    """By the entry point alone, in a scheduler that SGLang spawns: nothing is preloaded."""
+    path = describe(tmp_path / "qwen2", "qwen2", tie_word_embeddings=True, **SHAPE)
+    (tmp_path / "main.py").write_text(BY_ITSELF)
+    folders = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")]
+    if "memsaver" not in entry_points(group=PLUGINS).names:
+        folders.append(str(installed(tmp_path / "site")))
+    own = {
+        "SGLANG_PLUGINS": "memsaver",
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "PYTHONPATH": ":".join(folders),
+    }
+    command = [sys.executable, str(tmp_path / "main.py"), path, str(tmp_path / "told")]
+    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers, libraries, freed = json.loads((tmp_path / "told").read_text())
+    assert all(each == answers[0] for each in answers)
+    assert str(shim.shim_library()) in libraries and "torch_memory_saver" not in libraries
+    # keys and values of three layers, 2 heads of 64, two bytes each; all of it is there again
+    cache = 2 * 3 * 2 * 64 * 2 * (1 << 16)
+    assert all(each >= cache for each in freed[::2])
+    assert freed[1::2] == [freed[1]] * 3 and abs(freed[1]) < 64 << 20
