@@ -124,12 +124,7 @@ class WeightUpdate:
         data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is
         outside of the weights or of `data`. Nothing changed then.
         """
-        require_active(self._saver, self._store.tag, "write into a weight update")
-        update = self._required()
-        if update.digest is not None:
-            raise WeightUpdateError(
-                f"the update to version {update.version} is verified already; commit or abort it"
-            )
+        update = self._unverified("write into a weight update")
         pages = self._shadow.arena if update.shadow else self._store.arena
         write_boxes(pages, boxes, data, self._saver.offset_of(self._store.arena))
 
@@ -139,12 +134,7 @@ class WeightUpdate:
         WeightUpdateError where it differs: the update is closed then.
         """
         started = time.perf_counter()
-        require_active(self._saver, self._store.tag, "verify a weight update")
-        update = self._required()
-        if update.digest is not None:
-            raise WeightUpdateError(
-                f"the update to version {update.version} is verified already; commit or abort it"
-            )
+        update = self._unverified("verify a weight update")
         digest = self._store.digest(self._shadow.arena if update.shadow else None, update.names)
         claims = {
             "version": (receipt.version, update.version),
@@ -170,8 +160,7 @@ class WeightUpdate:
         maps pages that are to be exchanged. Nothing changed then, and a commit may be tried again.
         """
         started = time.perf_counter()
-        require_active(self._saver, self._store.tag, "commit a weight update")
-        update = self._required()
+        update = self._required("commit a weight update")
         if update.digest is None:
             raise WeightUpdateError(
                 f"the update to version {update.version} is not verified; call verify_update first"
@@ -285,10 +274,19 @@ class WeightUpdate:
         with contextlib.suppress(LeaseError):
             self._shadow.give_back()
 
-    def _required(self) -> _Open:
+    def _required(self, action: str) -> _Open:
+        require_active(self._saver, self._store.tag, action)
         if self._open is None:
             raise WeightUpdateError("no weight update is open; call begin_update first")
         return self._open
+
+    def _unverified(self, action: str) -> _Open:
+        update = self._required(action)
+        if update.digest is not None:
+            raise WeightUpdateError(
+                f"the update to version {update.version} is verified already; commit or abort it"
+            )
+        return update
 
     def _consequence(self) -> str:
         if self._store.version is None:
