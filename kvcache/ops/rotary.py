@@ -45,13 +45,37 @@ def rotate_and_store(
     q's dtype before use; every product is rounded too, as in transformers. The first R <= D
     elements of a head are rotated, the others stay. k_cache [N, Hkv, D] and v_cache [N, Hkv, Dv] of
     the same dtype have contiguous rows. Nothing is range-checked on a GPU; a slot named twice holds
-    any of its rows afterwards.
+    any of its rows afterwards. Triton stores no values of width 0.
     """
-    if use_triton(impl, q.device):
-        return _rotate_and_store_triton(q, k, v, positions, slots, cos, sin, k_cache, v_cache)
-    q, k = rotate(q, k, positions, cos, sin, "torch")
-    set_kv_buffer(k, v, k_cache, v_cache, slots, "torch")
-    return q
+    if not use_triton(impl, q.device):
+        q, k = rotate(q, k, positions, cos, sin, "torch")
+        set_kv_buffer(k, v, k_cache, v_cache, slots, "torch")
+        return q
+    tokens, heads, dim = q.shape
+    kv_heads, value_dim = v.shape[1:]
+    assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    half = cos.shape[1]
+    assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and 2 * half <= dim
+    for cache in (k_cache, v_cache) if value_dim else (k_cache,):
+        assert cache.stride()[1:] == (cache.shape[2], 1), (
+            "the rows of a KV buffer must be contiguous"
+        )
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    most_heads = triton.next_power_of_2(max(heads, kv_heads))
+    block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), most_heads))
+    q_blocks, kv_blocks = triton.cdiv(heads, block_heads), triton.cdiv(kv_heads, block_heads)
+    with torch.cuda.device_of(out):
+        _rotate_and_store[(tokens, q_blocks + kv_blocks)](
+            q, k, v, positions, slots, cos, sin, out, k_cache, v_cache,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_cache.stride(0), v_cache.stride(0), q_blocks,
+            HEADS=heads, KV_HEADS=kv_heads, HALF=half, DIM=dim, VALUE_DIM=value_dim,
+            BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_V=triton.next_power_of_2(value_dim),
+            BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
 
 
 def rotate(
@@ -62,7 +86,7 @@ def rotate(
         rows = torch.arange(len(k), device=k.device)
         rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         none = k[..., :0]
-        q = _rotate_and_store_triton(q, k, none, positions, rows, cos, sin, rotated, none)
+        q = rotate_and_store(q, k, none, positions, rows, cos, sin, rotated, none, "triton")
         return q, rotated
     cos_rows, sin_rows = RotaryTables(cos=cos, sin=sin).at(positions, q.dtype)
     return apply_rotary(q, cos_rows, sin_rows), apply_rotary(k, cos_rows, sin_rows)
@@ -112,45 +136,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     torch.sub(first * cos, second * sin, out=out[..., :half])
     torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
     out[..., 2 * half :] = rest
-    return out
-
-
-def _rotate_and_store_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> Tensor:
-    """Same contract as `rotate_and_store`. Values of width 0 are not stored."""
-    tokens, heads, dim = q.shape
-    kv_heads, value_dim = v.shape[1:]
-    assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
-    half = cos.shape[1]
-    assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and 2 * half <= dim
-    for cache in (k_cache, v_cache) if value_dim else (k_cache,):
-        assert cache.stride()[1:] == (cache.shape[2], 1), (
-            "the rows of a KV buffer must be contiguous"
-        )
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    most_heads = triton.next_power_of_2(max(heads, kv_heads))
-    block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), most_heads))
-    q_blocks, kv_blocks = triton.cdiv(heads, block_heads), triton.cdiv(kv_heads, block_heads)
-    with torch.cuda.device_of(out):
-        _rotate_and_store[(tokens, q_blocks + kv_blocks)](
-            q, k, v, positions, slots, cos, sin, out, k_cache, v_cache,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            k_cache.stride(0), v_cache.stride(0), q_blocks,
-            HEADS=heads, KV_HEADS=kv_heads, HALF=half, DIM=dim, VALUE_DIM=value_dim,
-            BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(half),
-            BLOCK_V=triton.next_power_of_2(value_dim),
-            BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * half)), enable_fp_fusion=False,
-        )  # fmt: skip
     return out
 
 

@@ -18,6 +18,7 @@ can replay it over changed lengths.
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -132,10 +133,25 @@ def _triton_attention(q: Tensor, stored: StoredKV, plan: TritonPlan, scale: floa
     k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
     out = torch.empty((*q.shape[:2], v_cache.shape[-1]), dtype=q.dtype, device=q.device)
+    table, meta = plan.req_to_token, plan.meta
+    read = (q, k_cache, v_cache, stored.scales, table, plan.mapping, meta)
+    strides = (
+        *q.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2], table.stride(0),
+        meta.stride(0),
+    )  # fmt: skip
+    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
+    wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
+    cut = (heads // kv_heads, dim, value_dim, wide, latent, fp8)
+    log2_scale = scale * math.log2(math.e)
     if plan.num_decode:
-        _launch_decode(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
+        _launch_decode(read, strides, out, plan, log2_scale, decode_blocks(*cut))
     if plan.num_prefill:
-        _launch_prefill(q, k_cache, v_cache, stored.scales, out, plan, scale, fp8)
+        blocks = prefill_blocks(*cut, windowed=plan.window is not None)
+        row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
+        prefill[(row_blocks, plan.num_prefill, kv_heads)](
+            *read, out, *strides, *out.stride()[:2], plan.num_decode, plan.reach, log2_scale,
+            **blocks,
+        )  # fmt: skip
     return out
 
 
@@ -145,61 +161,29 @@ def _converts_fp8(device: torch.device) -> bool:
 
 
 def _launch_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scales: Tensor | None,
+    read: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
     out: Tensor,
     plan: TritonPlan,
-    scale: float,
-    fp8: int,
+    log2_scale: float,
+    blocks: dict[str, Any],
 ) -> None:
-    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
-    meta, table, count = plan.meta, plan.req_to_token, plan.num_decode
-    splits = min(NUM_SPLITS.value, triton.cdiv(min(table.shape[1], plan.reach), MIN_SPLIT.value))
+    """read, strides: what both kernels begin with, and of these; blocks: of `decode_blocks`."""
+    (heads, value_dim), count, group = out.shape[1:], plan.num_decode, blocks["GROUP"]
+    reach = min(plan.req_to_token.shape[1], plan.reach)
+    splits = min(NUM_SPLITS.value, triton.cdiv(reach, MIN_SPLIT.value))
     if splits == 1:
         part, lse = out.unsqueeze(2), None
     else:
-        part = torch.empty((count, heads, splits, value_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((count, heads, splits), dtype=torch.float32, device=q.device)
-    wide, latent = is_wide(q, k_cache, v_cache), is_latent(k_cache, v_cache)
-    blocks = decode_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8)
-    decode_split[(count, kv_heads * triton.cdiv(blocks["GROUP"], blocks["BLOCK_G"]), splits)](
-        q, k_cache, v_cache, scales, table, plan.mapping, meta, part, lse,
-        q.stride(0), q.stride(1),
-        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        table.stride(0), meta.stride(0), part.stride(0), part.stride(1), splits, plan.reach,
-        scale * math.log2(math.e), **blocks,
-    )  # fmt: skip
+        part = out.new_empty((count, heads, splits, value_dim), dtype=torch.float32)
+        lse = out.new_empty((count, heads, splits), dtype=torch.float32)
+    decode_split[(count, heads // group * triton.cdiv(group, blocks["BLOCK_G"]), splits)](
+        *read, part, lse, *strides, *part.stride()[:2], splits, plan.reach, log2_scale, **blocks
+    )
     if lse is not None:
+        meta = plan.meta
         decode_combine[(count, heads)](
-            part, lse, meta, out, meta.stride(0), out.stride(0), out.stride(1), splits, plan.reach,
+            part, lse, meta, out, meta.stride(0), *out.stride()[:2], splits, plan.reach,
             VALUE_DIM=value_dim, BLOCK_V=blocks["BLOCK_V"],
             BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=combine_warps(blocks["BLOCK_V"]),
         )  # fmt: skip
-
-
-def _launch_prefill(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scales: Tensor | None,
-    out: Tensor,
-    plan: TritonPlan,
-    scale: float,
-    fp8: int,
-) -> None:
-    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
-    meta, table = plan.meta, plan.req_to_token
-    wide = is_wide(q, k_cache, v_cache)
-    latent = is_latent(k_cache, v_cache)
-    windowed = plan.window is not None
-    blocks = prefill_blocks(heads // kv_heads, dim, value_dim, wide, latent, fp8, windowed)
-    row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
-    prefill[(row_blocks, plan.num_prefill, kv_heads)](
-        q, k_cache, v_cache, scales, table, plan.mapping, meta, out,
-        q.stride(0), q.stride(1),
-        k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
-        table.stride(0), meta.stride(0), out.stride(0), out.stride(1), plan.num_decode, plan.reach,
-        scale * math.log2(math.e), **blocks,
-    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -165,9 +166,25 @@ def plan_attention(
     window: how many keys a query sees, None: all before it. mapping: int64 [slots], the cache's
     slot of each slot that req_to_token names, None: the same.
     """
-    if use_triton(impl, req_to_token.device):
-        return _plan_triton(shape, req_to_token, window, mapping)
-    return plan_torch(shape, req_to_token, window, mapping)
+    if not use_triton(impl, req_to_token.device):
+        return plan_torch(shape, req_to_token, window, mapping)
+    starts = list(accumulate(shape.q_lens, initial=0))[:-1]
+    device = req_to_token.device
+    meta = torch.tensor(
+        [list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)],
+        dtype=torch.int32,
+        pin_memory=device.type == "cuda",  # else the copy would wait for the kernels under way
+    )
+    return TritonPlan(
+        req_to_token=req_to_token,
+        meta=meta.to(device, non_blocking=True),
+        num_decode=shape.num_decode,
+        num_prefill=len(shape.rows) - shape.num_decode,
+        max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
+        kv_lens=tuple(shape.kv_lens),
+        window=window,
+        mapping=mapping,
+    )
 
 
 def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
@@ -259,32 +276,4 @@ def _plan_bucket(
     slots = _mapped(req_to_token[rows, positions].long(), mapping)
     return DecodeBucket(
         tokens=torch.tensor(members, device=device), slots=slots, padding=padding.unsqueeze(1)
-    )
-
-
-def _plan_triton(
-    shape: BatchShape,
-    req_to_token: Tensor,
-    window: int | None = None,
-    mapping: Tensor | None = None,
-) -> TritonPlan:
-    starts, start = [], 0
-    for q_len in shape.q_lens:
-        starts.append(start)
-        start += q_len
-    device = req_to_token.device
-    meta = torch.tensor(
-        [list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)],
-        dtype=torch.int32,
-        pin_memory=device.type == "cuda",  # else the copy would wait for the kernels under way
-    )
-    return TritonPlan(
-        req_to_token=req_to_token,
-        meta=meta.to(device, non_blocking=True),
-        num_decode=shape.num_decode,
-        num_prefill=len(shape.rows) - shape.num_decode,
-        max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
-        kv_lens=tuple(shape.kv_lens),
-        window=window,
-        mapping=mapping,
     )

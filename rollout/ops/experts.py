@@ -107,23 +107,16 @@ def mix_experts(
     depends on no other token, and they launch the same work whatever `ids` says; the reference
     waits for them.
     """
-    share = share or Share(0, len(down))
-    if use_triton(impl, x.device):
-        return _mix_experts_triton(x, ids, weights, gate_up, down, *share)
-    out = x.new_zeros((*ids.shape, x.shape[1]))
-    for expert in set(ids.unique().tolist()) & {*range(share.first, share.first + len(down))}:
-        token, choice = (ids == expert).nonzero(as_tuple=True)
-        inner = silu_mul(F.linear(x[token], gate_up[expert - share.first]), "torch")
-        out[token, choice] = F.linear(inner, down[expert - share.first])
-    return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def _mix_experts_triton(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int, total: int
-) -> Tensor:
-    """Same contract as `mix_experts`; first, total: its `share`."""
-    assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
+    first, total = share or Share(0, len(down))
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
+    if not use_triton(impl, x.device):
+        each = x.new_zeros((*ids.shape, hidden))
+        for expert in set(ids.unique().tolist()) & {*range(first, first + experts)}:
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            act = silu_mul(F.linear(x[token], gate_up[expert - first]), "torch")
+            each[token, choice] = F.linear(act, down[expert - first])
+        return (each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
     if not experts:
         return torch.zeros_like(x)
     out = torch.empty_like(x)

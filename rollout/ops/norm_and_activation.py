@@ -129,14 +129,9 @@ def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
     silu is computed in fp32 and rounded to the model dtype before the product, as transformers
     does.
     """
-    if use_triton(impl, gate_up.device):
-        return _silu_mul_triton(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """Same contract as `silu_mul`."""
+    if not use_triton(impl, gate_up.device):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
     tokens, width = gate_up.shape
     assert width % 2 == 0 and gate_up.stride(1) == 1
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)

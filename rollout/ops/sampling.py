@@ -109,7 +109,7 @@ def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[T
     """
     if not use_triton(impl, logits.device):
         return _sample_torch(logits, batch)
-    tokens, logprobs = _sample_triton(logits, batch.temperature, batch.greedy, batch.counters)
+    tokens, logprobs = _sample_triton(logits, batch)
     rows = batch.filtered_rows
     # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
     if rows is not None:
@@ -162,19 +162,14 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(probs).scatter_(1, order, ordered)
 
 
-def _sample_triton(
-    logits: Tensor, temperature: Tensor, greedy: Tensor, counters: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [R] and log-probabilities fp32 [R] from floating-point logits [R, vocab] of any
-    row stride.
-
-    temperature fp32 [R, 1], greedy bool [R], counters int64 [R, C], all contiguous. Tokens are
-    below vocab even for a row with NaN, and have a positive probability in any other row.
+def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Tokens are below vocab even for a row with NaN, and have a positive probability in any other
+    row. No filters.
     """
     rows, vocab = logits.shape
-    assert logits.stride(1) == 1 and all(
-        each.is_contiguous() for each in (temperature, greedy, counters)
-    )
+    temperature, greedy, counters = batch.temperature, batch.greedy, batch.counters
+    contiguous = (each.is_contiguous() for each in (temperature, greedy, counters))
+    assert logits.stride(1) == 1 and all(contiguous)
     blocks = triton.cdiv(vocab, _BLOCK)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
