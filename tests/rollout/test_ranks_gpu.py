@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from memsaver.vmm import empty_torch_cache
 from rollout import Engine, SamplingParams
 from rollout.serving.runner import ladder
 from tests.helpers.memory import Scribbler, process_bytes
@@ -108,7 +109,7 @@ def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any
 
     def device_bytes() -> int:
         dist.barrier()  # which torch gives a segment of its own
-        torch.cuda.empty_cache()
+        empty_torch_cache(torch.device("cuda", rank))  # as a sleep does, cuBLAS's workspaces too
         return process_bytes(f"cuda:{rank}")
 
     prompts = random_prompts([7] * 512)
