@@ -103,7 +103,7 @@ def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, min(row + down, rows)), slice(column, min(column + across, width))
 
 
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer that nothing
     waits for here: what is queued on the stream after it does.
     """

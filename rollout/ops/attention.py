@@ -168,7 +168,9 @@ def _launch_decode(
     log2_scale: float,
     blocks: dict[str, Any],
 ) -> None:
-    """read, strides: what both kernels begin with, and of these; blocks: of `decode_blocks`."""
+    """read, strides: the arguments that both kernels begin with, and their strides, in order.
+    blocks: of `decode_blocks`.
+    """
     (heads, value_dim), count, group = out.shape[1:], plan.num_decode, blocks["GROUP"]
     reach = min(plan.req_to_token.shape[1], plan.reach)
     splits = min(NUM_SPLITS.value, triton.cdiv(reach, MIN_SPLIT.value))

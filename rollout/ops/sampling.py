@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memsaver.common.hash import GOLDEN, MUL1, MUL2, splitmix64
-from memsaver.common.layout import to_device
+from memsaver.common.layout import send_together
 from memsaver.common.machine import Impl, use_triton
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
@@ -67,7 +67,7 @@ class SamplingBatch:
             torch.tensor(counters, dtype=torch.int64),
             torch.tensor(filtered, dtype=torch.int64),
         ]
-        scale, is_greedy, k, p, counts, filtered_rows = to_device(host, device)
+        scale, is_greedy, k, p, counts, filtered_rows = send_together(host, device)
         return cls(
             temperature=scale,
             greedy=is_greedy,

@@ -258,7 +258,11 @@ def main():
         attention_backend="triton", sampling_backend="pytorch", grammar_backend="none",
         disable_prefill_cuda_graph=True, enable_memory_saver=True, enable_weights_cpu_backup=True,
     )
-    answers = [[each["output_ids"] for each in engine.generate(input_ids=prompts, sampling_params=greedy)]]
+    def ask():
+        outputs = engine.generate(input_ids=prompts, sampling_params=greedy)
+        return [each["output_ids"] for each in outputs]
+
+    answers = [ask()]
     scheduler = engine.get_all_child_pids()[0]
     libraries = Path(f"/proc/{scheduler}/maps").read_text()
     freed = []
@@ -270,14 +274,13 @@ def main():
         engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
         freed.append(torch.cuda.mem_get_info()[0] - before)
         engine.flush_cache()
-        outputs = engine.generate(input_ids=prompts, sampling_params=greedy)
-        answers.append([each["output_ids"] for each in outputs])
+        answers.append(ask())
     Path(sys.argv[2]).write_text(json.dumps([answers, libraries, freed]))
     engine.shutdown()
 
 if __name__ == "__main__":
     main()
-"""  # noqa: E501
+"""
 
 
 def installed(folder: Path) -> Path:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memsaver.common.layout import round_up, to_device
+from memsaver.common.layout import round_up, send_together
 from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
@@ -138,7 +138,7 @@ class SequenceBatch:
                 entry = entries[row]
                 found += entry if isinstance(entry, list) else [entry] * len(self.response_ids[row])
         host = torch.tensor(found, dtype=torch.float32)
-        return to_device([host], micro.input_ids.device)[0]
+        return send_together([host], micro.input_ids.device)[0]
 
     def select(self, rows: Sequence[int]) -> Self:
         """Returns a batch of these sequences, in this order."""
@@ -266,7 +266,7 @@ def lay_out(
     if (routed := _routed(batch, rows, lengths, places)) is not None:
         host["routed"] = torch.from_numpy(routed)
     # Together, and without a wait here: parameters may be on their way on the same link.
-    sent = dict(zip(host, to_device([*host.values()], device), strict=True))
+    sent = dict(zip(host, send_together([*host.values()], device), strict=True))
     packing = None
     if packed:
         bounds, position_ids = sent.pop("bounds"), sent.pop("position_ids")
