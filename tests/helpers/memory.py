@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def family_bytes(device: str) -> int:
         return process_bytes(device)
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return memfd_bytes([process.pid for process in family])
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """What others left dies later. For what goes to Python's recursion limit: a collection there
+    fails in the finalizers of all that it finds, and pytest tells it of the test.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def open_fds() -> int:

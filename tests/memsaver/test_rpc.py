@@ -14,7 +14,7 @@ import pytest
 
 from memsaver.sharing import rpc
 from memsaver.sharing.server import ShareServer
-from tests.helpers.memory import open_fds
+from tests.helpers.memory import open_fds, uncollected
 from tests.helpers.memsaver.savers import until
 
 
@@ -69,8 +69,9 @@ GARBAGE = {
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 def test_garbage_ends_the_connection(ends: Ends, garbage: bytes) -> None:
-    socket.send_fds(ends.raw, [garbage], [0])
-    assert ends.raw.recv(1) == b""
+    with uncollected():
+        socket.send_fds(ends.raw, [garbage], [0])
+        assert ends.raw.recv(1) == b""
     with pytest.raises(rpc.Closed):
         ends.end.call("anything", timeout=60)
 
