@@ -104,7 +104,8 @@ class Cycle:
         critic: bool = False,
         reference: bool = False,
     ) -> None:
-        """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host.
+        """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host,
+        whose memory is obtained from here on (`Rollout.prepare_sleep`).
 
         keep: tags of either side that stay on the device, where there is room for them; a
         ValueError names an unknown one. overlap: tags that the trainer trains; for a device with
@@ -143,6 +144,8 @@ class Cycle:
         self._on_stage = on_stage
         self._sleep_level = sleep_level
         self._failure: CycleError | None = None
+        if sleep_level == 1 and WEIGHTS in self._waking:
+            rollout.prepare_sleep(sleep_level)
 
     def to_rollout(self, version: int) -> SyncReceipt:
         """Hand the memory to the rollout, which then serves the trainer's weights as `version`.

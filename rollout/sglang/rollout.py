@@ -175,6 +175,7 @@ class SglangRollout:
     as_partner = in_scheduler(HostedRollout.as_partner)
     hand_over_to = in_scheduler(HostedRollout.hand_over_to)
     wind_down = in_scheduler(HostedRollout.wind_down)
+    prepare_sleep = in_scheduler(HostedRollout.prepare_sleep)
     drain_events = in_scheduler(HostedRollout.drain_events)
     take_usage = in_scheduler(HostedRollout.take_usage)
 

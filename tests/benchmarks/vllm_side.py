@@ -149,6 +149,7 @@ class Ours(Rival):
             **({"compilation_config": QUICK} if quick else {}),
         )
         self.version = 0
+        self.rollout.prepare_sleep(1)  # as a cycle does
 
     def give(self, tensors: dict[str, Tensor]) -> None:
         from memsaver.common.machine import place_of

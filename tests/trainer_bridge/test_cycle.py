@@ -38,6 +38,7 @@ class World:
         self.beside = set[str]()  # what was told to come back beside other work
         self.ahead = set[str]()  # what came back with its content still on its way
         self.partly = False
+        self.prepared: list[int] = []  # levels that the rollout gets ready for
         self.into: list[str] = []  # who hands what over, to what
 
     def at(self, call: str) -> None:
@@ -125,6 +126,9 @@ class FakeRollout:
     def wind_down(self) -> None:
         self.world.at("wind_down")
 
+    def prepare_sleep(self, level: int) -> None:
+        self.world.prepared.append(level)
+
     def abort_update(self, reason: str) -> None:
         self.world.at("abort_update")
         self.world.version, self.world.reason = None, reason
@@ -144,6 +148,10 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
     cycle.to_train()
     assert world.reason == "asleep at level 1"
     assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
+    assert world.prepared == [1]
+    for options in ({"keep": ["weights"]}, {"alias": True}, {"sleep_level": 2}):
+        pair(world, **{"sleep_level": 1, **options})
+    assert world.prepared == [1], "of weights that no host memory keeps"
     times = [time for _, start, end in seen for time in (start, end)]
     assert times == sorted(times)
 

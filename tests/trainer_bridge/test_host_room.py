@@ -101,3 +101,17 @@ def test_what_leaves_finds_its_host_memory_there(
     with open_inprocess(config(model_path), engine) as (trainer, rollout):
         Cycle(trainer, rollout, keep=keep).to_rollout(1)
         assert not obtained
+
+
+def test_what_an_engine_keeps_asleep_has_its_place(model_path: str, obtained: list[int]) -> None:
+    keep, arena = ["params", "optim", "kv_cache"], MemorySaver().host_arena
+    with open_inprocess(config(model_path), {"kv_tokens": 512}) as (trainer, rollout):
+        cycle = Cycle(trainer, rollout, keep=keep, sleep_level=1)
+        arena.give(arena.take(1))  # there when this is
+        weights = rollout.report().tags["weights"].live_bytes
+        assert obtained == [-(-weights // HUGE_PAGE) * HUGE_PAGE]
+        cycle.to_rollout(1)
+        cycle.to_train()
+        assert len(obtained) == 1 and arena.used_bytes >= weights
+        rollout.wake_up()
+        assert rollout.served_version() == 1

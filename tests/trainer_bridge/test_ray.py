@@ -65,12 +65,14 @@ def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed
 
 
 def copy(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
-    """Two rounds with an update in each, in which both sides hand their memory over."""
+    """Two rounds with an update in each, in which both sides hand their memory over, and the
+    rollout keeps its weights on the host.
+    """
     stages: list[str] = []
     full = trainer.report().committed_bytes
     assert full > 0 and rollout.report().committed_bytes == 0
     note = lambda name, start, end: stages.append(name)  # noqa: E731
-    cycle = Cycle(trainer, rollout, on_stage=note, hand_over=True)
+    cycle = Cycle(trainer, rollout, on_stage=note, hand_over=True, sleep_level=1)
     for version in (1, 2):
         receipt = cycle.to_rollout(version)
         assert receipt.version == rollout.weights_version == version

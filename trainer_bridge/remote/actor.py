@@ -125,6 +125,7 @@ class RemoteRollout(RemoteGroup):
     sleep = on_every_rank(Engine.sleep)
     wake_up = on_every_rank(Engine.wake_up)
     wind_down = on_every_rank(Engine.wind_down)
+    prepare_sleep = on_every_rank(Engine.prepare_sleep)
     served_version = on_every_rank(Engine.served_version)
     abort_update = on_every_rank(Engine.abort_update)
     as_partner = on_one_rank(Engine.as_partner)
