@@ -30,7 +30,7 @@ MODELS = {
     "deepseek_v3": {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 24},
 }
-LONG = ("llama", "deepseek_v3")
+LONG = ("llama", "qwen2", "deepseek_v3")
 LENGTHS = [1, 2, 15, 16, 17, 64, 200, 500]
 
 

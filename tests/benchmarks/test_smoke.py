@@ -47,7 +47,8 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-LONG = ("bench_kvcache", "bench_sync", "bench_switch", "bench_hand_over", "bench_replay")
+LONG = [f"bench_{each}" for each in ("kvcache", "sync", "switch", "hand_over", "replay")]
+LONG += ["bench_score", "bench_moe", "bench_moe_train"]
 for _long in LONG:  # what they run has tests of its own
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 

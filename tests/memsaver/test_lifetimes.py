@@ -159,7 +159,7 @@ with memsaver.attach(ticket) as lease:
 """
 
 
-@pytest.mark.parametrize("how", ["drop", "exit"])
+@pytest.mark.parametrize("how", ["exit", pytest.param("drop", marks=pytest.mark.extended)])
 def test_a_forked_child_leaves_the_parents_listener_alone(how: str) -> None:
     assert python(f"import sys; sys.argv = ['', {how!r}]\n{FORK}") == "700"
 

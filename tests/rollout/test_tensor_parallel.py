@@ -106,7 +106,7 @@ MODELS: list[Model] = [
         },
         (2, 4),
     ),
-    *map(random_mixture, some(*range(5), whole=range(5, 30))),
+    *map(random_mixture, some(1, 3, whole=[0, 2, *range(4, 30)])),  # Mixtral, DeepSeek-V2
 ]
 CONFIG: dict[str, Any] = {"kv_tokens": 384, "max_prefill_tokens": 48, "max_running": 8}
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
