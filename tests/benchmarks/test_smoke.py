@@ -29,7 +29,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
         {"floors", "memsaver", "parked", "copies", "IPC buckets", *bench_sync.TWO},
     ),
     "bench_generate": ([], {"ms", "gap"}),
-    "bench_switch": ([], {"runs", "back"}),
+    "bench_switch": ([], {"everything stays", "everything is parked"}),
     "bench_hand_over": (["--steps", "3"], {"tiny"}),
     "bench_gap": ([], {"rows"}),
     "bench_score": ([], {"passes", "apart"}),
