@@ -102,6 +102,7 @@ class Ours(Rival):
 
     give = vllm_side.Ours.give
     sync = vllm_side.Ours.sync
+    prepare = vllm_side.Ours.prepare
     answers = vllm_side.Ours.answers
 
     def sleep(self, level: int) -> None:

@@ -47,9 +47,8 @@ ON_GPU = {
 
 
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-LONG = [f"bench_{each}" for each in ("kvcache", "sync", "switch", "hand_over", "replay")]
-LONG += ["bench_score", "bench_moe", "bench_moe_train"]
-for _long in LONG:  # what they run has tests of its own
+LONG = ("kvcache", "sync", "switch", "hand_over", "replay", "score", "moe", "moe_train")
+for _long in map("bench_{}".format, LONG):  # what they run has tests of its own
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
 from collections.abc import Callable
 from typing import Any
+
+from tests.helpers.memory import uncollected
 
 
 class Hit(KeyboardInterrupt):
@@ -24,12 +25,11 @@ def interrupted(work: Callable[[], Any], seconds: float) -> bool:
     # of pytest-timeout, which has the same timer
     limit, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, handler)
-    gc.disable()  # what finalizers are interrupted in is not the work
-    with contextlib.suppress(Hit):
+    # what finalizers are interrupted in is not the work
+    with uncollected(), contextlib.suppress(Hit):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         work()
         signal.setitimer(signal.ITIMER_REAL, 0)
-    gc.enable()
     signal.signal(signal.SIGALRM, before)
     signal.setitimer(signal.ITIMER_REAL, limit)
     return bool(came)

@@ -74,8 +74,8 @@ def family_bytes(device: str) -> int:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """What others left dies later. For what goes to Python's recursion limit: a collection there
-    fails in the finalizers of all that it finds, and pytest tells it of the test.
+    """What others left dies later. For what is interrupted, or goes to Python's recursion limit: a
+    collection there fails in the finalizers of all that it finds, and pytest tells it of the test.
     """
     gc.disable()
     try:
