@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,15 +131,16 @@ class MemorySaver:
         return self.backend.host_arena
 
     @held()
-    def reserve_host(self, nbytes: int) -> None:
-        """Begin to obtain the host memory of so many bytes of saved content, in threads, and
+    def reserve_host(self, sizes: Mapping[str, int]) -> None:
+        """Begin to obtain the host memory of so many bytes of saved content by tag, in threads, and
         return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
 
-        A pause meanwhile uses what is there and waits for the rest. More than may be had is not
-        refused here, but to the pause that needs it. ``close`` ends it. Not beside the capture of a
-        CUDA graph in this process, which pinning breaks.
+        What other savers of the process reserved comes on top, as the arena is theirs, too; the
+        same tag again is not counted twice. A pause meanwhile uses what is there and waits for the
+        rest. More than may be had is not refused here, but to the pause that needs it. ``close``
+        ends it.
         """
-        self.host_arena.reserve(nbytes, self.backend.bind_thread)
+        self.host_arena.reserve(self, sizes, self.backend.bind_thread)
 
     @property
     def tags(self) -> list[str]:
@@ -548,7 +549,7 @@ class MemorySaver:
         if os.getpid() != self._pid:
             return
         with held():
-            self.host_arena.stop()
+            self.host_arena.stop(self)
         with self._operation():
             if self._closed:
                 return

@@ -90,7 +90,7 @@ class Rollout(SyncTarget, Protocol):
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None: ...
 
-    def prepare_sleep(self, level: int) -> None: ...
+    def prepare_sleep(self) -> None: ...
 
     def as_partner(self) -> Partner: ...
 
@@ -195,13 +195,12 @@ class EngineBase:
 
     # ---------------------------------------------------------------- memory
 
-    def prepare_sleep(self, level: int) -> None:
+    def prepare_sleep(self) -> None:
         """Begin to obtain, beside other work, the host memory that sleeps at level 1 keep the
-        weights in; nothing at level 2. A sleep meanwhile waits for it.
+        weights in. A sleep meanwhile waits for it.
         """
-        if level == 1:
-            held = self.saver.report(others=False).tags
-            self.saver.reserve_host(held[self.store.tag].live_bytes)
+        tag = self.store.tag
+        self.saver.reserve_host({tag: self.saver.report(others=False).tags[tag].live_bytes})
 
     def as_partner(self) -> Partner:
         """Returns what the trainer of this device is told, to hand memory over to the engine."""

@@ -145,7 +145,7 @@ class Cycle:
         self._sleep_level = sleep_level
         self._failure: CycleError | None = None
         if sleep_level == 1 and WEIGHTS in self._waking:
-            rollout.prepare_sleep(sleep_level)
+            rollout.prepare_sleep()
 
     def to_rollout(self, version: int) -> SyncReceipt:
         """Hand the memory to the rollout, which then serves the trainer's weights as `version`.

@@ -66,15 +66,28 @@ def _pieces(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
             yield [(to + at, source + at, min(PIECE, nbytes - at))]
 
 
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """For calls that, by default, are refused while any thread captures a graph, and end it."""
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = _value("capture mode", driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
 class CudaPinner:
     """Page-locks host memory, for every GPU of the process."""
 
     def pin(self, address: int, nbytes: int) -> None:
         portable = driver.CU_MEMHOSTREGISTER_PORTABLE
-        _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, portable))
+        with _beside_captures():
+            _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, portable))
 
     def unpin(self, address: int) -> None:
-        _value("unpinning host memory", driver.cuMemHostUnregister(address))
+        with _beside_captures():
+            _value("unpinning host memory", driver.cuMemHostUnregister(address))
 
 
 @cache

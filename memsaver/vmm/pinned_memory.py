@@ -12,8 +12,9 @@ import mmap
 import operator
 import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -158,6 +159,10 @@ class HostArena:
         self._returned: deque[Piece] = deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        # bytes by owner and tag
+        self._reserved: weakref.WeakKeyDictionary[object, dict[str, int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._coming = 0  # bytes that `reserve` asked for and are not there yet
         self._stops = 0  # what was asked for before the last is not begun any more
 
@@ -197,17 +202,21 @@ class HostArena:
                 raise
         return taken
 
-    def reserve(self, nbytes: int, bind: Callable[[], None]) -> None:
-        """Begins to obtain, beside other work, what is missing for so many bytes to be free; a
-        ``take`` uses what is there, and waits for what is on its way.
+    def reserve(self, owner: object, sizes: Mapping[str, int], bind: Callable[[], None]) -> None:
+        """Begins to obtain, beside other work, what is missing for ``sizes``, bytes by tag, to be
+        free, and for all that is reserved to fit at once; a ``take`` uses what is there, and waits
+        for what is on its way.
 
-        What may not be had is left: the ``take`` that needs it says why. bind: called first in the
-        threads that do it.
+        A tag of an owner counts once, as it was reserved last. What may not be had is left: the
+        ``take`` that needs it says why. bind: called first in the threads that do it.
         """
         with self._lock:
             self._collect()
+            self._reserved.setdefault(owner, {}).update(sizes)
             free = sum(segment.free_bytes for segment in self._segments)
-            more = round_up(max(0, nbytes - free - self._coming), HUGE_PAGE)
+            together = sum(sum(each.values()) for each in self._reserved.values())
+            missing = max(sum(sizes.values()) - free, together - self.committed_bytes)
+            more = round_up(max(0, missing - self._coming), HUGE_PAGE)
             with contextlib.suppress(HostMemoryError):
                 self._check_budget(self._coming + more)
                 for at in range(0, more, SEGMENT):
@@ -215,9 +224,13 @@ class HostArena:
                     workers("reserve", _AT_ONCE).submit(self._bring, size, bind, self._stops)
                     self._coming += size
 
-    def stop(self) -> None:
-        """Ends what ``reserve`` began: waits for what is under way, which stays."""
+    def stop(self, owner: object | None = None) -> None:
+        """Ends what ``reserve`` began: waits for what is under way, which stays. Nothing is
+        reserved for the owner any more, or, without one, for anybody.
+        """
         with self._lock:
+            for each in [*self._reserved] if owner is None else [owner]:
+                self._reserved.pop(each, None)
             self._stops += 1
             self._changed.wait_for(lambda: not self._coming)
 

@@ -389,7 +389,7 @@ class PlannedRollout:
         self._pool = min(whole, LEAST) if partly else whole
         self._grown = min(whole, self._sizes.wanted) if partly else whole
 
-    def prepare_sleep(self, level: int) -> None:
+    def prepare_sleep(self) -> None:
         """Host memory of the sleeps themselves."""
 
     def wind_down(self) -> None:

@@ -11,6 +11,7 @@ anew (pytorch#186213): test_processes.
 from __future__ import annotations
 
 import gc
+import time
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -257,3 +258,21 @@ def test_workspaces_that_graphs_of_others_hold_are_never_freed(
     torch_usage.hold_workspaces()
     torch_usage.clear_workspaces()
     assert cleared == ["all"]
+
+
+@pytest.mark.gpu
+def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
+    """By default CUDA refuses that in all threads, and the capture has failed by then."""
+    saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0").add_(0)
+    arena, graph = saver.host_arena, torch.cuda.CUDAGraph()
+    before = arena.committed_bytes
+    with torch.cuda.graph(graph):
+        numbers.add_(1)
+        saver.reserve_host({"t": before + (64 << 20)})
+        while arena._coming:
+            time.sleep(0.001)
+        assert arena.committed_bytes >= before + (64 << 20)
+        arena.trim()
+    graph.replay()
+    assert numbers.tolist() == [1] * 8
+    saver.close()

@@ -38,7 +38,7 @@ class World:
         self.beside = set[str]()  # what was told to come back beside other work
         self.ahead = set[str]()  # what came back with its content still on its way
         self.partly = False
-        self.prepared: list[int] = []  # levels that the rollout gets ready for
+        self.prepared = 0  # times that the rollout was told to get ready for level 1
         self.into: list[str] = []  # who hands what over, to what
 
     def at(self, call: str) -> None:
@@ -126,8 +126,8 @@ class FakeRollout:
     def wind_down(self) -> None:
         self.world.at("wind_down")
 
-    def prepare_sleep(self, level: int) -> None:
-        self.world.prepared.append(level)
+    def prepare_sleep(self) -> None:
+        self.world.prepared += 1
 
     def abort_update(self, reason: str) -> None:
         self.world.at("abort_update")
@@ -148,10 +148,10 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
     cycle.to_train()
     assert world.reason == "asleep at level 1"
     assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
-    assert world.prepared == [1]
+    assert world.prepared == 1
     for options in ({"keep": ["weights"]}, {"alias": True}, {"sleep_level": 2}):
         pair(world, **{"sleep_level": 1, **options})
-    assert world.prepared == [1], "of weights that no host memory keeps"
+    assert world.prepared == 1, "of weights that no host memory keeps"
     times = [time for _, start, end in seen for time in (start, end)]
     assert times == sorted(times)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_it_is_what_the_tags_hold(changes: dict[str, Any], model_path: str) -> N
     assert "adapters" not in held or changes["lora"]
     held["params"] += held.pop("adapters", 0)
     for tag in TRAINER_TAGS:
-        found = parked_bytes(config(model_path, **changes, leaving=(tag,)), 1)
+        found = parked_bytes(config(model_path, **changes, leaving=(tag,)), 1)[tag]
         if tag in held:
             slack = 0.3 * found if tag.startswith("critic") else 1024
             assert abs(found - held[tag]) <= slack, tag
@@ -52,9 +53,14 @@ def test_it_is_what_the_tags_hold(changes: dict[str, Any], model_path: str) -> N
 def test_each_rank_has_its_rows(tmp_path: Path) -> None:
     leaving = {"leaving": ("params", "optim")}
     path = write_model(tmp_path)
-    whole = parked_bytes(config(path, **leaving), 1)
-    assert whole / 2 <= parked_bytes(config(path, **leaving), 2) <= 0.55 * whole
-    assert parked_bytes(config(path), 1) == 0
+    whole, half = (parked_bytes(config(path, **leaving), ranks) for ranks in (1, 2))
+    for tag in whole:
+        assert whole[tag] / 2 <= half[tag] <= 0.55 * whole[tag]
+    assert parked_bytes(config(path), 1) == {}
+
+
+def in_pages(nbytes: int) -> int:
+    return -(-nbytes // HUGE_PAGE) * HUGE_PAGE
 
 
 @pytest.fixture
@@ -94,7 +100,7 @@ def test_what_leaves_finds_its_host_memory_there(
     with open_inprocess(leaving, engine) as (trainer, rollout):
         Cycle(trainer, rollout, overlap=overlap).to_rollout(1)
         trainer.restore()
-        assert sum(obtained) == -(-parked_bytes(leaving, 1) // HUGE_PAGE) * HUGE_PAGE
+        assert sum(obtained) == in_pages(sum(parked_bytes(leaving, 1).values()))
     obtained.clear()
     MemorySaver().host_arena.trim()
     keep = ["params", "optim", "weights", "kv_cache"]
@@ -103,15 +109,23 @@ def test_what_leaves_finds_its_host_memory_there(
         assert not obtained
 
 
-def test_what_an_engine_keeps_asleep_has_its_place(model_path: str, obtained: list[int]) -> None:
-    keep, arena = ["params", "optim", "kv_cache"], MemorySaver().host_arena
-    with open_inprocess(config(model_path), {"kv_tokens": 512}) as (trainer, rollout):
+@pytest.mark.parametrize("leaving", [(), ("params", "optim")])
+def test_what_an_engine_keeps_asleep_has_its_place(
+    leaving: tuple[str, ...], model_path: str, obtained: list[int]
+) -> None:
+    """Beside the trainer's, whose arena it is, too."""
+    keep, arena = {"params", "optim", "kv_cache"}.difference(leaving), MemorySaver().host_arena
+    trained = config(model_path, leaving=leaving)
+    with open_inprocess(trained, {"kv_tokens": 512}) as (trainer, rollout):
         cycle = Cycle(trainer, rollout, keep=keep, sleep_level=1)
-        arena.give(arena.take(1))  # there when this is
         weights = rollout.report().tags["weights"].live_bytes
-        assert obtained == [-(-weights // HUGE_PAGE) * HUGE_PAGE]
+        while arena._coming:
+            time.sleep(0.001)
+        parked = sum(parked_bytes(trained, 1).values())
+        assert sum(obtained) == in_pages(weights + parked)
+        before = len(obtained)
         cycle.to_rollout(1)
         cycle.to_train()
-        assert len(obtained) == 1 and arena.used_bytes >= weights
+        assert len(obtained) == before and arena.used_bytes >= weights
         rollout.wake_up()
         assert rollout.served_version() == 1

@@ -246,16 +246,16 @@ def reserve_parked(config: TrainerConfig, ranks: int, saver: MemorySaver) -> Non
     """Begin to obtain the host memory that one of `ranks` ranks parks `config.leaving` in, beside
     what comes next. Nothing more where that was begun before.
     """
-    if nbytes := parked_bytes(config, ranks):
-        saver.reserve_host(nbytes)
+    if sizes := parked_bytes(config, ranks):
+        saver.reserve_host(sizes)
 
 
-def parked_bytes(config: TrainerConfig, ranks: int) -> int:
-    """Returns the host bytes that copies of `config.leaving` take on one of `ranks` ranks: all of
-    them, from the model's config.json alone. The critic is taken for as large as the policy.
+def parked_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
+    """Returns the host bytes that copies of `config.leaving` take on one of `ranks` ranks, by tag,
+    from the model's config.json alone. The critic is taken for as large as the policy.
     """
     if not config.leaving:
-        return 0
+        return {}
     params = list(meta_model(config).parameters())
     trained = [param for param in params if param.requires_grad]
     own, computing = config.torch_dtype.itemsize, config.torch_param_dtype.itemsize
@@ -266,7 +266,7 @@ def parked_bytes(config: TrainerConfig, ranks: int) -> int:
         CRITIC_OPTIM: 2 * _held(params, ranks, own),
         REFERENCE: _held(params, ranks, computing),
     }
-    return sum(sizes[tag] for tag in config.leaving)
+    return {tag: sizes[tag] for tag in config.leaving}
 
 
 def _held(params: Iterable[nn.Parameter], ranks: int, itemsize: int | None = None) -> int:

@@ -63,12 +63,17 @@ def test_pieces_never_overlap_and_nothing_is_lost(
         _check_steps(steps)
 
 
+class Owner:
+    """Of a reservation; a saver is one."""
+
+
 def nothing() -> None:
     pass
 
 
 def _check_steps(steps: list[tuple[str, int]]) -> None:
     arena, held = HostArena(Pinned(), budget_bytes=16 * MIB), []
+    owners = Owner(), Owner()
     for step, number in steps:
         if step == "take":
             try:
@@ -80,7 +85,7 @@ def _check_steps(steps: list[tuple[str, int]]) -> None:
         elif step == "trim":
             arena.trim()
         elif step == "reserve":  # goes on beside the next steps
-            arena.reserve(2 * number, nothing)
+            arena.reserve(owners[number % 2], {"tag": 2 * number}, nothing)
         elif step == "stop":
             arena.stop()
         pieces = sorted(piece for taken, _ in held for piece in taken)
@@ -121,19 +126,49 @@ def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
     monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
     pinned, bound = SlowlyPinned(2), list[int]()
     arena = HostArena(pinned)
-    arena.reserve(6 * HUGE_PAGE, lambda: bound.append(threading.get_ident()))
+    owner, bind = Owner(), lambda: bound.append(threading.get_ident())
+    arena.reserve(owner, {"tag": 6 * HUGE_PAGE}, bind)
     first = arena.take(2 * HUGE_PAGE)  # there are two
     with ThreadPoolExecutor(1) as others:
         taking = others.submit(arena.take, 4 * HUGE_PAGE)
         assert arena.committed_bytes == 2 * HUGE_PAGE and not taking.done()
-        arena.reserve(4 * HUGE_PAGE, nothing)  # which are on their way
+        arena.reserve(owner, {"tag": 4 * HUGE_PAGE}, nothing)  # which are on their way
         pinned.leave.release(20)
         rest = taking.result(20)
     assert arena.used_bytes == arena.committed_bytes == 6 * HUGE_PAGE == sum(pinned.ranges.values())
     assert len(bound) == 6 and threading.get_ident() not in bound
     arena.give([*first, *rest])
-    arena.reserve(6 * HUGE_PAGE, nothing)
+    arena.reserve(owner, {"tag": 6 * HUGE_PAGE}, nothing)
     assert arena.trim() == 6 * HUGE_PAGE and not pinned.ranges
+
+
+def test_reservations_of_several_owners_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner's tag counts once, an owner that is gone or has stopped not at all; what others took
+    without reserving it is no room."""
+    monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
+    arena, first, second = HostArena(Pinned()), Owner(), Owner()
+
+    def pages(owner: Owner, **sizes: int) -> int:
+        arena.reserve(owner, {tag: size * HUGE_PAGE for tag, size in sizes.items()}, nothing)
+        while arena._coming:
+            time.sleep(0.001)
+        return arena.committed_bytes // HUGE_PAGE
+
+    assert pages(first, params=3, optim=2) == 5 == pages(first, params=3, optim=2)
+    assert pages(second, weights=4) == 9, "the first owner's pages are free, and not for this"
+    taken = arena.take(5 * HUGE_PAGE)
+    assert pages(first, params=2) == 9 == pages(second, weights=4)
+    others = arena.take(4 * HUGE_PAGE)
+    assert pages(second, weights=4) == 13
+    arena.stop(first)
+    arena.give([*taken, *others])
+    assert pages(second, weights=13) == 13
+    del second
+    gc.collect()
+    assert pages(first, params=13) == 13
+    assert arena.trim() == 13 * HUGE_PAGE
+    assert pages(first, optim=1) == 1, "what is given back is not reserved any more"
+    arena.trim()
 
 
 def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +176,7 @@ def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
     pinned = SlowlyPinned(0)
     arena = HostArena(pinned)
-    arena.reserve(50 * HUGE_PAGE, nothing)
+    arena.reserve(Owner(), {"tag": 50 * HUGE_PAGE}, nothing)
     assert pinned.begun.acquire(timeout=20)
     with ThreadPoolExecutor(1) as others:
         stopping = others.submit(arena.stop)
@@ -159,7 +194,7 @@ def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
     arena = HostArena(Pinned(), budget_bytes=8 * MIB)
-    arena.reserve(10 * MIB, nothing)
+    arena.reserve(Owner(), {"tag": 10 * MIB}, nothing)
     arena.stop()
     assert arena.committed_bytes == 0
     with pytest.raises(HostMemoryError, match="budget is 8.0 MiB"):
@@ -172,7 +207,7 @@ def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch
 
     arena = HostArena(pinned)
     monkeypatch.setattr(pinned, "pin", pin)
-    arena.reserve(40 * HUGE_PAGE, nothing)
+    arena.reserve(Owner(), {"tag": 40 * HUGE_PAGE}, nothing)
     with pytest.raises(HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         arena.take(UNIT)
     assert len(begun) < 10, "the first refusal ends it"
@@ -192,7 +227,7 @@ class Slow:
     def unpin(self, address): pass
 
 pinned_memory.SEGMENT = HUGE_PAGE
-HostArena(Slow()).reserve(400 * HUGE_PAGE, lambda: None)
+HostArena(Slow()).reserve(Slow, {"tag": 400 * HUGE_PAGE}, lambda: None)
 print(time.time(), flush=True)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
@@ -323,7 +358,7 @@ def test_a_forked_child_does_not_have_it() -> None:
 
 def test_a_child_forked_beside_a_reservation_has_an_arena_of_its_own() -> None:
     saver = MemorySaver()
-    saver.reserve_host(saver.host_arena.committed_bytes + 64 * MIB)
+    saver.reserve_host({"t": saver.host_arena.committed_bytes + 64 * MIB})
     if (pid := os.fork()) == 0:
         own = MemorySaver()
         tensor = own.empty(MIB, tag="t", content="host").fill_(3)
