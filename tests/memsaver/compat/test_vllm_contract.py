@@ -373,6 +373,7 @@ print("end")
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("device", ["cuda:0"])
 def test_graphs_sleep_and_replay(
     allocator: CuMemAllocator, device: str, scribble: Scribble
