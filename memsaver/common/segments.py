@@ -14,7 +14,7 @@ from torch import Tensor
 from memsaver.common.cuts import VECTOR, Cut, Kind, Launch, cut
 from memsaver.common.hash import MASK64
 
-MIN_CHUNK = 1 << 14  # elements: a whole number of blocks of every kernel instance
+MIN_CHUNK = 1 << 15  # elements: a whole number of blocks of every kernel instance
 _MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
 
 

@@ -281,10 +281,17 @@ def planned_and_measured(run: Run) -> Table | None:
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Returns, by stage, the most of all rows: of a device (DEVICE), of each side's process."""
+    """Returns, by stage, the most of all rows: of a device (DEVICE), of each side's process.
+
+    Left out: a stage that only the first of several steps had, before there was an update.
+    """
     found: dict[str, dict[str, int]] = {}
-    for row in rows:
-        for stage, peak in row.get("peaks", {}).items():
+    peaks = [row["peaks"] for row in rows if "peaks" in row]
+    later = set().union(*(peaks[1:] or peaks))
+    for each in peaks:
+        for stage, peak in each.items():
+            if stage not in later:
+                continue
             largest = found.setdefault(stage, {})
             by_owner = {DEVICE: peak.get("device_bytes"), **peak.get("processes", {})}
             for owner, nbytes in by_owner.items():

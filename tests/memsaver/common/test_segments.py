@@ -248,7 +248,7 @@ def test_far_rows_have_64_bit_addresses() -> None:
     """A pitch of 3 Gi elements, read with the numbers 5 Gi apart: rows of one buffer and of another
     one far away.
     """
-    pitch, rows = 3 << 30, 4
+    pitch, rows, chunk = 3 << 30, 4, segments_module.MIN_CHUNK
     given = segment(
         count=16, rows=rows, source_pitch=pitch, target_pitch=pitch, index_pitch=5 << 30, target=64
     )
@@ -258,13 +258,13 @@ def test_far_rows_have_64_bit_addresses() -> None:
     )
     assert launch.rows.tolist() == [[1 << 20, 64, 64, 0, 0, 0]] * 2
     long = segment(
-        count=1 << 14, rows=rows, source_pitch=pitch, target_pitch=pitch, index_pitch=5 << 30
+        count=chunk, rows=rows, source_pitch=pitch, target_pitch=pitch, index_pitch=5 << 30
     )
     (launch,) = SegmentTable([long], CPU).launches
     assert launch.rows[3].tolist() == [
         (1 << 20) + 3 * pitch * 4,
         3 * pitch * 2,
-        1 << 14,
+        chunk,
         15 << 30,
         0,
         0,
@@ -316,7 +316,9 @@ def test_tables_are_small_and_small_models_have_many_programs(elements: int) -> 
     ]
     table = SegmentTable(segments, torch.device("cpu"))
     assert table.nbytes < 16 << 20
-    assert sum(len(launch.rows) for launch in table.launches) > 20_000
+    at_once = 132 * 64 // segments_triton.WARPS  # multiprocessors of an H100, warps of each
+    # so the last round, in which some do nothing, is at most one of twenty
+    assert sum(len(launch.rows) for launch in table.launches) > 20 * at_once
 
 
 @pytest.mark.gpu
@@ -398,7 +400,8 @@ def test_the_compiler_makes_wide_accesses_and_little_arithmetic() -> None:
         source, aligned, grid, looping = kind.split()
         memory = kernel["memory"]
         assert kernel["loops"] == (2 if looping == "True" else 1), kind
-        assert kernel["shared"] <= 64, f"{kind}: elements change threads"
+        sums = 8 * segments_triton.WARPS  # bytes: one of each warp
+        assert kernel["shared"] <= sums, f"{kind}: elements change threads"
         if aligned == "False":
             assert "ld.global.b32" in memory, kind
             continue

@@ -251,8 +251,11 @@ def test_planned_and_measured(tmp_path: Path) -> None:
         {"stage": "update_actor", "device_bytes": {"trainer": 100 * MIB, "rollout": 2 * MIB}},
         {"stage": "sync_weights", "device_bytes": {"trainer": 98 * MIB}},
         {"stage": "never_ran", "device_bytes": {"trainer": 1}},
+        {"stage": "before_an_update", "device_bytes": {"trainer": 100 * MIB}},
     ]
+    first = peaks("before_an_update", 60 * MIB, trainer=60 * MIB)
     rows = [
+        first,
         peaks(
             "update_actor",
             90 * MIB,
@@ -276,6 +279,8 @@ def test_planned_and_measured(tmp_path: Path) -> None:
     last = ("outside of tags, at the start", "3.00 GiB", "2.00 GiB", "+50.0 %", "✓")
     assert found.rows[-1] == last
     assert report.planned_and_measured(Run(rows=rows)) is None
+    alone = report.planned_and_measured(Run(rows=[first], plan=plan))
+    assert alone.rows[0] == ("before_an_update", "100.0 MiB", "60.0 MiB", "+66.7 %", "✗")
     assert report.planned_and_measured(Run(plan=plan)) is None
 
 
