@@ -163,12 +163,17 @@ class HostArena:
         self._reserved: weakref.WeakKeyDictionary[object, dict[str, int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._coming = 0  # bytes that `reserve` asked for and are not there yet
+        self._coming = 0
         self._stops = 0  # what was asked for before the last is not begun any more
 
     @property
     def committed_bytes(self) -> int:
         return sum(segment.nbytes for segment in self._segments)
+
+    @property
+    def coming_bytes(self) -> int:
+        """Bytes that ``reserve`` asked for and are not there yet."""
+        return self._coming
 
     @property
     def used_bytes(self) -> int:

@@ -11,7 +11,6 @@ anew (pytorch#186213): test_processes.
 from __future__ import annotations
 
 import gc
-import time
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -23,6 +22,7 @@ from memsaver import MemorySaver
 from memsaver.vmm import torch_usage
 from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds
+from tests.helpers.memsaver.savers import until
 from tests.helpers.peers import Peer
 
 pytestmark = pytest.mark.alone
@@ -269,8 +269,7 @@ def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
     with torch.cuda.graph(graph):
         numbers.add_(1)
         saver.reserve_host({"t": before + (64 << 20)})
-        while arena._coming:
-            time.sleep(0.001)
+        until(lambda: not arena.coming_bytes)
         assert arena.committed_bytes >= before + (64 << 20)
         arena.trim()
     graph.replay()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from memsaver import MemorySaver
 from memsaver.vmm import pinned_memory
 from memsaver.vmm.pinned_memory import HUGE_PAGE
+from tests.helpers.memsaver.savers import until
 from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Cycle, LoraConfig, Trainer, open_inprocess
 from trainer_bridge.config import CriticConfig
@@ -119,8 +119,7 @@ def test_what_an_engine_keeps_asleep_has_its_place(
     with open_inprocess(trained, {"kv_tokens": 512}) as (trainer, rollout):
         cycle = Cycle(trainer, rollout, keep=keep, sleep_level=1)
         weights = rollout.report().tags["weights"].live_bytes
-        while arena._coming:
-            time.sleep(0.001)
+        until(lambda: not arena.coming_bytes)
         parked = sum(parked_bytes(trained, 1).values())
         assert sum(obtained) == in_pages(weights + parked)
         before = len(obtained)

@@ -23,6 +23,7 @@ from memsaver import BackendError, HostMemoryError, MemorySaver
 from memsaver.backup.on_host import HostBackup
 from memsaver.vmm import pinned_memory
 from memsaver.vmm.pinned_memory import HUGE_PAGE, UNIT, HostArena, Piece
+from tests.helpers.memsaver.savers import until
 
 MIB = 1 << 20
 
@@ -150,8 +151,7 @@ def test_reservations_of_several_owners_add_up(monkeypatch: pytest.MonkeyPatch) 
 
     def pages(owner: Owner, **sizes: int) -> int:
         arena.reserve(owner, {tag: size * HUGE_PAGE for tag, size in sizes.items()}, nothing)
-        while arena._coming:
-            time.sleep(0.001)
+        until(lambda: not arena.coming_bytes)
         return arena.committed_bytes // HUGE_PAGE
 
     assert pages(first, params=3, optim=2) == 5 == pages(first, params=3, optim=2)
