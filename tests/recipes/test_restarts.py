@@ -14,7 +14,7 @@ import pytest
 from recipes.cli import main
 from recipes.errors import LostWorker, RunError
 from recipes.run import start_run
-from recipes.watch.monitor import Monitor, make_view
+from recipes.watch.monitor import Monitor, View
 from recipes.watch.run_folder import RunFolder
 from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
@@ -109,7 +109,7 @@ def test_an_actor_that_cannot_be_made_is_not_tried_again(
 def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
     error: Exception, kind: type[Exception], tmp_path: Path
 ) -> None:
-    monitor = Monitor(RunFolder(tmp_path), make_view("", 1))
+    monitor = Monitor(RunFolder(tmp_path), View())
     with pytest.raises(RunError) as found, monitor.phase("to_rollout"):
         raise RankFailed("trainer[1]", "sync_weights", error)
     assert type(found.value) is kind
@@ -117,7 +117,7 @@ def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
 
 
 def test_an_actor_that_was_slow_names_the_key_to_raise(tmp_path: Path) -> None:
-    monitor = Monitor(RunFolder(tmp_path), make_view("", 1))
+    monitor = Monitor(RunFolder(tmp_path), View())
     with pytest.raises(LostWorker) as found, monitor.phase("update_actor"):
         raise ActorTimeout("trainer", "update_actor", "gave no answer for 600 s")
     assert str(found.value).endswith(
