@@ -234,8 +234,10 @@ class HostArena:
         reserved for the owner any more, or, without one, for anybody.
         """
         with self._lock:
-            for each in [*self._reserved] if owner is None else [owner]:
-                self._reserved.pop(each, None)
+            if owner is None:
+                self._reserved.clear()
+            else:
+                self._reserved.pop(owner, None)
             self._stops += 1
             self._changed.wait_for(lambda: not self._coming)
 

@@ -173,11 +173,11 @@ OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_call_after_the_other(name: str, device: str) -> None:
     before, operation = OPERATIONS[name]
-    open_before = connections()
+    open_before, fds = connections(), own_fds()
     attach_and_close(World(device))  # loads what the first use loads
     gc.collect()
     until(lambda: connections() <= open_before)
-    floor, fds = process_bytes(device), own_fds()
+    floor = process_bytes(device)
     raised = 0
     for fault in every_call(device):
         world = World(device)

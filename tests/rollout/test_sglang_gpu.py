@@ -312,8 +312,7 @@ def test_an_engine_by_itself_finds_the_plugin(tmp_path: Path) -> None:
     answers, libraries, freed = json.loads((tmp_path / "told").read_text())
     assert all(each == answers[0] for each in answers)
     assert str(shim.shim_library()) in libraries and "torch_memory_saver" not in libraries
-    # keys and values of three layers, 2 heads of 64, two bytes each
+    # keys and values of three layers, 2 heads of 64, two bytes each; all of it is there again
     cache = 2 * 3 * 2 * 64 * 2 * (1 << 16)
     assert all(each >= cache for each in freed[::2])
-    # what was not there again, or there twice, would be as much; a round may cost once, none more
-    assert freed[1::2] == [freed[1]] * 3 and abs(freed[1]) < cache
+    assert freed[1::2] == [freed[1]] * 3 and abs(freed[1]) < 64 << 20

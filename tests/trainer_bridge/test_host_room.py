@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memsaver import MemorySaver
+from memsaver.common.layout import round_up
 from memsaver.vmm import pinned_memory
 from memsaver.vmm.pinned_memory import HUGE_PAGE
 from tests.helpers.memsaver.savers import until
@@ -59,10 +60,6 @@ def test_each_rank_has_its_rows(tmp_path: Path) -> None:
     assert parked_bytes(config(path), 1) == {}
 
 
-def in_pages(nbytes: int) -> int:
-    return -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-
-
 @pytest.fixture
 def obtained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every piece of host memory from here on; there is none before."""
@@ -100,7 +97,7 @@ def test_what_leaves_finds_its_host_memory_there(
     with open_inprocess(leaving, engine) as (trainer, rollout):
         Cycle(trainer, rollout, overlap=overlap).to_rollout(1)
         trainer.restore()
-        assert sum(obtained) == in_pages(sum(parked_bytes(leaving, 1).values()))
+        assert sum(obtained) == round_up(sum(parked_bytes(leaving, 1).values()), HUGE_PAGE)
     obtained.clear()
     MemorySaver().host_arena.trim()
     keep = ["params", "optim", "weights", "kv_cache"]
@@ -121,7 +118,7 @@ def test_what_an_engine_keeps_asleep_has_its_place(
         weights = rollout.report().tags["weights"].live_bytes
         until(lambda: not arena.coming_bytes)
         parked = sum(parked_bytes(trained, 1).values())
-        assert sum(obtained) == in_pages(weights + parked)
+        assert sum(obtained) == round_up(weights + parked, HUGE_PAGE)
         before = len(obtained)
         cycle.to_rollout(1)
         cycle.to_train()
