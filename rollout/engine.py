@@ -3,6 +3,7 @@ replaced in place.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, aliases, constants, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config
+from rollout.model.params import Group
+from rollout.ops.products import row_variant_shapes
 from rollout.parallel import TensorParallel
 from rollout.protocols import EngineBase, Progress, handing_over
 from rollout.serving.kv_setup import Cache
@@ -39,6 +42,7 @@ from rollout.types import (
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
 
+_log = logging.getLogger("rollout")
 UNFINISHED = ("raise", "preempt", "abort")
 
 
@@ -81,13 +85,10 @@ class Engine(EngineBase):
         self.saver = saver
         self.max_context_len = _context_len(model, config)
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
-        self.store = WeightStore(
-            rank_groups(model, *split),
-            aliases(model),
-            dtype,
-            saver,
-            constants=constants(model),
-        )
+        groups = rank_groups(model, *split)
+        self.store = WeightStore(groups, aliases(model), dtype, saver, constants=constants(model))
+        if saver.device.type == "cuda":
+            self._probe_products(groups)
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
         self.prefixes = self.cache.prefix_blocks(config)
@@ -144,6 +145,19 @@ class Engine(EngineBase):
         else:
             engine._load_constants(path)
         return engine
+
+    def _probe_products(self, groups: list[Group]) -> None:
+        """Warn where products depend on the batch on this GPU; the weights are undefined yet."""
+        if shapes := row_variant_shapes(self.store.products(groups)):
+            named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
+            _log.warning(
+                "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
+                " the same prompt may get other last bits in another batch",
+                self.store.products(groups)[0][0].dtype,
+                named,
+                torch.cuda.get_device_name(self.saver.device),
+                torch.__version__,
+            )
 
     def _load_constants(self, path: str | Path) -> None:
         """Reads what no update brings, where there are files: a model without has random weights,

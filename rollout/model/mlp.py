@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.model.params import Group, Split, Splits, held, one, stack
 from rollout.ops.experts import Routing, Share, mix_experts
 from rollout.ops.norm_and_activation import silu_mul
+from rollout.ops.products import linear
 
 if TYPE_CHECKING:
     from rollout.weights.store import WeightStore
@@ -77,7 +77,7 @@ class GatedConfig(MLPConfig):
     def build(self, store: WeightStore, name: str) -> MLP:
         gate_up = store.tensor(name + "gate_up_proj.weight")
         down = store.tensor(name + "down_proj.weight")
-        return lambda x: F.linear(silu_mul(F.linear(x, gate_up)), down)
+        return lambda x: linear(silu_mul(linear(x, gate_up)), down)
 
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
         inner = self.inner // size
@@ -206,7 +206,7 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         config = self.config
         wide = config.wide_router
-        logits = F.linear(x.float(), self._router.float()) if wide else F.linear(x, self._router)
+        logits = linear(x.float(), self._router.float()) if wide else linear(x, self._router)
         ids, weights = config.routing.choose(logits, self._bias)
         if self.routed is not None:
             self.routed[: len(ids)] = ids
@@ -217,4 +217,4 @@ class Experts:
             return out
         if self._shared_gate is None:
             return out + self._shared(x)
-        return out + torch.sigmoid(F.linear(x, self._shared_gate)) * self._shared(x)
+        return out + torch.sigmoid(linear(x, self._shared_gate)) * self._shared(x)

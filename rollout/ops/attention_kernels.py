@@ -1,6 +1,10 @@
 """The Triton kernels of paged attention, and the compile-time arguments that cut them into
 programs, tuned for Hopper.
 
+Half-precision launches contract no products and sums: the compiler would do it in some of a
+kernel's loops only, and where one loop ends and the next begins depends on how a prompt is cut into
+chunks.
+
 Latent rows (values are a view of the first elements of keys) are read once, as keys and as values.
 The rest of the key is the "tail", multiplied by itself: so no block is padded from rank + rope to a
 power of two.
@@ -313,7 +317,7 @@ def decode_blocks(
     else:
         # more latent rows at once are spilled while they are converted
         rows, block_n, warps = MAX_HEADS, 32 if fp8 and latent else 64, 4
-    tuning = {"num_warps": warps, "num_stages": stages}
+    tuning = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": wide}
     return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, **tuning}
 
 
@@ -351,6 +355,7 @@ def prefill_blocks(
     else:
         block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
         tuning = {"num_warps": 8, "num_stages": 3}
+    tuning["enable_fp_fusion"] = wide
     return {**constants, "WINDOWED": windowed, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.allocators import to_device
@@ -32,6 +31,7 @@ from rollout.model.decoder import DecoderWeights, ModelConfig, forward
 from rollout.model.mixers.base import Batch, Parts, RopeConfig, Sliding, rotary_tables
 from rollout.model.mlp import MLP, Experts
 from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
+from rollout.ops.products import MIN_ROWS, linear, row_invariant_products
 from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel
 from rollout.serving.kv_setup import Cache
@@ -92,7 +92,8 @@ class ModelRunner:
         """Makes decode steps of at most max(sizes) samples graph replays from here on."""
         dtype = self._weights.lm_head.dtype
         self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
-        self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
+        with row_invariant_products(self.device):
+            self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
@@ -102,6 +103,10 @@ class ModelRunner:
             for load in step.loads:
                 load.wait()
             return self.graphs.replay(ids, positions, _rows(step))
+        with row_invariant_products(self.device):
+            return self._launch(step, ids, positions, ends)
+
+    def _launch(self, step: Step, ids: list[int], positions: list[int], ends: list[int]) -> Tensor:
         slots = [step.decode_slots] if step.decode else []
         slots += [chunk.slots for chunk in step.chunks]
         shape = _shape(step)
@@ -118,7 +123,7 @@ class ModelRunner:
             shape,
             step.loads,
         )
-        part = F.linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
+        part = linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
         return self._ranks.join(part, self.config.vocab_size)
 
     def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
@@ -136,7 +141,7 @@ class ModelRunner:
         if self._ranks.size == 1:
             torch.mm(hidden, head.t(), out=logits)
         else:
-            logits.copy_(self._ranks.join(F.linear(hidden, head), self.config.vocab_size))
+            logits.copy_(self._ranks.join(linear(hidden, head), self.config.vocab_size))
 
     def _batch(
         self,
@@ -291,13 +296,16 @@ class StepRouting:
 
 
 def ladder(max_running: int) -> tuple[int, ...]:
-    """Batch sizes of graphs: padding costs at most 31 rows, or doubles a batch below 16."""
-    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
+    """Return batch sizes for graphs: padding adds at most 31 rows, or doubles a batch below 16."""
+    sizes = [2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
 class DecodeGraphs:
-    """One graph a batch size; padding is row 0 of the request table, which has page 0 only."""
+    """One graph a batch size; padding is row 0 of the request table, which has page 0 only.
+
+    A single request is padded to MIN_ROWS, so that its products have the bits of any other batch.
+    """
 
     def __init__(
         self,
@@ -311,7 +319,7 @@ class DecodeGraphs:
 
         torch.OutOfMemoryError carries a note on what to lower.
         """
-        self.sizes = tuple(sorted(set(sizes)))
+        self.sizes = tuple(sorted({max(size, MIN_ROWS) for size in sizes}))
         largest = self.sizes[-1]
         self._host = torch.zeros((_INPUTS, largest), dtype=torch.int64, pin_memory=True)
         self._staged = self._host.numpy()

@@ -150,6 +150,17 @@ class WeightStore(WeightArena):
             .view(where.shape)
         )
 
+    def products(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
+        """Return one weight [N, K] of each shape among `groups`, and the bias [N] added to it."""
+        names = dict.fromkeys(group.fused or group.params[0].name for group in groups)
+        found: dict[tuple[tuple[int, ...], bool], tuple[Tensor, Tensor | None]] = {}
+        for name in names:
+            weight, bias = self.tensor(name), name.removesuffix("weight") + "bias"
+            if weight.ndim == 2 and name.endswith("weight"):
+                added = self.tensor(bias) if bias in names else None
+                found.setdefault((tuple(weight.shape), added is None), (weight, added))
+        return list(found.values())
+
     def load(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
         """Copy this rank's part of a whole checkpoint into the slices and define them as version 0.
 

@@ -40,7 +40,7 @@ from triton.compiler import ASTSource
 from rollout.ops import norm_and_activation as fused, sampling
 from rollout.ops import attention_kernels as kernels
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 def compiled(kernel, constants, types, options, aligned=()):
     names = kernel.arg_names

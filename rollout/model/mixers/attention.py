@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.staging import heads_per_rank
@@ -13,6 +12,7 @@ from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
 from rollout.model.params import Group, Split, Splits, one, stack
 from rollout.ops.norm_and_activation import rms_norm
+from rollout.ops.products import linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         config = self.config
-        heads = F.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
+        heads = linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, config.head_dim)
         q, k, v = heads.split((config.query_rows, config.num_kv_heads, config.num_kv_heads), dim=1)
         if config.output_gate:
             q, gate = q[:, 0::2], q[:, 1::2]
@@ -136,7 +136,7 @@ class Attention:
         out = self._attend(q, k, v, batch)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
-        out = F.linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
+        out = linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
         return self._ranks.sum(out, self._stage)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

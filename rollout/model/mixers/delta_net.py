@@ -16,6 +16,7 @@ from rollout.model.mixers.base import Batch, MixerConfig, Parts
 from rollout.model.params import Group, Split, Splits, one, stack
 from rollout.ops.attention_plan import BatchShape
 from rollout.ops.norm_and_activation import rms_norm
+from rollout.ops.products import linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class DeltaNet:
                 .to(x.dtype)
             )
         out = rms_norm(out, self._norm, self._eps) * F.silu(z.float())
-        out = F.linear(out.to(x.dtype).flatten(1), self._out)
+        out = linear(out.to(x.dtype).flatten(1), self._out)
         return self._ranks.sum(out, self._stage)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,7 +139,7 @@ class DeltaNet:
         """
         config = self.config
         ba_width = 2 * config.num_value_heads
-        qkvz, ba = F.linear(x, self._in).split((len(self._in) - ba_width, ba_width), dim=1)
+        qkvz, ba = linear(x, self._in).split((len(self._in) - ba_width, ba_width), dim=1)
         values = config.shared * config.value_dim
         by_key_head = qkvz.unflatten(1, (config.num_key_heads, -1))
         *qkv, z = by_key_head.split((config.key_dim, config.key_dim, values, values), dim=2)

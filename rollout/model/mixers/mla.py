@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.ops import rotate_heads
@@ -21,6 +20,7 @@ from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
 from rollout.model.params import Group, Split, Splits, one, stack
 from rollout.ops.norm_and_activation import rms_norm
+from rollout.ops.products import linear
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 _EPS = 1e-6  # transformers gives the norms inside attention no eps of the config
@@ -156,15 +156,15 @@ class LatentAttention:
         self._stage = f"attention of layer {index}"
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        first = F.linear(x, self._first, self._first_bias)
+        first = linear(x, self._first, self._first_bias)
         queries, latent, key = first.split(self.config.widths, dim=1)
         if self._q_norm is not None and self._q_b is not None:
-            queries = F.linear(rms_norm(queries, self._q_norm, _EPS), self._q_b)
+            queries = linear(rms_norm(queries, self._q_norm, _EPS), self._q_b)
         key = self._rotate(key.unsqueeze(1), batch)
         out = self._attend(
             self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS), key, batch
         )
-        out = F.linear(self._expand(out), self._o, self._o_bias)
+        out = linear(self._expand(out), self._o, self._o_bias)
         return self._ranks.sum(out, self._stage)
 
     def _attend(self, q: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:

@@ -1,0 +1,141 @@
+"""An answer has the same bits whatever is computed beside it, at the widths of real models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+
+from rollout import Engine, SamplingParams
+from rollout.ops.products import row_invariant_products, row_variant_shapes
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1500, 777, 2001, 300, 1024, 129, 640, 33, 1)
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen2.5-0.5b": Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, vocab_size=151936,
+    ),
+    "deepseek-v2-lite": DeepseekV2Config(
+        hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, vocab_size=102400,
+        num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64,
+        n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, n_group=1, topk_group=1,
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def engine_of(path: Path, **changes: Any) -> Iterator[Engine]:
+    """An engine with the same random weights each time."""
+    settings = {"kv_tokens": 32768, "max_running": 32, "max_prefill_tokens": 8192, **changes}
+    engine = Engine.from_pretrained(
+        path, "cuda:0", dtype=torch.bfloat16, max_context_len=4096, load_weights=False, **settings
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = {piece.name: piece.global_shape for piece in engine.manifest.slices}
+
+    def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        noise = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.ones(shape) if "norm" in name else noise.mul_(0.05)
+
+    engine.store.load(((name, weight(name, shape)) for name, shape in shapes.items()), "random")
+    yield engine
+    engine.saver.close()
+
+
+def answers(engine: Engine, prompts: list[list[int]], tokens: int = 6) -> list[Any]:
+    greedy = SamplingParams(max_tokens=tokens, temperature=0)
+    return [(out.token_ids, out.logprobs) for (out,) in engine.generate(prompts, greedy)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answer_is_the_same_to_the_bit_alone_batched_chunked_and_behind_prefix_hits(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = MODELS[name]
+    config.num_hidden_layers = 2
+    config.eos_token_id = None
+    config.save_pretrained(tmp_path)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1000, 100_000) for _ in range(length)] for length in LENGTHS]
+    with engine_of(tmp_path) as engine:
+        batched = answers(engine, prompts)
+        assert [answers(engine, [prompt])[0] for prompt in prompts] == batched
+    for chunk in (512, 384, 100):
+        with engine_of(tmp_path, max_prefill_tokens=chunk) as engine:
+            assert answers(engine, prompts) == batched, f"chunks of {chunk}"
+    with engine_of(tmp_path, prefix_cache=True, cuda_graphs=False) as engine:
+        answers(engine, [prompt[:256] for prompt in prompts], 1)
+        assert answers(engine, prompts) == batched, "behind prefix hits"
+        assert answers(engine, prompts) == batched, "all but the last token cached"
+    assert "depend on the number of rows" not in caplog.text
+
+
+SETTINGS = [
+    ("cublas", (True, True), (True, True)),
+    ("cublaslt", (False, True), (True, False)),
+    ("cublaslt", (False, False), (False, True)),
+]
+
+
+def settings() -> tuple[Any, ...]:
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.backends.cuda.preferred_blas_library(),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction_split_k,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction_split_k,
+    )
+
+
+@contextmanager
+def configured(library: str, bf16: tuple[bool, bool], fp16: tuple[bool, bool]) -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    torch.backends.cuda.preferred_blas_library(library)
+    matmul.allow_bf16_reduced_precision_reduction = bf16
+    matmul.allow_fp16_reduced_precision_reduction = fp16
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = (True, True)
+    matmul.allow_fp16_reduced_precision_reduction = (True, True)
+    torch.backends.cuda.preferred_blas_library("cublas")
+
+
+@pytest.mark.parametrize("user", SETTINGS)
+def test_settings_of_the_process_survive_an_engine(user: Any, tmp_path: Path) -> None:
+    config = MODELS["qwen2.5-0.5b"]
+    config.num_hidden_layers = 1
+    config.save_pretrained(tmp_path)
+    with configured(*user):
+        before = settings()
+        with engine_of(tmp_path) as engine:
+            assert settings() == before
+            answers(engine, [[1, 2, 3]])
+            assert settings() == before
+            with pytest.raises(ZeroDivisionError), row_invariant_products(engine.saver.device):
+                assert settings() != before or user == SETTINGS[2]
+                raise ZeroDivisionError
+            assert settings() == before
+
+
+def test_probe_names_a_shape_whose_bits_depend_on_the_rows() -> None:
+    """fp32 products keep split-K, which this shape has for few rows."""
+    weight = torch.empty(896, 18944, device="cuda")
+    assert row_variant_shapes([(weight, None)]) == [(896, 18944)]
+    assert not weight.any()
