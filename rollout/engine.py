@@ -23,7 +23,7 @@ from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, aliases, constants, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.model.params import Group
-from rollout.ops.products import row_variant_shapes
+from rollout.ops.products import probe_products
 from rollout.parallel import TensorParallel
 from rollout.protocols import EngineBase, Progress, handing_over
 from rollout.serving.kv_setup import Cache
@@ -147,8 +147,8 @@ class Engine(EngineBase):
         return engine
 
     def _probe_products(self, groups: list[Group]) -> None:
-        """Warn where products depend on the batch on this GPU; the weights are undefined yet."""
-        if shapes := row_variant_shapes(self.store.products(groups)):
+        """Measure products; warn where they depend on the batch. The weights are undefined yet."""
+        if shapes := probe_products(self.store.products(groups)):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
             _log.warning(
                 "%s products with weights of %s depend on the number of rows on this %s (torch %s):"

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ COLDEST = 1e-6
 """Below, logits divided by the temperature may pass the range of fp32; the draw is greedy long
 before.
 """
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +62,14 @@ class SamplingParams:
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name in ("max_tokens", "top_k", "n", "seed", "beam_width"):
-            if not isinstance(value := getattr(self, name), Integral) and (
-                value is not None or name != "seed"
-            ):
+            value = getattr(self, name)
+            if not _is_number(value, Integral) and (value is not None or name != "seed"):
                 raise ValueError(f"{name}={value!r} must be whole")
+        if not all(_is_number(token, Integral) for token in self.stop_token_ids or ()):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
+        for name in ("temperature", "top_p", "length_penalty"):
+            if not _is_number(value := getattr(self, name), Real):
+                raise ValueError(f"{name}={value!r} must be a number")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):

@@ -272,10 +272,16 @@ class MambaRadixCache(PrefixTree):
             node.generation.states.discard(node)
 
     def _remove(self, leaf: RadixNode) -> list[RadixNode]:
-        parent = leaf.parent
-        self._drop_state(leaf)
-        gone = super()._remove(leaf)
-        # a leaf without a state can't be locked: every lock is that of a state at or below its node
-        if parent is not None and not (parent.is_root or parent.children or parent.state):
-            gone += self._remove(parent)
+        """Remove the leaf, and then every ancestor that is left as a leaf without a state.
+
+        Such an ancestor cannot be locked: every lock is that of a state at or below its node.
+        """
+        gone: list[RadixNode] = []
+        node: RadixNode | None = leaf
+        while node is not None:
+            parent = node.parent
+            self._drop_state(node)
+            gone += super()._remove(node)
+            kept = parent is None or parent.is_root or parent.children or parent.state
+            node = None if kept else parent
         return gone

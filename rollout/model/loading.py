@@ -254,6 +254,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def _read_optional(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
 def _refuse_unsupported(config: Any, where: str) -> None:
     def refuse(key: str, value: object, supported: str) -> None:
         raise ValueError(
@@ -288,10 +292,30 @@ def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfi
 
 
 def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:
-    generation = directory / "generation_config.json"
-    found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    """Return the end tokens of generation_config.json, else of config.json, and the tokenizer's.
+
+    A fine-tuned model often ends its turns with a token that its tokenizer alone names.
+    """
+    found = _read_optional(directory / "generation_config.json").get("eos_token_id")
     if found is None:
         found = from_config
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)
+    listed = [found] if isinstance(found, int) else found or []
+    return frozenset([*listed, *_tokenizer_end(directory)])
+
+
+def _tokenizer_end(directory: Path) -> list[int]:
+    """Return the id of the tokenizer's end token; nothing where its files name none."""
+    config = _read_optional(directory / "tokenizer_config.json")
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is None:
+        return []
+    for id, added in config.get("added_tokens_decoder", {}).items():
+        if added["content"] == text:
+            return [int(id)]
+    tokenizer = _read_optional(directory / "tokenizer.json")
+    for added in tokenizer.get("added_tokens", ()):
+        if added["content"] == text:
+            return [added["id"]]
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    return [vocabulary[text]] if isinstance(vocabulary, dict) and text in vocabulary else []

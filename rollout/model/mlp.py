@@ -205,8 +205,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         config = self.config
-        wide = config.wide_router
-        logits = linear(x.float(), self._router.float()) if wide else linear(x, self._router)
+        logits = linear(x, self._router, wide=config.wide_router)
         ids, weights = config.routing.choose(logits, self._bias)
         if self.routed is not None:
             self.routed[: len(ids)] = ids

@@ -2,33 +2,74 @@
 
 cuBLAS splits the inner dimension of a product over several programs where it has few rows, and the
 sum of the parts is rounded in another order. cuBLASLt without that split gives a row of a
-half-precision product the same bits whatever rows are beside it, at the same speed; a product of
-one row alone is the exception at some shapes. Products of fp32 tensors keep the library's own
-choice.
+half-precision product the same bits whatever rows are beside it, with two exceptions at few rows:
+for some shapes it has nothing but a kernel that is up to eleven times slower, and a single row may
+differ. There rows are added: as the bits are the same, a measurement may choose how many.
+
+Products of fp32 tensors keep the library's own choice.
 """
 
 import contextlib
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MIN_ROWS = 2  # a product of one row may take another way through the inner dimension
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-_PROBED_ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 64, 100, 128, 257)
-_MAX_PROBED_ELEMENTS = 1 << 22  # of a product: 8 MiB
+_RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+_SLOW = 1.5  # times as long as more rows take
+_REPEATS = 5
+_MAX_ELEMENTS = 1 << 24  # of a product that is measured: 32 MiB
+_MAX_ROUTERS = 1024  # rows of a weight that may be a router, whose product may be wide
+
+_Key = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
+_padded: dict[_Key, tuple[int, ...]] = {}
+"""Rows to compute for each number of rows, of the shapes that need it on a device. Written by
+`probe_products` alone.
+"""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in their dtype.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    wide: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N].
 
     Inside of `row_invariant_products` a row's bits depend on nothing but that row.
+
+    Args:
+        wide: Return fp32 sums of the exact products, not rounded to x's dtype.
+        out: Where to write the result.
     """
-    if x.is_cuda and len(x) < MIN_ROWS:
-        return F.linear(x.expand(MIN_ROWS, -1), weight, bias)[: len(x)]
-    return F.linear(x, weight, bias)
+    rows, count = _padded.get(_key(weight, bias, wide), ()), len(x)
+    if count >= len(rows) or rows[count] == count:
+        return _product(x, weight, bias, wide, out)
+    more = x.new_empty((rows[count], x.shape[1]))
+    more[:count] = x
+    found = _product(more, weight, bias, wide)[:count]
+    return found if out is None else out.copy_(found)
+
+
+def _key(weight: Tensor, bias: Tensor | None, wide: bool) -> _Key:
+    return weight.device, weight.dtype, weight.shape, bias is not None, wide
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, out: Tensor | None = None
+) -> Tensor:
+    if wide and x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    if wide:
+        return F.linear(x.float(), weight.float())
+    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
 
 
 @contextlib.contextmanager
@@ -56,33 +97,59 @@ def row_invariant_products(device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def row_variant_shapes(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
-    """Return the shapes of the weights whose products depend on their number of rows.
+def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
+    """Measure products with weights on a GPU, and return the shapes whose bits depend on the rows.
 
     Args:
-        products: One weight [N, K] on a GPU and its bias [N] for each shape. Overwritten: they
-            are zero afterwards.
+        products: One weight [N, K] of each shape and its bias [N]. Overwritten: they are zero
+            afterwards.
     """
-    found = []
+    variant = []
     for weight, bias in products:
         generator = torch.Generator(weight.device).manual_seed(0)
         filled = [weight] if bias is None else [weight, bias]
         for tensor in filled:
             tensor.normal_(generator=generator)
-        words, inner = weight.shape
-        rows = min(max(_PROBED_ROWS), max(32, _MAX_PROBED_ELEMENTS // words))
-        x = torch.empty((rows, inner), dtype=weight.dtype, device=weight.device)
-        x.normal_(generator=generator)
         with warnings.catch_warnings(), row_invariant_products(weight.device):
             warnings.simplefilter("ignore")  # torch calls the choice of a library experimental
-            whole = linear(x, weight, bias)
-            differs = [
-                (linear(x[:count], weight, bias) != whole[:count]).any()
-                for count in _PROBED_ROWS
-                if count < rows
-            ]
-        if torch.stack(differs).any():
-            found.append((words, inner))
+            kinds = (False, True) if bias is None and len(weight) <= _MAX_ROUTERS else (False,)
+            same = [_probe(weight, bias, wide, generator) for wide in kinds]
+            if not all(same):
+                variant.append(tuple(weight.shape))
         for tensor in filled:
             tensor.zero_()
-    return found
+    return variant
+
+
+def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Generator) -> bool:
+    """Note how many rows to compute; return whether all of them then have the same bits."""
+    most = max(33, min(2 * _RUNGS[-1] + 1, _MAX_ELEMENTS // len(weight)))
+    x = torch.empty((most, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    x.normal_(generator=generator)
+    whole = _product(x, weight, bias, wide)
+    times: dict[int, float] = {}
+    for rows in _RUNGS:
+        if rows < most and torch.equal(_product(x[:rows], weight, bias, wide), whole[:rows]):
+            times[rows] = _shortest(x[:rows], weight, bias, wide)
+    chosen = {rows: _fastest(times, rows) for rows in _RUNGS if rows < most}
+    if any(rows != more for rows, more in chosen.items()):
+        rungs = (_RUNGS[bisect_left(_RUNGS, count)] for count in range(max(chosen) + 1))
+        _padded[_key(weight, bias, wide)] = tuple(chosen[rung] for rung in rungs)
+    return all(more in times for more in chosen.values())
+
+
+def _fastest(times: dict[int, float], rows: int) -> int:
+    """Return the least number of rows from `rows` on that is not slow for its size."""
+    enough = {more: time for more, time in times.items() if more >= rows}
+    limit = _SLOW * min(enough.values(), default=0.0)
+    return min((more for more, time in enough.items() if time <= limit), default=rows)
+
+
+def _shortest(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> float:
+    """Return the milliseconds of one product, the least of some."""
+    clock = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    for event in clock:
+        event.record()
+        _product(x, weight, bias, wide)
+    torch.cuda.synchronize(x.device)
+    return min(first.elapsed_time(then) for first, then in pairwise(clock))

@@ -31,7 +31,7 @@ from rollout.model.decoder import DecoderWeights, ModelConfig, forward
 from rollout.model.mixers.base import Batch, Parts, RopeConfig, Sliding, rotary_tables
 from rollout.model.mlp import MLP, Experts
 from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
-from rollout.ops.products import MIN_ROWS, linear, row_invariant_products
+from rollout.ops.products import linear, row_invariant_products
 from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel
 from rollout.serving.kv_setup import Cache
@@ -139,7 +139,7 @@ class ModelRunner:
         )
         hidden, head = self._hidden(ids, batch), self._weights.lm_head
         if self._ranks.size == 1:
-            torch.mm(hidden, head.t(), out=logits)
+            linear(hidden, head, out=logits)
         else:
             logits.copy_(self._ranks.join(linear(hidden, head), self.config.vocab_size))
 
@@ -269,11 +269,11 @@ class RoutingRecorder:
             layer.routed = part
 
     def take(self, tokens: int) -> StepRouting:
-        """Those of the step's tokens, on their way to the host."""
-        found = self._written[:, :tokens].transpose(0, 1).contiguous()
+        """Copy those of the step's tokens; on a GPU they are on their way to the host."""
+        found = self._written[:, :tokens].transpose(0, 1)
         if not found.is_cuda:
-            return StepRouting(found.numpy())
-        sent = send(found)
+            return StepRouting(found.numpy().copy())
+        sent = send(found.contiguous())
         stream = torch.cuda.current_stream(found.device)
         return StepRouting(np.empty_like(sent.numpy()), sent, stream)
 
@@ -297,15 +297,12 @@ class StepRouting:
 
 def ladder(max_running: int) -> tuple[int, ...]:
     """Return batch sizes for graphs: padding adds at most 31 rows, or doubles a batch below 16."""
-    sizes = [2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
+    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
 class DecodeGraphs:
-    """One graph a batch size; padding is row 0 of the request table, which has page 0 only.
-
-    A single request is padded to MIN_ROWS, so that its products have the bits of any other batch.
-    """
+    """One graph a batch size; padding is row 0 of the request table, which has page 0 only."""
 
     def __init__(
         self,
@@ -319,7 +316,7 @@ class DecodeGraphs:
 
         torch.OutOfMemoryError carries a note on what to lower.
         """
-        self.sizes = tuple(sorted({max(size, MIN_ROWS) for size in sizes}))
+        self.sizes = tuple(sorted(set(sizes)))
         largest = self.sizes[-1]
         self._host = torch.zeros((_INPUTS, largest), dtype=torch.int64, pin_memory=True)
         self._staged = self._host.numpy()

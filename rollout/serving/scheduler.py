@@ -9,6 +9,8 @@ from heapq import nlargest
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from kvcache import Ledger, ReqHandle, pages_across
 from memsaver.common.hash import splitmix64_int
 from rollout.model.decoder import ModelConfig
@@ -358,6 +360,15 @@ def for_each(
     return each
 
 
+def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
+    """Return the prompt as an array of integers; ValueError, calling it `name`, if it is none."""
+    with contextlib.suppress(ValueError):  # of sequences of different lengths
+        ids = np.asarray(prompt)
+        if ids.ndim == 1 and ids.dtype.kind in "iu":
+            return ids
+    raise ValueError(f"{name} must be a sequence of token ids (integers); encode text first")
+
+
 class Intake:
     """Numbers requests in the order in which they come; seeds not given follow from that."""
 
@@ -374,7 +385,8 @@ class Intake:
         """ValueError for what could never be answered, calling the prompt `name`."""
         if not len(prompt):
             raise ValueError(f"{name} is empty; it needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._model.vocab_size:
+        ids = _token_ids(name, prompt)
+        if ids.min() < 0 or ids.max() >= self._model.vocab_size:
             raise ValueError(
                 f"{name} has token ids outside [0, {self._model.vocab_size}); check the tokenizer"
             )

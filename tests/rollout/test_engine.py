@@ -71,6 +71,11 @@ def test_stop_token_ids_and_ignore_eos(
         ([], {}, "prompt 1 is empty"),
         ([199], {}, r"prompt 1 has token ids outside \[0, 199\)"),
         ([-1], {}, "prompt 1 has token ids"),
+        ([1.0], {}, "prompt 1 must be a sequence of token ids"),
+        ([True], {}, "prompt 1 must be a sequence of token ids"),
+        (["a"], {}, "prompt 1 must be a sequence of token ids"),
+        ("ab", {}, "prompt 1 must be a sequence of token ids"),
+        ([[1], [2, 3]], {}, "prompt 1 must be a sequence of token ids"),
         (
             [1] * 50,
             {"max_tokens": 80},
@@ -80,7 +85,7 @@ def test_stop_token_ids_and_ignore_eos(
     ],
 )
 def test_refuses_impossible_requests_and_starts_none(
-    make: Callable[..., Engine], prompt: list[int], params: dict[str, Any], match: str
+    make: Callable[..., Engine], prompt: Any, params: dict[str, Any], match: str
 ) -> None:
     engine = make(kv_tokens=112, max_context_len=64)
     with pytest.raises(ValueError, match=match):

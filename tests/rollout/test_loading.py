@@ -266,6 +266,29 @@ def test_stop_tokens(
         assert load_model_config(tmp_path).stop_token_ids == expected
 
 
+ADDED = [{"id": 11, "content": "<end>"}]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "found"),
+    [
+        ({"eos_token": "<end>", "added_tokens_decoder": {"11": ADDED[0]}}, {}, {7, 11}),
+        ({"eos_token": {"content": "<end>"}}, {"added_tokens": ADDED}, {7, 11}),
+        ({"eos_token": "b"}, {"added_tokens": ADDED, "model": {"vocab": {"a": 0, "b": 1}}}, {7, 1}),
+        ({"eos_token": "b"}, {"model": {"vocab": [["a", 0.0], ["b", 0.0]]}}, {7}),
+        ({"eos_token": None}, {"added_tokens": ADDED}, {7}),
+    ],
+)
+def test_end_token_of_the_tokenizer_ends_an_answer_too(
+    tmp_path: Path, config: dict[str, Any], tokenizer: dict[str, Any], found: set[int]
+) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_model_config(tmp_path).stop_token_ids == found
+
+
 @pytest.mark.parametrize(
     "rope",
     [

@@ -70,6 +70,14 @@ def test_they_are_those_of_transformers(make: Make, fields: dict[str, Any]) -> N
     assert (engine.scheduler.preemptions > 0) == ("kv_tokens" in fields)
 
 
+def test_one_layer_of_experts_is_recorded_for_its_own_tokens(saved: Saved, device: str) -> None:
+    """A buffer with one row is contiguous in any order of its dimensions."""
+    path, model = saved("qwen3_moe", **{**MOE, "num_hidden_layers": 2})
+    engine = Engine.from_pretrained(path, device=device, return_routed_experts=True)
+    prompts = random_prompts((1, 5, 40))
+    check(model, prompts, engine.generate(prompts, PARAMS))
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2"])
 def test_groups_and_biases_choose_as_in_transformers(saved: Saved, kind: str, device: str) -> None:
     overrides = {**MLA, **DEEPSEEK_MOE, "topk_method": "group_limited_greedy"}

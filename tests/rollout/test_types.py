@@ -42,6 +42,15 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
             (SamplingParams, {name: 2.5}, f"{name}=2.5 must be whole")
             for name in ("max_tokens", "seed", "top_k", "n")
         ),
+        *(
+            (SamplingParams, {name: True}, f"{name}=True must be")
+            for name in ("max_tokens", "seed", "top_k", "n", "temperature", "top_p")
+        ),
+        (SamplingParams, {"temperature": "1"}, "temperature='1' must be a number"),
+        *(
+            (SamplingParams, {"stop_token_ids": wrong}, "stop_token_ids=.* must be token ids")
+            for wrong in ((1.5,), ("a",), (True,))
+        ),
         (SamplingParams, {"max_tokens": None}, "max_tokens=None must be whole"),
         (SamplingParams, {"top_k": 10**30}, "top_k=10"),
         (

@@ -1,6 +1,7 @@
 """Prefix caches: the design's cases one by one. Against a model: test_radix_stateful.py."""
 
 import random
+import sys
 from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -297,3 +298,25 @@ def test_what_is_wrong_with_a_state_is_named() -> None:
     with pytest.raises(ValueError, match="can't evict -1 states"):
         cache.evict_states(-1)
     assert cache.total_size == 0
+
+
+@pytest.mark.parametrize("last", ["evict_states", "evict", "reset"])
+def test_chain_of_nodes_without_states_deeper_than_the_recursion_limit_is_removed(
+    last: str,
+) -> None:
+    """A conversation of one page a turn leaves one node a turn; the last ones alone keep states."""
+    turns = 2 * sys.getrecursionlimit()
+    ledger = PagedTokenToKVPoolAllocator(turns, 1, "cpu")
+    cache = MambaRadixCache(ledger, states := make_states(turns))
+    key = np.arange(turns, dtype=np.int32)
+    for turn in range(1, turns + 1):
+        match = cache.match_prefix(key[:turn])
+        fresh = ledger.alloc_pages(turn - match.length)
+        assert fresh is not None
+        (slot,) = states.alloc(1)
+        cache.insert(key[:turn], np.concatenate([match.pages, fresh]), slot, version=0)
+    cache.evict_states(turns - 1)
+    call = getattr(cache, last)
+    call() if last == "reset" else call(1)
+    cache.check_integrity()
+    assert (ledger.available_pages, cache.total_size) == (turns, 0)
