@@ -11,8 +11,8 @@ included, is without effect.
 
 The kernels' work (chunked causal prefill, split-KV decode, the query heads of a KV head packed in
 both) is laid out by a request's own lengths only, so a request's result does not depend on the
-batch it is in, nor, in half precision, on how its prompt was cut into chunks, and the decode launch depends on nothing but the batch size, so that a CUDA graph
-can replay it over changed lengths.
+batch it is in, nor, in half precision, on how its prompt was cut into chunks. The decode launch
+depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
 """
 
 import math
