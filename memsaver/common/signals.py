@@ -3,7 +3,9 @@
 Python runs signal handlers in the main thread, between any two of its instructions, and most raise:
 in the middle of a pause, extents would be behind a tag and in the page pool, or in neither. So
 while ``held`` lasts a gate stands in for every handler that is written in Python: it notes the
-signal, and the handler is called when the operation has ended, whole or undone. Long waits call
+signal, and the handler is called when the operation has ended, whole or undone. Each gate stands in
+for one handler, for good, so a handler that calls "the one before" may find a gate there and keep
+it: calls go from newer handlers to older ones, and end. Long waits call
 ``deliver`` where an exception does no harm. Signals that Python does not handle (the kernel's
 default, handlers in C) act at once, as ever.
 
@@ -31,14 +33,16 @@ _SIGNALS = (  # what is sent to programs, and what their timers send
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU),
 )
 _Value = TypeVar("_Value")
+_Handler = Callable[[int, FrameType | None], Any]
 
 # All of this is the main thread's own.
 _main = threading.main_thread().ident
 _depth = 0  # how many ``held`` it is in
-_open = 0  # how many ``Unbroken`` it is in: the gate stays
-_noted: deque[int] = deque()
-# what the gate stands, or once stood, in for
-_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+# the ``Unbroken`` that it has entered, whoever leaves them: the gates stay
+_open: set[weakref.ref[Any]] = set()
+_noted: deque[tuple[_Gate, int]] = deque()
+_gates: dict[int, _Gate] = {}  # the newest of each signal
+_chains: list[list[_Gate]] = []  # of the signals whose handlers run
 # of finalizers
 _due: deque[weakref.ref[Any]] = deque()
 _calls: dict[int, Finalizer] = {}  # by id of the reference that is noted
@@ -66,17 +70,23 @@ def deliver() -> None:
 
 
 class Unbroken(Generic[_Value]):
-    """A context manager whose ends no interrupt cuts short; what is between them it may."""
+    """A context manager whose ends no interrupt cuts short; what is between them it may.
+
+    Any thread may leave it: a generator that is inside is closed by whoever drops it.
+    """
 
     def __init__(self, inner: contextlib.AbstractContextManager[_Value]) -> None:
         self._inner = inner
+        self._mark: weakref.ref[Any] | None = None
 
     def __enter__(self) -> _Value:
         entered = False
         try:
             with held():
                 value = self._inner.__enter__()
-                _count(1)
+                if threading.get_ident() == _main:
+                    self._mark = weakref.ref(self, _open.discard)
+                    _open.add(self._mark)
                 entered = True
             return value
         except BaseException:  # of the interrupt that came meanwhile: nobody else would end it
@@ -86,21 +96,20 @@ class Unbroken(Generic[_Value]):
 
     def __exit__(self, *error: Any) -> bool | None:
         with held():
-            _count(-1)
+            if self._mark is not None:
+                _open.discard(self._mark)
             return self._inner.__exit__(*error)
-
-
-def _count(more: int) -> None:
-    global _open
-    if threading.get_ident() == _main:
-        _open = max(0, _open + more)  # it is 0 in a child that was forked in between
 
 
 def _hold() -> None:
     global _depth
-    if not _depth and not _open:
-        _close_gate()
     _depth += 1
+    if _depth == 1:
+        try:
+            _close_gates()
+        except BaseException:  # of a handler that no gate stands in for yet
+            _depth = 0
+            raise
 
 
 def _release() -> None:
@@ -108,21 +117,45 @@ def _release() -> None:
     _depth -= 1
     if not _depth:
         if not _open:
-            _open_gate()
+            _open_gates()
         _call_noted()
 
 
 def _call_noted() -> None:
     while _noted:
-        number = _noted.popleft()
-        _handlers[number](number, sys._getframe(2))
+        gate, number = _noted.popleft()
+        gate.let_through(number, sys._getframe(2), [])
 
 
-def _gate(number: int, frame: FrameType | None) -> None:
-    if _depth or (frame is not None and frame.f_code in _ENDING):
-        _noted.append(number)
-    else:  # between the ends of an ``Unbroken``, or as the gate was put up or taken down
-        _handlers[number](number, frame)
+class _Gate:
+    """Stands in for ``handler``. before: what the gate before it stands in for."""
+
+    def __init__(self, handler: _Handler, before: _Handler | None) -> None:
+        self.handler = handler
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        by_handler = sys._getframe(1) is not frame  # which calls the one before it
+        if by_handler and _chains:
+            self.let_through(number, frame, _chains[-1])
+        elif _depth or (frame is not None and frame.f_code in _ENDING):
+            _noted.append((self, number))
+        else:  # between the ends of an ``Unbroken``, or as gates are put up or taken down
+            own = by_handler and signal.getsignal(number) == self.handler
+            self.let_through(number, frame, [self] if own else [])
+
+    def let_through(self, number: int, frame: FrameType | None, chain: list[_Gate]) -> None:
+        """Call the handler. chain: gates that this signal has come through so far."""
+        # a handler that took the gate for another one calls itself: it means the one before
+        handler = (self.handler, self._before, None)[min(chain.count(self), 2)]
+        chain.append(self)
+        _chains.append(chain)
+        try:
+            if handler is not None:
+                handler(number, frame)
+        finally:
+            _chains.pop()
+            chain.pop()
 
 
 _ENDING = {function.__code__ for function in (Unbroken.__exit__, held.__enter__, _hold)}
@@ -131,32 +164,39 @@ that.
 """
 
 
-def _close_gate() -> None:
+def _close_gates() -> None:
     for number in _SIGNALS:
         handler = signal.getsignal(number)
-        if callable(handler) and handler is not _gate:
-            _handlers[number] = handler
-            signal.signal(number, _gate)
+        if callable(handler) and not isinstance(handler, _Gate):
+            gate = _gates.get(number)
+            if gate is None or gate.handler != handler:
+                gate = _gates[number] = _Gate(handler, gate.handler if gate else None)
+            signal.signal(number, gate)
 
 
-def _open_gate() -> None:
-    for number, handler in tuple(_handlers.items()):
-        if signal.getsignal(number) is _gate:  # nobody has put another one there meanwhile
-            signal.signal(number, handler)
+def _open_gates() -> None:
+    for number in tuple(_gates):
+        gate = signal.getsignal(number)
+        if isinstance(gate, _Gate):  # nobody has put another handler there meanwhile
+            signal.signal(number, gate.handler)
 
 
 def _after_fork() -> None:
-    global _main, _depth, _open
-    _main, _depth, _open = threading.get_ident(), 0, 0
+    global _main, _depth
+    _main, _depth = threading.get_ident(), 0
+    _open.clear()
     _noted.clear()
-    _open_gate()
+    _open_gates()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 class Finalizer:
-    """``call`` when ``target`` dies, or when this is called, whichever is first; never at exit."""
+    """``call`` when ``target`` dies, or when this is called, whichever is first; never at exit.
+
+    It runs in any thread, under any lock, so ``call`` must wait for no thread and take no lock.
+    """
 
     def __init__(self, target: Any, call: Callable[..., object], *args: Any) -> None:
         self._call, self._args = call, args
@@ -172,7 +212,7 @@ class Finalizer:
 
 def call_due(_: object = None) -> None:
     """Call what belongs to objects that have died. Any thread may, under any lock."""
-    if _due:
+    if _due and not sys.is_finalizing():  # at the end nothing can be imported, or waited for
         _call_due()
 
 
