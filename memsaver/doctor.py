@@ -290,7 +290,7 @@ def container_limit() -> Finding:
 def free_memory() -> Finding:
     free, group = meminfo("MemAvailable"), container_memory()
     if group is not None:
-        free = min(free, max(0, group.limit - group.used))
+        free = min(free, max(0, group.free))
     found = f"{format_bytes(free)} available"
     if free >= LITTLE_MEMORY:
         return "ok", found

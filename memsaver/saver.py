@@ -136,11 +136,12 @@ class MemorySaver:
         return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
 
         What other savers of the process reserved comes on top, as the arena is theirs, too; the
-        same tag again is not counted twice. A pause meanwhile uses what is there and waits for the
-        rest. More than may be had is not refused here, but to the pause that needs it. ``close``
-        ends it.
+        same tag again is not counted twice, nor is what is saved of it now. A pause meanwhile uses
+        what is there and waits for the rest. More than may be had is not refused here, but to the
+        pause that needs it. ``close`` ends what this saver began.
         """
-        self.host_arena.reserve(self, sizes, self.backend.bind_thread)
+        saved = {arena.tag: arena.host_bytes for arena in self._tags}
+        self.host_arena.reserve(self, sizes, self.backend.bind_thread, saved)
 
     @property
     def tags(self) -> list[str]:

@@ -11,11 +11,12 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -33,20 +34,24 @@ _LONGEST = 40
 def available_memory() -> int:
     """Bytes that can be taken now, past no limit, and with Ray's memory monitor killing nobody."""
     total, free = meminfo("MemTotal"), meminfo("MemAvailable")
-    if (group := container_memory()) is not None and group.limit < total:
-        total, free = group.limit, min(free, group.limit - group.used)
+    if (group := container_memory()) is not None:
+        total, free = min(total, group.limit), min(free, group.free)
     return max(0, free - int(RAY_KEEPS * total))
 
 
 class Group(NamedTuple):
-    """The tightest memory limit above this process, and what counts against it (no file cache)."""
+    """A memory limit above this process, and what counts against it (no file cache)."""
 
     limit: int
     used: int
 
+    @property
+    def free(self) -> int:
+        return self.limit - self.used
+
 
 def container_memory() -> Group | None:
-    """The limit of the control groups (v2 or v1) that this process is in, if any."""
+    """Return the control group (v2 or v1) above this process that has the least memory left."""
     groups = []
     for folder, limit_name, used_name in _memory_folders():
         text = _read(folder / limit_name)
@@ -55,7 +60,7 @@ def container_memory() -> Group | None:
             stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
             cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             groups.append(Group(int(text), max(0, used - cache)))
-    return min(groups, default=None)
+    return min(groups, key=lambda group: group.free, default=None)
 
 
 def _memory_folders() -> list[tuple[Path, str, str]]:
@@ -151,6 +156,25 @@ def workers(purpose: str, most: int = 16) -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
+
+_Lock = TypeVar("_Lock")
+_forkable: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forkable(lock: _Lock) -> _Lock:
+    """Return the lock or condition, which will be free in a forked child: a thread that held it is
+    not there to release it.
+    """
+    _forkable.add(lock)
+    return lock
+
+
+def _free_in_child() -> None:
+    for lock in _forkable:
+        lock._at_fork_reinit()  # as `logging` does
+
+
+os.register_at_fork(after_in_child=_free_in_child)
 
 
 Impl = Literal["auto", "torch", "triton"]

@@ -290,9 +290,8 @@ class Recorder:
 
     def drain(self) -> list[Event]:
         """The operations since the last call, oldest first."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        # threads record meanwhile: what they add stays for the next call
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def statistics(self) -> dict[str, CallStats]:
         """Driver calls so far by operation, those that were made at all."""

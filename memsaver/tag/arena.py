@@ -111,6 +111,13 @@ class Arena:
         return self.stats.committed if borrowed is None else borrowed.nbytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the host arena that its content, or a kept copy of it, lies in."""
+        copy = self.clean_copy
+        backup = copy.backup if self.backup is None and copy is not None else self.backup
+        return 0 if backup is None else backup.host_bytes
+
+    @property
     def paused(self) -> bool:
         return self._state == "paused"
 

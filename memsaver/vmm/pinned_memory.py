@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from memsaver.common.layout import joined, round_up
@@ -143,6 +144,15 @@ class _Segment:
         return sum(piece.nbytes for piece in self.free)
 
 
+@dataclass(eq=False)
+class _Reserved:
+    """A reservation of one owner. under_way: bytes that threads are at."""
+
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes by tag
+    under_way: int = 0
+    stops: int = 0  # what was asked for before the last is not begun any more
+
+
 class HostArena:
     """Pieces of host memory, pinned once and used again and again. Thread-safe.
 
@@ -159,12 +169,8 @@ class HostArena:
         self._returned: deque[Piece] = deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        # bytes by owner and tag
-        self._reserved: weakref.WeakKeyDictionary[object, dict[str, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._coming = 0
-        self._stops = 0  # what was asked for before the last is not begun any more
+        self._reserved: weakref.WeakKeyDictionary[object, _Reserved] = weakref.WeakKeyDictionary()
+        self._coming: dict[_Reserved, int] = {}  # bytes; also of owners that are gone
 
     @property
     def committed_bytes(self) -> int:
@@ -173,7 +179,7 @@ class HostArena:
     @property
     def coming_bytes(self) -> int:
         """Bytes that ``reserve`` asked for and are not there yet."""
-        return self._coming
+        return sum(tuple(self._coming.values()))
 
     @property
     def used_bytes(self) -> int:
@@ -195,7 +201,7 @@ class HostArena:
                     self._collect()
                     if piece := self._take_free(left, whole):
                         more = [piece]
-                    elif self._coming:
+                    elif self.coming_bytes:
                         self._changed.wait()
                         continue
                     else:
@@ -207,39 +213,60 @@ class HostArena:
                 raise
         return taken
 
-    def reserve(self, owner: object, sizes: Mapping[str, int], bind: Callable[[], None]) -> None:
+    def reserve(
+        self,
+        owner: object,
+        sizes: Mapping[str, int],
+        bind: Callable[[], None],
+        saved: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Begins to obtain, beside other work, what is missing for ``sizes``, bytes by tag, to be
         free, and for all that is reserved to fit at once; a ``take`` uses what is there, and waits
         for what is on its way.
 
         A tag of an owner counts once, as it was reserved last. What may not be had is left: the
-        ``take`` that needs it says why. bind: called first in the threads that do it.
+        ``take`` that needs it says why. bind: called first in the threads that do it. saved: bytes
+        of the tags that lie in the arena now, which need no room beside themselves.
         """
         with self._lock:
             self._collect()
-            self._reserved.setdefault(owner, {}).update(sizes)
+            reserved = self._reserved.setdefault(owner, _Reserved())
+            reserved.sizes.update(sizes)
             free = sum(segment.free_bytes for segment in self._segments)
-            together = sum(sum(each.values()) for each in self._reserved.values())
-            missing = max(sum(sizes.values()) - free, together - self.committed_bytes)
-            more = round_up(max(0, missing - self._coming), HUGE_PAGE)
+            wanted = sum(max(0, sizes[tag] - saved.get(tag, 0)) for tag in sizes)
+            together = sum(sum(each.sizes.values()) for each in self._reserved.values())
+            missing = max(wanted - free, together - self.committed_bytes)
+            more = round_up(max(0, missing - self.coming_bytes), HUGE_PAGE)
             with contextlib.suppress(HostMemoryError):
-                self._check_budget(self._coming + more)
+                self._check_budget(self.coming_bytes + more)
+                begin = workers("reserve", _AT_ONCE).submit
                 for at in range(0, more, SEGMENT):
                     size = min(SEGMENT, more - at)
-                    workers("reserve", _AT_ONCE).submit(self._bring, size, bind, self._stops)
-                    self._coming += size
+                    begin(self._bring, size, bind, reserved, reserved.stops)
+                    self._expect(reserved, self._coming.get(reserved, 0) + size)
 
     def stop(self, owner: object | None = None) -> None:
-        """Ends what ``reserve`` began: waits for what is under way, which stays. Nothing is
-        reserved for the owner any more, or, without one, for anybody.
+        """End what ``reserve`` began for the owner, or, without one, for anybody: wait for what is
+        under way, which stays. Nothing is reserved for them any more.
         """
         with self._lock:
-            if owner is None:
-                self._reserved.clear()
-            else:
-                self._reserved.pop(owner, None)
-            self._stops += 1
-            self._changed.wait_for(lambda: not self._coming)
+            everyone = {*self._reserved.values(), *self._coming}
+            ended = [r for r in everyone if owner is None or r is self._reserved.get(owner)]
+            for reserved in ended:
+                reserved.sizes.clear()
+                self._end(reserved)
+            self._changed.wait_for(lambda: not any(reserved.under_way for reserved in ended))
+
+    def _end(self, reserved: _Reserved) -> None:
+        """Begin nothing more of what was asked for so far."""
+        reserved.stops += 1
+        self._expect(reserved, reserved.under_way)
+
+    def _expect(self, reserved: _Reserved, nbytes: int) -> None:
+        self._coming[reserved] = nbytes
+        if not nbytes:
+            del self._coming[reserved]
+        self._changed.notify_all()
 
     def give(self, pieces: Sequence[Piece]) -> None:
         """Takes back pieces that are not needed any more. Takes no lock: finalizers call it."""
@@ -272,29 +299,33 @@ class HostArena:
         free[at : at + 1] = [rest] if rest.nbytes else []
         return Piece(piece.address, size)
 
-    def _bring(self, size: int, bind: Callable[[], None], stops: int) -> None:
-        """Adds a segment, unless that was stopped meanwhile; a refusal stops the rest."""
+    def _bring(self, size: int, bind: Callable[[], None], reserved: _Reserved, stops: int) -> None:
+        """Add a segment, unless that was stopped meanwhile; a refusal stops the owner's rest."""
         made: list[_Segment] = []
+        begun = False
         try:
             # the last: as Python ends, it takes no more work
             with contextlib.suppress(MemoryError, BackendError, RuntimeError):
-                if self._may_come(size, stops):
+                if begun := self._begins(size, reserved, stops):
                     bind()
                     (address,) = obtain([size], self._pinner)
                     made.append(_Segment(address, size, [Piece(address, size)]))
         finally:
             with self._lock:
-                self._coming -= size
-                self._segments += made
-                if not made and stops == self._stops:
-                    self._stops += 1
-                self._changed.notify_all()
+                if begun:
+                    self._segments += made
+                    reserved.under_way -= size
+                    self._expect(reserved, self._coming[reserved] - size)
+                if not made and stops == reserved.stops:
+                    self._end(reserved)
 
-    def _may_come(self, size: int, stops: int) -> bool:
+    def _begins(self, size: int, reserved: _Reserved, stops: int) -> bool:
         with self._lock:
-            if stops == self._stops:
-                self._check_budget(size)
-            return stops == self._stops
+            if stops != reserved.stops:
+                return False
+            self._check_budget(size)
+            reserved.under_way += size
+            return True
 
     def _grow(self, nbytes: int, whole: bool) -> list[Piece]:
         size = round_up(nbytes, HUGE_PAGE)

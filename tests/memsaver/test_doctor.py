@@ -549,6 +549,11 @@ def test_the_containers_limit(
     assert look("available memory") == Check("available memory", "ok", "3.00 GiB available")
     write_group(limited, str(4 << 30), 3 << 30, 0, v1)
     assert_tells(look("available memory"), "warn", "1.00 GiB available", "container's limit")
+    if seen == "own":  # what lies beside this group has filled the larger one around it
+        write_group(root / "pods" / "one", str(2 << 30), 1 << 20, 0, v1)
+        assert_tells(look("available memory"), "warn", "1.00 GiB available", "container's limit")
+        kept = int(machine.RAY_KEEPS * (4 << 30))
+        assert machine.available_memory() == (1 << 30) - kept
 
 
 def test_gpus_are_listed(libcuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import memsaver
 from memsaver.common.layout import round_up
+from memsaver.tag.accounts import Recorder, Tags
 from tests.helpers.memory import family_bytes, process_bytes, scribble
 from tests.helpers.memsaver.savers import MIB
 
@@ -227,6 +231,28 @@ def test_events_and_report_are_plain_data(device: str) -> None:
     ]  # fmt: skip
     assert events[1].backup_bytes == tensor.nbytes
     assert saver.drain_events() == []
+
+
+def test_no_event_is_lost_that_a_thread_records_while_they_are_drained() -> None:
+    saver = memsaver.MemorySaver()
+    arena, recorder = Tags(saver.backend, MIB).open("a", None), Recorder(saver.backend)
+    done, seen, before = threading.Event(), 0, sys.getswitchinterval()
+
+    def copy_often() -> None:
+        for _ in range(20_000):
+            recorder.record("save", arena, 0.0)
+        done.set()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(copy_often)
+            while not done.is_set():
+                seen += len(recorder.drain())
+    finally:
+        sys.setswitchinterval(before)
+    assert seen + len(recorder.drain()) == 20_000
+    arena.close()
 
 
 def test_calls_of_both_sides_are_counted(device: str) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +170,50 @@ def test_reservations_of_several_owners_add_up(monkeypatch: pytest.MonkeyPatch) 
     assert arena.trim() == 13 * HUGE_PAGE
     assert pages(first, optim=1) == 1, "what is given back is not reserved any more"
     arena.trim()
+
+
+def test_a_stop_of_one_owner_leaves_the_others_reservations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And waits for none of theirs; a refusal ends its own owner's alone, too."""
+    monkeypatch.setattr(pinned_memory, "SEGMENT", HUGE_PAGE)
+    pinned, first, second = SlowlyPinned(0), Owner(), Owner()
+    arena = HostArena(pinned)
+    arena.reserve(first, {"tag": 20 * HUGE_PAGE}, nothing)
+    assert pinned.begun.acquire(timeout=20)
+    arena.reserve(second, {"tag": 20 * HUGE_PAGE}, nothing)
+    arena.stop(Owner())  # which never reserved anything
+    with ThreadPoolExecutor(1) as others:
+        stopping = others.submit(arena.stop, second)
+        pinned.leave.release(20)
+        stopping.result(20)
+    until(lambda: not arena.coming_bytes)
+    assert 20 * HUGE_PAGE <= arena.committed_bytes < 40 * HUGE_PAGE
+    arena.stop(first)
+    arena.trim()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["paused", "clean copy"])
+def test_what_is_saved_of_a_tag_is_not_reserved_again(kept: bool) -> None:
+    """As by a second `Cycle` over a rollout that sleeps at level 1."""
+    saver = MemorySaver()
+    saver.host_arena.trim()
+    before = saver.host_arena.committed_bytes
+    tensor = saver.empty(32 * MIB, torch.uint8, tag="weights", content="host").fill_(7)
+    if kept:
+        saver.save("weights", 1)
+    else:
+        saver.pause()
+    held = saver.host_arena.committed_bytes
+    saver.reserve_host({"weights": 32 * MIB})
+    assert not saver.host_arena.coming_bytes and saver.host_arena.committed_bytes == held
+    saver.reserve_host({"weights": 40 * MIB})
+    until(lambda: not saver.host_arena.coming_bytes)
+    assert saver.host_arena.committed_bytes <= before + 40 * MIB
+    saver.resume()
+    del tensor
+    saver.close()
+    saver.host_arena.trim()
 
 
 def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
