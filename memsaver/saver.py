@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import threading
 import time
@@ -12,11 +11,12 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from memsaver.backup.on_disk import default_directory
+from memsaver.common.machine import forkable
 from memsaver.common.signals import Unbroken, call_due, held
 from memsaver.errors import StateError
 from memsaver.report import CallStats, Event, Report, Usage
@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from memsaver.tag.borrowed import PoolTicket, Ticket
     from memsaver.vmm.backend import Waitable
     from memsaver.vmm.pinned_memory import HostArena
-
-_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _unlock_in_child() -> None:
-    """Threads that held a saver's lock when the child was forked are not there to release it."""
-    for lock in _LOCKS:
-        lock._at_fork_reinit()  # as `logging` does
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 class MemorySaver:
@@ -87,10 +76,8 @@ class MemorySaver:
         self._transactions = Transactions(self.backend, self._pool, debug, directory, self._tags)
         self._recorder = Recorder(self.backend)
         self._accounts = Accounts(self.backend, self._pool, self._tags)
-        self._lock = threading.RLock()
-        _LOCKS.add(self._lock)
+        self._lock = forkable(threading.RLock())
         self._closed = False
-        self._pid = os.getpid()
         self._guard = None
         if debug:
             from memsaver.debug import PausedGuard
@@ -170,6 +157,7 @@ class MemorySaver:
 
         ``content``: what a pause does with the content: ``"discard"`` (default for a new tag),
         ``"host"``, ``"disk"``. Allocations of other threads (autograd's, loaders') are not caught.
+        Any thread may leave it, which ends it for the thread that entered it.
         Raises ``StateError`` on a paused tag, ``OutOfMemory`` where torch's own error would say
         less, ``CompilerError`` on the CPU without a C++ compiler.
         """
@@ -178,7 +166,7 @@ class MemorySaver:
     @contextlib.contextmanager
     def _region(self, tag: str, content: str | None) -> Iterator[None]:
         arena = self._open_for_use(tag, content, enter=True)
-        before = arena.stats.committed
+        before, thread = arena.stats.committed, threading.get_ident()
         try:
             with self.backend.allocate_from(arena.slot):
                 arena.settle_frees()
@@ -189,9 +177,11 @@ class MemorySaver:
                 raise self._accounts.shortage(f"region {tag!r}", [arena], cause) from error
             raise
         finally:
-            with self._lock:
-                arena.leave()
-            self._settle(arena, before)
+            arena.leave()
+            # a collector may end a generator that is in here, in any thread and under any lock:
+            # the unused end stays until the next trim then
+            if threading.get_ident() == thread:
+                self._settle(arena, before)
 
     def empty(
         self,
@@ -547,7 +537,7 @@ class MemorySaver:
 
         Does nothing in a forked child, which has none of it.
         """
-        if os.getpid() != self._pid:
+        if self.backend.forked:
             return
         with held():
             self.host_arena.stop(self)
@@ -564,17 +554,14 @@ class MemorySaver:
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
         """Runs one at a time, no interrupt in the middle, and its driver calls go to the log."""
-        with held(), self._lock, self._recorder.logged():
+        with held(), self._lock, self.backend.beside_captures(), self._recorder.logged():
             call_due()
             yield
 
     def _require_open(self) -> None:
         if self._closed:
             raise StateError("this MemorySaver is closed; make a new one")
-        if os.getpid() != self._pid:
-            raise StateError(
-                "this is a forked child, where the saver is inert; make a MemorySaver of its own"
-            )
+        self.backend.require_own_process()
         if self._guard is not None:
             self._guard.enable()  # in this thread, too
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memsaver.common.machine import forkable
 from memsaver.common.signals import Finalizer, Unbroken
 from memsaver.errors import OutOfMemory
 from memsaver.native import cuda_hook
@@ -70,6 +71,7 @@ class Region:
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
         self._inside: contextlib.ExitStack | None = None
+        self._among: list[Region] = []  # those of the thread that entered it
 
     def enter(self) -> None:
         inside = contextlib.ExitStack()
@@ -83,10 +85,11 @@ class Region:
 
     def __enter__(self) -> None:
         self.enter()
-        _regions().append(self)
+        self._among = _regions()
+        self._among.append(self)
 
     def __exit__(self, *error: Any) -> bool:
-        _regions().pop()
+        self._among.remove(self)
         return self.leave(*error)
 
 
@@ -118,7 +121,7 @@ class _Limits:
         return min([*self.open, *([] if self.own is None else [self.own])], default=None)
 
 
-_lock = threading.Lock()
+_lock = forkable(threading.RLock())  # a collector may end a block in the middle of another's
 _limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictionary()
 
 

@@ -3,6 +3,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
+
+#include <atomic>
 #include <cstring>
 #include <mutex>
 
@@ -15,7 +18,26 @@ struct Shim {  // functions of shim.h, handed in so that both files share its on
 
 Shim shim;
 c10::Allocator* plain = nullptr;
-thread_local int current_slot = -1;  // -1: outside every region
+
+struct Region {
+    int slot;
+    Region* outer;
+    std::atomic<bool> open{true};  // any thread may end it
+};
+
+thread_local Region* innermost = nullptr;  // that this thread has entered
+
+// Where this thread's allocations go; -1: it is outside every region.
+int current_slot() {
+    while (innermost && !innermost->open) {
+        Region* ended = innermost;
+        innermost = ended->outer;
+        delete ended;
+    }
+    return innermost ? innermost->slot : -1;
+}
+
+void leave_all_in_child() { innermost = nullptr; }  // savers are inert there
 
 void delete_any(void* p) {
     if (p && !shim.free_any(p)) plain->raw_deleter()(p);
@@ -23,8 +45,9 @@ void delete_any(void* p) {
 
 struct RegionAllocator final : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
-        if (current_slot < 0 || nbytes == 0) return plain->allocate(nbytes);
-        void* p = shim.alloc(current_slot, nbytes);
+        int slot = current_slot();
+        if (slot < 0 || nbytes == 0) return plain->allocate(nbytes);
+        void* p = shim.alloc(slot, nbytes);
         TORCH_CHECK_WITH(OutOfMemoryError, p, "memsaver: no memory for ", nbytes, " bytes in the current region");
         return {p, p, &delete_any, c10::Device(c10::DeviceType::CPU)};
     }
@@ -42,12 +65,15 @@ extern "C" void ms_hook_install(Shim functions) {
         shim = functions;
         plain = c10::GetCPUAllocator();
         c10::SetCPUAllocator(&region_allocator, /*priority=*/100);
+        pthread_atfork(nullptr, nullptr, &leave_all_in_child);
     });
 }
 
-// Sends this thread's allocations to a slot (-1: plain memory); returns where they went before.
-extern "C" int ms_hook_enter(int slot) {
-    int previous = current_slot;
-    current_slot = slot;
-    return previous;
+// Sends this thread's allocations to a slot until the region that it returns is left.
+extern "C" void* ms_hook_enter(int slot) { return innermost = new Region{slot, innermost}; }
+
+// Ends a region, once, in any thread and order; allocations go to the innermost that is still open.
+extern "C" void ms_hook_leave(void* region) {
+    static_cast<Region*>(region)->open = false;
+    current_slot();
 }

@@ -9,10 +9,14 @@ from functools import cache
 
 import torch
 
+from memsaver.common.machine import forkable
+from memsaver.errors import StateError
 from memsaver.native import shim
 
-_lock = threading.Lock()  # of everything below
-_open = threading.local()  # .stack: the pools this thread is in, outermost first
+# of everything below; a collector may end a region in the middle of it
+_lock = forkable(threading.RLock())
+Handle = tuple[int, int]
+_open = threading.local()  # by device: the ``_Regions`` of this thread
 
 
 @cache
@@ -31,9 +35,8 @@ def new_pool(slot: int) -> torch.cuda.MemPool:
 
 @contextlib.contextmanager
 def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
-    """This thread's torch CUDA allocations go to ``slot`` through a pool of their own.
-
-    torch serves nested pools outermost first, so the outer one is left while an inner one is open.
+    """This thread's torch CUDA allocations go to ``slot`` through a pool of their own, until any
+    thread leaves.
     """
     # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
     torch.cuda.current_blas_handle()
@@ -50,19 +53,55 @@ def free_dead_blocks(slot: int, device: torch.device) -> None:
 @contextlib.contextmanager
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
     """Dead blocks of ended regions are freed first: a region of every step finds them again."""
-    stack: list[torch.cuda.MemPool] = _open.__dict__.setdefault("stack", [])
+    regions = _open.__dict__.setdefault(str(device), _Regions(device.index))
     with contextlib.ExitStack() as undo:
-        if stack:
-            _leave(stack[-1], device)
-            undo.callback(_enter, stack[-1], device)
-        stack.append(_new_open_pool(slot))
+        pool = _new_open_pool(slot)
         undo.callback(_retire)
-        undo.callback(stack.pop)
-        _enter(stack[-1], device)
-        undo.callback(_leave, stack[-1], device)
+        undo.callback(regions.leave, pool)
+        regions.enter(pool)
         # while a pool is in use, it leaves torch's own cache alone: dropped pools only
         torch.cuda.empty_cache()
         yield
+
+
+class _Regions:
+    """Ids of the pools that one thread is in on one device, outermost first.
+
+    torch serves nested pools outermost first, so it is told of the innermost only.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._thread = threading.current_thread()
+        self._pools: list[Handle] = []
+        self._served: Handle | None = None
+
+    def enter(self, pool: Handle) -> None:
+        self._pools.append(pool)
+        self._serve()
+
+    def leave(self, pool: Handle) -> None:
+        """Leave, in any thread and order. ``StateError``: done, but the one around it rests."""
+        self._pools.remove(pool)
+        self._serve()
+
+    def _serve(self) -> None:
+        wanted = self._pools[-1] if self._pools else None
+        if wanted == self._served:
+            return
+        if self._served is not None:
+            torch._C._cuda_endAllocateToPool(self._device, self._served)
+            torch._C._cuda_releasePool(self._device, self._served)
+            self._served = None
+        if wanted is not None:
+            if threading.current_thread() is not self._thread:  # torch lets a thread enter itself
+                raise StateError(
+                    f"thread {threading.current_thread().name!r} left a region inside another one "
+                    f"of thread {self._thread.name!r}, whose allocations are on no tag until it "
+                    "enters or leaves a region; leave regions where they were entered"
+                )
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, wanted)
+            self._served = wanted
 
 
 # torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended
@@ -72,13 +111,13 @@ pools: list[torch.cuda.MemPool] = []
 _open_regions = 0
 
 
-def _new_open_pool(slot: int) -> torch.cuda.MemPool:
+def _new_open_pool(slot: int) -> Handle:
     global _open_regions
     pool = new_pool(slot)
     with _lock:
         _open_regions += 1
         pools.append(pool)
-    return pool
+    return pool.id
 
 
 def retire(pool: torch.cuda.MemPool) -> None:
@@ -92,12 +131,3 @@ def _retire() -> None:
         _open_regions -= 1
         if not _open_regions:
             pools.clear()
-
-
-def _enter(pool: torch.cuda.MemPool, device: torch.device) -> None:
-    torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool.id)
-
-
-def _leave(pool: torch.cuda.MemPool, device: torch.device) -> None:
-    torch._C._cuda_endAllocateToPool(device.index, pool.id)
-    torch._C._cuda_releasePool(device.index, pool.id)

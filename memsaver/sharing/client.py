@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memsaver.common.machine import device_key
+from memsaver.common.machine import device_key, forkable
 from memsaver.errors import LeaseError, MemSaverError
 from memsaver.sharing import rpc
 from memsaver.vmm import make_backend
@@ -37,7 +37,7 @@ class Owner:
 
     def __init__(self, socket_name: str) -> None:
         self._socket_name = socket_name
-        self.granting = threading.Lock()
+        self.granting = forkable(threading.Lock())
         self.recalls: dict[int, Callable[[], None]] = {}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setsockopt(
@@ -90,7 +90,7 @@ class Owner:
 
 
 owners: dict[str, Owner] = {}
-_lock = threading.Lock()
+_lock = forkable(threading.Lock())
 
 
 def owner_of(socket_name: str) -> Owner:

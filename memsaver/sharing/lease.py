@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from memsaver.common.machine import forkable
 from memsaver.common.signals import Finalizer, Unbroken, held
 from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.native import shim
@@ -338,7 +339,7 @@ class Kept:
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
         self._uses = 1
         self._recalled = False
         lease.owner.recalls[lease.number] = self._recall_by_owner

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from memsaver.common.machine import forkable
+
 _FDS = 200  # in a message; the kernel takes 253
 _TEXT = 1 << 15  # bytes in a message
 HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts follow
@@ -67,8 +69,8 @@ class Endpoint:
         self._requests: queue.SimpleQueue[tuple[int, dict[str, Any], list[int]] | None] = (
             queue.SimpleQueue()
         )
-        self._sending = threading.Lock()
-        self._lock = threading.Lock()
+        self._sending = forkable(threading.Lock())
+        self._lock = forkable(threading.Lock())
         self.closed = False
         self.peer_pid, _ = credentials(connection)
         self._name = name

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from memsaver.common.machine import forkable
 from memsaver.common.signals import deliver
 from memsaver.errors import LeaseError
 from memsaver.native import shim
@@ -65,7 +66,7 @@ class ShareServer:
         self._tickets: dict[str, Ticket] = {}
         self._links: list[Link] = []
         self._numbers = itertools.count(1)
-        self._changed = threading.Condition()
+        self._changed = forkable(threading.Condition())
         self._pid = os.getpid()
         self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
         self._pool_token = secrets.token_hex(16)

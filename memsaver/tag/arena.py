@@ -83,7 +83,7 @@ class Arena:
         # what the owner calls the content, until the next pause
         self.version: Hashable | None = None
         self.clean_copy: CleanCopy | None = None
-        self.open_regions = 0
+        self.open_regions: deque[None] = deque()  # any thread may leave one, and takes no lock
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
@@ -185,10 +185,10 @@ class Arena:
 
     def enter(self) -> None:
         """A region of the tag is open from here on."""
-        self.open_regions += 1
+        self.open_regions.append(None)
 
     def leave(self) -> None:
-        self.open_regions -= 1
+        self.open_regions.pop()
 
     def freeze(self) -> None:
         """Makes allocations fail from here on, and extents stay as they are; frees still work."""
@@ -439,13 +439,17 @@ def _retry_on_host(phase: str, info: object) -> None:
 
 def _may_end(item: Parts) -> bool:
     backend = item.backend
-    return not backend.capturing and (backend.forked or not shim.stats(item.slot).blocks)
+    if backend.forked:
+        return True
+    if backend.capturing or shim.stats(item.slot).blocks:
+        return False
+    return not backend.after_copies(give_back_forgotten)
 
 
 def _undo(item: Parts) -> None:
     if item.backend.forked:
         return  # nothing of it came along
-    item.backend.synchronize()  # kernels that use it may be queued on any stream
+    item.backend.synchronize(copies=False)  # kernels that use it may be queued on any stream
     while item.borrowed:
         item.borrowed.pop().drop(item.backend, item.reservation.address)
     decommit(item)

@@ -71,6 +71,7 @@ class Arrival:
         ``BackendError`` where a copy failed, with its cause: the tags are paused again then, their
         content is kept, and ``resume`` brings it.
         """
+        self._backend.require_own_process()  # the thread that copies is not there in a child
         if tensors is None:
             self._settle(self)
         elif not self.arrived:
@@ -79,11 +80,12 @@ class Arrival:
             except Exception:
                 self._settle(self)  # raises it
                 raise
-            for event in events:
-                for stream in streams:
-                    stream.wait_event(event)
-                if not streams:
-                    event.synchronize()
+            with self._backend.beside_captures():
+                for event in events:
+                    for stream in streams:
+                        stream.wait_event(event)
+                    if not streams:
+                        event.synchronize()
 
     def join(self) -> None:
         """Waits for the copies; raises what became of them."""
@@ -108,6 +110,7 @@ class Arrival:
     def _copy(self) -> None:
         started, rest = time.perf_counter(), iter(self._queued)
         try:
+            self._backend.bind_thread()
             pieces = map(self._transfers, self._pieces)
             self._backend.feed(pieces, lambda event: next(rest).set_result(event), inward=True)
             self._done(time.perf_counter() - started)

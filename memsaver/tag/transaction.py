@@ -367,6 +367,7 @@ class Transactions:
         were, and ``BackendError`` is raised each time.
         """
         if arrival in self._arrivals:
+            self._backend.require_own_process()
             failure = None
             try:
                 arrival.join()

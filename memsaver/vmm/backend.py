@@ -10,13 +10,14 @@ import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from memsaver.common.layout import round_up
 from memsaver.common.signals import held
-from memsaver.errors import BackendError
+from memsaver.errors import BackendError, StateError
 from memsaver.native import shim
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Backend(ABC):
         driver: shim.Driver | None = None,
     ) -> None:
         self.granularity = granularity
+        self._beside: list[Future[None]] = []  # what ``copy_beside`` has begun
         self._driver = driver  # keeps the argument structures alive
         limit = shim.NO_LIMIT if limit_bytes is None else limit_bytes
         phys = shim.library().ms_phys_new(
@@ -185,6 +187,13 @@ class Backend(ABC):
         """Is this a forked child of the process that made it? Its memory did not come along."""
         return bool(shim.library().ms_forked(self.phys))
 
+    def require_own_process(self) -> None:
+        """Raise ``StateError`` in a forked child."""
+        if self.forked:
+            raise StateError(
+                "this is a forked child, where the saver is inert; make a MemorySaver of its own"
+            )
+
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmaps; does nothing in a forked child, which may have something of its own there."""
         self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
@@ -197,8 +206,23 @@ class Backend(ABC):
     def unreserve(self, address: int, nbytes: int) -> None: ...
     @abstractmethod
     def bind_thread(self) -> None: ...
+    def beside_captures(self) -> contextlib.AbstractContextManager[None]:
+        """Allow this thread's calls inside while another thread captures a graph."""
+        return contextlib.nullcontext()
+
     @abstractmethod
-    def synchronize(self) -> None: ...
+    def synchronize(self, copies: bool = True) -> None:
+        """Wait for the device's work, and for what ``copy_beside`` has begun. copies: a finalizer
+        does not wait for that: it may run in the thread that copies (`after_copies`).
+        """
+
+    def after_copies(self, call: Callable[[], None]) -> bool:
+        """Have ``call`` called, by the last of the threads that copy now; False: none does."""
+        running = [copy for copy in self._beside if not copy.done()]
+        for copy in running[-1:]:
+            copy.add_done_callback(lambda _: call())
+        return bool(running)
+
     @property
     @abstractmethod
     def capturing(self) -> bool: ...

@@ -66,11 +66,17 @@ def _pieces(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
             yield [(to + at, source + at, min(PIECE, nbytes - at))]
 
 
+def _relax_captures() -> driver.CUstreamCaptureMode:
+    """Allow, in this thread, calls that the driver refuses by default while any thread captures a
+    graph, and that end the capture; return the mode before.
+    """
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    return _value("capture mode", driver.cuThreadExchangeStreamCaptureMode(relaxed))
+
+
 @contextlib.contextmanager
 def _beside_captures() -> Iterator[None]:
-    """For calls that, by default, are refused while any thread captures a graph, and end it."""
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = _value("capture mode", driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    before = _relax_captures()
     try:
         yield
     finally:
@@ -137,7 +143,6 @@ class CudaBackend(Backend):
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
         self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self._beside: list[Future[None]] = []
         self.device_key = device_key(self.device)
         self.total_bytes = properties.total_memory // granularity * granularity
 
@@ -162,11 +167,18 @@ class CudaBackend(Backend):
             _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
 
     def bind_thread(self) -> None:
-        """Make the device's primary context current in a thread of our own."""
+        """Make the device's primary context current in a thread of our own, whose calls end no
+        graph that another thread captures from here on.
+        """
         torch.cuda.set_device(self.device)
+        _relax_captures()
 
-    def synchronize(self) -> None:
-        wait(self._beside)  # what became of them, their owners are told
+    def beside_captures(self) -> contextlib.AbstractContextManager[None]:
+        return _beside_captures()
+
+    def synchronize(self, copies: bool = True) -> None:
+        if copies:
+            wait(self._beside)  # what became of them, their owners are told
         with self._call(Operation.SYNCHRONIZE):
             torch.cuda.synchronize(self.device)
 
@@ -241,6 +253,7 @@ class CudaBackend(Backend):
         keeper: object,
         done: Callable[[float], None],
     ) -> None:
+        self.bind_thread()
         queued.synchronize()
         started = time.perf_counter()
         self.feed(_pieces(transfers), lambda _: None, inward=False)

@@ -37,6 +37,7 @@ def _hook() -> ctypes.CDLL:
     """Install the hook, once per process; raises ``CompilerError`` when it cannot be built."""
     lib = ctypes.CDLL(str(shim.cpu_hook_library()))
     lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
+    lib.ms_hook_enter.restype, lib.ms_hook_leave.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     table = shim.library()
     pointers = [
         ctypes.cast(function, ctypes.c_void_p).value
@@ -48,13 +49,13 @@ def _hook() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _allocate_from(slot: int) -> Iterator[None]:
-    """This thread's torch CPU allocations go to ``slot``; nested uses restore the outer one."""
+    """This thread's torch CPU allocations go to ``slot``, until any thread leaves."""
     hook = _hook()
-    previous = hook.ms_hook_enter(slot)
+    region = hook.ms_hook_enter(slot)
     try:
         yield
     finally:
-        hook.ms_hook_enter(previous)
+        hook.ms_hook_leave(region)
 
 
 @cache
@@ -110,7 +111,7 @@ class HostBackend(Backend):
     def bind_thread(self) -> None:
         """Nothing to bind: host calls need no context."""
 
-    def synchronize(self) -> None:
+    def synchronize(self, copies: bool = True) -> None:
         """Nothing to wait for: CPU operations have ended when they return."""
         with self._call(Operation.SYNCHRONIZE):
             pass

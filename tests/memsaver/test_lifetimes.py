@@ -6,29 +6,37 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import mmap
 import operator
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 import memsaver
-from memsaver.common.machine import libc
+from memsaver.common.machine import libc, workers
 from memsaver.native import shim
 from memsaver.vmm.backend import dlpack_tensor
-from tests.helpers.memory import memfd_bytes
-from tests.helpers.memsaver.savers import MIB, at_once, python
+from memsaver.vmm.memfd import HostBackend
+from tests.helpers.memory import memfd_bytes, uncollected
+from tests.helpers.memsaver.arrivals import gated
+from tests.helpers.memsaver.savers import MIB, ROOT, at_once, python, until
 from tests.helpers.peers import Peer
 
 MAP_FIXED_NOREPLACE = 0x100000
@@ -97,6 +105,90 @@ def test_a_forked_child_waits_for_no_lock_that_another_thread_held() -> None:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_child_forked_beside_an_attach_and_inside_a_region_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lock of the connections is another thread's at the fork, the region its own thread's."""
+    saver = memsaver.MemorySaver("cpu")
+    tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
+    ticket = saver.share("default")
+    lease = memsaver.attach(ticket)
+    held, leave = threading.Event(), threading.Event()
+
+    class Stays(socket.socket):
+        """Connects for ever, as to an owner that is stopped."""
+
+        def connect(self, address: object) -> None:
+            held.set()
+            leave.wait()
+            super().connect(address)
+
+    def child() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        monkeypatch.undo()
+        with memsaver.attach(ticket) as own:
+            assert bool((own.tensor((MIB,), torch.uint8) == 7).all())
+        assert torch.ones(1000).sum() == 1000, "on no tag"
+        saver.report()
+
+    monkeypatch.setattr(socket, "socket", Stays)
+    other = dataclasses.replace(ticket, socket_name="nobody")
+    thread = threading.Thread(target=_refused, args=[other])
+    try:
+        thread.start()
+        assert held.wait(20)
+        with saver.region("a"):
+            torch.ones(10)
+            assert _exits(child) == 0
+            inside = torch.ones(10)
+        assert saver.tag_of(inside) == "a"
+    finally:
+        leave.set()
+        thread.join()
+    lease.close()
+    del tensor
+
+
+def _refused(ticket: memsaver.Ticket) -> None:
+    with pytest.raises(memsaver.LeaseError):
+        memsaver.attach(ticket)
+
+
+def test_a_child_forked_inside_a_region_leaves_it() -> None:
+    saver = memsaver.MemorySaver("cpu")
+
+    def child() -> None:
+        region.__exit__(None, None, None)
+        with memsaver.MemorySaver("cpu").region("b"):
+            assert torch.ones(1000).sum() == 1000
+
+    region = saver.region("a")
+    region.__enter__()
+    assert _exits(child) == 0
+    region.__exit__(None, None, None)
+    saver.pause("a")
+
+
+def test_content_on_its_way_is_not_waited_for_in_a_forked_child() -> None:
+    saver = memsaver.MemorySaver("cpu")
+    tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
+    saver.pause()
+    with gated(saver) as gate:
+        arrival = saver.begin_resume()
+
+        def child() -> None:
+            signal.alarm(20)
+            for wait in (arrival.wait, partial(arrival.wait, [tensor]), saver.resume):
+                with pytest.raises(memsaver.StateError, match="forked child"):
+                    wait()
+
+        assert _exits(child) == 0
+        gate.let(1)
+        arrival.wait()
+    assert bool((tensor == 7).all())
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
@@ -281,6 +373,134 @@ def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
     assert gone() and view.tolist() == [5, 6, 7]
     del view
     assert gone() is None
+
+
+class CopiesBeside(HostBackend):
+    """Copies in a thread, as the backend of a GPU does."""
+
+    def copy_beside(self, transfers: Any, keeper: object, done: Any) -> None:
+        work = workers("beside", 1).submit(self.feed, [transfers], lambda _: None, False)
+        self._beside.append(work)
+
+    def synchronize(self, copies: bool = True) -> None:
+        if copies:
+            wait(self._beside, 20)
+        super().synchronize()
+
+
+class Owner:
+    """Holds a saver, and itself."""
+
+    def __init__(self, device: str) -> None:
+        self.me = self
+        self.saver = memsaver.MemorySaver(device)
+        self.params = self.saver.empty(MIB, torch.uint8, tag="params", content="host").fill_(1)
+        self.kv = self.saver.empty(MIB, torch.uint8, tag="kv_cache")
+
+
+def test_a_saver_collected_by_the_thread_that_copies_for_it_is_given_back_after_the_copy(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its finalizers run there, and the device must not be at work on what they give back."""
+    monkeypatch.setattr("memsaver.vmm.memfd.HostBackend", CopiesBeside)
+    go, copied = threading.Event(), list[int]()
+    with uncollected():
+        owner = Owner(device)
+        backend = owner.saver.backend
+        feed = backend.feed
+
+        def collecting(*args: Any) -> None:
+            assert go.wait(20)
+            gc.collect()
+            copied.append(backend.committed_bytes)
+            feed(*args)
+
+        monkeypatch.setattr(backend, "feed", collecting)
+        owner.saver.save("params", 1)
+        gone = weakref.ref(owner)
+        del owner
+        go.set()
+        workers("beside", 1).submit(int).result(30)  # behind the copy
+    assert gone() is None and copied[0] >= 2 * MIB
+    until(lambda: not backend.committed_bytes)
+
+
+def _in_a_region(saver: memsaver.MemorySaver, tag: str) -> Iterator[None]:
+    with saver.region(tag):
+        yield
+
+
+def _elsewhere(call: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call).result(60)
+
+
+@pytest.mark.parametrize("by", ["thread", "collector"])
+def test_a_region_that_another_thread_leaves_has_ended_where_it_was_entered(
+    by: str, device: str
+) -> None:
+    """An executor closes a generator that is inside, or a collector that runs there."""
+    saver = memsaver.MemorySaver(device)
+    steps = _in_a_region(saver, "a")
+    next(steps)
+    inside = torch.ones(1000, device=device)
+    if by == "thread":
+        _elsewhere(steps.close)
+    else:
+        cycle: list[object] = [steps]
+        cycle.append(cycle)
+        del steps, cycle
+        _elsewhere(gc.collect)
+    outside = torch.ones(1000, device=device)
+    assert saver.tag_of(inside) == "a"
+    with pytest.raises(memsaver.TagError):
+        saver.tag_of(outside)
+    saver.pause("a")
+    assert outside.sum() == 1000
+    with saver.region("b"):
+        assert saver.tag_of(torch.ones(1000, device=device)) == "b"
+    saver.resume()
+    saver.close()
+
+
+def test_regions_that_end_in_any_order_leave_the_innermost_open_one(device: str) -> None:
+    saver = memsaver.MemorySaver(device)
+    regions = {tag: _in_a_region(saver, tag) for tag in "abc"}
+    for steps in regions.values():
+        next(steps)
+
+    def tag() -> str | None:
+        with contextlib.suppress(memsaver.TagError):
+            return saver.tag_of(torch.ones(1000, device=device))
+        return None
+
+    assert tag() == "c"
+    regions["b"].close()
+    assert tag() == "c"
+    regions["c"].close()
+    assert tag() == "a"
+    regions["a"].close()
+    assert tag() is None
+    saver.pause()
+    saver.close()
+
+
+def test_objects_that_live_until_the_interpreter_ends_end_without_a_word() -> None:
+    code = """
+import gc, torch, memsaver
+from memsaver.vmm import host_memory
+class Owner: pass
+owner = Owner()
+owner.me, owner.saver = owner, memsaver.MemorySaver(debug=True)
+owner.tensor = owner.saver.empty(1 << 20, torch.uint8, tag="a", content="disk")
+owner.saver.pause()
+owner.memory = host_memory(1 << 21, torch.device("cpu"), "it", "ask for less")
+gc.disable()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 class Hit(BaseException):

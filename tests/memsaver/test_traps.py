@@ -11,6 +11,8 @@ anew (pytorch#186213): test_processes.
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -19,6 +21,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.common.machine import workers
 from memsaver.vmm import torch_usage
 from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds
@@ -274,4 +277,47 @@ def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
         arena.trim()
     graph.replay()
     assert numbers.tolist() == [1] * 8
+    saver.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("way", ["arrivals", "beside", "another thread's"])
+def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> None:
+    """In mode "global" CUDA refuses waiting for an event in every thread, and ends the capture."""
+    saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0").add_(0)
+    tensor = saver.empty(256 << 20, torch.uint8, tag="t", content="host").fill_(7)
+    graph, go = torch.cuda.CUDAGraph(), threading.Event()
+    saver.pause("t")
+    saver.resume("t")
+    torch.cuda.synchronize()
+
+    def pause_and_resume() -> None:
+        go.wait(60)
+        saver.pause("t", streams=())
+        saver.resume("t")
+
+    with ThreadPoolExecutor(1) as another:
+        if way == "arrivals":
+            saver.pause("t")
+        thread = another if way == "another thread's" else workers(way, 1)
+        moved = thread.submit(go.wait, 60)  # the copies come behind it
+        if way == "arrivals":
+            arrival = saver.begin_resume("t")
+        elif way == "beside":
+            saver.save("t", 1)
+        else:
+            moved = thread.submit(pause_and_resume)
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            numbers.add_(1)
+            go.set()
+            thread.submit(int).result(60)  # behind the copies
+        moved.result(60)
+    graph.replay()
+    assert numbers.tolist() == [1] * 8
+    if way == "arrivals":
+        arrival.wait()
+    saver.pause("t")  # which keeps the copy that `save` made
+    saver.resume("t")
+    assert bool((tensor == 7).all())
     saver.close()

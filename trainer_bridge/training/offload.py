@@ -63,7 +63,8 @@ class Parking:
         self._parked: set[str] = set()
         self._pinned: set[str] = set()  # tags that there is host memory for
         self._begun: list[_Begun] = []
-        self._thread = ThreadPoolExecutor(1, "trainer-parking")
+        bind = None if saver is None else saver.backend.bind_thread
+        self._thread = ThreadPoolExecutor(1, "trainer-parking", bind)
 
     def add(
         self,
@@ -160,6 +161,8 @@ class Parking:
     @held()  # an interrupt in the middle of a look would leave a future locked
     def _end_begun(self) -> None:
         """Waits for the copies out of what was begun, and for the memory of what comes back."""
+        if self._begun and self._saver is not None:
+            self._saver.backend.require_own_process()  # the thread is not there in a forked child
         for each in self._begun:
             each.awaited.set()
         while wait([each.done for each in self._begun], _LOOK).not_done:
