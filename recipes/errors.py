@@ -10,6 +10,10 @@ class RecipeError(ValueError):
     """A recipe that cannot run, in one line: where, key and value, rule, remedy (exit status 2)."""
 
 
+class ScorerError(ValueError):
+    """A task's scorer that raised or gave no score, in one line: task, problem, answer, remedy."""
+
+
 class RunError(RuntimeError):
     """A run that failed, in one line: stage, cause, perhaps a remedy (exit status 1)."""
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from memsaver.common.hash import hash_text
 from recipes.setup.models import decode
 from recipes.setup.preparation import Setup
-from recipes.tasks import Problem, Score, Task
+from recipes.tasks import Problem, Score, Task, score_answer
 from rollout import Completion, Rollout, SamplingParams
 from trainer_bridge import SequenceBatch
 
@@ -46,8 +46,6 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
         SamplingParams(
             max_tokens=recipe.sampling.max_tokens,
             temperature=recipe.sampling.temperature,
-            top_k=recipe.sampling.top_k,
-            top_p=recipe.sampling.top_p,
             n=recipe.loop.samples_per_prompt,
             seed=sampling_seed(recipe.seed, step, index),
         )
@@ -75,9 +73,9 @@ def _exact_match(rollout: Rollout, setup: Setup, problems: Sequence[Problem]) ->
 
 
 def compute_reward(task: Task, samples: Samples) -> list[Score]:
-    """The task's score of every answer."""
+    """Return the task's score of every answer. Raises ScorerError, which names the answer."""
     triples = zip(samples.problems, samples.texts, samples.ended, strict=True)
-    return [task.score(problem, text, ended) for problem, text, ended in triples]
+    return [score_answer(task, problem, text, ended) for problem, text, ended in triples]
 
 
 def pick_problems(

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.generation import Samples
-from recipes.loop import Loop, PerToken, TrainerSide, spread_of, step_row
+from recipes.loop import Loop, PerToken, TrainerSide, checked_rewards, spread_of, step_row
 from recipes.recipe import Recipe
 
 
@@ -52,25 +52,50 @@ class GrpoLoop(Loop):
                 self.trainer, samples, logprobs, advantages, self.temperature, ref_logprobs
             )
         row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
-        return learned | row | unreplayed
+        return learned | row | signal_of(rewards, grpo.samples_per_prompt) | unreplayed
 
 
 def compute_advantages(
     rewards: Sequence[float], group_size: int, normalize_std: bool
 ) -> list[float]:
-    """Each reward against the mean of its group of `group_size` neighbours, over the group's
+    """Compare each reward with the mean of its group of `group_size` neighbours, over the group's
     standard deviation.
 
     A group of equal rewards has nothing to compare and gets zeros; so does one whose rewards differ
-    by rounding only.
+    by rounding only (`spread_of`). The deviation is the population's: with 8 samples a prompt,
+    advantages are 1.07 times those by the sample deviation of TRL and verl, with 2 samples 1.41
+    times.
+
+    Raises:
+        ValueError: The rewards are no whole groups, or one of them is not finite.
     """
     advantages: list[float] = []
-    for start in range(0, len(rewards), group_size):
-        group = rewards[start : start + group_size]
+    for group in groups_of(rewards, group_size):
         mean, spread = statistics.fmean(group), spread_of(group)
         scale = spread if normalize_std else 1.0
         advantages += [(reward - mean) / scale if spread else 0.0 for reward in group]
     return advantages
+
+
+def signal_of(rewards: Sequence[float], group_size: int) -> dict[str, int]:
+    """Count the groups that teach nothing, for metrics.jsonl.
+
+    Returns:
+        `groups_without_signal`: groups whose advantages are all 0. `groups_within_rounding`: those
+        among them whose rewards differ, but by rounding only.
+    """
+    flat = [set(group) for group in groups_of(rewards, group_size) if not spread_of(group)]
+    rounded = sum(len(different) > 1 for different in flat)
+    return {"groups_without_signal": len(flat), "groups_within_rounding": rounded}
+
+
+def groups_of(rewards: Sequence[float], group_size: int) -> list[list[float]]:
+    """Cut the rewards into groups of neighbours; see `compute_advantages` for what it raises."""
+    if group_size < 1 or len(rewards) % group_size:
+        rule = f"{len(rewards)} rewards are no multiple of group_size={group_size}"
+        raise ValueError(f"{rule}; give every prompt as many answers")
+    checked = checked_rewards(rewards)
+    return [checked[start : start + group_size] for start in range(0, len(checked), group_size)]
 
 
 def update_actor(

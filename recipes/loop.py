@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from recipes.generation import Samples, compute_reward, evaluate, generate_sequences
 from recipes.recipe import Recipe
 from recipes.setup.preparation import Setup
-from recipes.tasks import Score
+from recipes.tasks import Score, as_reward
 from recipes.watch.monitor import Monitor
 from rollout import Rollout
 from trainer_bridge import Cycle
@@ -149,12 +151,31 @@ class Loop(abc.ABC):
         self.monitor.row({"kind": "eval", "step": updates, **result})
 
 
-def spread_of(numbers: Sequence[float]) -> float:
-    """Their standard deviation; 0 where they differ by rounding only (below 1e-8, or a millionth of
-    the largest, which sums in fp32 reach), for divided by that, noise would be a full advantage.
+def checked_rewards(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards as floats.
+
+    Raises:
+        ValueError: One is not a finite number, which would spoil the advantages of all others.
     """
-    spread = statistics.pstdev(numbers)
-    return spread if spread > max(1e-8, 1e-6 * max(map(abs, numbers))) else 0.0
+    found = []
+    for index, reward in enumerate(rewards):
+        try:
+            found.append(as_reward(reward))
+        except ValueError as error:
+            raise ValueError(f"rewards[{index}] is {error}; give finite numbers") from None
+    return found
+
+
+def spread_of(numbers: Sequence[float]) -> float:
+    """Return the population standard deviation, or 0 where the numbers differ by rounding only.
+
+    Divided by such a deviation, noise would become a full advantage. Rounding is a deviation of at
+    most 1e-12 of the largest number (sums in fp64), or of at most 1e-7 both in itself and of the
+    largest number (scores of about 1 that were computed in fp32). All other differences count,
+    however small or large the numbers are.
+    """
+    spread, largest = float(np.std(numbers)), max(map(abs, numbers))
+    return spread if spread > max(1e-12 * largest, 1e-7 * min(1.0, largest)) else 0.0
 
 
 def step_row(
@@ -167,8 +188,10 @@ def step_row(
     """The figures of one step, for metrics.jsonl."""
     mean, largest = logprob_gap(samples.logprobs, logprobs)
     lengths = [len(ids) for ids in samples.response_ids]
+    rewards = [score.reward for score in scores]
     row = {
-        "reward": statistics.fmean(score.reward for score in scores),
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
         "exact_match": statistics.fmean(score.exact for score in scores),
         "gap_mean": mean,
         "gap_max": largest,

@@ -30,8 +30,18 @@ from itertools import chain, starmap
 from operator import add, itemgetter
 from typing import Any
 
+import numpy as np
+
 from recipes.generation import Samples
-from recipes.loop import Loop, PerToken, TrainerSide, pairs, spread_of, step_row
+from recipes.loop import (
+    Loop,
+    PerToken,
+    TrainerSide,
+    checked_rewards,
+    pairs,
+    spread_of,
+    step_row,
+)
 from recipes.recipe import Recipe
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
@@ -71,6 +81,7 @@ class PpoLoop(Loop):
                 [score.reward for score in scores], logprobs, ref_logprobs, ppo.kl_coef
             )
             advantages, returns = compute_advantages(rewards, values, ppo.gamma, ppo.gae_lambda)
+            advantage_std = spread_of(list(chain.from_iterable(advantages)))
             if ppo.normalize_advantages:
                 advantages = whiten(advantages)
         learning = {
@@ -87,6 +98,7 @@ class PpoLoop(Loop):
         if step > ppo.critic_warmup_steps:
             with self.stage("update_actor"):
                 learned |= update_actor(trainer, batch, parts)
+        learned["advantage_std"] = advantage_std
         learned["value_explained_variance"] = explained_variance(values, returns)
         row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
         return learned | row | unreplayed
@@ -100,7 +112,12 @@ def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:
 def token_rewards(
     rewards: Sequence[float], logprobs: PerToken, ref_logprobs: PerToken | None, kl_coef: float
 ) -> PerToken:
-    """Rewards at last tokens, -kl_coef * (policy - reference log-probability) at every token."""
+    """Return -kl_coef * (policy - reference log-probability) a token, plus rewards at last tokens.
+
+    Raises:
+        ValueError: A reward is not finite, or the lists are not of as many answers and tokens.
+    """
+    rewards = checked_rewards(rewards)
     if ref_logprobs is None:
         found = [[0.0] * len(row) for row in logprobs]
     else:
@@ -152,7 +169,13 @@ def _each(function: Callable[..., float], *numbers: PerToken) -> PerToken:
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """The answers of each update: every pass shuffles all `count` and cuts `number` parts."""
+    """Return the answers of each update: every pass shuffles all `count` and cuts `number` parts.
+
+    Raises:
+        ValueError: There are fewer answers than parts.
+    """
+    if not 1 <= number <= count:
+        raise ValueError(f"{number} mini-batches of {count} answers; give 1 to {count}")
     parts: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(count))
@@ -187,8 +210,11 @@ def _update(
 
 
 def explained_variance(values: PerToken, returns: PerToken) -> float:
-    """1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 says a constant."""
+    """Return 1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 says a constant.
+
+    Returns that differ by rounding only leave nothing to explain: 0.
+    """
     both = pairs(returns, values)
-    spread = statistics.pvariance([wanted for wanted, _ in both])
-    rest = statistics.pvariance([wanted - said for wanted, said in both])
-    return 1 - rest / spread if spread > 0 else 0.0
+    spread = spread_of([wanted for wanted, _ in both])
+    rest = float(np.std([wanted - said for wanted, said in both]))
+    return 1 - (rest / spread) ** 2 if spread else 0.0

@@ -98,6 +98,9 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool) -> Non
     opening = (
         f"{folder.path}: {recipe.task.name}, {recipe.driver}, {setup.device}, {recipe.steps} steps"
     )
+    if setup.left_out:
+        limit = recipe.task.max_prompt_tokens
+        opening += f"; {setup.left_out} problems left out by task.max_prompt_tokens={limit}"
     if recipe.status == "planned":
         opening += "; status=planned: this recipe was worked out, nobody has run it yet"
     restarts = 0

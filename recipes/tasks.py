@@ -8,23 +8,29 @@ names as the same question (a sum in any order of its terms). The split depends 
 that no seed, step or resume can bring a held-out question into training.
 """
 
+import contextlib
 import importlib
 import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import sysconfig
+import traceback
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from memsaver.common.hash import hash_text
-from recipes.errors import RecipeError, one_line
+from recipes.errors import RecipeError, ScorerError, one_line
 from recipes.recipe import TaskSection
+from recipes.recipe.rules import shown
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]
 TERM = re.compile(r"([-+]?) ?(\d+)")
 NUMBER = re.compile(r"(?<![\d.])[-+]?\d[\d,]*(?:\.\d+)?")
+LARGEST_REWARD = 3e38  # the trainer takes advantages in fp32
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +41,17 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """`reward` is what training sees; `exact` alone is reported as exact match."""
+    """`reward` is what training sees; `exact` alone is reported as exact match.
+
+    Both may be numbers of Python or numpy, bools, or tensors of one element.
+    """
 
     reward: float
     exact: bool
 
 
-Scorer = Callable[[Problem, str, bool], Score]  # (problem, completion text, did it end by itself)
+# (problem, completion text, did it end by itself); a bare number is a reward
+Scorer = Callable[[Problem, str, bool], Score | float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +78,38 @@ class Task:
         """Returns what is trained on, the task's own kind first."""
         return (self.train, *self.train_beside.values())
 
+    @property
+    def sides(self) -> dict[str, tuple[Problem, ...]]:
+        """Return all problems, by the name of the field that holds them."""
+        sides = {"train": self.train, "held_out": self.held_out}
+        sides |= {f"train_beside[{kind}]": found for kind, found in self.train_beside.items()}
+        return sides | {f"beside[{kind}]": found for kind, found in self.beside.items()}
+
     def problems(self) -> Iterator[Problem]:
-        return itertools.chain(*self.kinds, self.held_out, *self.beside.values())
+        return itertools.chain(*self.sides.values())
+
+    def place_of(self, question: str) -> str:
+        """Return where the first problem of this question is, as `train[12]`."""
+        for side, problems in self.sides.items():
+            for index, problem in enumerate(problems):
+                if problem.question == question:
+                    return f"{side}[{index}]"
+        raise KeyError(question)
+
+    def only(self, questions: Container[str]) -> "Task":
+        """Return the task without the problems whose question is not among these."""
+
+        def kept(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+            return tuple(problem for problem in problems if problem.question in questions)
+
+        beside, trained = self.beside.items(), self.train_beside.items()
+        return replace(
+            self,
+            train=kept(self.train),
+            held_out=kept(self.held_out),
+            train_beside={name: kept(problems) for name, problems in trained},
+            beside={name: kept(problems) for name, problems in beside},
+        )
 
 
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
@@ -79,11 +119,82 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
     no task.
     """
     task = _own_task(section) if ":" in section.name else _packaged_task(section, also_digits)
-    if not all(task.kinds) or not all((task.held_out, *task.beside.values())):
-        empty = "evaluation" if all(task.kinds) else "training"
-        rule = f"leaves no problem for {empty}; set task.held_out_fraction=0.2"
-        raise RecipeError(f"task.held_out_fraction={section.held_out_fraction}: {rule}")
+    key = "task.held_out_fraction"
+    check_sides(task, f"{key}={section.held_out_fraction}", f"set {key}=0.2")
     return task
+
+
+def check_sides(task: Task, setting: str, remedy: str) -> None:
+    """Raise RecipeError of the setting where it leaves nothing to train or to evaluate on."""
+    if not all(task.sides.values()):
+        empty = "evaluation" if all(task.kinds) else "training"
+        raise RecipeError(f"{setting}: leaves no problem for {empty}; {remedy}")
+
+
+def score_answer(task: Task, problem: Problem, text: str, ended: bool) -> Score:
+    """Return what the task's scorer says of an answer, as a float and a bool.
+
+    A bare number is the reward, and an exact match where it is at least 1.
+
+    Raises:
+        ScorerError: The scorer raised, or its reward or `exact` is none.
+    """
+    try:
+        found = task.score(problem, text, ended)
+    except (Exception, SystemExit) as error:
+        raised = f"raised {type(error).__name__}: {shown(one_line(error), 200)}"
+        where = _place_of(error, task.score)
+        raise _scorer_error(task, problem, text, f"{raised} ({where})", "correct it") from error
+    try:
+        reward = as_reward(getattr(found, "reward", found))
+        return Score(reward=reward, exact=_as_bool(getattr(found, "exact", reward >= 1)))
+    except ValueError as error:
+        remedy = "return a Score(reward=NUMBER, exact=BOOL), or a number"
+        raise _scorer_error(task, problem, text, f"gave {error}", remedy) from None
+
+
+def _scorer_error(task: Task, problem: Problem, text: str, why: str, remedy: str) -> ScorerError:
+    about = f"for the answer {shown(repr(text), 60)} to {shown(repr(problem.question), 60)}"
+    return ScorerError(f"task.name={task.name}: the scorer {why}, {about}; {remedy}")
+
+
+def as_reward(value: Any) -> float:
+    """Return a reward as a float.
+
+    Raises:
+        ValueError: It is no number, or not a finite one of fp32's range.
+    """
+    value = _scalar(value)
+    if not isinstance(value, int | float):
+        raise ValueError(f"a reward of type {type(value).__name__}")
+    if not abs(value) <= LARGEST_REWARD:
+        raise ValueError(f"a reward of {shown(value, 40)}, not finite in fp32")
+    return float(value)
+
+
+def _as_bool(value: Any) -> bool:
+    value = _scalar(value)
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"exact={shown(repr(value), 40)}, neither true nor false")
+
+
+def _scalar(value: Any) -> Any:
+    """Return the only element of a tensor or a numpy array; anything else unchanged."""
+    with contextlib.suppress(ValueError, RuntimeError, TypeError):  # of several elements
+        return value.item() if hasattr(value, "item") else value
+    return value
+
+
+def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """Return file:line of the user's own code that raised, or of the function called in vain."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    if last := (own or frames)[-1:]:
+        return f"{last[0].filename}:{last[0].lineno}"
+    code = getattr(function, "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code else shown(function)
+    return f"{place}, called with (problem, text, ended)"
 
 
 class Sides(TypedDict):
@@ -134,7 +245,7 @@ def _own_task(section: TaskSection) -> Task:
         sys.path.append(here)
     try:
         function = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         rule = f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}"
         raise RecipeError(
             f"{key}: {rule}; run from the folder it lies in, or set PYTHONPATH"
@@ -144,12 +255,12 @@ def _own_task(section: TaskSection) -> Task:
         raise RecipeError(f"{key}: {rule}")
     try:
         task = function(section)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         rule = f"raised {type(error).__name__}: {one_line(error)}"
         raise RecipeError(f"{key}: {rule}; correct it (--verbose shows where)") from error
     if not isinstance(task, Task):
         raise RecipeError(f"{key}: returned a {type(task).__name__}; return a recipes.tasks.Task")
-    return task
+    return replace(task, name=section.name)
 
 
 def is_held_out(question: str, fraction: float) -> bool:

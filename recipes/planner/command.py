@@ -25,7 +25,7 @@ from recipes.planner.sizes import GIB
 from recipes.recipe import CycleSection, Recipe
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.models import describe_random_model, toy_tokenizer
-from recipes.setup.preparation import described_model, longest_prompt, with_alias_decided
+from recipes.setup.preparation import described_model, prompt_lengths, with_alias_decided
 from recipes.tasks import make_task
 from recipes.watch.run_folder import RunFolder
 
@@ -77,7 +77,7 @@ def plan_of(
         task = make_task(recipe.task, recipe.eval.also_digits)
         with described_model(recipe, task) as (directory, tokenizer):
             fields = json.loads((directory / "config.json").read_text())
-            prompt = prompt or longest_prompt(recipe, task, tokenizer)
+            prompt = prompt or max(prompt_lengths(recipe, task, tokenizer).values())
             recipe = with_alias_decided(recipe, directory)
     except RecipeError:
         if recipe.model.path is None or recipe.model.shape is None:

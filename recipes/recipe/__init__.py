@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from recipes.recipe.rules import FieldError, Rule, Section, at_least, one_of, shown
 from recipes.recipe.sections import (
+    COOL,
     GPUS,
     HOSTED,
     OF_PPO,
@@ -155,14 +156,12 @@ class Recipe(Section):
         words = f"is the native engine's, {beside}"
         yield Rule(f"{self.algorithm}.router_replay", not self.loop.router_replay, words)
         yield Rule("model.fp32_router", not self.model.fp32_router, words)
-        if name != "vLLM":
-            return
-        words = f"cuts before vLLM takes log-probabilities, {beside}"
-        yield Rule("sampling.top_k", self.sampling.top_k == 0, words, "set sampling.top_k=0")
-        yield Rule("sampling.top_p", self.sampling.top_p == 1, words, "set sampling.top_p=1.0")
-        words = f"is raised to 0.01 by vLLM, {beside}"
-        warm = self.sampling.temperature >= 0.01
-        yield Rule("sampling.temperature", warm, words, "set sampling.temperature=1.0")
+        if name == "vLLM" and self.sampling.temperature < COOL:
+            from rollout.vllm import COLDEST
+
+            words = f"is raised to {COLDEST} by vLLM, {beside}"
+            warm = self.sampling.temperature >= COLDEST
+            yield Rule("sampling.temperature", warm, words, "set sampling.temperature=1.0")
 
     def absent_tags(self) -> dict[str, str]:
         """Tags that this recipe does not have, and the setting that each is there with."""

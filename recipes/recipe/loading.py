@@ -254,18 +254,26 @@ def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         for prefix, (why, remedy) in idle.items():
             if value != "null" and f"{key}.".startswith(f"{prefix}."):
-                rule = f"has no effect with {why}; {remedy}, or drop {key}"
+                ways = f"{remedy}, or drop {key}" if remedy else f"drop {key}"
+                rule = f"has no effect with {why}; {ways}"
                 raise RecipeError(f"command line: {shown(override)}: {rule}")
 
 
 def _idle_keys(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """Keys that a recipe has, but does not look at: key, or section -> with what it has no effect,
-    and what would make it count.
+    and what would make it count, if anything.
 
     In a file they do no harm: one recipe serves with and without PPO, adapters or a checkpoint.
     """
     other = "ppo" if recipe.algorithm == "grpo" else "grpo"
     idle = {other: (f"algorithm={recipe.algorithm}", f"set algorithm={other}")}
+    # An answer is never off the policy that sampled it: ratios are 1, and values are the old ones.
+    if recipe.algorithm == "grpo":
+        beside = ("algorithm=grpo, which makes one update a step", "")
+        idle |= dict.fromkeys(("grpo.clip_low", "grpo.clip_high"), beside)
+    elif recipe.ppo.epochs * recipe.ppo.mini_batches == 1:
+        beside = ("one update a step (ppo.epochs=1, ppo.mini_batches=1)", "set ppo.mini_batches=2")
+        idle |= dict.fromkeys(("ppo.clip_low", "ppo.clip_high", "ppo.value_clip"), beside)
     if recipe.lora.rank == 0:
         beside = ("lora.rank=0", "set lora.rank=16")
         idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), beside)

@@ -198,6 +198,10 @@ class LoraSection(Section):
         yield Rule("target_modules", good, words, "set lora.target_modules=[q_proj,v_proj]")
 
 
+# Below, an engine is asked for its own limit; importing one takes torch along.
+COOL = 0.1
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingSection(Section):
     """Says how training samples are drawn; evaluation is greedy with the same max_tokens."""
@@ -212,8 +216,16 @@ class SamplingSection(Section):
         good, words = rules.POSITIVE
         words += ": greedy samples of one prompt are all alike and teach nothing"
         yield Rule("temperature", good, words)
-        yield Rule("top_k", *at_least(0), "set sampling.top_k=0 (off)")
-        yield Rule("top_p", *rules.ABOVE_0_TO_1, "set sampling.top_p=1.0 (off)")
+        if self.temperature < COOL:
+            from rollout.types import COLDEST
+
+            words = f"must be at least {COLDEST:g}: the engine computes none colder"
+            yield Rule("temperature", self.temperature >= COLDEST, words)
+        # The update's log-probabilities are of the whole vocabulary: the gradient would be that of
+        # another distribution than the one the samples came from.
+        words = "must be {}: training takes no cut, as its log-probabilities are of all tokens"
+        yield Rule("top_k", self.top_k == 0, words.format("0 (off)"))
+        yield Rule("top_p", self.top_p == 1, words.format("1.0 (off)"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +302,8 @@ class TaskSection(Section):
     # Reward of a near miss (see recipes.tasks); never counted as an exact match.
     partial_credit: float = 0.0
     system_prompt: str = ""
+    # Problems whose prompt takes more are left out, and counted; null: none is.
+    max_prompt_tokens: int | None = None
 
     def rules(self) -> Iterator[Rule]:
         known = self.name in TASKS or OWN_TASK.fullmatch(self.name)
@@ -303,6 +317,8 @@ class TaskSection(Section):
         digits = [self.num_digits, *self.also_train_digits]
         yield Rule("also_train_digits", *different_digits(digits, more))
         yield Rule("held_out_fraction", *rules.BETWEEN_0_AND_1)
+        if self.max_prompt_tokens is not None:
+            yield Rule("max_prompt_tokens", *at_least(1))
         yield Rule("partial_credit", *rules.FROM_0_BELOW_1)
         yield Rule("partial_credit", self.partial_credit == 0 or not sums, undefined)
 

@@ -9,24 +9,26 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memsaver.common.layout import round_up
-from recipes.errors import RecipeError, one_line, writable
+from recipes.errors import RecipeError, ScorerError, one_line, writable
 from recipes.recipe import LoraSection, Recipe
 from recipes.recipe.rules import shown
 from recipes.recipe.sections import LORA_MODULES
 from recipes.setup.models import (
+    TemplateError,
     describe_random_model,
     encode_prompt,
+    encode_prompts,
     find_model,
     load_tokenizer,
     toy_tokenizer,
 )
-from recipes.tasks import Problem, Task, make_task
+from recipes.tasks import Problem, Task, check_sides, make_task, score_answer
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,7 @@ class Setup:
     device: str  # cpu or cuda:N
     kv_tokens: int
     max_request_tokens: int  # longest prompt and answer
+    left_out: int = 0  # problems of longer prompts than `task.max_prompt_tokens`
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         return encode_prompt(self.tokenizer, problem.question, self.recipe.task.system_prompt)
@@ -59,10 +62,13 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     device = resolve_device(recipe)
     _check_packages(recipe)
     task = make_task(recipe.task, recipe.eval.also_digits)
-    _check_prompts(recipe, len(task.kinds) * min(map(len, task.kinds)))
+    _check_scorer(task)
     with described_model(recipe, task) as (model_dir, tokenizer):
         _check_lora(recipe.lora, model_dir)
-        longest = longest_prompt(recipe, task, tokenizer)
+        lengths = prompt_lengths(recipe, task, tokenizer)
+        there, longest = task, max(lengths.values())
+        task = task.only(lengths)
+        _check_prompts(recipe, len(task.kinds) * min(map(len, task.kinds)))
         if not recipe.engine.hosted:
             model = _model_config(recipe, model_dir)
             _check_routers(recipe, model)
@@ -74,7 +80,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             context = config["max_position_embeddings"]
             _check_heads(recipe, config["num_attention_heads"])
         recipe = with_alias_decided(recipe, model_dir)
-        _check_request(recipe, longest, kv_tokens, context)
+        _check_request(recipe, task, lengths, kv_tokens, context)
         if recipe.model.path is None:
             with writable(f"--run-dir {run_dir}"):
                 model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
@@ -86,6 +92,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         device=device,
         kv_tokens=kv_tokens,
         max_request_tokens=longest + recipe.sampling.max_tokens,
+        left_out=len([*there.problems()]) - len([*task.problems()]),
     )
 
 
@@ -126,12 +133,48 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     return None
 
 
-def longest_prompt(recipe: Recipe, task: Task, tokenizer: Any) -> int:
-    """Tokens."""
-    return max(
-        len(encode_prompt(tokenizer, each.question, recipe.task.system_prompt))
-        for each in task.problems()
-    )
+def prompt_lengths(recipe: Recipe, task: Task, tokenizer: Any) -> dict[str, int]:
+    """Return the tokens of the prompt of each question, within `task.max_prompt_tokens`.
+
+    Raises:
+        RecipeError: The chat template takes no system turn, or not a question; or no problem is
+            left to train or to evaluate on.
+    """
+    section = recipe.task
+    questions = list(dict.fromkeys(problem.question for problem in task.problems()))
+    try:
+        prompts = encode_prompts(tokenizer, questions, section.system_prompt)
+    except TemplateError as error:
+        raise _template_error(recipe, questions, tokenizer, error) from error
+    if section.system_prompt:
+        with suppress(TemplateError):  # of a template that demands a system turn
+            if prompts[0] == encode_prompt(tokenizer, questions[0]):
+                raise _no_system_turn(recipe, "leaves a system turn out")
+    lengths = dict(zip(questions, map(len, prompts), strict=True))
+    if (limit := section.max_prompt_tokens) is None:
+        return lengths
+    short = {question: tokens for question, tokens in lengths.items() if tokens <= limit}
+    key = "task.max_prompt_tokens"
+    check_sides(task.only(short), f"{key}={limit}", f"set {key}={max(lengths.values())}")
+    return short
+
+
+def _template_error(
+    recipe: Recipe, questions: list[str], tokenizer: Any, error: TemplateError
+) -> RecipeError:
+    """Blame the system turn where the template takes the questions alone, else a question."""
+    for question in questions:
+        try:
+            encode_prompt(tokenizer, question)
+        except TemplateError as alone:
+            rule = f"its chat template refuses the question {shown(repr(question), 60)}: {alone}"
+            return RecipeError(f"model.path={recipe.model.path}: {rule}; correct the template")
+    return _no_system_turn(recipe, f"refuses a system turn: {error}")
+
+
+def _no_system_turn(recipe: Recipe, how: str) -> RecipeError:
+    setting = f"task.system_prompt={shown(recipe.task.system_prompt, 60)}"
+    return RecipeError(f"{setting}: the model's chat template {how}; drop it")
 
 
 @contextmanager
@@ -230,25 +273,47 @@ def _check_prompts(recipe: Recipe, there: int) -> None:
         )
 
 
+def _check_scorer(task: Task) -> None:
+    """The scorer takes an answer and gives a score, tried before minutes are spent on answers."""
+    try:
+        for kind in task.kinds:
+            score_answer(task, kind[0], kind[0].answer, True)
+    except ScorerError as error:
+        raise RecipeError(str(error)) from error
+
+
 def _check_request(
-    recipe: Recipe, longest_prompt: int, kv_tokens: int, context: int | None
+    recipe: Recipe, task: Task, lengths: dict[str, int], kv_tokens: int, context: int | None
 ) -> None:
-    answer = recipe.sampling.max_tokens
-    need = longest_prompt + answer
+    """The longest prompt and its answer fit the model's context and the KV pool."""
+    answer, question = recipe.sampling.max_tokens, max(lengths, key=lengths.__getitem__)
+    longest = lengths[question]
+    need, whose = longest + answer, f"{task.place_of(question)}: {shown(repr(question), 60)}"
     if context is not None and need > context:
-        rule = f"prompt of {longest_prompt} + answer exceed the model's context of {context} tokens"
-        left = context - longest_prompt
-        remedy = f"set sampling.max_tokens={left}" if left > 0 else "shorten prompts"
-        raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
+        rule = f"prompt of {longest} ({whose}) + answer exceed the model's context of "
+        ways = [f"sampling.max_tokens={context - longest}"] if longest < context else []
+        ways += _leaving_out(task, lengths, context - answer)
+        remedy = f"set {', or '.join(ways)}" if ways else "shorten prompts"
+        raise RecipeError(f"sampling.max_tokens={answer}: {rule}{context} tokens; {remedy}")
     page = recipe.engine.page_size
     rounded = round_up(need, page)
     if rounded > kv_tokens:
         share = recipe.engine.mem_fraction_static is not None
         key = "mem_fraction_static" if share else "kv_tokens"
         rule = f"the KV pool of {kv_tokens} tokens is too small for one request of "
-        rule += f"{longest_prompt} + {answer} tokens in pages of {page}"
-        remedy = f"set {in_tokens(recipe, rounded)} or more"
+        rule += f"{longest} + {answer} tokens in pages of {page} ({whose})"
+        ways = [f"{in_tokens(recipe, rounded)} or more"]
+        ways += _leaving_out(task, lengths, kv_tokens // page * page - answer)
+        remedy = f"set {', or '.join(ways)}"
         raise RecipeError(f"engine.{key}={getattr(recipe.engine, key)}: {rule}; {remedy}")
+
+
+def _leaving_out(task: Task, lengths: dict[str, int], limit: int) -> list[str]:
+    """Return the setting that leaves longer prompts out, unless none would remain."""
+    counts = [lengths[problem.question] for problem in task.problems()]
+    over = sum(count > limit for count in counts)
+    setting = f"task.max_prompt_tokens={limit} (leaves out {over} of {len(counts)} problems)"
+    return [setting] if over < len(counts) else []
 
 
 SHARE = 0.9  # of a GPU for weights and pool, at most, where the recipe does not say

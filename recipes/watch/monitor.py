@@ -27,7 +27,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from memsaver.errors import format_bytes
-from recipes.errors import LostWorker, RecipeError, RunError, one_line
+from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line
 from recipes.watch.history import (
     NOTABLE,
     Run,
@@ -172,6 +172,8 @@ class Monitor:
             yield
         except (RunError, RecipeError):
             raise
+        except ScorerError as error:
+            raise RunError(name, str(error), self.folder.how_to_go_on()) from error
         except Exception as error:
             stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
             if not isinstance(cause, BaseException):
@@ -291,8 +293,10 @@ def describe(row: Mapping[str, Any]) -> str:
         others = [f", {name} {row[key]:.3f}" for key, name in beside_the_task(row).items()]
         result = f"{row['exact_match']:.3f} of {row['problems']}{''.join(others)}"
         return f"held-out exact match {result} after {row['step']} updates"
+    spread, dead = row.get("reward_std"), row.get("groups_without_signal")
     parts = [
-        f"reward {row['reward']:.3f}",
+        f"reward {row['reward']:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""),
+        *([f"{dead} groups without signal"] if dead else []),
         f"exact {row['exact_match']:.3f}",
         f"gap {row['gap_mean']:.1e} mean {row['gap_max']:.1e} max",
         *(f"{short} {row[key]:.2g}" for key, short in OF_MODELS.items() if key in row),

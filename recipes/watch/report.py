@@ -44,10 +44,12 @@ MEDIANS = (
     ("tokens_per_second", "tokens a second, median", lambda value: f"{value:,.0f}"),
     ("gap_mean", "log-probability gap, median", lambda value: f"{value:.1e}"),
     ("gap_mean_unreplayed", "the same without replay", lambda value: f"{value:.1e}"),
+    ("groups_without_signal", "groups without signal, median", lambda value: f"{value:.0f}"),
 )
 COLUMNS = (
-    "reward exact_match loss value_loss kl_to_reference entropy grad_norm gap_mean gap_max "
-    "gap_mean_unreplayed response_length tokens tokens_per_second step_seconds"
+    "reward reward_std groups_without_signal advantage_std exact_match loss value_loss "
+    "kl_to_reference entropy grad_norm gap_mean gap_max gap_mean_unreplayed response_length tokens "
+    "tokens_per_second step_seconds"
 )
 
 

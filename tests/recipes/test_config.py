@@ -75,9 +75,9 @@ def test_a_misspelt_recipe_is_told_what_there_is() -> None:
 
 def test_overrides_apply_in_order_and_keep_the_rest() -> None:
     plain = recipes.load("tiny")
-    recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.top_k=5", "seed=${steps}"])
-    assert (recipe.steps, recipe.sampling.top_k, recipe.seed) == (4, 5, 4)
-    assert recipe.sampling.max_tokens == plain.sampling.max_tokens
+    recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.max_tokens=5", "seed=${steps}"])
+    assert (recipe.steps, recipe.sampling.max_tokens, recipe.seed) == (4, 5, 4)
+    assert recipe.sampling.temperature == plain.sampling.temperature
     assert plain.cycle.keep == plain.eval.also_digits == []  # lists are replaced whole
     assert recipes.load("tiny", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
     assert recipes.load("tiny", ["cycle.keep=auto"]).cycle.keep == "auto"

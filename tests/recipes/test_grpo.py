@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import recipes
 from recipes.generation import evaluate, pick_problems, sampling_seed
-from recipes.grpo import compute_advantages
+from recipes.grpo import compute_advantages, signal_of
 from recipes.loop import logprob_gap
-from recipes.ppo import whiten
+from recipes.ppo import explained_variance, token_rewards, whiten
 from recipes.setup.models import toy_tokenizer
 from recipes.tasks import Problem, Score, Task
 from rollout import Completion
@@ -39,21 +39,50 @@ def test_advantages_by_hand() -> None:
     assert compute_advantages([1, 0, 0, 0], 4, normalize_std=True) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "group",
+    [[2e6, 2e6 + 1], [-30000.01, -29999.99], [1e-9, 3e-9], [2.0**24, 2.0**24 + 1], [1e9, 1e9 + 1]],
+)
+def test_rewards_that_differ_teach_however_large_or_small_they_are(group: list[float]) -> None:
+    assert compute_advantages(group * 2, 4, normalize_std=True) == pytest.approx([-1, 1] * 2)
+    assert whiten([group, group]) == [pytest.approx([-1, 1])] * 2
+    assert signal_of(group * 2, 4) == {"groups_without_signal": 0, "groups_within_rounding": 0}
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
 @pytest.mark.parametrize("parts", [[0.1, 0.2], [0.7, 0.1], [1 / 3, 1 / 7, 1e-3]])
 def test_rewards_that_differ_by_rounding_are_equal(parts: list[float], size: float) -> None:
-    """The same partial credits in another order, or summed in fp32; what differs by more is told
-    apart.
-    """
+    """The same partial credits in another order, or up to a size of 1 summed in fp32."""
     credits = [part * size for part in parts]
     exact, in_fp32 = math.fsum(credits), float(torch.tensor(credits).sum())
-    group = [sum(credits), sum(credits[::-1]), exact, in_fp32]
+    group = [sum(credits), sum(credits[::-1]), exact, in_fp32 if size <= 1 else exact]
     for normalize_std in (True, False):
         assert compute_advantages(group, 4, normalize_std) == [0.0] * 4
-    assert compute_advantages([exact, exact * 1.001], 2, normalize_std=True) == pytest.approx(
-        [-1, 1]
-    )
     assert whiten([group[:2], group[2:]]) == [[0.0] * 2] * 2
+    assert explained_variance([[0.0] * 4], [group]) == 0
+
+
+def test_groups_without_signal_are_counted_and_told_from_those_cut_as_rounding() -> None:
+    rewards = [1.0, 1.0, 0.3, 0.1 + 0.2, 0.0, 1.0]
+    assert signal_of(rewards, 2) == {"groups_without_signal": 2, "groups_within_rounding": 1}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([1.0, 0.0, 1.0], "3 rewards are no multiple of group_size=2"),
+        ([1.0, math.nan], r"rewards\[1\] is a reward of nan, not finite"),
+        ([-math.inf, 1.0], r"rewards\[0\] is a reward of -inf"),
+        ([1.0, None], r"rewards\[1\] is a reward of type NoneType"),
+    ],
+)
+def test_rewards_without_advantages_are_refused(rewards: list[Any], words: str) -> None:
+    for normalize_std in (True, False):
+        with pytest.raises(ValueError, match=words):
+            compute_advantages(rewards, 2, normalize_std)
+    if len(rewards) == 2:
+        with pytest.raises(ValueError, match=words):
+            token_rewards(rewards, [[-1.0]] * 2, None, 0.0)
 
 
 @EXACT

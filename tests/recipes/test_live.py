@@ -25,6 +25,8 @@ def test_sparkline_rises_with_its_values_and_stays_in_range() -> None:
 def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
+    signal = {"reward_std": 0.25, "groups_without_signal": 7}
+    assert "reward 0.300 ± 0.250 | 7 groups without signal | exact" in describe({**ROW, **signal})
     line = describe(ROW)
     for word in ("reward 0.300", "exact 0.150", "1.0e-06", "1.0e-05", "400 tok/s", "switch 0.14 s"):
         assert word in line

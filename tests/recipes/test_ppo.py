@@ -83,7 +83,7 @@ def test_whitened_over_all_tokens(rows: list[list[float]]) -> None:
     white = [each for row in whiten(rows) for each in row]
     assert list(map(len, whiten(rows))) == list(map(len, rows))
     spread = math.sqrt(sum((each - sum(flat) / len(flat)) ** 2 for each in flat) / len(flat))
-    if spread < 1e-8:
+    if spread <= 1e-7 * min(1, max(map(abs, flat))):
         assert white == [0.0] * len(flat)
         return
     assert white == pytest.approx(
@@ -119,6 +119,12 @@ def test_every_pass_deals_every_answer_once(count: int, epochs: int, data: st.Da
         mine = parts[epoch * parts_a_pass : (epoch + 1) * parts_a_pass]
         assert sorted(row for part in mine for row in part) == list(range(count))
         assert max(map(len, mine)) - min(map(len, mine)) <= 1
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_parts_without_answers_are_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=f"{number} mini-batches of 3 answers; give 1 to 3"):
+        mini_batches(3, 1, number, seed=0, step=1)
 
 
 def test_the_order_is_a_function_of_seed_and_step() -> None:

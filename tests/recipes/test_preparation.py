@@ -15,8 +15,9 @@ import torch
 import recipes
 from kvcache import layout
 from recipes.arguments import engine_arguments, open_pair, trainer_config
-from recipes.setup.models import describe_random_model, toy_tokenizer
+from recipes.setup.models import TOY_TEMPLATE, describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup, prepare
+from recipes.tasks import TOY_WORDS
 from rollout import KVTiers
 from rollout.config import EngineConfig
 from rollout.model.decoder import rank_groups
@@ -219,8 +220,8 @@ def test_prompts_beside_the_task_count_for_the_longest_request(
     tokenizer = toy_tokenizer(["a"])
     describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
     monkeypatch.setattr(
-        "recipes.setup.preparation.encode_prompt",
-        lambda _, question, __: question.rpartition(": ")[2],
+        "recipes.setup.preparation.encode_prompts",
+        lambda _, questions, __: [question.rpartition(": ")[2] for question in questions],
     )
     real = [f"model.path={tmp_path}/model", "task.name=chain_sum", "task.partial_credit=0"]
     alone, beside = (
@@ -229,3 +230,65 @@ def test_prompts_beside_the_task_count_for_the_longest_request(
     )
     assert beside.max_request_tokens == alone.max_request_tokens + 4
     assert not (tmp_path / "run").exists()
+
+
+def with_template(template: str, folder: Path) -> list[str]:
+    """The overrides of a model whose chat template this is."""
+    tokenizer = toy_tokenizer(TOY_WORDS)
+    tokenizer.chat_template = template
+    describe_random_model(recipes.load("tiny").model.config, tokenizer, folder)
+    return [f"model.path={folder}"]
+
+
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+ONLY_USER = "{{ messages[-1]['content'] }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (REFUSES + TOY_TEMPLATE, "prompt=of: the model's chat template refuses a system turn: no "),
+        (ONLY_USER, "task.system_prompt=of: the model's chat template leaves a system turn out"),
+        ("{{ messages[0].none.none }}", "its chat template refuses the question 'first of"),
+        ("{% if %}", "its chat template refuses the question 'first of"),
+    ],
+)
+def test_a_chat_template_that_takes_no_prompt_is_one_line(
+    template: str, words: str, tmp_path: Path
+) -> None:
+    model = with_template(template, tmp_path / "model")
+    with pytest.raises(recipes.RecipeError, match=words) as raised:
+        prepare(recipes.load("tiny", [*model, "task.system_prompt=of"]), tmp_path / "run")
+    assert "\n" not in str(raised.value) and not (tmp_path / "run").exists()
+
+
+LONG = """
+from dataclasses import replace
+from recipes.recipe import TaskSection
+from recipes.tasks import Problem, make_task
+
+def long(section):
+    task = make_task(TaskSection(name="toy"))
+    odd = Problem(question="first of " + "a b " * 40, answer="a")
+    return replace(task, train=(task.train[0], odd, *task.train[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["engine.kv_tokens=64", "model.config.max_position_embeddings=128"]]
+)
+def test_a_prompt_that_is_too_long_is_named_and_can_be_left_out(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long_task.py").write_text(LONG)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*words, "task.name=long_task:long", "grpo.prompts_per_step=8"]
+    with pytest.raises(recipes.RecipeError) as raised:
+        prepare(recipes.load("tiny", words), tmp_path / "run")
+    line = str(raised.value)
+    assert "(train[1]: 'first of a b a b " in line
+    remedy = "task.max_prompt_tokens=61"
+    assert line.endswith(f"{remedy} (leaves out 1 of 65 problems)")
+    setup = prepare(recipes.load("tiny", [*words, remedy]), tmp_path / "run")
+    assert setup.left_out == 1 and len([*setup.task.problems()]) == 64
+    assert setup.max_request_tokens == 9 + 3

@@ -237,7 +237,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     [
         (["--resume", "FOLDER"], ["steps=1", "set steps=11"]),
         (["--resume", "FOLDER", "steps=4", "seed=5"], ["seed=5", "differs"]),
-        (["--resume", "FOLDER", "steps=4", "sampling.top_k=5"], ["sampling.top_k=5", "differs"]),
+        (["--resume", "FOLDER", "steps=4", "sampling.max_tokens=5"], ["max_tokens=5", "differs"]),
         (["tiny", "steps=4", "--resume", "FOLDER"], ["grpo.prompts_per_step=48", "differs"]),
         (["--resume", "FOLDER", "steps=2"], ["holds no checkpoint"]),
         (["--resume", "/nowhere"], ["/nowhere", "holds no run"]),
@@ -300,6 +300,47 @@ def test_help_and_usage(
         main(words)
     assert ended.value.code == status
     assert text in "".join(capsys.readouterr())
+
+
+JUDGED = """
+from dataclasses import replace
+from recipes.recipe import TaskSection
+from recipes.tasks import make_task
+
+answers = 0
+
+def judged(section):
+    toy = make_task(TaskSection(name="toy"))
+
+    def score(problem, text, ended):
+        global answers
+        answers += 1
+        return float("nan") if answers == 60 else toy.score(problem, text, ended)
+
+    return replace(toy, score=score)
+"""
+
+
+def test_a_scorer_that_fails_in_a_step_loses_nothing_before_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_pictures: None,
+) -> None:
+    """Of step 2: it is asked for one answer at the start, 16 of the evaluation, 32 of a step."""
+    (tmp_path / "judging.py").write_text(JUDGED)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "run"
+    words = [*SMALL, "steps=3", "checkpoint.every=1", "task.name=judging:judged"]
+    assert main(["run", "tiny", *words, "task.partial_credit=0", "--run-dir", str(folder)]) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and line.endswith(f"memsaver run --resume {folder}\n")
+    cause = "task.name=judging:judged: the scorer gave a reward of nan, not finite in fp32"
+    assert f"compute_reward failed: {cause}, for the answer " in line
+    assert main(["run", "--resume", str(folder)]) == 0
+    found = rows(folder, "train")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert all(row["groups_without_signal"] <= 8 and row["reward_std"] >= 0 for row in found)
 
 
 def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:

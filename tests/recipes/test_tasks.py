@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from recipes.cli import main
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, ScorerError
 from recipes.recipe import FieldError, TaskSection
 from recipes.setup.models import decode, encode_prompt, toy_tokenizer
 from recipes.tasks import (
     TOY_WORDS,
     Problem,
+    Score,
     Task,
     extract_number,
     is_held_out,
     make_task,
+    score_answer,
     signed_terms,
 )
 
@@ -222,6 +230,16 @@ def nothing(section):
 def broken(section):
     return section.colour
 
+def leaves(section):
+    raise SystemExit("no data")
+
+def scored(score):
+    problems = [Problem(question="say b", answer="b"), Problem(question="say a", answer="a")]
+    return Task(name="scored", train=problems, held_out=problems, score=score, words=("say", "a"))
+
+def raising(section):
+    return scored(lambda problem, text, ended: int("a judge's answer"))
+
 number = 3
 """
 
@@ -241,7 +259,8 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: None) -> None:
     task = make_task(TaskSection(name="own_tasks:echo", num_digits=2))
-    assert (task.name, len(list(task.problems())), task.beside) == ("echo", 40, {})
+    assert task.name == "own_tasks:echo"
+    assert (len(list(task.problems())), task.beside) == (40, {})
     assert {p.question for p in task.held_out} == {
         f"say {n}" for n in range(40) if is_held_out(f"say {n}", 0.2)
     }
@@ -260,6 +279,7 @@ def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: No
             "own_tasks:broken",
             "raised AttributeError: 'TaskSection' object has no attribute 'colour'",
         ),
+        ("own_tasks:leaves", "raised SystemExit: no data"),
         ("no_such_module:echo", "cannot import no_such_module: ModuleNotFoundError"),
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),
     ],
@@ -286,3 +306,65 @@ def test_a_random_model_needs_the_words_of_the_task(
     assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
     rule = "task.name=own_tasks:echo: a random model has no tokenizer for it; give"
     assert rule in capsys.readouterr().err
+
+
+SCORED = Task(name="m:f", train=(), held_out=(), score=lambda *_: 0.0)
+ASKED = Problem(question="first of\na b", answer="a")
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        *((number, (0.5, False)) for number in (0.5, np.float32(0.5), torch.tensor(0.5))),
+        *((number, (1.0, True)) for number in (1, True, np.bool_(True), torch.ones(1))),
+    ],
+)
+def test_a_reward_is_a_number_of_any_kind(reward: Any, expected: tuple[float, bool]) -> None:
+    """A bare one counts as an exact match from 1 on."""
+    bare, scored = replace(SCORED, score=lambda *_: reward), Score(reward=reward, exact=np.True_)
+    score = score_answer(bare, ASKED, "a", True)
+    assert (score.reward, score.exact) == expected
+    assert (type(score.reward), type(score.exact)) == (float, bool)
+    whole = score_answer(replace(SCORED, score=lambda *_: scored), ASKED, "a", True)
+    assert whole == Score(reward=expected[0], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        *(
+            (lambda *_, value=value: value, words)
+            for value, words in [
+                (math.nan, "gave a reward of nan, not finite"),
+                (10**400, "gave a reward of 1000"),
+                (None, "gave a reward of type NoneType"),
+                ("1.0", "gave a reward of type str"),
+                (torch.ones(2), "gave a reward of type Tensor"),
+                (Score(reward=math.inf, exact=False), "gave a reward of inf"),
+                (Score(reward=1.0, exact=None), "gave exact=None, neither true nor false"),
+            ]
+        ),
+        (lambda *_: sys.exit("bye"), r"raised SystemExit: bye (.*test_tasks.py:\d+)"),
+        (lambda *_: json.loads("{"), r"raised JSONDecodeError: .* (.*test_tasks.py:\d+)"),
+        (lambda problem, text: 0, r"test_tasks.py:\d+, called with \(problem, text, ended\)\)"),
+    ],
+)
+def test_a_scorer_that_gives_no_score_is_named_with_problem_and_answer(
+    score: Any, words: str
+) -> None:
+    with pytest.raises(ScorerError, match=words) as raised:
+        score_answer(replace(SCORED, score=score), ASKED, "b\nc", True)
+    line = str(raised.value)
+    assert line.startswith("task.name=m:f: the scorer ") and "\n" not in line
+    assert r"for the answer 'b\nc' to 'first of\na b'; " in line
+
+
+def test_a_scorer_is_tried_before_anything_is_made(
+    own_module: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["task.name=own_tasks:raising", "grpo.prompts_per_step=1", "steps=1"]
+    assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert "task.name=own_tasks:raising: the scorer raised ValueError: invalid literal" in line
+    assert "own_tasks.py:" in line and "for the answer 'b' to 'say b'" in line

@@ -68,7 +68,7 @@ def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
         ({"values": [0.0, 0.0]}, "values 0 is no list"),
         ({"returns": [[0.0]]}, "returns has 1 entries"),
         ({"ref_logprobs": [[0.0], [0.0]]}, "ref_logprobs 1 has 1 numbers"),
-        ({"temperature": 0.0}, "temperature=0.0 must be positive"),
+        ({"temperature": 0.0}, "temperature=0.0 must be finite and at least 1e-06"),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memsaver.common.layout import round_up, send_together
+from rollout.types import COLDEST
 from trainer_bridge.training.packing import Packing
 
 # Of a chunk's longest: what a pass more costs weighs more than padding up to here.
@@ -170,10 +171,9 @@ class SequenceBatch:
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ValueError(
-            f"temperature={temperature} must be positive and finite (score greedy samples with 1.0)"
-        )
+    if not COLDEST <= temperature < float("inf"):
+        rule = f"must be finite and at least {COLDEST:g} (score greedy samples with 1.0)"
+        raise ValueError(f"temperature={temperature} {rule}")
 
 
 def deal(

@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 RANGES = [
     Range(
-        "ppo.critic_warmup_steps lora.rank sampling.top_k eval.every checkpoint.every "
+        "ppo.critic_warmup_steps lora.rank eval.every checkpoint.every "
         "checkpoint.max_restarts engine.prefix_states",
         "must be at least 0",
         ("-1",),
@@ -43,8 +43,8 @@ RANGES = [
         "engine.tensor_parallel_size engine.expert_parallel trainer.micro_batch_size "
         "trainer.threads sampling.max_tokens "
         "grpo.prompts_per_step ppo.prompts_per_step ppo.samples_per_prompt ppo.epochs "
-        "ppo.mini_batches task.num_digits eval.problems checkpoint.keep cluster.nnodes "
-        "cluster.n_gpus_per_node",
+        "ppo.mini_batches task.num_digits task.max_prompt_tokens eval.problems checkpoint.keep "
+        "cluster.nnodes cluster.n_gpus_per_node",
         "must be at least 1",
         ("0",),
         "1",
@@ -63,7 +63,7 @@ RANGES = [
         ("-0.1", "1.0"),
         "0.0",
     ),
-    Range("sampling.top_p ppo.gamma ppo.gae_lambda", "must lie in (0, 1]", ("0.0", "1.1"), "1.0"),
+    Range("ppo.gamma ppo.gae_lambda", "must lie in (0, 1]", ("0.0", "1.1"), "1.0"),
     Range(
         "trainer.max_grad_norm lora.alpha sampling.temperature ppo.value_clip cluster.call_timeout "
         "cluster.host_gib",
@@ -84,6 +84,8 @@ OUT_OF_RANGE = {
     "driver": wrong("driver=slurm", "driver=slurm: must be inprocess or ray"),
     "device": wrong("device=tpu", "device=tpu: must be auto, cpu, cuda or cuda:N"),
     "seed": wrong("seed=-1", "seed=-1: must lie in [0, 2**63)"),
+    "sampling.top_k": wrong("sampling.top_k=5", "sampling.top_k=5: must be 0 (off): training"),
+    "sampling.top_p": wrong("sampling.top_p=0.9", "sampling.top_p=0.9: must be 1.0 (off): train"),
     "model.path": Wrong(["model.path=' '"], ["model.path='': must name a directory"]),
     "model.shape": wrong(
         "model.config=null model.shape=qwen2.5-7bb",
@@ -174,14 +176,12 @@ OF_VLLM = [
     ),
     wrong(f"{VLLM} cycle.alias=always", "alias=always: is not for weights that vLLM's buffers"),
     wrong(f"{VLLM} cycle.overlap=[params]", "cycle.overlap=[params]: needs a KV cache that grows"),
-    wrong(f"{VLLM} sampling.top_k=5", "sampling.top_k=5: cuts before vLLM takes"),
-    wrong(f"{VLLM} sampling.top_p=0.5", "sampling.top_p=0.5: cuts before vLLM takes"),
     wrong(f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01"),
 ]
 SGLANG = "device=auto engine.kind=sglang"
 OF_SGLANG = [
     wrong("engine.kind=sglang", "device=cpu: is not for SGLang's kernels", "set device=auto"),
-    wrong(f"{SGLANG} sampling.top_k=5", "engine.kind=sglang: torch sees no GPU here"),
+    wrong(SGLANG, "engine.kind=sglang: torch sees no GPU here"),
     wrong(
         f"{SGLANG} driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
         "tensor_parallel_size=2: puts SGLang's workers into processes of their own",
@@ -289,6 +289,11 @@ CONTRADICTIONS = [
     ),
     wrong("lora.alpha=8", "lora.alpha=8: has no effect with lora.rank=0"),
     wrong("lora.target_modules=[q_proj]", "has no effect with lora.rank=0"),
+    wrong("sampling.temperature=1e-7", "temperature=1e-07: must be at least 1e-06: the engine"),
+    wrong("grpo.clip_low=0.1", "has no effect with algorithm=grpo, which makes one update a step"),
+    wrong("algorithm=ppo ppo.clip_high=0.1", "no effect with one update a step", "mini_batches=2"),
+    wrong("algorithm=ppo ppo.value_clip=0.1", "has no effect with one update a step"),
+    wrong("task.max_prompt_tokens=8", "leaves no problem for training; set", "prompt_tokens=9"),
     wrong("sampling.max_tokens=60", "answer exceed the model's context of 64 tokens"),
     wrong(
         "grpo.prompts_per_step=49", "grpo.prompts_per_step=49: the task has 48 training problems"
