@@ -5,8 +5,11 @@ would have been.
 """
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from numpy.typing import NDArray
@@ -81,12 +84,35 @@ def compute_reward(task: Task, samples: Samples) -> list[Score]:
 def pick_problems(
     kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int
 ) -> list[Problem]:
-    """`count` different problems for this step, as many of each kind; more of the first ones."""
-    drawn = random.Random(f"{seed}/prompts/{step}")
-    found: list[Problem] = []
-    for index, kind in enumerate(kinds):
-        found += drawn.sample(list(kind), len(range(index, count, len(kinds))))
-    return found
+    """Return the `count` different problems of a step, which counts from 1.
+
+    All steps together take the kinds in turn, and of each kind one permutation after the other: a
+    problem comes again when all others of its kind have come.
+    """
+    most = -(-count // len(kinds))
+    picked: list[Problem] = []
+    for number in range((step - 1) * count, step * count):
+        position, kind = divmod(number, len(kinds))
+        turn, place = divmod(position, len(kinds[kind]))
+        order = _permutation(len(kinds[kind]), most, f"{seed}/prompts/{kind}", turn)
+        picked.append(kinds[kind][order[place]])
+    return picked
+
+
+@lru_cache(maxsize=16)
+def _permutation(size: int, apart: int, seed: str, turn: int) -> Sequence[int]:
+    """Return the permutation of one pass, a function of its arguments.
+
+    An index comes again after `apart` places at the earliest, so that no step has a problem twice:
+    passes shuffle within blocks that are the same for all of them.
+    """
+    order = list(range(size))
+    random.Random(seed).shuffle(order)
+    block = size - apart + 1
+    parts = [order[start : start + block] for start in range(0, size, block)]
+    for part in parts:
+        random.Random(f"{seed}/{turn}/{part[0]}").shuffle(part)
+    return array("q", chain.from_iterable(parts))
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:

@@ -137,6 +137,31 @@ def test_a_step_takes_as_many_problems_of_each_kind_however_many_there_are() -> 
         assert tuple(counts[kind] for kind in "abc") == shares
 
 
+@pytest.mark.parametrize(
+    ("sizes", "count"), [((50,), 8), ((11,), 11), ((9, 50, 3), 2), ((7, 5), 9)]
+)
+def test_every_problem_comes_once_a_pass_and_kinds_take_turns(
+    sizes: tuple[int, ...], count: int
+) -> None:
+    """Also where a step begins in one pass and ends in the next."""
+    kinds = [
+        [Problem(question=f"{kind} {n}", answer="") for n in range(size)]
+        for kind, size in enumerate(sizes)
+    ]
+    steps = [pick_problems(kinds, count, 0, step) for step in range(1, 201)]
+    assert all(len(set(picked)) == count for picked in steps)
+    flat = [problem for picked in steps for problem in picked]
+    assert flat[count:] == [
+        each for step in range(2, 201) for each in pick_problems(kinds, count, 0, step)
+    ]
+    for kind in kinds:
+        mine = [problem for problem in flat if problem in kind]
+        assert abs(len(mine) - len(flat) / len(kinds)) < 1
+        passes = [mine[start : start + len(kind)] for start in range(0, len(mine), len(kind))]
+        assert all(set(one) == set(kind) for one in passes[:-1])
+        assert len({*map(tuple, passes[:-1])}) > 1 or len(kind) == -(-count // len(kinds))
+
+
 def test_sampling_seeds_differ_and_fit_the_engine() -> None:
     seeds = {
         sampling_seed(seed, step, index)
