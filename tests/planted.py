@@ -183,8 +183,8 @@ BUGS = [
     Bug(
         "the learning rate is that of the update before (off by one)",
         "trainer_bridge/training/optimizer.py",
-        "config.learning_rate_after(done)",
-        "config.learning_rate_after(max(0, done - 1))",
+        "1 - (updates - self.start) /",
+        "1 - (max(self.start, updates - 1) - self.start) /",
     ),
     Bug(
         "two ranks learn from the same sequences (swapped ranks)",

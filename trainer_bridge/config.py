@@ -162,12 +162,6 @@ class TrainerConfig:
             optimizer_offload=False,
         )
 
-    def learning_rate_after(self, updates: int) -> float:
-        """Returns the learning rate of the update that follows so many."""
-        if self.decay_steps is None:
-            return self.learning_rate
-        return self.learning_rate * max(0.0, 1 - updates / self.decay_steps)
-
     @property
     def torch_dtype(self) -> torch.dtype:
         return _torch_dtype(self.dtype)

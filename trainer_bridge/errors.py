@@ -64,6 +64,14 @@ class RankFailed(RuntimeError):
         return type(self), (self.actor, self.method, self.error)
 
 
+class OtherRankFailed(RuntimeError):
+    """Another rank failed in what all ranks do together; the text names it and its error."""
+
+
+class OtherWeights(ValueError):
+    """A checkpoint is of a run that began with other weights than this trainer; see the text."""
+
+
 class SyncError(RuntimeError):
     """A weight sync ended on all ranks: in `stage`, for `reason`, which names rank and error."""
 

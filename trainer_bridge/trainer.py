@@ -39,6 +39,7 @@ from trainer_bridge.training.model import (
 )
 from trainer_bridge.training.offload import Parking, Wait, reserve_parked
 from trainer_bridge.training.optimizer import (
+    Schedule,
     StreamedAdamW,
     after_load,
     build_optimizer,
@@ -125,7 +126,8 @@ class Trainer:
             if isinstance(self.optimizer, StreamedAdamW):
                 fill_weights(self.model, config, runtime, dtype, self.optimizer.masters())
                 self.optimizer.publish()
-            self.step = 0
+            self._began_with = runtime.digest(self.model)
+            self.step, self._schedule = 0, Schedule.of(config)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
             self._parking.order = partial(shards_in_order, self.model)
@@ -182,8 +184,8 @@ class Trainer:
         (`kl_k3`, whose mean is estimated from these tokens), plus `router_aux_loss_coef` times the
         load-balance loss of each micro batch, by its share of these tokens.
 
-        Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, tokens. A
-        gradient that is not finite raises a FloatingPointError and changes nothing.
+        Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, learning_rate,
+        tokens. A gradient that is not finite raises a FloatingPointError and changes nothing.
         """
         self._require("update_actor", PARAMS, OPTIM, arriving=True)
         self._require_unlent("update_actor")
@@ -201,12 +203,14 @@ class Trainer:
         size = self.config.micro_batch_size
         means = add_gradients(self.model, batch, learn, size, self._runtime)
         self._parking.arrive()
-        grad_norm = optimizer_step(self.optimizer, self.config, self.step)
+        rate = self._schedule.after(self.step)
+        grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
         self._runtime.finish()  # what waits for the step is no part of the next stage
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
         return dict(zip(names, means, strict=True)) | {
             "grad_norm": grad_norm,
+            "learning_rate": rate,
             "tokens": float(batch.num_tokens),
         }
 
@@ -357,25 +361,31 @@ class Trainer:
         """
         self._require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
+        values |= {"began_with": self._began_with, "schedule": dataclasses.asdict(self._schedule)}
         if self.critic is not None:
             values["critic_step"] = self.critic.step
+            values["critic_schedule"] = dataclasses.asdict(self.critic.schedule)
         checkpoint.save(directory, self._state(), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`.
 
-        A ValueError says what is of another model, or of adapters for another base; nothing was
-        changed then.
+        With another `decay_steps` the learning rate falls to 0 there from that of the last update.
+        A ValueError says what is of another model, OtherWeights that the run began with other
+        weights than this trainer (which reference and adapters build on); nothing was changed then.
         """
         self._parking.require("load_checkpoint", *TRAINED)
         self._require_unlent("load_checkpoint")
         self.zero_grad()
-        values = checkpoint.load(directory, self._state(), self._identity())
+        values = checkpoint.load(directory, self._state(), self._identity(), self._began_with)
         self.step = values["step"]
+        self._schedule = Schedule.of(self.config).continuing(values.get("schedule"), self.step)
         after_load(self.optimizer, self.step)
-        if self.critic is not None:
-            self.critic.step = values["critic_step"]
-            after_load(self.critic.optimizer, self.critic.step)
+        if (critic := self.critic) is not None:
+            critic.step = values["critic_step"]
+            begun = Schedule.of(critic.config)
+            critic.schedule = begun.continuing(values.get("critic_schedule"), critic.step)
+            after_load(critic.optimizer, critic.step)
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:

@@ -83,6 +83,10 @@ class PlannedRuntime(Runtime):
                     empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
                     setattr(module, name, empty)
 
+    def digest(self, model: nn.Module) -> str:
+        """Return nothing: the weights have no content."""
+        return ""
+
     def draw_weights(self, model: nn.Module, seed: int, *how: Any) -> None:
         """Drawing takes long, and the weights have no content."""
 

@@ -18,10 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.helpers.ranks import results, start_ranks
 from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
+from trainer_bridge.errors import OtherRankFailed
 from trainer_bridge.training import checkpoint
 
 Make = Callable[..., Trainer]
@@ -83,8 +85,7 @@ def test_saving_again_replaces_or_leaves_the_one_before(
         patch.setattr(dcp, "save", full_disk)
         with pytest.raises(OSError, match="no space left"):
             trainer.save_checkpoint(str(place), {"n": 2})
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        trainer.load_checkpoint(str(place) + ".partial")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
     assert trainer.load_checkpoint(str(place)) == {"n": 1}
     trainer.update_actor(make_batch(4))
     trainer.save_checkpoint(str(place), {"n": 3})
@@ -127,12 +128,18 @@ MISFIT = (
 )
 
 
+BEGAN = (
+    r"began with other weights \(digest \w{16}; \w{16} now\); put those back; nothing was loaded$"
+)
+
+
 @pytest.mark.parametrize(
     ("saved", "model", "changes", "message"),
     [
         ({}, SMALLER, {}, MISFIT),
         (CRITIC, {}, {}, r"of another model, nothing was loaded: unknown critic\."),
-        ({"lora": LORA}, {"seed": 1}, {"lora": LORA}, r"base is \w{16} there, \w{16} here$"),
+        ({"lora": LORA}, {"seed": 1}, {"lora": LORA}, BEGAN),
+        (CRITIC, {"seed": 1}, CRITIC, BEGAN),
         (
             {"lora": LORA},
             {},
@@ -164,6 +171,35 @@ def test_another_models_checkpoint_changes_nothing(
     assert_same_bits(bits(other), before)
 
 
+@pytest.mark.parametrize("end", [3, 8])
+def test_another_end_of_a_decay_never_raises_the_rate(
+    end: int, model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    """From the last update's rate it falls to 0 at the new end, also over one more resume."""
+    place = str(tmp_path / "step")
+
+    def make(end: int) -> Trainer:
+        critic = CriticConfig(learning_rate=5e-3, decay_steps=2 * end)
+        return make_trainer(model_path, decay_steps=end, critic=critic)
+
+    def rates(trainer: Trainer, step: int) -> list[float]:
+        actor, *critic = learn(trainer, range(step, step + 1))
+        return [actor["learning_rate"], *(each["critic_learning_rate"] for each in critic)]
+
+    first = make(4)
+    assert rates(first, 0) == [1e-2, 5e-3, 5e-3 * 7 / 8]
+    assert rates(first, 1) == [1e-2 * 3 / 4, 5e-3 * 6 / 8, 5e-3 * 5 / 8]
+    first.save_checkpoint(place)
+    second, third = make(end), make(end)
+    second.load_checkpoint(place)
+    shares = [1, 1, 1 - 1 / (2 * end - 4)]
+    last = [1e-2 * 3 / 4, 5e-3 * 5 / 8, 5e-3 * 5 / 8]
+    assert rates(second, 2) == [rate * share for rate, share in zip(last, shares, strict=True)]
+    second.save_checkpoint(place)
+    third.load_checkpoint(place)
+    assert rates(third, 3)[0] == pytest.approx(1e-2 * 3 / 4 * (end - 3) / (end - 2))
+
+
 @pytest.mark.parametrize("values", [True, False])
 def test_a_folder_with_a_pickle_is_refused_and_nothing_runs(
     values: bool, model_path: str, make_trainer: Make, tmp_path: Path
@@ -190,7 +226,7 @@ def test_a_reader_finds_one_of_both_whenever_it_looks_and_whenever_the_writer_di
         monkeypatch.setattr(checkpoint, "exchange_names", refuse)
     place, calls = tmp_path / "last", ("rename", "fsync", "rmdir", "unlink")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(checkpoint, "all_gather_plain", lambda value: [value])
 
     def write(number: int) -> None:
         with checkpoint.whole_directory(str(place)) as partial:
@@ -216,3 +252,28 @@ def test_a_reader_finds_one_of_both_whenever_it_looks_and_whenever_the_writer_di
     write(1000)
     assert read() == 1000
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def fail_alone(rank: int, place: str, failing: int) -> str:
+    try:
+        with checkpoint.whole_directory(place):
+            if rank == failing:
+                raise OSError(errno.ENOSPC, "no space left on device")
+    except (OSError, OtherRankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_alone_ends_the_save_on_all_and_leaves_nothing(
+    failing: int, tmp_path: Path
+) -> None:
+    """Nobody waits for the group's time-out, which is longer than what is waited here."""
+    place = tmp_path / "folder" / "step"
+    place.parent.mkdir()
+    ranks = start_ranks(fail_alone, 2, tmp_path / "meet", str(place), failing, seconds=600.0)
+    found = results(ranks)
+    own = "OSError: [Errno 28] no space left on device"
+    assert found[failing] == own
+    assert found[1 - failing] == f"OtherRankFailed: rank {failing} failed: {own}"
+    assert not list(place.parent.iterdir())

@@ -15,11 +15,17 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from memsaver.common.signals import held
 from rollout.types import RankError
-from trainer_bridge.errors import ActorDied, ActorTimeout, RankFailed, SyncError
+from trainer_bridge.errors import (
+    ActorDied,
+    ActorTimeout,
+    OtherRankFailed,
+    RankFailed,
+    SyncError,
+)
 
 # For the other ranks to answer, too, when one has failed: it may be by another's fault.
 _GRACE_SECONDS = 5.0
-_ECHOES = (SyncError, RankError)  # what a rank raises because of another
+_ECHOES = (SyncError, RankError, OtherRankFailed)  # what a rank raises because of another
 
 
 P = ParamSpec("P")

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from memsaver.common.machine import exchange_names, replace_text, sync
-from trainer_bridge.errors import listed, misfits
+from memsaver.common.plain import all_gather_plain
+from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"
@@ -59,34 +60,70 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
 @contextlib.contextmanager
 def whole_directory(directory: str) -> Iterator[str]:
     """Every rank enters it. What is written into the directory given takes `directory`'s place when
-    the block ends on rank 0 without an error; it ends there after the others have written.
+    the block has ended on all ranks without an error; else it is removed, and every rank raises.
     """
     directory = os.path.abspath(directory)
     partial = f"{directory}.partial"
-    if _is_first():
-        _remove(partial)
-        os.makedirs(partial)
-    dist.barrier()
-    yield partial
-    if _is_first():
-        _replace(directory, partial)
-    dist.barrier()
+    try:
+        with _together():
+            if _is_first():
+                _remove(partial)
+                os.makedirs(partial)
+        with _together():
+            yield partial
+        with _together():
+            if _is_first():
+                _replace(directory, partial)
+    except BaseException:
+        if _is_first():
+            with contextlib.suppress(OSError):
+                _remove(partial)
+        raise
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Wait for all ranks at the end. Where one raised inside, all raise: that one its error, the
+    others an OtherRankFailed, so that nobody waits for a rank that does not come.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+    texts = all_gather_plain(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise OtherRankFailed(f"rank {rank} failed: {text}")
+
+
+def read_values(directory: str) -> dict[str, Any]:
+    """Return the values of a complete checkpoint; a ValueError where there is none."""
+    with open(os.path.join(_complete(directory), _VALUES), encoding="utf-8") as file:
+        values = json.load(file)
+    assert isinstance(values, dict)
+    return values
 
 
 def load(
-    directory: str, tensors: Mapping[str, Tensor], adapters: Mapping[str, Any] | None = None
+    directory: str,
+    tensors: Mapping[str, Tensor],
+    adapters: Mapping[str, Any] | None = None,
+    began_with: str | None = None,
 ) -> dict[str, Any]:
     """Fill `tensors` in place, also when saved by another number of ranks. Returns the values.
 
-    adapters: `Adapters.identity`, which the value of this name must equal. A ValueError says what
-    is of another model; nothing was loaded then.
+    adapters, began_with: `Adapters.identity` and `weights_digest`, which the values of these names
+    must equal. A ValueError says what is of another model; nothing was loaded then.
     """
-    directory = _complete(directory)
-    with open(os.path.join(directory, _VALUES), encoding="utf-8") as file:
-        values = json.load(file)
-    assert isinstance(values, dict)
+    values, directory = read_values(directory), _complete(directory)
     _check_adapters(directory, values.get("adapters"), adapters)
     _check_fit(directory, tensors)
+    if began_with != (stored := values.get("began_with", began_with)):
+        rule = f"the run began with other weights (digest {stored}; {began_with} now)"
+        raise OtherWeights(f"checkpoint {directory!r}: {rule}; put those back; nothing was loaded")
     with torch.no_grad(), _unwrapped():
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(directory))
     return values
@@ -103,7 +140,7 @@ def _unwrapped() -> Iterator[None]:
         )
         if rank == dist.get_rank():
             raise error from None
-        raise RuntimeError(f"rank {rank} failed: {type(error).__name__}: {error}") from wrapped
+        raise OtherRankFailed(f"rank {rank} failed: {type(error).__name__}: {error}") from wrapped
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:

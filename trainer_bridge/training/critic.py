@@ -7,7 +7,7 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens
 from trainer_bridge.training.model import build_model
-from trainer_bridge.training.optimizer import build_optimizer, optimizer_step
+from trainer_bridge.training.optimizer import Schedule, build_optimizer, optimizer_step
 from trainer_bridge.training.runtime import Runtime
 from trainer_bridge.training.scoring import add_gradients, score_tokens, token_logits, value_clip
 
@@ -27,7 +27,7 @@ class Critic:
         self.model = build_model(self.config, runtime, saver, tag=CRITIC, value_head=True)
         params = list(self.model.parameters())
         self.optimizer = build_optimizer(params, self.config, runtime, saver, CRITIC_OPTIM)
-        self.step = 0
+        self.step, self.schedule = 0, Schedule.of(self.config)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Returns the values, fp32, one a response token."""
@@ -38,8 +38,9 @@ class Critic:
         """Makes one AdamW step on the clipped squared error to `returns`, the mean over all
         response tokens of the batch.
 
-        Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping). A gradient that
-        is not finite raises a FloatingPointError and changes nothing.
+        Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping),
+        critic_learning_rate. A gradient that is not finite raises a FloatingPointError and changes
+        nothing.
         """
         check_tokens(batch, self.model.config)
         if batch.values is None or batch.returns is None:
@@ -51,9 +52,11 @@ class Critic:
         loss, clipped = add_gradients(
             self.model, batch, lambda micro: self._backward(batch, micro), size, self._runtime
         )
-        grad_norm = optimizer_step(self.optimizer, self.config, self.step)
+        rate = self.schedule.after(self.step)
+        grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
-        return {"value_loss": loss, "value_clip_fraction": clipped, "critic_grad_norm": grad_norm}
+        figures = {"value_loss": loss, "value_clip_fraction": clipped}
+        return figures | {"critic_grad_norm": grad_norm, "critic_learning_rate": rate}
 
     def _values(self, micro: MicroBatch) -> Tensor:
         return token_logits(self.model, micro).squeeze(-1).float()

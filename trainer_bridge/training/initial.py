@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from memsaver.common.hash import hash_text
+from memsaver.common.digest import Digest, Part
+from memsaver.common.hash import MASK64, hash_text
+from memsaver.common.plain import all_gather_plain
 from rollout.model import Stored, checkpoint_files, is_unused, spellings
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.sync.shards import Box, local_shard, shard_box
@@ -73,6 +75,30 @@ class CheckpointFiles:
         lacking = len(box.shape) - len(stored.shape)
         read = self._files[stored.name].get_slice(stored.name)[common.within(box)[lacking:]]
         return read.view(common.shape)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of the model's own parameters, without adapters, in hexadecimal.
+
+    Every rank calls it; it is the same however they are sharded. Each shard is read once where it
+    lies: a fraction of a second on a GPU at any size that fits there.
+    """
+    parts, first = [], 0
+    for param in base_params(model).values():
+        if local_shard(param).numel():
+            parts.append(_part(param, first))
+        first += param.numel()
+    return f"{sum(all_gather_plain(Digest(parts).run())) & MASK64:016x}"
+
+
+def _part(param: Tensor, first: int) -> Part:
+    """Returns this rank's shard, numbered; `first` is the number of the parameter's first one."""
+    start, _ = shard_box(param)
+    local, first = local_shard(param), first + start[0] * math.prod(param.shape[1:])
+    if param.ndim == 1:
+        return local, first
+    assert not any(start[1:-1])  # by rows, by experts or by columns
+    return local.flatten(0, -2), first + start[-1], param.shape[-1]
 
 
 # Random numbers of one generator; a rank that needs some of them draws all.

@@ -7,7 +7,6 @@ and synced, and the adapters are made on the meta device as every other paramete
 
 import contextlib
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.common.digest import Digest, Part
 from memsaver.common.machine import replace_text
-from memsaver.common.plain import all_gather_plain
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.shards import local_shard, shard_box
@@ -182,17 +179,12 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-_MASK64 = (1 << 64) - 1
-
-
 class Adapters:
     """The adapters of one rank's model. Every rank calls every method: shards are gathered."""
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._config = config
         self._adapted = adapted_params(model)
-        self._base = base_params(model)
-        self._digest: int | None = None
         # Of the parameters that are adapted.
         self.names = tuple(self._adapted)
 
@@ -201,12 +193,11 @@ class Adapters:
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint must agree with, plain data. base: a digest in hexadecimal."""
+        """Returns what a checkpoint must agree with, plain data."""
         return {
             "rank": self._config.rank,
             "alpha": self._config.alpha,
             "target_modules": sorted(self._config.target_modules),
-            "base": f"{self._base_digest():016x}",
         }
 
     def save(self, directory: str, base_path: str) -> None:
@@ -257,17 +248,6 @@ class Adapters:
         stacks = [f"{EXPERTS}.{name}" for name in STACKS]
         return {"target_modules": targets or None, "target_parameters": stacks}
 
-    def _base_digest(self) -> int:
-        """Digests the frozen bits, however they are sharded, once: they never change."""
-        if self._digest is None:
-            parts, first = [], 0
-            for param in self._base.values():
-                if local_shard(param).numel():
-                    parts.append(_part(param, first))
-                first += param.numel()
-            self._digest = sum(all_gather_plain(Digest(parts).run())) & _MASK64
-        return self._digest
-
 
 def _factors(adapter: Adapter) -> LowRank:
     """Returns the experts, rows of B and columns of A that this rank's shard of the weight has."""
@@ -296,13 +276,3 @@ def _whole(param: Tensor) -> Tensor:
         return local_shard(param)
     gathered: Tensor = param.full_tensor()
     return gathered.detach()
-
-
-def _part(param: Tensor, first: int) -> Part:
-    """Returns this rank's shard, numbered; `first` is the number of the parameter's first one."""
-    start, _ = shard_box(param)
-    local, first = local_shard(param), first + start[0] * math.prod(param.shape[1:])
-    if param.ndim == 1:
-        return local, first
-    assert not any(start[1:-1])  # by rows, by experts or by columns
-    return local.flatten(0, -2), first + start[-1], param.shape[-1]

@@ -1,7 +1,10 @@
 """AdamW whose state is made at once, side by side on a tag, or streamed from host memory."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -198,9 +201,49 @@ def _copy(target: Tensor, source: Tensor) -> None:
         to.copy_(what, non_blocking=True)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done: int) -> float:
-    """Makes one clipped step with the learning rate after `done` updates; returns the gradients'
-    norm before clipping.
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A learning rate: `rate` after `start` updates, falling linearly to 0 after `end`; without an
+    end it stays. learning_rate: what it began with.
+    """
+
+    learning_rate: float
+    rate: float
+    start: int = 0
+    end: int | None = None
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Schedule:
+        rate = config.learning_rate
+        return cls(learning_rate=rate, rate=rate, end=config.decay_steps)
+
+    def after(self, updates: int) -> float:
+        """Return the learning rate of the update that follows `updates` others."""
+        if self.end is None:
+            return self.rate
+        return self.rate * max(0.0, 1 - (updates - self.start) / max(1, self.end - self.start))
+
+    def continuing(self, stored: Mapping[str, Any] | None, done: int) -> Schedule:
+        """Return the schedule of a run that goes on after `done` updates by the stored one.
+
+        It is the stored one. With another end the rate falls from that of the last update, as what
+        is left of a decay must not raise it; with another learning rate this schedule stays.
+        """
+        if stored is None or not done:
+            return self
+        before = Schedule(**stored)
+        if self.end is None or before.end is None or self.learning_rate != before.learning_rate:
+            return self
+        if self.end == before.end:
+            return before
+        return replace(self, rate=before.after(done - 1), start=done)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer, config: TrainerConfig, rate: float, done: int
+) -> float:
+    """Makes one clipped step, the one after `done` others, with this learning rate; returns the
+    gradients' norm before clipping.
 
     A norm that is not finite raises a FloatingPointError, and the parameters are unchanged.
     Gradients are dropped.
@@ -216,7 +259,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, config: TrainerConfig, done
             "look for NaN in what the batch holds beside its tokens, or lower the learning rate"
         )
     for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate_after(done)
+        group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm

@@ -21,7 +21,11 @@ from memsaver.common.layout import round_up
 from memsaver.common.machine import Job
 from memsaver.vmm import empty_torch_cache, host_memory
 from trainer_bridge.config import TrainerConfig
-from trainer_bridge.training.initial import randomise_weights, rebuild_buffers
+from trainer_bridge.training.initial import (
+    randomise_weights,
+    rebuild_buffers,
+    weights_digest,
+)
 from trainer_bridge.training.packing import PACKED
 
 
@@ -66,6 +70,10 @@ class Runtime:
     def make_buffers(self, model: nn.Module) -> None:
         """Give the buffers of a meta model their content; see `rebuild_buffers`."""
         rebuild_buffers(model, self.device)
+
+    def digest(self, model: nn.Module) -> str:
+        """Return `weights_digest`."""
+        return weights_digest(model)
 
     def draw_weights(
         self,
