@@ -153,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Whatever it became on its way out, also what libraries keep apart from Exception.
             if interrupted:
                 exec("")  # else Python, which an interrupt left through exec(), would end by SIGINT
-                return _fail(128 + interrupted[0], error, arguments.verbose, "interrupted")
+                text = " ".join(["interrupted", *getattr(error, "__notes__", ())])
+                return _fail(128 + interrupted[0], error, arguments.verbose, text)
             if not isinstance(error, (RunError, KeyboardInterrupt)):
                 raise
             return _fail(1, error, arguments.verbose)
@@ -177,10 +178,20 @@ def interrupts() -> Iterator[list[int]]:
         seen.append(number)
         raise KeyboardInterrupt
 
+    def again(lost: Any) -> None:
+        """Python drops what is raised in a finalizer: have the signal come once more."""
+        if lost.exc_type is KeyboardInterrupt and seen:
+            main = threading.main_thread().ident
+            threading.Timer(0.01, signal.pthread_kill, (main, seen[-1])).start()
+        else:
+            hook(lost)
+
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    hook, sys.unraisablehook = sys.unraisablehook, again
     try:
         yield seen
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -15,6 +15,7 @@ import numpy as np
 from recipes.generation import Samples, compute_reward, evaluate, generate_sequences
 from recipes.recipe import Recipe
 from recipes.setup.preparation import Setup
+from recipes.stopping import Stopping
 from recipes.tasks import Score, as_reward
 from recipes.watch.monitor import Monitor
 from rollout import Rollout
@@ -59,16 +60,21 @@ class Loop(abc.ABC):
         """Takes one step, from state "train" to state "train"; returns the step's figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Steps `first_step` to the last, then the last evaluation. `save(step)` checkpoints."""
-        recipe = self.setup.recipe
-        for step in range(first_step, recipe.steps + 1):
-            with self.monitor.step(step):
-                self._one(step)
-                every = recipe.checkpoint.every
-                if every and (step % every == 0 or step == recipe.steps):
-                    with self.stage("save_checkpoint"):
-                        save(step)
+        """Steps `first_step` to the last, then the last evaluation. `save(step)` checkpoints, also
+        where the run is asked to stop, unless it makes no checkpoints.
+        """
+        recipe, every = self.setup.recipe, self.setup.recipe.checkpoint.every
+        with Stopping(self.monitor.view.note if every else None) as stopping:
+            for step in range(first_step, recipe.steps + 1):
+                with self.monitor.step(step):
+                    self._one(step)
+                    due = every and (step % every == 0 or step == recipe.steps)
+                    if due or stopping.asked:
+                        with self.stage("save_checkpoint"):
+                            save(step)
+                        stopping.leave()
         if recipe.eval.every:
+            self.monitor.folder.place = "in the last evaluation"
             self._wake_rollout(recipe.steps + 1)
             self._evaluate(recipe.steps)
             self.to_train()

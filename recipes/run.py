@@ -19,6 +19,7 @@ from recipes.watch.monitor import Monitor, make_view
 from recipes.watch.run_folder import RunFolder, claimed
 from rollout.types import CUDA_GRAPH
 from trainer_bridge import Cycle
+from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup
 
 # Of a run that is continued:
@@ -68,13 +69,21 @@ def continue_run(
         if key := _first_difference(saved, recipe, MAY_CHANGE):
             rule = "differs from the run's own recipe.yaml; start a new run instead"
             raise RecipeError(f"{option}: {key}: {rule}")
-        RunFolder(run_dir).last_checkpoint()  # there is one
-        step = RunFolder(run_dir).done
-        if step >= recipe.steps:
+        folder = RunFolder(run_dir)
+        values, step = folder.checkpoint_values(), folder.done
+        evaluated = not recipe.eval.every or folder.evaluated(step)
+        if step > recipe.steps or (step == recipe.steps and evaluated):
             rule = f"{step} steps are already done; set steps={step + 10} to go on"
             raise RecipeError(f"{option}: steps={recipe.steps}: {rule}")
         setup = prepare(recipe, run_dir.absolute())
-        _drive(setup, recipe, RunFolder.reopen(run_dir, recipe), resume=True)
+        if other := setup.other_prompts(values.get("prompts", {})):
+            rule = "than the run began with; put those back, or start a new run"
+            raise RecipeError(f"{option}: {other} {rule}; nothing was changed")
+        said, before = "", values.get("steps", saved.steps)
+        if recipe.trainer.lr_decay and before != recipe.steps:
+            said = f"; steps was {before}: from the last update's the learning rate now falls to 0 "
+            said += f"after step {recipe.steps}"
+        _drive(setup, recipe, RunFolder.reopen(run_dir, recipe), resume=True, said=said)
     return run_dir
 
 
@@ -88,11 +97,11 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
     return ""
 
 
-def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool) -> None:
+def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, said: str = "") -> None:
     """The run itself; after the loss of a worker again from the last checkpoint, as often as the
     recipe allows.
 
-    recipe: as it was asked for; the setup's has more decided.
+    recipe: as it was asked for; the setup's has more decided. said: ends the first line.
     """
     allowed = recipe.checkpoint.max_restarts
     opening = (
@@ -101,6 +110,7 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool) -> Non
     if setup.left_out:
         limit = recipe.task.max_prompt_tokens
         opening += f"; {setup.left_out} problems left out by task.max_prompt_tokens={limit}"
+    opening += said
     if recipe.status == "planned":
         opening += "; status=planned: this recipe was worked out, nobody has run it yet"
     restarts = 0
@@ -115,6 +125,9 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool) -> Non
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
+        except BaseException as error:
+            error.add_note(folder.standing())  # said where an interrupt ends the command
+            raise
 
 
 def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
@@ -138,7 +151,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             first = 1
             if resume:
                 with monitor.stage("load_checkpoint"):
-                    trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
+                    _load(folder, trainer, recipe)
                 first = folder.done + 1
             if not early:
                 recipe = _decided(recipe, plan, monitor)
@@ -146,15 +159,16 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             loop = LOOPS[recipe.algorithm](
                 setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
             )
-            loop.run(first, lambda step: _save(folder, trainer, step, recipe.checkpoint.keep))
+            prompts = setup.prompt_digests()
+            loop.run(first, lambda step: _save(folder, trainer, step, recipe, prompts))
     finally:
         view.stage("writing trace and pictures")
         problems = [
             text for write in (folder.write_trace, folder.write_pictures) if (text := _told(write))
         ]
         view.close()
-        for problem in problems:
-            view.note(problem)
+        if problems:
+            view.note("; ".join(problems))
     view.note(f"done: {folder.path}")
 
 
@@ -210,10 +224,22 @@ def _told(write: Callable[[], str | None]) -> str | None:
         return f"no {write.__name__.removeprefix('write_')}: {one_line(error)}"
 
 
-def _save(folder: RunFolder, trainer: Any, step: int, keep: int) -> None:
+def _save(
+    folder: RunFolder, trainer: Any, step: int, recipe: Recipe, prompts: dict[str, int]
+) -> None:
+    extra = {"step": step, "steps": recipe.steps, "prompts": prompts}
     folder.save_checkpoint(
-        step, keep, lambda path: trainer.save_checkpoint(str(path), {"step": step})
+        step, recipe.checkpoint.keep, lambda path: trainer.save_checkpoint(str(path), extra)
     )
+
+
+def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:
+    try:
+        trainer.load_checkpoint(str(folder.last_checkpoint().absolute()))
+    except OtherWeights as error:
+        path = recipe.model.path
+        key = f"model.path={path}" if path else f"model: random weights, device={recipe.device}"
+        raise RecipeError(f"--resume {folder.path}: {key}: {one_line(error)}") from error
 
 
 def _owners(name: str, side: Any) -> list[tuple[str, Any]]:

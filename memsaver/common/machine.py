@@ -236,6 +236,7 @@ def replaced(file: Path) -> Iterator[Path]:
     """
     partial = file.with_name(f".{file.name}.partial")
     try:
+        partial.unlink(missing_ok=True)  # a link, perhaps, which writing would follow
         yield partial
         sync(partial)
         os.replace(partial, file)

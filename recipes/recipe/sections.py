@@ -340,7 +340,9 @@ class EvalSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection(Section):
-    """A checkpoint every `every` steps and after the last; the newest `keep` stay."""
+    """A checkpoint every `every` steps, after the last, and after an interrupted one; the newest
+    `keep` stay.
+    """
 
     every: int = 10  # 0: never
     keep: int = 1

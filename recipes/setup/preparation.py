@@ -8,12 +8,14 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memsaver.common.hash import hash_text
 from memsaver.common.layout import round_up
 from recipes.errors import RecipeError, ScorerError, one_line, writable
 from recipes.recipe import LoraSection, Recipe
@@ -53,6 +55,23 @@ class Setup:
     def prompt_ids(self, problem: Problem) -> list[int]:
         return encode_prompt(self.tokenizer, problem.question, self.recipe.task.system_prompt)
 
+    def prompt_digests(self) -> dict[str, int]:
+        """Return digests of what a run's prompts come from, by the section that names it."""
+        sides = (*self.task.kinds, self.task.held_out)
+        texts = [(problem.question, problem.answer) for problem in chain(*sides)]
+        ids = self.prompt_ids(self.task.train[0])
+        task = json.dumps([list(map(len, sides)), texts], default=repr)
+        return {"task": hash_text(task), "model": hash_text(json.dumps(ids))}
+
+    def other_prompts(self, saved: Mapping[str, int]) -> str:
+        """Return which of the saved digests differs, for a message; empty where none does."""
+        path, now = self.recipe.model.path, self.prompt_digests()
+        if saved.get("task", now["task"]) != now["task"]:
+            return f"task.name={self.recipe.task.name}: has other problems, or in another order,"
+        if saved.get("model", now["model"]) != now["model"]:
+            return f"model.path={path}: tokenizer and chat template make other prompts"
+        return ""
+
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     """Checks the recipe against this machine, then describes a random model in `run_dir`/model.
@@ -68,7 +87,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         lengths = prompt_lengths(recipe, task, tokenizer)
         there, longest = task, max(lengths.values())
         task = task.only(lengths)
-        _check_prompts(recipe, len(task.kinds) * min(map(len, task.kinds)))
+        _check_prompts(recipe, [len(kind) for kind in task.kinds])
         if not recipe.engine.hosted:
             model = _model_config(recipe, model_dir)
             _check_routers(recipe, model)
@@ -264,13 +283,16 @@ def _check_packages(recipe: Recipe) -> None:
             raise RecipeError(f"{key}: needs the package {module}; {remedy}")
 
 
-def _check_prompts(recipe: Recipe, there: int) -> None:
-    """A step's prompts are different problems."""
+def _check_prompts(recipe: Recipe, kinds: Sequence[int]) -> None:
+    """A step's prompts are different problems, and of all kinds. kinds: problems of each."""
     wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
-    if wanted > there:
+    if wanted > (there := len(kinds) * min(kinds)):
         raise RecipeError(
             f"{key}={wanted}: the task has {there} training problems; set {key}={there}"
         )
+    if wanted < len(kinds):
+        rule = f"a step has prompts of each of the task's {len(kinds)} kinds"
+        raise RecipeError(f"{key}={wanted}: {rule}; set {key}={len(kinds)}")
 
 
 def _check_scorer(task: Task) -> None:

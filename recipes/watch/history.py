@@ -347,7 +347,7 @@ def _read_recipe(run: Run) -> None:
 def _read_rows(run: Run) -> None:
     file = run.path / "metrics.jsonl"
     lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
-    run.rows = [row for line in lines if (row := _row(line)) is not None]
+    run.rows = [_typed(row) for row in whole_rows(lines)]
     broken = len(lines) - len(run.rows)
     if not file.is_file():
         run.gaps.append("metrics.jsonl is missing: there is no figure of any step.")
@@ -361,13 +361,49 @@ def _read_rows(run: Run) -> None:
         run.gaps.append(f"The run ended after step {done} of {asked}.")
 
 
+def whole_rows(lines: Iterable[str]) -> list[Row]:
+    """Return the rows among the lines that are whole."""
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
 def _row(line: str) -> Row | None:
     try:
         row = json.loads(line)
     except ValueError:
         return None
     known = isinstance(row, dict) and row.get("kind") in ("train", "eval")
-    return row if known and isinstance(row.get("step"), int) else None
+    return row if known and type(row.get("step")) is int else None
+
+
+_OF_A_STAGE = {"processes": {"": 0}, "torch": {"": 0}, "tags": {"": 0}, "device_bytes": None}
+_FORMS: dict[str, Any] = {
+    "kind": "",
+    "trained_beside": [""],
+    "stages": {"": 0.0},
+    "sync": {"": 0.0},
+    "memory": {"": {"": 0}},
+    "peaks": {"": _OF_A_STAGE},
+}
+"""What the figures of a row look like that are no numbers; the name "" stands for any."""
+
+
+def _typed(row: Row) -> Row:
+    """Return the row without figures of other types than a run writes: they cannot be drawn."""
+    return {key: value for key, value in row.items() if _fits(value, _FORMS.get(key, 0.0))}
+
+
+def _fits(value: Any, form: Any) -> bool:
+    if isinstance(form, dict):
+        forms = form.get
+        return isinstance(value, dict) and all(
+            _fits(inner, forms(name, forms("", 0))) for name, inner in value.items()
+        )
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(inner, form[0]) for inner in value)
+    if form is None and value is None:
+        return True
+    wanted = str if isinstance(form, str) else (int, float)
+    return isinstance(value, wanted) and not isinstance(value, bool)
 
 
 def _read_traces(run: Run) -> None:

@@ -149,6 +149,7 @@ class Monitor:
         self.seconds, self.memory = {}, {}
         self._switches, self._moves = [], []
         start = time.time()
+        self.folder.place = f"in step {step}"
         yield
         self.folder.run.spans.append((f"step {step}", start, time.time()))
 

@@ -48,8 +48,8 @@ MEDIANS = (
 )
 COLUMNS = (
     "reward reward_std groups_without_signal advantage_std exact_match loss value_loss "
-    "kl_to_reference entropy grad_norm gap_mean gap_max gap_mean_unreplayed response_length tokens "
-    "tokens_per_second step_seconds"
+    "kl_to_reference entropy grad_norm learning_rate gap_mean gap_max gap_mean_unreplayed "
+    "response_length tokens tokens_per_second step_seconds"
 )
 
 

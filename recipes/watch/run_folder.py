@@ -37,12 +37,15 @@ from memsaver.report import Timeline
 from recipes.errors import RecipeError, RunError, one_line
 from recipes.recipe import Recipe
 from recipes.recipe.loading import recipe_text
-from recipes.watch.history import STAGES, Row, Run
+from recipes.watch.history import STAGES, Row, Run, whole_rows
+from trainer_bridge.errors import RankFailed
+from trainer_bridge.training import read_values
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 QUERY = {"name": "name", "memory": "memory.total", "driver": "driver_version"}
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
 
 
@@ -50,12 +53,12 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that 
 def claimed(path: Path, new: bool = False) -> Iterator[None]:
     """Inside, no other process runs in this folder, which is made, and at the end goes if empty.
 
-    new: else `FileExistsError`. `RecipeError`: a run is at work in it, or it cannot be made.
+    new: else `FileExistsError`. `RecipeError`: a run is at work in it, it cannot be made, or it is
+    another user's, who could have prepared it to lead what is written elsewhere.
     """
-    made = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(exist_ok=not new)
+        made = _make(path, new)
         lock = _lock(path)
     except FileExistsError:
         if new:
@@ -77,11 +80,25 @@ def claimed(path: Path, new: bool = False) -> Iterator[None]:
         os.close(lock)
 
 
+def _make(path: Path, new: bool) -> bool:
+    """Return whether the folder was made, and not there before."""
+    try:
+        path.mkdir()
+        return True
+    except FileExistsError:
+        if new or not path.is_dir():
+            raise
+    if (owner := path.stat().st_uid) != os.geteuid():
+        whose = f"belongs to user {owner}, not to {os.geteuid()}"
+        raise RecipeError(f"--run-dir {path}: {whose}; give another folder; nothing was written")
+    return False
+
+
 def _lock(path: Path) -> int:
     """A descriptor that holds the folder's lock while it is open."""
     while True:
         try:
-            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = _open_itself(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         except FileNotFoundError:
             path.mkdir(exist_ok=True)  # who gave it back a moment ago removed it
             continue
@@ -104,6 +121,11 @@ def _lock(path: Path) -> int:
         os.close(lock)  # of a run that has ended since
 
 
+def _open_itself(file: str | Path, flags: int) -> int:
+    """Open a file, as an opener of `open`, but follow no link that somebody has put there."""
+    return os.open(file, flags | os.O_NOFOLLOW, 0o644)
+
+
 def _is(descriptor: int, file: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
@@ -117,6 +139,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run = Run(path=path)
+        self.place = "while it was set up"  # how far the run is, for `standing`
         self._latest = path / "checkpoints" / "latest"
 
     @staticmethod
@@ -137,7 +160,7 @@ class RunFolder:
         with folder.writing("the run's folder"):
             path.mkdir(parents=True, exist_ok=True)
             folder._describe(recipe)
-            (path / "metrics.jsonl").touch()
+            replace_text(path / "metrics.jsonl", "")
         return folder
 
     @classmethod
@@ -153,16 +176,24 @@ class RunFolder:
         return folder
 
     def _cut_back(self) -> None:
-        step, file = self.done, self.path / "metrics.jsonl"
-        text = file.read_text() if file.is_file() else ""
-        whole = text[: text.rfind("\n") + 1]  # a killed run may leave half a line
-        for row in map(json.loads, whole.splitlines()):
+        step = self.done
+        for row in self._rows():
             if row["step"] < step or (row["kind"] == "train" and row["step"] == step):
                 self.run.rows.append(row)
-        replace_text(file, "".join(json.dumps(row) + "\n" for row in self.run.rows))
+        text = "".join(json.dumps(row) + "\n" for row in self.run.rows)
+        replace_text(self.path / "metrics.jsonl", text)
         for name in ("trace.json", "memory.png", "environment.json"):
             if (self.path / name).exists():  # of the session that ended here
                 (self.path / name).rename(_free_name(self.path / name, step))
+
+    def _rows(self) -> list[Row]:
+        """Return what is in the file; a killed run may leave half a line, which does not count."""
+        file = self.path / "metrics.jsonl"
+        return whole_rows(file.read_text().splitlines()) if file.is_file() else []
+
+    def evaluated(self, step: int) -> bool:
+        """Return whether there is an evaluation after so many steps."""
+        return any(row["kind"] == "eval" and row["step"] == step for row in self._rows())
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))
@@ -191,7 +222,7 @@ class RunFolder:
 
     def _append(self, name: str, row: Row) -> None:
         """A half line is dropped when the run goes on."""
-        with self.writing(name), (self.path / name).open("a") as file:
+        with self.writing(name), open(self.path / name, "a", opener=_open_itself) as file:
             file.write(json.dumps(row) + "\n")
 
     @contextlib.contextmanager
@@ -199,10 +230,13 @@ class RunFolder:
         """`RunError` where the disk takes no more inside, or a file cannot be read."""
         try:
             yield
-        except OSError as error:
-            raise RunError(
-                f"writing {what}", one_line(error), f"mend that, then {self.how_to_go_on()}"
-            ) from error
+        except (OSError, RankFailed) as failed:
+            error = failed.error if isinstance(failed, RankFailed) else failed
+            if not isinstance(error, OSError):
+                raise
+            mend = "make room there" if error.errno in FULL else "mend that"
+            remedy = f"{mend}, then {self.how_to_go_on()}"
+            raise RunError(f"writing {what}", one_line(failed), remedy) from failed
 
     @property
     def done(self) -> int:
@@ -210,6 +244,11 @@ class RunFolder:
         return (
             int(self.last_checkpoint().name.removeprefix("step_")) if self.has_checkpoint() else 0
         )
+
+    def standing(self) -> str:
+        """Return how far the run came, what is saved of it, and how to go on, for a message."""
+        saved = f"; checkpoint of step {self.done} saved" if self.has_checkpoint() else ""
+        return f"{self.place}{saved}; {self.how_to_go_on()}"
 
     def has_checkpoint(self) -> bool:
         return self._latest.is_file()
@@ -221,14 +260,28 @@ class RunFolder:
 
     def last_checkpoint(self) -> Path:
         if not self.has_checkpoint():
-            rule = "holds no checkpoint; start a new run, with checkpoint.every=10"
-            raise RecipeError(f"--resume {self.path}: {rule}")
+            again = f"memsaver run {shlex.quote(str(self.path / 'recipe.yaml'))}"
+            raise RecipeError(f"--resume {self.path}: holds no checkpoint; start again: {again}")
         return self._latest.parent / self._latest.read_text().strip()
+
+    def checkpoint_values(self) -> dict[str, Any]:
+        """Return what the last checkpoint holds beside the trainer's own."""
+        values: dict[str, Any] = {}
+        checkpoint = str(self.last_checkpoint())
+        with contextlib.suppress(ValueError):  # who loads it says what is wrong with it
+            values = read_values(checkpoint)["extra"]
+        return values
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
         """`write` makes the folder it is given, whole or not at all; old ones go."""
+        with self.writing(f"the checkpoint of step {step}"):
+            self._save_checkpoint(step, keep, write)
+
+    def _save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
         folder = self.path.resolve() / "checkpoints"
         folder.mkdir(exist_ok=True)
+        for partial in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+            shutil.rmtree(partial)
         write(folder / f"step_{step}")
         replace_text(folder / "latest", f"step_{step}\n")
         names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]

@@ -147,7 +147,9 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
     jobs.stop_job(job)
     until(lambda: jobs.get_job_status(job).is_terminal())
     assert str(jobs.get_job_status(job)) == "STOPPED"
-    assert log()[-2:] == ["memsaver: interrupted", "exit status 143"]
+    line, status = log()[-2:]
+    assert line.startswith("memsaver: interrupted in step ") and status == "exit status 143"
+    assert f"; checkpoint of step {rows(folder, 'train')[-1]['step']} saved; go on with: " in line
     wait_gone(pids)
 
     loss = "generate_sequences failed: ActorDied: the rollout actor died in generate()"
@@ -189,5 +191,6 @@ def test_an_interrupt_while_the_cluster_starts_leaves_no_process(tmp_path: Path)
         _, errors = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert (process.returncode, errors) == (130, "memsaver: interrupted\n")
+    text = "interrupted while it was set up; start again: there is no checkpoint yet"
+    assert (process.returncode, errors) == (130, f"memsaver: {text}\n")
     until(lambda: not marked(mark))

@@ -4,8 +4,10 @@ how they fail.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from kvcache.pools import TokenPool
 from recipes.cli import main
+from recipes.generation import evaluate
 from recipes.recipe.loading import load
 from recipes.run import continue_run, start_run
 from recipes.watch.history import read_run
+from recipes.watch.run_folder import RunFolder
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.runs import (
@@ -232,6 +238,67 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     assert "no pictures today" in capsys.readouterr().out.splitlines()
 
 
+def test_a_run_killed_in_its_last_evaluation_is_resumed_to_make_it(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    folder, calls = tmp_path / "run", itertools.count(1)
+
+    def die_in_the_last(*sides: Any) -> dict[str, Any]:
+        """After 0, 2, 4 and 5 updates."""
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return evaluate(*sides)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.loop.evaluate", die_in_the_last)
+        with pytest.raises(KeyboardInterrupt) as ended:
+            start_run("tiny", [*SMALL, "steps=5"], folder)
+    (note,) = ended.value.__notes__
+    assert note.startswith("in the last evaluation; checkpoint of step 5 saved; go on with: ")
+    continue_run(folder)
+    assert same_rows(folder, straight)
+
+
+def test_a_resume_refuses_other_problems_and_other_first_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model's folder and the task are as the recipe names them, and hold something else."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    with without_pictures():
+        start_run("tiny", [*SMALL, "steps=1", "eval.every=0"], tmp_path / "first")
+        model_of(tmp_path / "first", model, 0)
+        words = [*SMALL, "steps=1", "eval.every=0", f"model.path={model}"]
+        start_run("tiny", [*words, "trainer.lr_decay=true"], folder)
+        again = ["run", "--resume", str(folder), "steps=2"]
+        before = contents(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr("recipes.tasks.TOY_LETTERS", "hgfedcba")
+            assert main(again) == 2
+        assert "task.name=toy: has other problems, or in another order" in capsys.readouterr().err
+        assert contents(folder) == before
+        model_of(tmp_path / "first", model, 1)
+        assert main(again) == 2
+        text = capsys.readouterr().err
+        assert f"model.path={model}: " in text and "began with other weights" in text
+        model_of(tmp_path / "first", model, 0)
+        assert main(again) == 0
+    assert "steps was 1: from the last update's the learning rate" in capsys.readouterr().out
+    rates = [row["learning_rate"] for row in rows(folder, "train")]
+    assert rates[0] == rates[1] == load("tiny").trainer.learning_rate
+
+
+def model_of(run: Path, model: Path, seed: int) -> None:
+    """Saves random weights for the config and tokenizer that a run with a random model has."""
+    shutil.copytree(run / "model", model, dirs_exist_ok=True)
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.from_pretrained(model)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -345,7 +412,8 @@ def test_a_scorer_that_fails_in_a_step_loses_nothing_before_it(
 
 def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
     """In a process of its own: exit status 128 + signal, no traceback, and what was done is on
-    disk. The other signal, and a bad recipe: test_interrupts; of a Ray job: test_ray_runs.
+    disk, the step's checkpoint, too. The other signal, and a bad recipe: test_interrupts; of a Ray
+    job: test_ray_runs.
     """
     folder = tmp_path / "run"
     words = [sys.executable, "-m", "recipes.cli", "run", "tiny", *SMALL, "steps=100000"]
@@ -360,8 +428,11 @@ def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert (process.returncode, errors) == (128 + signal.SIGINT, "memsaver: interrupted\n")
-    assert len(rows(folder, "train")) >= 3 and trace(folder) and has_pictures(folder)
+    done = rows(folder, "train")[-1]["step"]
+    text = f"memsaver: interrupted in step {done}; checkpoint of step {done} saved; go on with: "
+    text += f"memsaver run --resume {folder}\n"
+    assert (process.returncode, errors) == (128 + signal.SIGINT, text)
+    assert done >= 3 and RunFolder(folder).done == done and trace(folder) and has_pictures(folder)
 
 
 def test_the_status_tells_of_an_interrupt_that_passed_through_an_exec(tmp_path: Path) -> None:
@@ -407,6 +478,7 @@ def test_an_interrupt_at_any_moment_of_a_run(number: signal.Signals, tmp_path: P
     for attempt in range(rounds(1, 100)):
         folder = tmp_path / str(attempt)
         found = ended_by(number, folder, draw.random() * rounds(3, 8))
-        assert found == (128 + number, "memsaver: interrupted\n"), attempt
+        assert found[0] == 128 + number and found[1].count("\n") == 1, found
+        assert found[1].startswith("memsaver: interrupted"), found
         if (folder / "metrics.jsonl").exists() and rows(folder, "train"):
             assert has_pictures(folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from recipes.watch.history import read_run
-from tests.helpers.recipes.folders import MIB, make_run
+from recipes.watch.report import render_page
+from tests.helpers.recipes.folders import MIB, eval_row, make_run, train_row
 
 TAGS = ("params", "optim")  # of the trainer
 PLAN = {"stages": [{"stage": "update_actor", "device_bytes": {"trainer": 5}}]}
@@ -87,3 +89,23 @@ def test_sessions_of_a_resumed_run_stand_one_behind_the_other(tmp_path: Path) ->
         (t, tag) for t in (3, 6) for tag in TAGS
     }
     assert {event.committed_bytes for event in ended} == {0}
+
+
+@pytest.mark.parametrize("odd", [None, "text", [], {"a": None}, True, [[1]]])
+def test_figures_of_another_type_are_left_out(odd: object, tmp_path: Path) -> None:
+    """Of each key of both kinds of row, and of what stands in a table; the page is written."""
+    peaks = {"update_actor": {"processes": {"trainer": 4}, "device_bytes": 5, "tags": {}}}
+    row = train_row(1, peaks=peaks)
+    rows = [row | {key: odd} for key in row if key not in ("kind", "step")]
+    rows += [
+        row | {key: {**row[key], "update_actor": odd}} for key in ("stages", "memory", "peaks")
+    ]
+    rows += [
+        eval_row(1, 0.5, trained_beside=[]) | {key: odd}
+        for key in ("exact_match", "problems", "trained_beside")
+    ]
+    text = "\n".join(map(json.dumps, [row, *rows]))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    run = read_run(tmp_path)
+    assert len(run.rows) == 1 + len(rows) and run.train[0] == row
+    assert "reward" in render_page(run)
