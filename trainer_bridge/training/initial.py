@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from memsaver.common.digest import Digest, Part
+from memsaver.common.digest import digest
 from memsaver.common.hash import MASK64, hash_text
 from memsaver.common.plain import all_gather_plain
 from rollout.model import Stored, checkpoint_files, is_unused, spellings
@@ -80,27 +80,28 @@ class CheckpointFiles:
 def weights_digest(model: nn.Module) -> str:
     """Return a digest of the model's own parameters, without adapters, in hexadecimal.
 
-    Every rank calls it; it is the same however they are sharded. Each shard is read once where it
-    lies: a fraction of a second on a GPU at any size that fits there.
+    Every rank calls it; it is the same however they are sharded and in which dtype they are held,
+    as it is of the values in bf16. Each shard is read once where it lies: well below a second on a
+    GPU at 7B.
     """
-    parts, first = [], 0
+    total, first = 0, 0
     for param in base_params(model).values():
-        if local_shard(param).numel():
-            parts.append(_part(param, first))
+        local, width = local_shard(param), param.shape[-1]
+        if local.numel():
+            start, _ = shard_box(param)
+            assert not any(start[1:-1])  # by rows, by experts or by columns
+            at = first + start[0] * math.prod(param.shape[1:])
+            at += start[-1] if param.ndim > 1 else 0
+            grid = local.flatten(0, -2) if param.ndim > 1 else local[None]
+            for rows in grid.split(max(1, DIGEST_ELEMENTS // width)):
+                total += digest(rows.bfloat16(), at, index_pitch=width)
+                at += len(rows) * width
         first += param.numel()
-    return f"{sum(all_gather_plain(Digest(parts).run())) & MASK64:016x}"
+    return f"{sum(all_gather_plain(total)) & MASK64:016x}"
 
 
-def _part(param: Tensor, first: int) -> Part:
-    """Returns this rank's shard, numbered; `first` is the number of the parameter's first one."""
-    start, _ = shard_box(param)
-    local, first = local_shard(param), first + start[0] * math.prod(param.shape[1:])
-    if param.ndim == 1:
-        return local, first
-    assert not any(start[1:-1])  # by rows, by experts or by columns
-    return local.flatten(0, -2), first + start[-1], param.shape[-1]
-
-
+# What is cast to be digested at once, so that no large temporary is made.
+DIGEST_ELEMENTS = 1 << 25
 # Random numbers of one generator; a rank that needs some of them draws all.
 BLOCK_ELEMENTS = 1 << 22
 
