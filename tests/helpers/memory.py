@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import SOCK_SEQPACKET
+from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from tests.helpers.peers import Peer
@@ -61,6 +63,20 @@ def memfd_bytes(pids: list[int]) -> int:
                     if "/memfd:memsaver" in os.readlink(link):
                         sizes[str(link.stat().st_ino)] = link.stat().st_size
     return sum(sizes.values())
+
+
+_TABLES = 64 << 10
+
+
+def counted(nbytes: int, device: str, mappings: int = 1) -> Any:
+    """Return what is equal to the bytes that the functions here may count for ``nbytes`` of tags.
+
+    On the host it is ``nbytes``. On a GPU page tables come and go with mappings, those that begin
+    or end in any process between the two counts. The driver takes tables in chunks of 64 KiB, each
+    16 tables of 4 KiB. A table has 256 entries of 16 bytes for pages of 2 MiB and serves 512 MiB of
+    addresses: a mapping of up to 6 GiB needs 13 tables and 3 directories at most, one chunk.
+    """
+    return nbytes if device == "cpu" else pytest.approx(nbytes, abs=mappings * _TABLES)
 
 
 def family_bytes(device: str) -> int:

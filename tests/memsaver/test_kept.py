@@ -20,7 +20,7 @@ import memsaver
 from memsaver import Lease, LeaseCache, LeaseError, MemorySaver, StateError, Ticket
 from memsaver.sharing.client import peer_backend
 from memsaver.vmm.page_pool import imports
-from tests.helpers.memory import family_bytes
+from tests.helpers.memory import counted, family_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, until
 
@@ -120,7 +120,9 @@ def test_a_lease_is_mapped_once_until_something_moves_the_pages(
     held, committed = family_bytes(device), world.saver.report().committed_bytes
     world.saver.pause()
     world.saver.trim()
-    assert held - family_bytes(device) == committed, "no page stays with a lease"
+    assert held - family_bytes(device) == counted(committed, device, 2), (
+        "no page stays with a lease"
+    )
     with pytest.raises(LeaseError, match="'weights' is paused"), world.kept.use(world.ticket):
         pass
     world.saver.resume()

@@ -19,7 +19,7 @@ from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError, Ticket, a
 from rollout import Engine, PackedBox, WeightUpdateError
 from rollout.types import WEIGHTS, WEIGHTS_SHADOW
 from rollout.weights.update import write_boxes
-from tests.helpers.memory import family_bytes
+from tests.helpers.memory import counted, family_bytes
 from tests.helpers.rollout.answers import GREEDY, ids
 from tests.helpers.rollout.updates import (
     PROMPTS,
@@ -105,10 +105,10 @@ def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, devi
     for how in ("commit", "abort", "refused", "sleep"):
         end_update(engine, how)
     answers(engine)
-    report, counted = engine.report(), family_bytes(device)
+    report, held = engine.report(), family_bytes(device)
     size = report.tags[WEIGHTS].committed_bytes
     engine.begin_update(engine.weights_version + 1, shadow=True)
-    assert shadow_bytes(engine) == size and family_bytes(device) == counted + size
+    assert shadow_bytes(engine) == size and family_bytes(device) == counted(held + size, device)
     engine.begin_update(engine.weights_version + 1, shadow=True)
     assert shadow_bytes(engine) == size
     update(engine, engine.weights_version + 1, seed=1)  # in place: replaces it
@@ -119,10 +119,9 @@ def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, devi
         assert answers(engine) == expected(1 if how == "commit" else 3) and not shadow_bytes(
             engine
         ), how
-        assert (
-            engine.report().committed_bytes == report.committed_bytes
-            and family_bytes(device) == counted
-        ), how
+        assert engine.report().committed_bytes == report.committed_bytes and family_bytes(
+            device
+        ) == counted(held, device), how
     assert WEIGHTS_SHADOW not in engine.tags
 
 
