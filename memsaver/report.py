@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver.common.machine import replace_text
+from memsaver.errors import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,22 @@ class Report:
     tags: dict[str, TagReport]
     others: dict[str, int] = field(default_factory=dict)
     """What stays while all tags are asleep, of this process and others, by name (GPU only)."""
+
+    def __str__(self) -> str:
+        """Return a table: a line a tag, then who else holds memory."""
+        rows: list[tuple[str, ...]] = [("tag", "state", "content", "committed", "live", "saved")]
+        for name, tag in self.tags.items():
+            sizes = tag.committed_bytes, tag.live_bytes, tag.backup_bytes + tag.disk_bytes
+            rows.append((name, tag.state, tag.content, *map(format_bytes, sizes)))
+        rest = {"the page pool": self.pool_bytes, **self.others}
+        rows += [(name, "", "", format_bytes(nbytes), "", "") for name, nbytes in rest.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        limit = self.limit_bytes
+        head = f"{self.device}: {format_bytes(self.committed_bytes)} committed"
+        head += "" if limit is None else f" of at most {format_bytes(limit)}"
+        texts, numbers = ("{{:{}}}" * 3).format(*widths), ("{{:>{}}}" * 3).format(*widths[3:])
+        table = f"{texts}{numbers}".replace("}{", "}  {")
+        return "\n".join([head, *(table.format(*row).rstrip() for row in rows)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import threading
@@ -18,14 +19,15 @@ import torch
 from memsaver.backup.on_disk import default_directory
 from memsaver.common.machine import forkable
 from memsaver.common.signals import Unbroken, call_due, held
-from memsaver.errors import StateError
+from memsaver.errors import MemSaverError, StateError, format_bytes
+from memsaver.native import shim
 from memsaver.report import CallStats, Event, Report, Usage
 from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
 from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
 from memsaver.tag.content import read_saved
 from memsaver.tag.transaction import Transactions
-from memsaver.vmm import make_backend
+from memsaver.vmm import as_device, make_backend
 from memsaver.vmm.page_pool import PagePool
 from memsaver.vmm.torch_usage import check_segments
 
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from memsaver.tag.borrowed import PoolTicket, Ticket
     from memsaver.vmm.backend import Waitable
     from memsaver.vmm.pinned_memory import HostArena
+
+_PUT_OFF = 256 << 20  # bytes worth a warning
+_log = logging.getLogger("memsaver")
 
 
 class MemorySaver:
@@ -66,7 +71,7 @@ class MemorySaver:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or None")
-        device = torch.device(device)
+        device = as_device(device)
         if device.type == "cuda":
             check_segments()
         self.backend = make_backend(device, limit_bytes)
@@ -85,6 +90,14 @@ class MemorySaver:
             self._guard = PausedGuard(self._tags.paused_at)
             self._guard.enable()
 
+    def __repr__(self) -> str:
+        held = (
+            f"{arena.tag} {'paused' if arena.paused else format_bytes(arena.stats.committed)}"
+            for arena in self._tags
+        )
+        tags = "closed" if self._closed else ", ".join(held) or "no tags"
+        return f"MemorySaver({str(self.device)!r}: {tags})"
+
     @property
     def device(self) -> torch.device:
         return self.backend.device
@@ -100,7 +113,9 @@ class MemorySaver:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that tags can get now, as device and limit tell; torch's cache counts as free."""
+        """Bytes that tags can get now, as device and limit tell; what torch's cache gives back is
+        free.
+        """
         return self.backend.free_bytes
 
     @property
@@ -168,20 +183,51 @@ class MemorySaver:
         arena = self._open_for_use(tag, content, enter=True)
         before, thread = arena.stats.committed, threading.get_ident()
         try:
-            with self.backend.allocate_from(arena.slot):
+            with self.backend.allocate_from(arena.slot, self._make_room):
                 arena.settle_frees()
-                yield
+                try:
+                    yield
+                finally:
+                    self._tell_put_off(arena, before)
         except torch.OutOfMemoryError as error:
-            cause = arena.cause()
-            if cause.code:
-                raise self._accounts.shortage(f"region {tag!r}", [arena], cause) from error
-            raise
+            cause, hint = arena.cause(), ""
+            if not cause.code:
+                raise
+            # before version 2.13 torch keeps its cache while a region is open
+            if cause.code == shim.E_DRIVER and (cache := self.backend.cached_bytes):
+                with self._operation():
+                    self._transactions.make_room(cause)
+                hint = f"{format_bytes(cache)} of torch's cache were given back: enter it again"
+            what = f"region {tag!r}"
+            raise self._accounts.shortage(what, [arena], cause, hint=hint) from error
         finally:
             arena.leave()
             # a collector may end a generator that is in here, in any thread and under any lock:
             # the unused end stays until the next trim then
             if threading.get_ident() == thread:
                 self._settle(arena, before)
+
+    def _make_room(self, slot: int) -> bool:
+        """Give up what is kept and cached for a region's allocation that failed; False: it lacks
+        something else.
+        """
+        with self._operation():
+            if again := self._transactions.make_room(shim.cause(slot)):
+                shim.cause(slot, clear=True)
+            return again
+
+    def _tell_put_off(self, arena: Arena, before: int) -> None:
+        """Warn where torch kept much of what died in a region that grew, because it was open."""
+        if arena.stats.committed - before < _PUT_OFF:
+            return
+        if (nbytes := self.backend.put_off_bytes) >= _PUT_OFF:
+            _log.warning(
+                "region %r: %s of tensors that were used on a second stream have died, and could "
+                "not be used again: before version 2.13 torch looks for them where no region is "
+                "open; leave the region at each step",
+                arena.tag,
+                format_bytes(nbytes),
+            )
 
     def empty(
         self,
@@ -206,21 +252,17 @@ class MemorySaver:
         arena = self._open_for_use(tag, content)
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
-        before = arena.stats.committed
-        if elastic:
-            more = self.backend.round_up(arena.stats.top + nbytes) - before
-            explained = self._accounts.explained(f"empty on tag {tag!r}", [arena], more)
-            with self._operation(), explained:
-                self._transactions.commit_pieces(self._active(tag, "empty"), nbytes)
-        tensor = arena.empty(nbytes)
-        if tensor is None and self._transactions.make_room():
-            tensor = arena.empty(nbytes)
-        if tensor is None:
-            what = f"empty({list(size)}, {dtype}) on tag {tag!r}"
-            error = self._accounts.shortage(what, [arena], arena.cause())
+        before, what = arena.stats.committed, f"empty({list(size)}, {dtype}) on tag {tag!r}"
+        more = self.backend.round_up(arena.stats.top + nbytes) - before if elastic else 0
+        try:
+            with self._operation(), self._accounts.explained(what, [arena], more):
+                if elastic:
+                    self._transactions.commit_pieces(self._active(tag, "empty"), nbytes)
+                tensor = self._transactions.empty(arena, nbytes)
+        except MemSaverError:
             if first:
                 self._forget(arena)
-            raise error
+            raise
         self._settle(arena, before, trim=False)
         return tensor.view(dtype).view(size)
 
@@ -232,7 +274,7 @@ class MemorySaver:
             raise ValueError("mem_pool needs a CUDA device; on the CPU use region() or empty()")
         from memsaver.native import cuda_hook
 
-        return cuda_hook.new_pool(self._open_for_use(tag, content).slot)
+        return cuda_hook.new_pool(self._open_for_use(tag, content).slot, self.device)
 
     # ---------------------------------------------------------------- pause and resume
 
@@ -502,6 +544,7 @@ class MemorySaver:
         others: False leaves out `Report.others`, which takes milliseconds where torch holds much.
         """
         with self._lock:
+            self.backend.free_put_off()
             return self._accounts.report(self._transactions.leases, others)
 
     def leases(self, tag: str) -> int:

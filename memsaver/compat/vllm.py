@@ -115,7 +115,7 @@ class CuMemAllocator:
                 if lost:
                     saver.pause(*lost, content="discard")
                 undo.pop_all()
-        _empty_cache()
+            saver.backend.reclaim()
 
     def discard(self, tags: Collection[str] | str) -> None:
         """Give the memory of these tags back, without their content."""
@@ -165,8 +165,3 @@ def _name(tag: str) -> str:
 
 def _names(tags: Collection[str] | str) -> set[str]:
     return {tags} if isinstance(tags, str) else set(tags)
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

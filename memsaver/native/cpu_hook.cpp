@@ -14,6 +14,7 @@ namespace {
 struct Shim {  // functions of shim.h, handed in so that both files share its one table
     void* (*alloc)(int slot, size_t nbytes);
     int (*free_any)(void* address);
+    int (*make_room)(int slot);  // Python's: is the allocation to be tried again?
 };
 
 Shim shim;
@@ -48,6 +49,7 @@ struct RegionAllocator final : c10::Allocator {
         int slot = current_slot();
         if (slot < 0 || nbytes == 0) return plain->allocate(nbytes);
         void* p = shim.alloc(slot, nbytes);
+        if (!p && shim.make_room(slot)) p = shim.alloc(slot, nbytes);
         TORCH_CHECK_WITH(OutOfMemoryError, p, "memsaver: no memory for ", nbytes, " bytes in the current region");
         return {p, p, &delete_any, c10::Device(c10::DeviceType::CPU)};
     }

@@ -26,11 +26,12 @@ def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
     return torch.cuda.memory.CUDAPluggableAllocator(shim.path(), *names)
 
 
-def new_pool(slot: int) -> torch.cuda.MemPool:
+def new_pool(slot: int, device: torch.device) -> torch.cuda.MemPool:
     """A pool of segments of ``slot``; freed blocks go back when the pool is dropped."""
     with _lock:  # functools.cache alone may call twice
         allocator = _allocator(slot)
-    return torch.cuda.MemPool(allocator.allocator())
+    with torch.cuda.device(device):  # torch makes the pool for the current one
+        return torch.cuda.MemPool(allocator.allocator())
 
 
 @contextlib.contextmanager
@@ -39,7 +40,8 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
     thread leaves.
     """
     # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
-    torch.cuda.current_blas_handle()
+    with torch.cuda.device(device):
+        torch.cuda.current_blas_handle()
     with _in_new_pool(slot, device):
         yield
 
@@ -50,17 +52,68 @@ def free_dead_blocks(slot: int, device: torch.device) -> None:
         pass
 
 
+def empty_cache(device: torch.device) -> None:
+    """Have torch give back what it caches, of all devices.
+
+    Expandable segments of another device than the current one are unmapped while work that uses
+    them is queued (pytorch#196258): that work is waited for here.
+    """
+    others = {index for index in range(torch.cuda.device_count()) if _reserved(index)}
+    if others - {device.index}:
+        for segment in torch.cuda.memory_snapshot(include_traces=False):
+            if segment["is_expandable"] and segment["device"] in others:
+                others.remove(segment["device"])
+                torch.cuda.synchronize(segment["device"])
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+
+
+def _reserved(index: int) -> int:
+    stats = torch.cuda.memory_stats_as_nested_dict(index)
+    return int(stats["reserved_bytes"]["all"]["current"])
+
+
+def free_put_off(device: torch.device) -> None:
+    """Free what died in this thread's open region after use on a second stream, as far as that is
+    done: before version 2.13 torch looks at such blocks only where no pool is in use.
+    """
+    if any(regions.served for regions in _mine()):
+        with outside_regions(), contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(1, device=device)  # any allocation has torch look
+
+
+def others_open() -> bool:
+    """Return whether regions of other threads are open, in which torch may keep its cache."""
+    return _in_use > sum(regions.served for regions in _mine())
+
+
+@contextlib.contextmanager
+def outside_regions() -> Iterator[None]:
+    """Leave the pools that this thread is in, and enter them again at the end."""
+    resting = [regions for regions in _mine() if regions.rest()]
+    try:
+        yield
+    finally:
+        for regions in resting:
+            regions.serve()
+
+
+def _mine() -> list[_Regions]:
+    return list(_open.__dict__.values())
+
+
 @contextlib.contextmanager
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
     """Dead blocks of ended regions are freed first: a region of every step finds them again."""
     regions = _open.__dict__.setdefault(str(device), _Regions(device.index))
     with contextlib.ExitStack() as undo:
-        pool = _new_open_pool(slot)
-        undo.callback(_retire)
+        pool = _new_open_pool(slot, device)
+        undo.callback(regions.serve)
+        undo.callback(_retire, pool)
         undo.callback(regions.leave, pool)
         regions.enter(pool)
-        # while a pool is in use, it leaves torch's own cache alone: dropped pools only
-        torch.cuda.empty_cache()
+        # while a pool is in use, torch before 2.13 leaves its own cache alone: dropped pools only
+        empty_cache(device)
         yield
 
 
@@ -76,58 +129,70 @@ class _Regions:
         self._pools: list[Handle] = []
         self._served: Handle | None = None
 
+    @property
+    def served(self) -> bool:
+        return self._served is not None
+
     def enter(self, pool: Handle) -> None:
         self._pools.append(pool)
-        self._serve()
+        self.rest()
+        self.serve()
 
     def leave(self, pool: Handle) -> None:
-        """Leave, in any thread and order. ``StateError``: done, but the one around it rests."""
+        """Leave, in any thread and order; what is around it is served by `serve`."""
         self._pools.remove(pool)
-        self._serve()
+        if self._served == pool:
+            self.rest()
 
-    def _serve(self) -> None:
-        wanted = self._pools[-1] if self._pools else None
-        if wanted == self._served:
+    def rest(self) -> bool:
+        """Leave what is served; False: nothing was."""
+        global _in_use
+        with _lock:
+            pool, self._served = self._served, None
+            if pool is not None:
+                _in_use -= 1
+                torch._C._cuda_endAllocateToPool(self._device, pool)
+                torch._C._cuda_releasePool(self._device, pool)
+        return pool is not None
+
+    def serve(self) -> None:
+        """Enter the innermost, where none is served. ``StateError``: it is another thread's."""
+        global _in_use
+        if self._served is not None or not self._pools:
             return
-        if self._served is not None:
-            torch._C._cuda_endAllocateToPool(self._device, self._served)
-            torch._C._cuda_releasePool(self._device, self._served)
-            self._served = None
-        if wanted is not None:
-            if threading.current_thread() is not self._thread:  # torch lets a thread enter itself
-                raise StateError(
-                    f"thread {threading.current_thread().name!r} left a region inside another one "
-                    f"of thread {self._thread.name!r}, whose allocations are on no tag until it "
-                    "enters or leaves a region; leave regions where they were entered"
-                )
-            torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, wanted)
-            self._served = wanted
+        if threading.current_thread() is not self._thread:  # torch lets a thread enter itself
+            raise StateError(
+                f"thread {threading.current_thread().name!r} left a region inside another one "
+                f"of thread {self._thread.name!r}, whose allocations are on no tag until it "
+                "enters or leaves a region; leave regions where they were entered"
+            )
+        with _lock:
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self._pools[-1])
+            self._served = self._pools[-1]
+            _in_use += 1
 
 
 # torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended
-# regions wait here until no region of the process is open; nothing else (a traceback's frames, say)
-# may hold the last reference.
+# regions wait here until no thread is in a pool; nothing else (a traceback's frames, say) may hold
+# the last reference.
 pools: list[torch.cuda.MemPool] = []
-_open_regions = 0
+_open_pools: dict[Handle, torch.cuda.MemPool] = {}
+_in_use = 0  # pools that threads are in
 
 
-def _new_open_pool(slot: int) -> Handle:
-    global _open_regions
-    pool = new_pool(slot)
-    with _lock:
-        _open_regions += 1
-        pools.append(pool)
+def _new_open_pool(slot: int, device: torch.device) -> Handle:
+    pool = new_pool(slot, device)
+    _open_pools[pool.id] = pool
     return pool.id
 
 
 def retire(pool: torch.cuda.MemPool) -> None:
-    """Drop a pool when no region of the process is open. Takes no lock: finalizers call it."""
+    """Drop a pool when no thread is in a pool. Takes no lock: finalizers call it."""
     pools.append(pool)
 
 
-def _retire() -> None:
-    global _open_regions
+def _retire(pool: Handle) -> None:
+    retire(_open_pools.pop(pool))
     with _lock:
-        _open_regions -= 1
-        if not _open_regions:
+        if not _in_use:
             pools.clear()

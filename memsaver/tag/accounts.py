@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from memsaver.errors import BackendError, OutOfMemory, StateError, TagError, format_bytes
 from memsaver.native import shim
@@ -142,11 +143,17 @@ class Accounts:
             raise self.shortage(what, arenas, short.cause, needed) from None
 
     def shortage(
-        self, what: str, arenas: Sequence[Arena], cause: shim.Cause, needed: int = 0
+        self,
+        what: str,
+        arenas: Sequence[Arena],
+        cause: shim.Cause,
+        needed: int = 0,
+        hint: str = "",
     ) -> Exception:
         """The exception for ``what``, which was short.
 
-        needed: bytes; 0: those of the paused arenas, or what the failed call asked for.
+        needed: bytes; 0: those of the paused arenas, or what the failed call asked for. hint: what
+        helps first.
         """
         away = sum(arena.committed_when_paused for arena in arenas if arena.paused)
         needed = needed or away or cause.requested
@@ -167,16 +174,19 @@ class Accounts:
             return BackendError(f"{what} failed: no host memory for the tables")
         if cause.code == shim.E_LIMIT:
             limit = self._backend.limit_bytes or 0
-            more = self._backend.committed_bytes + needed - limit
+            kept = self._pool.held_bytes  # would have served
+            more = max(self._backend.committed_bytes - kept + needed - limit, cause.missing)
             why = f"{format_bytes(more)} are missing under the limit of {format_bytes(limit)}"
-            advice = "Pause another tag or raise limit_bytes"
+            advice = "Have another tag paused by its owner or raise limit_bytes"
         else:
             more = 0
             why = f"the driver refused with {self._backend.error_name(cause.driver)}"
-            advice = "Pause another tag, or end what holds the memory"
+            advice = "Have another tag paused by its owner, or end what holds the memory"
         holders = self._holders()
         if holders[_PAGE_POOL]:
             advice = f"trim() gives the page pool's memory back. {advice}"
+        if hint:
+            advice = f"{hint}. {advice}"
         everyone = {**holders, **self._backend.other_holders()}
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in everyone.items() if size)
         message = (
@@ -204,15 +214,42 @@ def _report(arena: Arena, leases: int) -> TagReport:
     )
 
 
+class _Tables(NamedTuple):
+    """Read one after the other: regions may grow meanwhile."""
+
+    kept: list[shim.Extent]
+    of_tags: list[tuple[list[shim.Extent], int]]
+    """Extents, and committed bytes."""
+    made: int
+
+
+def _read(arenas: Sequence[Arena], pool: PagePool, backend: Backend) -> _Tables:
+    of_tags = [(shim.extents(arena.slot), arena.stats.committed) for arena in arenas]
+    return _Tables(pool.extents, of_tags, backend.committed_bytes)
+
+
 def check_tables(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> None:
-    """Raises ``AssertionError`` where the tables of extents, tags and page pool do not agree."""
-    found, borrowed = [*pool.extents], set[int]()
-    for arena in arenas:
-        extents, end = shim.extents(arena.slot), 0
+    """Raises ``AssertionError`` where the tables of extents, tags and page pool do not agree, and
+    stay as they are.
+    """
+    arenas = [*arenas]
+    tables = _read(arenas, pool, backend)
+    while True:
+        try:
+            return _check(arenas, tables)
+        except AssertionError:
+            if (again := _read(arenas, pool, backend)) == tables:
+                raise
+            tables = again
+
+
+def _check(arenas: Sequence[Arena], tables: _Tables) -> None:
+    found, borrowed = [*tables.kept], set[int]()
+    for arena, (extents, committed) in zip(arenas, tables.of_tags, strict=True):
+        end = 0
         for extent in extents:
             assert extent.offset == end, f"{arena.tag}: extents have a hole at {end}"
             end += extent.nbytes
-        committed = arena.stats.committed
         assert end == committed, f"{arena.tag}: {end} bytes of extents, {committed} committed"
         assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
         found += extents
@@ -220,7 +257,7 @@ def check_tables(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> N
             _check_borrowed(arena)
             borrowed |= {extent.id for extent in arena.borrowed.extents}
     total = sum(extent.nbytes for extent in found)
-    assert total == backend.committed_bytes, f"{total} bytes known, {backend.committed_bytes} made"
+    assert total == tables.made, f"{total} bytes known, {tables.made} made"
     assert len(found) == len({extent.id for extent in found}), "an extent is in two places"
     assert borrowed.isdisjoint(extent.id for extent in found), (
         "an extent is borrowed from the saver itself"

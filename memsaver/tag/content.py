@@ -19,6 +19,7 @@ from memsaver.errors import BackendError, HostMemoryError, StateError
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
 from memsaver.vmm.backend import Backend, Waitable
+from memsaver.vmm.device_lock import undone_under
 from memsaver.vmm.page_pool import LARGEST, PagePool
 
 
@@ -118,7 +119,7 @@ def live_ranges(arena: Arena) -> list[tuple[int, int]]:
     if arena.backend.device.type != "cuda":
         return blocks
     inside: dict[int, list[tuple[int, int]]] = {}
-    for segment in torch.cuda.memory_snapshot():
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
         offset = segment["address"] - arena.address
         if 0 <= offset < arena.reservation.nbytes:
             inside[offset] = _live_blocks(segment, arena.address)
@@ -248,7 +249,7 @@ class Swap:
         Returns the extents of ``out`` that ``into`` had no use for; nothing maps them.
         """
         leaving = shim.extents(out.slot)
-        with contextlib.ExitStack() as undo:
+        with undone_under(self._lock) as undo:
             undo.callback(self._backend.synchronize)  # whatever is still being copied
             copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
             refill = Refill(self._backend, into, undo)

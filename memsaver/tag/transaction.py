@@ -7,9 +7,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,7 +22,7 @@ from memsaver.tag.arena import Arena
 from memsaver.tag.arrival import Arrival
 from memsaver.tag.content import Refill, Saving, Swap, goes_piecewise
 from memsaver.vmm.backend import Backend, ShortOfMemory
-from memsaver.vmm.device_lock import device_lock
+from memsaver.vmm.device_lock import device_lock, undone_under
 from memsaver.vmm.page_pool import LARGEST, PagePool
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ LEASE_GRACE_SECONDS = 1.0
 _log = logging.getLogger("memsaver")
 
 Extents = Mapping[str, Sequence[shim.Extent]]
+_Result = TypeVar("_Result")
 
 
 class Transactions:
@@ -102,7 +104,7 @@ class Transactions:
         self._wait_unleased(arenas)
         if release != "keep":
             self._revoke(_flat(shim.extents(arena.slot) for arena in arenas), to)
-        with contextlib.ExitStack() as undo:
+        with undone_under(self._device_lock) as undo:
             for arena in arenas:
                 arena.freeze()
                 undo.callback(arena.thaw)
@@ -169,7 +171,7 @@ class Transactions:
             self._swap_in_turn(out, content, into)
             return
         try:
-            self._swap_piecewise(out, content, into, leaving)
+            self._with_room(partial(self._swap_piecewise, out, content, into, leaving))
         except ShortOfMemory:  # one after the other takes less at once
             self._swap_in_turn(out, content, into)
 
@@ -194,7 +196,7 @@ class Transactions:
 
     def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
         """Swaps where memory cannot go over bit by bit. Both tags are in pieces from here on."""
-        self._check_room(out, into)
+        self._with_room(partial(self._check_room, out, into))
         self.pause([out], content, "driver", None, None)
         out.in_pieces()
         into.in_pieces()
@@ -227,7 +229,7 @@ class Transactions:
         for arena in (one, other):
             arena.require_no_region("exchange")
         self._wait_unleased([one, other])
-        with contextlib.ExitStack() as undo:
+        with undone_under(self._device_lock) as undo:
             for arena in (one, other):
                 arena.freeze()
                 undo.callback(arena.thaw)
@@ -268,7 +270,7 @@ class Transactions:
                 f"for {format_bytes(arena.reservation.nbytes)}; "
                 f"tag {borrowed.ticket.tag!r} has {format_bytes(borrowed.nbytes)}"
             )
-        with contextlib.ExitStack() as undo, self._device_lock:
+        with self._device_lock, contextlib.ExitStack() as undo:
             arena.borrow(borrowed, undo)
             undo.pop_all()
 
@@ -345,12 +347,8 @@ class Transactions:
         give; at_least: when there are not even so many bytes for the one tag. arrival: brings what
         the host has of the content, beside what comes next.
         """
-        with contextlib.suppress(ShortOfMemory):
-            self._resume(arenas, arrival)
-            return
-        self._reclaim()
         try:
-            self._resume(arenas, arrival)
+            self._with_room(partial(self._resume, arenas, arrival))
         except ShortOfMemory:
             if at_least is None or not self._resume_most(arenas, at_least):
                 raise
@@ -381,21 +379,23 @@ class Transactions:
 
     @held()
     def _end(self, arrival: Arrival, failure: Exception | None) -> None:
+        if failure is None:
+            arrival.undo.pop_all()
+            for arena in arrival.arenas:
+                arena.end_resume()
+        else:
+            self._backend.synchronize()  # kernels that were let at what had come may still run
+            with self._device_lock, arrival.undo as undo:
+                for arena in arrival.arenas:
+                    undo.callback(arena.lose)
         self._arrivals.remove(arrival)
         arrival.failure = failure
-        with arrival.undo as undo:
-            if failure is None:
-                undo.pop_all()
-            for arena in arrival.arenas:
-                undo.callback(arena.end_resume if failure is None else arena.lose)
-            if failure is not None:  # who was let at what had come may still be at work there
-                undo.callback(self._backend.synchronize)
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
         """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
         if len(arenas) != 1 or (arena := arenas[0]).backup is not None:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
-        with contextlib.ExitStack() as undo, self._device_lock:
+        with self._device_lock, contextlib.ExitStack() as undo:
             extents = self._pool.obtain_most(arena.committed_when_paused, undo)
             got = sum(extent.nbytes for extent in extents)
             if got < at_least:
@@ -419,14 +419,17 @@ class Transactions:
             with self._device_lock:
                 arena.shrink(nbytes)
         else:
-            with contextlib.ExitStack() as undo, self._device_lock:
-                undo.callback(arena.thaw)
-                arena.freeze()  # nothing else grows the tag meanwhile
-                # a region of another thread may have been faster
-                more = max(0, nbytes - arena.stats.committed)
-                arena.extend(self._pool.obtain(more, undo), undo)
-                undo.pop_all()
-            arena.thaw()
+            self._with_room(partial(self._grow, arena, nbytes))
+
+    def _grow(self, arena: Arena, nbytes: int) -> None:
+        with self._device_lock, contextlib.ExitStack() as undo:
+            undo.callback(arena.thaw)
+            arena.freeze()  # nothing else grows the tag meanwhile
+            # a region of another thread may have been faster
+            more = max(0, nbytes - arena.stats.committed)
+            arena.extend(self._pool.obtain(more, undo), undo)
+            undo.pop_all()
+        arena.thaw()
 
     def commit_pieces(self, arena: Arena, nbytes: int) -> None:
         """Put memory behind the next ``nbytes`` of the tag, in pieces, which it keeps to."""
@@ -436,22 +439,40 @@ class Transactions:
         if arena.stats.committed < end <= arena.reservation.nbytes:
             self.resize(arena, end)
 
-    def make_room(self) -> bool:
-        """Give up what the page pool keeps, also what peers have imported; False: nothing is."""
-        if not self._pool.extents:
-            return False
-        with contextlib.suppress(LeaseError):
-            self.trim([], pool=True)
-        return True
+    def empty(self, arena: Arena, nbytes: int) -> torch.Tensor:
+        """Return a uint8 tensor on the tag; ``ShortOfMemory`` has the cause, whatever it is."""
 
-    def _reclaim(self) -> None:
-        """Make what is kept, and torch's cache, available; a silent peer keeps its imports."""
+        def attempt() -> torch.Tensor:
+            if (tensor := arena.empty(nbytes)) is None:
+                raise ShortOfMemory(arena.cause())
+            return tensor
+
+        return self._with_room(attempt)
+
+    def _with_room(self, attempt: Callable[[], _Result]) -> _Result:
+        """Call what obtains memory, or changes nothing; where memory is short, once more when what
+        is kept and cached has been given up. The device lock is free: peers unmap meanwhile.
+        """
+        try:
+            return attempt()
+        except ShortOfMemory as short:
+            if not self.make_room(short.cause):
+                raise
+        return attempt()
+
+    def make_room(self, cause: shim.Cause) -> bool:
+        """Make what the page pool keeps, and torch's cache, available; a silent peer keeps its
+        imports. False: not for this cause.
+        """
+        if self._backend.forked or cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
+            return False
         with contextlib.suppress(LeaseError):
             self._revoke(self._pool.extents)
         self._backend.reclaim()
+        return True
 
     def _resume(self, arenas: Sequence[Arena], arrival: Arrival | None) -> None:
-        with contextlib.ExitStack() as undo:
+        with undone_under(self._device_lock) as undo:
             # else two processes could take half each of what is enough for one
             with self._device_lock:
                 refills = [self._bring(arena, undo, arrival is not None) for arena in arenas]

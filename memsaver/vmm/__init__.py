@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memsaver.common.layout import round_up
 from memsaver.common.signals import Finalizer
-from memsaver.errors import HostMemoryError, format_bytes
+from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.vmm import pinned_memory
 from memsaver.vmm.pinned_memory import HUGE_PAGE, Pinner
 from memsaver.vmm.torch_usage import clear_workspaces, empty_torch_cache, on_a_tag
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HUGE_PAGE",
     "Pinner",
+    "as_device",
     "clear_workspaces",
     "empty_torch_cache",
     "host_memory",
@@ -30,17 +31,42 @@ __all__ = [
 ]
 
 
+def as_device(device: str | torch.device) -> torch.device:
+    """Return the device; raise ``ValueError`` for one that has no backend."""
+    import torch
+
+    with contextlib.suppress(RuntimeError):  # torch's lists twenty types
+        if (known := torch.device(device)).type in ("cpu", "cuda"):
+            return known
+    raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")
+
+
 def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
-    """The backend of a device; raises ``ValueError`` for a device type that has none."""
+    """Return the backend of a device; raise ``BackendError`` for a GPU that this process lacks."""
     if device.type == "cpu":
         from memsaver.vmm.memfd import HostBackend
 
         return HostBackend(limit_bytes)
-    if device.type == "cuda":
+    _require_gpu(device)
+    try:
         from memsaver.vmm.cuda import CudaBackend
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"device {str(device)!r} needs NVIDIA's Python bindings ({error}): "
+            "pip install 'memsaver[cuda]'"
+        ) from error
+    return CudaBackend(device, limit_bytes)
 
-        return CudaBackend(device, limit_bytes)
-    raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")
+
+def _require_gpu(device: torch.device) -> None:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise BackendError(
+            f"device {str(device)!r} cannot be used: torch {torch.__version__} sees {count} GPUs; "
+            "use another device, or see what `memsaver doctor` says"
+        )
 
 
 def make_pinner(device: torch.device) -> Pinner | None:

@@ -144,8 +144,16 @@ class Backend(ABC):
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of the device that torch holds and no tensor uses."""
+        """Bytes that torch gives back to the device when its cache is emptied."""
         return 0
+
+    @property
+    def put_off_bytes(self) -> int:
+        """Bytes of tensors that have died, and that torch does not use again yet."""
+        return 0
+
+    @abstractmethod
+    def free_put_off(self) -> None: ...
 
     def round_up(self, nbytes: int) -> int:
         """Rounds up to whole pages."""
@@ -231,7 +239,13 @@ class Backend(ABC):
     @abstractmethod
     def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
     @abstractmethod
-    def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]: ...
+    def allocate_from(
+        self, slot: int, make_room: Callable[[int], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Send this thread's torch allocations to an arena. make_room: a saver's method,
+        called with the slot, where that can be, for one that failed; True: it is tried again.
+        """
+
     @abstractmethod
     def free_dead_blocks(self, slot: int) -> None: ...
     @property

@@ -21,7 +21,7 @@ from memsaver.native.shim import Operation
 from memsaver.vmm import nvml
 from memsaver.vmm.backend import PIECE, Backend, Transfer, Waitable, dlpack_tensor
 from memsaver.vmm.pinned_memory import HostArena
-from memsaver.vmm.torch_usage import outside_tags
+from memsaver.vmm.torch_usage import outside_tags, releasable
 
 # Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
 # and others' few bytes wait for it all.
@@ -201,8 +201,12 @@ class CudaBackend(Backend):
         """
         return dlpack_tensor(address, nbytes, self.device, keeper)
 
-    def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]:
-        """Sends this thread's torch allocations to an arena."""
+    def allocate_from(
+        self, slot: int, make_room: Callable[[int], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Send this thread's torch allocations to an arena. None is tried again: torch holds the
+        lock of its own cache meanwhile.
+        """
         return cuda_hook.allocate_from(slot, self.device)
 
     def free_dead_blocks(self, slot: int) -> None:
@@ -289,11 +293,24 @@ class CudaBackend(Backend):
 
     @property
     def cached_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if cuda_hook.others_open():
+            return 0
+        return releasable(torch.cuda.memory_snapshot(include_traces=False), self.device.index)
+
+    @property
+    def put_off_bytes(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        active = int(stats["active_bytes"]["all"]["current"])
+        return active - torch.cuda.memory_allocated(self.device)
+
+    def free_put_off(self) -> None:
+        if not self.forked:
+            cuda_hook.free_put_off(self.device)
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the driver."""
-        torch.cuda.empty_cache()
+        with cuda_hook.outside_regions():
+            cuda_hook.empty_cache(self.device)
 
     def other_holders(self) -> dict[str, int]:
         """Tells who else holds memory of this GPU: torch outside of tags, and what neither this

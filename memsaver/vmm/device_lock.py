@@ -16,10 +16,11 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from memsaver.common.machine import command_of, process_name
-from memsaver.common.signals import deliver
+from memsaver.common.signals import deliver, held
 from memsaver.errors import BackendError, LockTimeout
 from memsaver.native.shim import cache_dir
 
@@ -33,6 +34,26 @@ def device_lock(
 ) -> contextlib.AbstractContextManager[object]:
     """The lock of a backend's device: none for ``"cpu"``, whose mappings are the process's own."""
     return contextlib.nullcontext() if device_key == "cpu" else DeviceLock(device_key, timeout)
+
+
+@contextlib.contextmanager
+def undone_under(
+    lock: contextlib.AbstractContextManager[object],
+) -> Iterator[contextlib.ExitStack]:
+    """Yield what unwinds under the lock where the body raises; the body empties it where it ends.
+
+    It unwinds without the lock where that cannot be had: half an operation would be worse.
+    """
+    undo = contextlib.ExitStack()
+    try:
+        yield undo
+    except BaseException as error:
+        with held(), contextlib.ExitStack() as outer:
+            if not isinstance(error, LockTimeout):  # it would not be had a second time
+                with contextlib.suppress(LockTimeout, BackendError):
+                    outer.enter_context(lock)
+            outer.enter_context(undo)
+            raise
 
 
 class DeviceLock:

@@ -10,7 +10,9 @@ import errno
 import itertools
 import mmap
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 
@@ -29,7 +31,22 @@ _CHUNK = 8 << 20  # bytes: less is not worth another thread
 
 
 class _Functions(ctypes.Structure):
-    _fields_ = [("alloc", ctypes.c_void_p), ("free_any", ctypes.c_void_p)]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("alloc", "free_any", "make_room")]
+
+
+_rooms: dict[int, weakref.WeakMethod[Callable[[int], bool]]] = {}  # by slot
+_interrupts = threading.local()  # .noted: what a signal's handler raised in ``_make_room``
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+def _make_room(slot: int) -> bool:
+    """An interrupt cannot pass through torch: the region raises it at its end."""
+    try:
+        make_room = _rooms[slot]()
+        return make_room is not None and make_room(slot)
+    except BaseException as error:
+        _interrupts.noted = error
+        return False
 
 
 @cache
@@ -41,7 +58,7 @@ def _hook() -> ctypes.CDLL:
     table = shim.library()
     pointers = [
         ctypes.cast(function, ctypes.c_void_p).value
-        for function in (table.ms_alloc, table.ms_free_any)
+        for function in (table.ms_alloc, table.ms_free_any, _make_room)
     ]
     lib.ms_hook_install(_Functions(*pointers))
     return lib
@@ -56,6 +73,8 @@ def _allocate_from(slot: int) -> Iterator[None]:
         yield
     finally:
         hook.ms_hook_leave(region)
+        if (interrupt := _interrupts.__dict__.pop("noted", None)) is not None:
+            raise interrupt
 
 
 @cache
@@ -134,8 +153,10 @@ class HostBackend(Backend):
         owner.keeper = keeper  # type: ignore[attr-defined]
         return tensor
 
-    def allocate_from(self, slot: int) -> contextlib.AbstractContextManager[None]:
-        """Sends this thread's torch allocations to an arena."""
+    def allocate_from(
+        self, slot: int, make_room: Callable[[int], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        _rooms[slot] = weakref.WeakMethod(make_room)
         return _allocate_from(slot)
 
     def free_dead_blocks(self, slot: int) -> None:
@@ -181,6 +202,9 @@ class HostBackend(Backend):
     @property
     def device_free_bytes(self) -> int:
         return available_memory()
+
+    def free_put_off(self) -> None:
+        """Nothing is put off: there are no streams."""
 
     def reclaim(self) -> None:
         """Nothing cached outside the tags."""

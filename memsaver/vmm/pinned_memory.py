@@ -358,7 +358,7 @@ class HostArena:
         message = (
             f"{format_bytes(nbytes)} more of host memory are needed for saved content, which holds "
             f"{format_bytes(self.committed_bytes)}: {why}. Resume a saved tag first, "
-            "raise host_arena.budget_bytes, or pause with content='discard'; nothing was changed."
+            "raise host_arena.budget_bytes, or pause with content='disk'; nothing was changed."
         )
         return HostMemoryError(message, nbytes, missing, {"saved content": self.committed_bytes})
 

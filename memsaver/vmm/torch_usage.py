@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from memsaver.errors import StateError
-from memsaver.native import shim
+from memsaver.native import cuda_hook, shim
+
+_PAGES = {"small": 2 << 20, "large": 20 << 20}  # of expandable segments, in bytes
 
 
 def outside_tags(segments: Iterable[Mapping[str, Any]], index: int) -> dict[str, int]:
@@ -35,6 +37,31 @@ def outside_tags(segments: Iterable[Mapping[str, Any]], index: int) -> dict[str,
             tensors += each["allocated_size"]
             cache += each["total_size"] - each["allocated_size"]
     return {"torch's cache": cache, "torch's tensors": tensors, "torch's private pools": pools}
+
+
+def releasable(segments: Iterable[Mapping[str, Any]], index: int) -> int:
+    """Count the bytes of this GPU that torch's cache gives back: segments outside of tags and pools
+    that no tensor is in, and the whole pages of expandable ones.
+    """
+    return sum(
+        _unused_pages(each) if each["is_expandable"] else each["total_size"]
+        for each in segments
+        if each["device"] == index
+        and tuple(each["segment_pool_id"]) == (0, 0)
+        and (each["is_expandable"] or not each["active_size"])
+        and shim.library().ms_find(each["address"]) < 0
+    )
+
+
+def _unused_pages(segment: Mapping[str, Any]) -> int:
+    page = _PAGES[segment["segment_type"]]
+    unused, at = 0, 0
+    for block in segment["blocks"]:
+        end = at + block["size"]
+        if block["state"] == "inactive":
+            unused += max(0, end // page - -(-at // page)) * page
+        at = end
+    return unused
 
 
 class TorchUse:
@@ -99,7 +126,8 @@ def empty_torch_cache(device: torch.device) -> None:
     """
     if device.type == "cuda":
         clear_workspaces(device)
-        torch.cuda.empty_cache()
+        with cuda_hook.outside_regions():
+            cuda_hook.empty_cache(device)
 
 
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"

@@ -202,7 +202,8 @@ def test_one_call_after_the_other(name: str, device: str) -> None:
         del world
         # the next fault is not for the threads that close them
         until(lambda: connections() <= open_before)
-    assert (raised > 0 or name == "trim") and fault.call >= 2
+    # what lacks memory once is tried again
+    assert (raised > 0 or name in ("trim", "grow", "region")) and fault.call >= 2
     gc.collect()
     if device == "cpu":
         until(lambda: process_bytes(device) <= floor)

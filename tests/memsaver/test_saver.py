@@ -17,7 +17,7 @@ import torch
 import memsaver
 from memsaver.common.layout import round_up
 from memsaver.tag.accounts import Recorder, Tags
-from tests.helpers.memory import family_bytes, process_bytes, scribble
+from tests.helpers.memory import counted, family_bytes, process_bytes, scribble
 from tests.helpers.memsaver.savers import MIB
 
 pytestmark = pytest.mark.alone
@@ -34,14 +34,13 @@ def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
     assert live <= committed < live + 2 * saver.backend.granularity + 64 * 1024
     before, held = process_bytes(device), family_bytes(device)
     saver.pause("kv_cache")
-    assert before - process_bytes(device) == held - family_bytes(device) == committed, (
-        "unmapped, and let go of"
-    )
+    assert before - process_bytes(device) == counted(committed, device), "unmapped"
+    assert held - family_bytes(device) == counted(committed, device), "let go of"
     assert saver.report().tags["kv_cache"].committed_bytes == 0
     saver.resume("kv_cache")
     for tensor in tensors:
         tensor.fill_(2)
-    assert process_bytes(device) == before
+    assert process_bytes(device) == counted(before, device)
     saver.check_integrity()
 
 
@@ -166,11 +165,40 @@ def test_innermost_region_wins_and_outside_is_plain(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"limit_bytes": 0}, {"reserve_bytes": -1}, {"device": "meta"}]
+    "arguments", [{"limit_bytes": 0}, {"reserve_bytes": -1}, {"device": "meta"}, {"device": "tpu"}]
 )
 def test_bad_arguments_are_refused(arguments: dict) -> None:
     with pytest.raises(ValueError):
         memsaver.MemorySaver(**{"device": "cpu", **arguments})
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(memsaver.BackendError, match=r"'cuda:99' cannot be used: .*memsaver doctor"):
+        memsaver.MemorySaver("cuda:99")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "memsaver.vmm.cuda", raising=False)
+    with pytest.raises(memsaver.BackendError, match=r"pip install 'memsaver\[cuda\]'"):
+        memsaver.MemorySaver("cuda:0")
+
+
+def test_a_saver_and_its_report_can_be_read(device: str) -> None:
+    saver = memsaver.MemorySaver(device, limit_bytes=64 << 20)
+    kept = [saver.empty(4 << 20, torch.uint8, tag=tag) for tag in ("weights", "kv_cache")]
+    saver.pause("kv_cache")
+    assert repr(saver) == f"MemorySaver('{device}': weights 4.0 MiB, kv_cache paused)"
+    lines = str(saver.report(others=False)).splitlines()
+    assert lines[0] == f"{device}: 4.0 MiB committed of at most 64.0 MiB"
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["tag", "state"],
+        ["weights", "active"],
+        ["kv_cache", "paused"],
+    ]
+    assert len(lines) == 5 and max(map(len, lines)) < 80
+    saver.close()
+    assert repr(saver) == f"MemorySaver('{device}': closed)"
+    del kept
 
 
 def test_committed_is_at_most_two_percent_over_live(device: str) -> None:
@@ -215,7 +243,7 @@ def test_memory_of_a_saver_that_ends_is_given_back(device: str, how: str) -> Non
         assert tensor.sum() == 8 << 20  # alive as long as its tensors
         del tensor
         gc.collect()
-    assert before - process_bytes(device) == 8 << 20
+    assert before - process_bytes(device) == counted(8 << 20, device)
 
 
 def test_events_and_report_are_plain_data(device: str) -> None:

@@ -184,6 +184,26 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
     assert saver.report().tags["kv_cache"].committed_bytes == whole
 
 
+def test_an_elastic_pool_grows_into_what_a_cache_gives_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tag plays torch's cache, which counts as free."""
+    engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 16)
+    saver, elastic = engine.saver, engine.cache.elastic
+    assert elastic is not None
+    engine.sleep(level=1)
+    engine.wake_up(partly=True)
+    kept, before = saver.empty(8 << 20, torch.uint8, tag="cache"), engine.kv_pool.size
+    saver.limit_bytes = saver.report().committed_bytes
+    monkeypatch.setattr(saver.backend, "reclaim", lambda: saver.pause("cache"))
+    monkeypatch.setattr(type(saver.backend), "free_bytes", kept.nbytes)
+    elastic.hurry()
+    elastic.fit(lambda: 1 << 16, lambda pages: False)
+    assert (engine.kv_pool.size - before) * engine.kv_pool.bytes_per_token > 7 << 20
+    assert saver.is_paused("cache")
+    engine.check_integrity()
+
+
 def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size(
     path: Path, saved: Saved
 ) -> None:

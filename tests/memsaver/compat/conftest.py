@@ -11,6 +11,7 @@ import torch
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator
+from memsaver.native import cuda_hook
 from memsaver.vmm import torch_usage
 from tests.helpers.memory import Scribbler
 
@@ -27,8 +28,8 @@ def clears_workspaces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     cleared: list[str] = []
     clear = partial(cleared.append, "all")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    for place in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, place, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda_hook, "empty_cache", lambda device: None)
 
     def clears() -> bool:
         cleared.clear()

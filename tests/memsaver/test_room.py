@@ -1,0 +1,298 @@
+"""Memory that is cached gives way to every operation that needs memory; what is missing is told as
+it is; what fails is undone under the device lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import MemorySaver
+from memsaver.native import shim
+from memsaver.vmm.torch_usage import releasable
+from tests.helpers.memsaver.savers import ERROR, MIB
+
+pytestmark = pytest.mark.alone
+GIB = 1 << 30
+CACHE = "torch's cache"
+
+
+class World:
+    """A device that a cache has filled: torch's own on a GPU, on the CPU a tag that `reclaim`
+    pauses. ``large`` fits only where the cache is gone.
+    """
+
+    def __init__(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cpu = device == "cpu"
+        self.saver = MemorySaver(device, limit_bytes=64 * MIB if self.cpu else None)
+        if self.cpu:
+            self.saver.empty(40 * MIB, torch.uint8, tag=CACHE)
+            monkeypatch.setattr(self.saver.backend, "reclaim", lambda: self.saver.pause(CACHE))
+            self.saver.pause(CACHE)
+            self.large = 48 * MIB
+        else:
+            torch.cuda.empty_cache()
+            self.large = torch.cuda.mem_get_info()[0] // 2 >> 21 << 21
+
+    def fill(self) -> None:
+        if self.cpu:
+            self.saver.resume(CACHE)
+        else:
+            torch.empty(int(torch.cuda.mem_get_info()[0] * 0.8), dtype=torch.uint8, device="cuda:0")
+            assert self.saver.free_bytes >= self.large > self.saver.backend.device_free_bytes
+
+    def tag(self, name: str, nbytes: int, elastic: bool = False) -> torch.Tensor:
+        return self.saver.empty(nbytes, torch.uint8, tag=name, elastic=elastic)
+
+
+def _paused(world: World) -> torch.Tensor:
+    tensor = world.tag("t", world.large)
+    world.saver.pause("t")
+    return tensor
+
+
+def _small(world: World) -> torch.Tensor:
+    tensor = world.tag("t", world.large, elastic=True)
+    world.saver.resize("t", 2 * MIB)
+    return tensor
+
+
+def _beside(world: World) -> list[torch.Tensor]:
+    return [_paused(world), world.tag("small", 2 * MIB)]
+
+
+def _region(world: World) -> torch.Tensor:
+    with world.saver.region("t"):
+        return torch.empty(world.large, dtype=torch.uint8, device=world.saver.device)
+
+
+OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
+    "resume": (_paused, lambda world: world.saver.resume("t")),
+    "begin_resume": (_paused, lambda world: world.saver.begin_resume("t").wait()),
+    "at_least": (_paused, lambda world: world.saver.resume("t", at_least=world.large)),
+    "empty": (lambda _: None, lambda world: world.tag("t", world.large)),
+    "elastic": (lambda _: None, lambda world: world.tag("t", world.large, elastic=True)),
+    "region": (lambda _: None, _region),
+    "resize": (_small, lambda world: world.saver.resize("t", world.large)),
+    "swap": (_beside, lambda world: world.saver.swap(pause="small", resume="t")),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_full_cache_gives_way_to_every_operation(
+    operation: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(device, monkeypatch)
+    prepare, act = OPERATIONS[operation]
+    kept = [prepare(world)]
+    world.fill()
+    if operation == "region" and not world.cpu and torch.__version__ < "2.13":
+        # torch's own rule; the error has made the room
+        with pytest.raises(memsaver.OutOfMemory, match="were given back: enter it again"):
+            act(world)
+    kept.append(act(world))
+    assert world.saver.report(others=False).tags["t"].committed_bytes >= world.large
+    world.saver.check_integrity()
+    del kept
+    world.saver.close()
+
+
+def test_a_first_tensor_that_fails_leaves_no_tag() -> None:
+    saver = MemorySaver(limit_bytes=MIB)
+    for elastic in (False, True):
+        with pytest.raises(memsaver.OutOfMemory):
+            saver.empty(2 * MIB, torch.uint8, tag="t", elastic=elastic)
+        assert saver.tags == []
+
+
+def test_missing_bytes_are_those_that_the_page_pool_cannot_serve() -> None:
+    """20 MiB are wanted: 8 are kept, and 8 are free under the limit."""
+    saver = MemorySaver(limit_bytes=32 * MIB)
+    tensors = [saver.empty(20 * MIB, torch.uint8, tag="a")]
+    saver.pause("a")
+    tensors += [saver.empty(16 * MIB, torch.uint8, tag="b")]
+    tensors += [saver.empty(8 * MIB, torch.uint8, tag="c")]
+    saver.pause("c", release="keep")
+    with pytest.raises(memsaver.OutOfMemory, match=r"4\.0 MiB are missing") as caught:
+        saver.resume("a")
+    assert caught.value.missing_bytes == 4 * MIB
+    saver.limit_bytes = 36 * MIB
+    saver.resume("a")
+
+
+def test_integrity_is_not_doubted_where_a_region_grows_while_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two tables, as another thread may; tables that stay wrong are told."""
+    saver, grown = MemorySaver(), list[torch.Tensor]()
+    read = shim.extents
+
+    def read_and_grow(slot: int) -> list[shim.Extent]:
+        found = read(slot)
+        if len(grown) < 3:
+            grown.append(torch.empty(MIB, dtype=torch.uint8))
+        return found
+
+    with saver.region("t"), monkeypatch.context() as patch:
+        patch.setattr(shim, "extents", read_and_grow)
+        saver.check_integrity()
+        assert len(grown) == 3
+        patch.setattr(shim, "extents", lambda slot: read(slot)[:-1])
+        with pytest.raises(AssertionError, match="0 bytes of extents"):
+            saver.check_integrity()
+
+
+class WatchedLock:
+    """Stands in for the device lock: notes driver calls that map or unmap outside of it."""
+
+    def __init__(self) -> None:
+        self.saver: MemorySaver | None = None
+        self.depth = self.seen = self.outside = 0
+
+    def calls(self) -> int:
+        found = self.saver.statistics() if self.saver is not None else {}
+        return sum(found[name].calls for name in ("map", "unmap") if name in found)
+
+    def look(self) -> None:
+        if not self.depth:
+            self.outside += self.calls() - self.seen
+        self.seen = self.calls()
+
+    def __enter__(self) -> None:
+        self.look()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        self.seen = self.calls()
+
+
+@contextlib.contextmanager
+def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MemorySaver, WatchedLock]]:
+    lock = WatchedLock()
+    monkeypatch.setattr("memsaver.tag.transaction.device_lock", lambda key: lock)
+    saver = MemorySaver()
+    tensors = [saver.empty(MIB, torch.uint8, tag=tag, content="host") for tag in ("a", "b")]
+    lock.saver, lock.seen = saver, 0
+    lock.look()
+    lock.outside = 0
+    yield saver, lock
+    del tensors
+
+
+@pytest.mark.parametrize("operation", ["pause", "resume", "begin_resume", "exchange", "swap"])
+def test_what_fails_is_undone_under_the_device_lock(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _watched(monkeypatch) as (saver, lock):
+        for call in range(1, 40):
+            if operation in ("resume", "begin_resume"):
+                saver.pause()
+            if operation == "swap":
+                saver.pause("b")
+            acts = {
+                "begin_resume": lambda: saver.begin_resume().wait(),
+                "exchange": lambda: saver.exchange("a", "b"),
+                "swap": lambda: saver.swap(pause="a", resume="b"),
+            }
+            saver.backend.inject_fault(call, ERROR["cpu"])
+            with contextlib.suppress(memsaver.MemSaverError):
+                acts.get(operation, getattr(saver, operation, None))()  # type: ignore[misc]
+            fired = saver.backend.inject_fault(0, 0) >= call
+            saver.resume()
+            if not fired:
+                break
+        lock.look()
+        assert call > 3 and lock.outside == 0
+
+
+def test_segments_are_counted_as_far_as_torch_gives_them_back() -> None:
+    def segment(device: int = 0, **given: Any) -> dict[str, Any]:
+        plain = {"device": device, "address": 64, "segment_pool_id": (0, 0), "active_size": 0}
+        return plain | {"total_size": 40 * MIB, "is_expandable": False} | given
+
+    pages = [("active_allocated", 30 * MIB), ("inactive", 40 * MIB), ("active_allocated", MIB)]
+    blocks = [{"state": state, "size": size} for state, size in pages]
+    expandable = {"is_expandable": True, "segment_type": "large", "blocks": blocks}
+    counted = [
+        (segment(), 40 * MIB),
+        (segment(active_size=1), 0),
+        (segment(device=1), 0),
+        (segment(segment_pool_id=(0, 1)), 0),
+        (segment(active_size=31 * MIB, **expandable), 20 * MIB),  # of 30 to 70 MiB: 40 to 60
+    ]
+    for one, expected in counted:
+        assert releasable([one], 0) == expected
+    assert releasable([one for one, _ in counted], 0) == sum(nbytes for _, nbytes in counted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["reported at each step", "a region of each step inside"])
+def test_tensors_of_two_streams_are_used_again_while_a_region_is_open(how: str) -> None:
+    saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
+    with saver.region("t"):
+        for step in range(100):
+            inner = saver.region("t") if "inside" in how else contextlib.nullcontext()
+            with inner:
+                x = torch.full((2 * MIB,), float(step), device="cuda:0")
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    x.mul_(2)
+                x.record_stream(side)
+                del x
+            torch.cuda.synchronize()
+            held = saver.report(others=False).tags["t"].committed_bytes
+    assert held <= 64 * MIB  # 8 MiB each, 800 in all
+    saver.close()
+
+
+@pytest.mark.gpu
+def test_an_open_region_that_grows_by_what_has_died_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if torch.__version__ >= "2.13":
+        pytest.skip("torch uses it again")
+    saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
+    with caplog.at_level(logging.WARNING, "memsaver"), saver.region("t"):
+        for _ in range(40):
+            torch.empty(16 * MIB, dtype=torch.uint8, device="cuda:0").record_stream(side)
+    assert "region 't': 640.0 MiB of tensors" in caplog.text
+    assert "leave the region at each step" in caplog.text
+    saver.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("operation", ["empty", "trim", "region"])
+def test_torchs_cache_is_emptied_behind_work_of_the_savers_gpu(operation: str) -> None:
+    """With expandable segments, while another GPU is the current one."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        with torch.cuda.device(0):
+            saver = MemorySaver("cuda:1")
+            kept = torch.zeros(1024, device="cuda:1")
+            for _ in range(5):
+                with torch.cuda.device(1):
+                    x = torch.ones(256 * MIB // 4, device="cuda:1")
+                    torch.cuda._sleep(200_000_000)  # some 0.1 s
+                    kept += x.sum()
+                    del x
+                if operation == "empty":
+                    saver.backend.reclaim()
+                elif operation == "trim":
+                    saver.trim()
+                else:
+                    with saver.region("t"):
+                        there = torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
+                    assert saver.tag_of(there) == "t"
+                    del there
+            assert kept.tolist() == [5 * 64.0 * MIB] * 1024
+            saver.close()
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
