@@ -68,6 +68,12 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _most_is_cached(device: torch.device) -> bool:
+    """Return whether torch's cache holds more of the device than the driver has to give."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return cached > torch.cuda.mem_get_info(device)[0]
+
+
 def _reserved(index: int) -> int:
     stats = torch.cuda.memory_stats_as_nested_dict(index)
     return int(stats["reserved_bytes"]["all"]["current"])
@@ -106,14 +112,15 @@ def _mine() -> list[_Regions]:
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
     """Dead blocks of ended regions are freed first: a region of every step finds them again."""
     regions = _open.__dict__.setdefault(str(device), _Regions(device.index))
+    if not _in_use and _most_is_cached(device):
+        empty_cache(device)  # once the pool is in use, torch before 2.13 keeps its cache
     with contextlib.ExitStack() as undo:
         pool = _new_open_pool(slot, device)
         undo.callback(regions.serve)
         undo.callback(_retire, pool)
         undo.callback(regions.leave, pool)
         regions.enter(pool)
-        # while a pool is in use, torch before 2.13 leaves its own cache alone: dropped pools only
-        empty_cache(device)
+        empty_cache(device)  # of dropped pools only, before 2.13
         yield
 
 
