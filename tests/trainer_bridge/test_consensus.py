@@ -159,6 +159,24 @@ def test_a_strangers_words_are_no_ranks_and_run_nothing(what: str, tmp_path: Pat
     assert other == [0, 1] and not marker.exists()
 
 
+def test_word_of_an_earlier_session_is_no_ranks_word(tmp_path: Path) -> None:
+    """A stranger repeats all that rank 1 said in it: its number, and its word."""
+    base = dist.HashStore()
+
+    def session(number: int) -> dist.Store:
+        return dist.PrefixStore(f"sync/{number}", base)
+
+    assert (
+        together(session(0), 2, lambda ranks: ranks.agree("ask", lambda: "old"))
+        == [["old"] * 2] * 2
+    )
+    for key in ("session/1", "0/1"):
+        session(1).set(key, session(0).get(key).decode())
+    alone = StoreConsensus(session(1), 0, 2, key=KEY, timeout=20.0)
+    with pytest.raises(SyncError, match="somebody else writes to the ranks' store"):
+        alone.agree("ask", lambda: "new")
+
+
 def test_plain_values_come_back_as_they_were() -> None:
     plain = Plain(Seat, HeadSlice)
     value = [

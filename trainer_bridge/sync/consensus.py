@@ -66,7 +66,8 @@ class Alone:
 
 class StoreConsensus:
     """Agrees over a store that all ranks reach, and perhaps others: what does not carry the key's
-    seal is no rank's word, and nothing is unpickled. After a time-out, or when the store is gone,
+    seal is no rank's word, nor what was sealed in an earlier session of the same key, and nothing
+    is unpickled. After a time-out, or when the store is gone,
     it is of no more use: the ranks do not know any longer what the others do.
     """
 
@@ -82,6 +83,7 @@ class StoreConsensus:
             raise ValueError(f"timeout={timeout} must be positive, in seconds")
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store, self._key = store, key
+        self._session: str | None = None
         self._round = 0
         self._broken: str | None = None
 
@@ -107,15 +109,19 @@ class StoreConsensus:
         prefix, before = f"{self._round}/", self._round - 2
         keys = [f"{prefix}{rank}" for rank in range(self.size)]
         try:
+            if self._session is None:
+                self._session = self._joined(stage)
             self._store.set(keys[self.rank], self._sealed(keys[self.rank], mine))
             decision = self._decide(prefix, keys)
             if decision != _GO:
                 raise SyncError(stage, decision)
             answers = [
-                _PLAIN.value(unseal(self._key, *said))
+                _PLAIN.value(self._unsealed(*said))
                 for said in zip(keys, self._all(keys), strict=True)
             ]
             # all ranks have passed the round in between, so nobody reads these any more
+            if self._round == 1:
+                self._store.delete_key(f"session/{self.rank}")
             if before >= 0:
                 self._store.delete_key(f"{before}/{self.rank}")
                 if self.rank == 0:
@@ -137,26 +143,43 @@ class StoreConsensus:
             )
         return answers
 
+    def _joined(self, stage: str) -> str:
+        """Return what tells this session from every other: a random number of each rank. One that
+        a stranger repeats for another rank makes a new session, too, where no old seal counts.
+        """
+        keys = [f"session/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], secrets.token_hex(_KEY_BYTES))
+        if silent := self._awaited(keys):
+            raise SyncError(stage, silent)
+        return b" ".join(self._all(keys)).hex()
+
     def _all(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():  # type: ignore[attr-defined]  # missing in the stub
             return self._store.multi_get(keys)
         return [self._store.get(key) for key in keys]
 
     def _decide(self, prefix: str, keys: Sequence[str]) -> str:
-        wanted = _GO
+        wanted = self._awaited(keys) or _GO
+        place = f"{prefix}decision"
+        return self._unsealed(
+            place, self._store.compare_set(place, "", self._sealed(place, wanted))
+        )
+
+    def _awaited(self, keys: Sequence[str]) -> str | None:
+        """Wait for every rank's key; return which ranks did not come in time."""
         try:
             self._store.wait(list(keys), timedelta(seconds=self.timeout))
         except dist.DistStoreError:
             silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if silent:
-                wanted = f"rank {self.rank} waited {self.timeout:g} s for {_ranks(silent)}, in vain"
-        place = f"{prefix}decision"
-        return unseal(
-            self._key, place, self._store.compare_set(place, "", self._sealed(place, wanted))
-        )
+                return f"rank {self.rank} waited {self.timeout:g} s for {_ranks(silent)}, in vain"
+        return None
 
     def _sealed(self, place: str, text: str) -> str:
-        return seal(self._key, place, text).decode()
+        return seal(self._key, f"{self._session}/{place}", text).decode()
+
+    def _unsealed(self, place: str, sealed: bytes) -> str:
+        return unseal(self._key, f"{self._session}/{place}", sealed)
 
 
 _made = itertools.count()
