@@ -5,10 +5,11 @@ replaced in place.
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -20,8 +21,8 @@ from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.signals import deliver, held
 from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
-from rollout.model.decoder import ModelConfig, aliases, constants, rank_groups, rank_model
-from rollout.model.loading import iter_checkpoint, load_model_config
+from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
+from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers
 from rollout.model.params import Group
 from rollout.ops.products import probe_products
 from rollout.parallel import TensorParallel
@@ -86,7 +87,7 @@ class Engine(EngineBase):
         self.max_context_len = _context_len(model, config)
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
-        self.store = WeightStore(groups, aliases(model), dtype, saver, constants=constants(model))
+        self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
         if saver.device.type == "cuda":
             self._probe_products(groups)
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
@@ -143,7 +144,7 @@ class Engine(EngineBase):
         if load_weights:
             engine.load(path)
         else:
-            engine._load_constants(path)
+            engine.store.set_buffers(read_buffers(path, engine.store.buffers), str(path))
         return engine
 
     def _probe_products(self, groups: list[Group]) -> None:
@@ -158,15 +159,6 @@ class Engine(EngineBase):
                 torch.cuda.get_device_name(self.saver.device),
                 torch.__version__,
             )
-
-    def _load_constants(self, path: str | Path) -> None:
-        """Reads what no update brings, where there are files: a model without has random weights,
-        and its constants are 0.
-        """
-        names = self.store.constants
-        if names and any(Path(path).glob("*.safetensors")):
-            for name, tensor in iter_checkpoint(path, names):
-                self.store.load_constant(name, tensor, str(path))
 
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model as version 0. Ends an update that is open."""
@@ -436,21 +428,27 @@ class Engine(EngineBase):
 
     @held()
     def adopt_update(
-        self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None
+        self,
+        version: int,
+        ticket: Ticket,
+        layout_hash: str,
+        digest: int | None = None,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> CommitReceipt:
         """Serve another saver's pages as version `version`, without a copy. Replaces an open
         update.
 
         ticket: of a tag laid out as this engine's manifest says (`Trainer(layout=...)`);
         layout_hash: of that. Memory of the engine's own goes back, the tag may sleep already;
-        addresses stay. digest: what the pages must hold, read back; None: not read. Their owner
+        addresses stay. digest: what the pages must hold, read back; None: not read. buffers: as in
+        `WriteReceipt`. Their owner
         must not write to them until a sleep or an abort has given them back. Nothing changes where
         it raises a ValueError (an older version, another layout), a StateError (requests run, other
         tensors on tag `weights`) or a LeaseError before the engine's own memory went. After other
         errors (WeightUpdateError: the digest) the engine is poisoned and holds no pages.
         """
         self._require_idle("adopt weights", "adopt them when generate has returned")
-        return self._update.adopt(version, ticket, layout_hash, digest)
+        return self._update.adopt(version, ticket, layout_hash, digest, buffers)
 
     @held()
     def abort_update(self, reason: str) -> None:

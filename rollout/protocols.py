@@ -6,8 +6,9 @@ engine has whose weights are replaced in place and whose memory is on tags.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -57,7 +58,12 @@ class SyncTarget(Protocol):
     def commit_update(self, version: int) -> CommitReceipt: ...
 
     def adopt_update(
-        self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None
+        self,
+        version: int,
+        ticket: Ticket,
+        layout_hash: str,
+        digest: int | None = None,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> CommitReceipt: ...
 
     def abort_update(self, reason: str) -> None: ...
@@ -172,7 +178,9 @@ class EngineBase:
         """Returns where every parameter lies, for `Trainer.connect` to plan with; also while the
         weights sleep.
         """
-        return WeightLayout(manifest=self.manifest, place=place_of(self.saver.device))
+        buffers = {name: tuple(buffer.shape) for name, buffer in self.store.buffers.items()}
+        place = place_of(self.saver.device)
+        return WeightLayout(manifest=self.manifest, place=place, buffers=buffers)
 
     @held()
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
@@ -186,7 +194,8 @@ class EngineBase:
 
     @held()
     def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        """Read the written pages back, and compare with what the writer says it wrote.
+        """Read the written pages back, and compare with what the writer says it wrote. The commit
+        puts the receipt's buffers in place.
 
         WeightUpdateError says what differs, and ends the update: with shadow pages the old version
         goes on being served, otherwise the engine is poisoned.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from memsaver import Ticket
 
@@ -232,11 +233,13 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 class WeightLayout:
     """Says what lies where, for who plans to write it.
 
-    place: the device of the pages (`memsaver.common.machine.place_of`).
+    place: the device of the pages (`memsaver.common.machine.place_of`). buffers: names and shapes
+    of what the model computes with beside its parameters: values arrive with a write's receipt.
     """
 
     manifest: Manifest
     place: str
+    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,12 +300,14 @@ class PackedBox:
 class WriteReceipt:
     """Holds what the writers say they wrote. digest: memsaver.common.digest over every slice.
     nbytes: parameters, no padding. Both are over the offer's `names` only, where it has some.
+    buffers: values of the layout's buffers, fp32 on the CPU; those left out stay as they are.
     """
 
     version: int
     layout_hash: str
     digest: int
     nbytes: int
+    buffers: "dict[str, Tensor]" = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.digest < 2**64:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.common.machine import WarmUp, place_of
 from memsaver.errors import StateError
+from rollout.model import stored_buffers
 from rollout.protocols import Partner, SyncTarget
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
@@ -134,7 +135,10 @@ class Trainer:
             await_shards(self.model, self._parking.arrive)
             self._parking.add(OPTIM, empty=config.optimizer_offload)
             self.critic = self._value_model()
-            self._shards, self._layout = Shards(base_params(self.model)), layout
+            self._layout = layout
+            self._params = base_params(self.model)
+            self._buffers = tuple(stored_buffers(self.model))
+            self._shards = Shards(self._named)
             self._factors: Mapping[str, LowRank] = {}
             self._sync: WeightSync | None = None
             self._share: PageShare | None = None
@@ -277,7 +281,7 @@ class Trainer:
             self._sync.close()
         self._sync = WeightSync(
             self._shards.described(),
-            self.shards,
+            self._tensors,
             targets,
             consensus,
             place=place_of(self.device),
@@ -288,7 +292,7 @@ class Trainer:
         if self._layout is not None:
             assert self.saver is not None
             self._share = PageShare(
-                self.saver, PARAMS, self._layout, self.shards, targets, consensus
+                self.saver, PARAMS, self._layout, self._tensors, targets, consensus, self._buffers
             )
 
     def as_partner(self) -> Partner:
@@ -350,10 +354,10 @@ class Trainer:
 
     def shards(self) -> dict[str, Tensor]:
         """Returns this rank's rows of every parameter by checkpoint name, without adapters; tied
-        ones once. It is the same dict until a shard moves.
+        ones once.
         """
-        self._parking.arrive()
-        return self._shards.tensors()
+        tensors = self._tensors()
+        return {name: tensors[name] for name in self._params}
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
         """Saves what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
@@ -413,6 +417,14 @@ class Trainer:
         if self._sync is not None:
             self._sync.close()
         self._runtime.close()
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return what is synced, by checkpoint name. Buffers may be other tensors each time."""
+        return self._params | {name: self.model.get_buffer(name) for name in self._buffers}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        self._parking.arrive()
+        return self._shards.tensors()
 
     def _logprobs(
         self, model: nn.Module, batch: SequenceBatch, asked: float | None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memsaver.vmm import empty_torch_cache
 from rollout.hosted import HostedRollout
+from rollout.model import stored_buffers
 from rollout.vllm import VllmEngine
 from trainer_bridge.sync.module import module_sync
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
@@ -39,8 +40,9 @@ class InPlaceSync:
 
     def _connected(self) -> WeightSync:
         """A sync of the parameters as they are now: accelerate shards them when training begins."""
-        named = self._generation.model.named_parameters()
-        params = {name.replace(_WRAPPED, ""): param for name, param in named}
+        model = self._generation.model
+        named = dict(model.named_parameters()) | stored_buffers(model)
+        params = {name.replace(_WRAPPED, ""): param for name, param in named.items()}
         ids = [id(param) for param in params.values()]
         if self._sync is None or ids != self._ids:
             _check_sharding(self._generation.accelerator)

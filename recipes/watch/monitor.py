@@ -132,6 +132,7 @@ class Monitor:
         self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
         self.sync: dict[str, float] = {}  # the newest one
+        self._told_of_loss = False
         self._switches: list[tuple[float, float]] = []  # of this step, as what follows
         self._moves: list[tuple[float, float]] = []
         self._sources: dict[str, Any] = {}
@@ -197,9 +198,19 @@ class Monitor:
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """Notes what the sync of this step moved, bytes of all targets, and its seconds."""
-        names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
+        """Note what the sync of this step moved, bytes of all targets, and its seconds; of merged
+        adapters what rounding lost.
+        """
+        names = ["nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"]
+        names += ["merge_error"] if receipt.merge_error is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
+        if receipt.lossy and not self._told_of_loss:
+            self._told_of_loss = True
+            self.view.note(
+                f"version {receipt.version}: rounding took {receipt.merge_error:.0%} of what the "
+                "adapters add (sync.merge_error in metrics.jsonl), so the rollout lags behind the "
+                "policy; where that stays, raise trainer.learning_rate or set model.dtype=float32"
+            )
 
     def outside(self) -> int:
         """Returns bytes used of a device, by anyone, that lie neither on the trainer's tags nor on

@@ -55,7 +55,8 @@ def manifest_of(
     """
     numbers = dict(zip(shapes, _first_numbers(shapes), strict=True))
     slices: list[ParamSlice] = []
-    for landed in recording.landed:
+    params = [landed for landed in recording.landed if landed.name in shapes]
+    for landed in params:
         name = landed.name
         slices += (
             ParamSlice(
@@ -72,7 +73,7 @@ def manifest_of(
         )
     slices = list(_joined(slices))
     zeros = tuple((offset_of(address), nbytes) for address, nbytes in recording.zeros)
-    ends = [offset_of(_end(landed)) for landed in recording.landed]
+    ends = [offset_of(_end(landed)) for landed in params]
     nbytes = max(chain(ends, (offset + size for offset, size in zeros)))
     layout = layout_hash(list(map(asdict, slices)), dict(aliases), {}, zeros, nbytes)
     return Manifest(
@@ -156,6 +157,25 @@ def check_filled(recording: Recording, model: nn.Module) -> None:
             f"no tensor of the checkpoint fills all of {shorten(short)}: the engine computes it "
             f"from others; use an unquantised model, or engine.kind=native"
         )
+
+
+def whole(recording: Recording, model: nn.Module, shapes: Mapping[str, Ints]) -> dict[str, Tensor]:
+    """Return the model's own tensors, parameters or buffers, that the tensors of these shapes fill;
+    a ValueError names one that goes elsewhere.
+    """
+    own = {tensor.data_ptr(): tensor for tensor in chain(model.parameters(), model.buffers())}
+    found: dict[str, Tensor] = {}
+    for landed in recording.landed:
+        if (shape := shapes.get(landed.name)) is None:
+            continue
+        tensor = own.get(landed.address)
+        if tensor is None or not tuple(tensor.shape) == landed.shape == shape:
+            raise ValueError(
+                f"{landed.name}: the engine's own loader puts it in no tensor of shape {shape}; "
+                "use engine.kind=native"
+            )
+        found[landed.name] = tensor.detach()
+    return found
 
 
 def _place(landed: Landed) -> tuple[int, int]:

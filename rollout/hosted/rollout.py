@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,8 +16,8 @@ from memsaver import MemorySaver, StateError, Ticket
 from memsaver.common.plain import all_gather_plain
 from memsaver.common.signals import held
 from memsaver.vmm import empty_torch_cache
-from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts, record
-from rollout.model import parameter_shapes
+from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts, record, whole
+from rollout.model import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
 from rollout.protocols import EngineBase, handing_over
 from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, CommitReceipt, WeightOffer
@@ -76,10 +77,11 @@ class HostedRollout(EngineBase):
         group = engine.group
         self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)
         self.saver: MemorySaver = engine.saver
-        self._buffers = _beside_parameters(engine.model, self.saver.device)
+        self.store = self._laid_out(path)
+        beside = self.store.buffers.values()
+        self._buffers = _beside_parameters(engine.model, self.saver.device, beside)
         self._buffers_lost = False
         self._tables_lost = False
-        self.store = self._laid_out(path)
         self._update = WeightUpdate(self.store, self.saver, engine.reset_prefix_cache)
 
     def _laid_out(self, path: str | Path) -> WeightArena:
@@ -91,14 +93,19 @@ class HostedRollout(EngineBase):
             if (tag := saver.tag_of(param)) not in tags:
                 raise ValueError(f"{name} lies on tag {tag}, not with the weights")
         shapes, aliases = parameter_shapes(path)
+        beside = buffer_shapes(path)
         address = first.data_ptr() - saver.offset_of(first)
-        recording = record(self._hosted.load_weights, model, shapes)
+        recording = record(self._hosted.load_weights, model, shapes | beside)
         manifest = manifest_of(recording, shapes, aliases, lambda at: at - address)
         mine, group = parts(manifest), self._hosted.group
         check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)
         check_filled(recording, model)
         arena = saver.backend.window(address, manifest.nbytes, saver)
-        return WeightArena(manifest, shapes, arena, 0, tags.pop())
+        store = WeightArena(manifest, shapes, arena, 0, tags.pop())
+        store.buffers = whole(recording, model, beside)
+        if not saver.is_paused(store.tag):
+            store.set_buffers(read_buffers(path, store.buffers), str(path))
+        return store
 
     # ---------------------------------------------------------------- sleep and wake up
 
@@ -201,7 +208,12 @@ class HostedRollout(EngineBase):
         return self._update.commit(version)
 
     def adopt_update(
-        self, version: int, ticket: Ticket, layout_hash: str, digest: int | None = None
+        self,
+        version: int,
+        ticket: Ticket,
+        layout_hash: str,
+        digest: int | None = None,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> CommitReceipt:
         """Raises a StateError: the engine's own buffers lie among its weights."""
         raise StateError(
@@ -222,10 +234,15 @@ class HostedRollout(EngineBase):
         return self.store.digest()
 
 
-def _beside_parameters(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """The model's buffers, which no update brings, each with host memory for it."""
+def _beside_parameters(
+    model: nn.Module, device: torch.device, others: Iterable[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """The model's buffers and `others`, which no page of an update brings, each with host memory
+    for it.
+    """
     pinned = device.type == "cuda"
     there = {each.data_ptr(): each for each in model.buffers() if each.device == device}
+    there |= {each.data_ptr(): each for each in others}
     return [
         (each, torch.empty_like(each, device="cpu", pin_memory=pinned)) for each in there.values()
     ]

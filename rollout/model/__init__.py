@@ -2,11 +2,14 @@
 
 from rollout.model.decoder import ModelConfig, rank_groups, rank_layout, whole_manifest
 from rollout.model.loading import (
+    buffer_shapes,
     checkpoint_files,
     expert_routing,
     load_model_config,
     parameter_shapes,
+    read_buffers,
     stop_token_ids,
+    stored_buffers,
 )
 from rollout.model.params import Stored, is_unused, spellings
 from rollout.ops.experts import Routing
@@ -15,6 +18,7 @@ __all__ = [
     "ModelConfig",
     "Routing",
     "Stored",
+    "buffer_shapes",
     "checkpoint_files",
     "expert_routing",
     "is_unused",
@@ -22,7 +26,9 @@ __all__ = [
     "parameter_shapes",
     "rank_groups",
     "rank_layout",
+    "read_buffers",
     "spellings",
     "stop_token_ids",
+    "stored_buffers",
     "whole_manifest",
 ]

@@ -81,11 +81,11 @@ def parameter_groups(config: ModelConfig) -> list[Group]:
     return groups
 
 
-def constants(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what is no parameter: see `MLPConfig.constants`."""
+def buffers(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what is no parameter: see `MLPConfig.buffers`."""
     found: dict[str, tuple[int, ...]] = {}
     for index, mlp in enumerate(config.mlps):
-        found |= mlp.constants(f"model.layers.{index}.mlp.")
+        found |= mlp.buffers(f"model.layers.{index}.mlp.")
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcache import layout
 from rollout.model.decoder import ModelConfig
@@ -188,16 +188,42 @@ def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict
     """Shapes of the parameters that transformers' model of this directory has, tied ones once, and
     the tied names: name -> name of the one that is stored.
     """
+    model = _meta_model(path)
+    stored = {param: name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {name: stored[param] for name, param in every if stored[param] != name}
+    return {name: tuple(param.shape) for param, name in stored.items()}, aliases
+
+
+def buffer_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the buffers that transformers' model of this directory stores."""
+    return {name: tuple(each.shape) for name, each in stored_buffers(_meta_model(path)).items()}
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return, by name, the buffers that checkpoints hold, such as DeepSeek-V3's router biases."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def read_buffers(path: str | Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Return what the directory's files hold of these buffers; nothing where it has no files."""
+    if not names or not any(Path(path).glob("*.safetensors")):
+        return {}
+    return dict(iter_checkpoint(path, names))
+
+
+def _meta_model(path: str | Path) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(path))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    stored = {param: name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    aliases = {name: stored[param] for name, param in every if stored[param] != name}
-    return {name: tuple(param.shape) for param, name in stored.items()}, aliases
+        return AutoModelForCausalLM.from_config(config)
 
 
 def stop_token_ids(path: str | Path) -> frozenset[int]:

@@ -30,10 +30,8 @@ class MLPConfig(ABC):
     def groups(self, hidden_size: int, name: str) -> list[Group]:
         """Its parameters in memory order."""
 
-    def constants(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Returns names and shapes of what it has beside: fp32 whatever the model's dtype, read
-        from files, and never updated.
-        """
+    def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of what is no parameter: fp32 whatever the model's dtype."""
         return {}
 
     @abstractmethod
@@ -130,7 +128,7 @@ class ExpertsConfig(MLPConfig):
         """Returns how many experts a token goes to."""
         return self.routing.top_k
 
-    def constants(self, name: str) -> dict[str, tuple[int, ...]]:
+    def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
         return {name + _BIAS: (self.experts,)} if self.bias else {}
 
     @property
@@ -195,7 +193,7 @@ class Experts:
         self._router = store.tensor(name + "gate.weight")
         self._gate_up = store.tensor(name + "experts.gate_up_proj")
         self._down = store.tensor(name + "experts.down_proj")
-        self._bias = store.constants[name + _BIAS] if config.bias else None
+        self._bias = store.buffers[name + _BIAS] if config.bias else None
         self._shared = self._shared_gate = None
         if config.shared is not None:
             shared = GatedConfig(inner=config.shared)

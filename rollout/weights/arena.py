@@ -22,7 +22,8 @@ class WeightArena:
     """Bytes of a tag that a manifest describes, whoever made the tensors there.
 
     `version` is None while the content is undefined; `undefined_reason` then says why.
-    `last_version` is the last one that was defined.
+    `last_version` is the last one that was defined. `buffers`: what the model computes with beside
+    the parameters (router biases), which a sleep never loses, and an update may replace.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class WeightArena:
         self.manifest = manifest
         self.param_nbytes = sum(math.prod(p.shape) * _dtype(p).itemsize for p in manifest.slices)
         self._arena, self._base = arena, base
+        self.buffers: dict[str, Tensor] = {}
         self._shapes = dict(shapes)
         self.version: int | None = None
         self.last_version = 0
@@ -67,6 +69,15 @@ class WeightArena:
     def undefine(self, reason: str) -> None:
         self.version = None
         self.undefined_reason = reason
+
+    def set_buffers(self, values: Mapping[str, Tensor], source: str) -> None:
+        """Replace buffers that the model has; a ValueError names one of another shape."""
+        for name, value in values.items():
+            buffer = self.buffers[name]
+            if value.shape != buffer.shape:
+                text = f"{name} has shape {tuple(value.shape)}, config.json asks for"
+                raise ValueError(f"{source}: {text} {tuple(buffer.shape)}")
+            buffer.copy_(value)
 
     def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
         """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU,

@@ -120,10 +120,10 @@ class WeightStore(WeightArena):
         dtype: torch.dtype,
         saver: "MemorySaver",
         tag: str = WEIGHTS,
-        constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """constants: names and shapes of what is read with the weights and is none: fp32, outside
-        of the tag, 0 until it is read.
+        """buffers: names and shapes of what is read with the weights and is no parameter: fp32,
+        outside of the tag, 0 until it is read.
         """
         arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         base = saver.offset_of(arena)
@@ -133,9 +133,9 @@ class WeightStore(WeightArena):
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)
-        self.constants = {
+        self.buffers = {
             name: torch.zeros(shape, dtype=torch.float32, device=saver.device)
-            for name, shape in constants.items()
+            for name, shape in buffers.items()
         }
 
     def tensor(self, name: str) -> Tensor:
@@ -173,8 +173,8 @@ class WeightStore(WeightArena):
         unexpected: list[str] = []
         for name, tensor in tensors:
             found = known.get(self.manifest.aliases.get(name, name))
-            if name in self.constants:
-                self.load_constant(name, tensor, source)
+            if name in self.buffers:
+                self.set_buffers({name: tensor}, source)
                 loaded[name] += tensor.numel()
             elif found is None and not is_unused(name):
                 unexpected.append(name)
@@ -189,7 +189,7 @@ class WeightStore(WeightArena):
                     self._copy(piece, stored, tensor)
                 loaded[target] += stored.volume
         sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
-        sizes |= {name: each.numel() for name, each in self.constants.items()}
+        sizes |= {name: each.numel() for name, each in self.buffers.items()}
         missing = [name for name, size in sizes.items() if loaded[name] != size]
         if missing or unexpected:
             raise ValueError(
@@ -197,14 +197,6 @@ class WeightStore(WeightArena):
                 f"unexpected {shorten(unexpected)}"
             )
         self.define(0)
-
-    def load_constant(self, name: str, tensor: Tensor, source: str) -> None:
-        """ValueError: it has another shape."""
-        constant = self.constants[name]
-        if tensor.shape != constant.shape:
-            text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for"
-            raise ValueError(f"{source}: {text} {tuple(constant.shape)}")
-        constant.copy_(tensor)
 
     def _in_files(self) -> Iterator[tuple[str, tuple[str, Stored]]]:
         """Every name that a file may have: the parameter, and which part of it that is."""

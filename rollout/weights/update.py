@@ -23,9 +23,9 @@ themselves, leaves them the old version.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @dataclass(frozen=True, kw_only=True)
 class _Open:
     """An update under way. nbytes: of the parameters to be written. digest: what was read back;
-    None: not verified.
+    None: not verified. buffers: what the commit puts in place.
     """
 
     version: int
@@ -59,6 +59,7 @@ class _Open:
     names: tuple[str, ...] | None
     nbytes: int
     digest: int | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class WeightUpdate:
@@ -141,6 +142,7 @@ class WeightUpdate:
             "layout_hash": (receipt.layout_hash, self._store.manifest.layout_hash),
             "nbytes": (receipt.nbytes, update.nbytes),
             "digest": (receipt.digest, digest),
+            "buffers": self._shapes(receipt.buffers),
         }
         if wrong := [
             f"{key} {theirs} is {ours} here"
@@ -151,7 +153,7 @@ class WeightUpdate:
             reason = f"{text}: the writer's {', '.join(wrong)}"
             self._close(reason)
             raise WeightUpdateError(f"{reason}; {self._consequence()}")
-        self._open = replace(update, digest=digest)
+        self._open = replace(update, digest=digest, buffers=receipt.buffers)
         seconds = time.perf_counter() - started
         return VerifyReceipt(version=update.version, digest=digest, seconds=seconds)
 
@@ -172,6 +174,7 @@ class WeightUpdate:
         if update.shadow:
             self._shadow.exchange()
             self._on_new_weights()
+        self._store.set_buffers(update.buffers, f"version {version}")
         self._store.define(version)
         self._open, self._spared = None, False
         self._free_shadow()
@@ -179,7 +182,12 @@ class WeightUpdate:
         return CommitReceipt(version=version, digest=update.digest, seconds=seconds)
 
     def adopt(
-        self, version: int, ticket: "Ticket", layout_hash: str, digest: int | None
+        self,
+        version: int,
+        ticket: "Ticket",
+        layout_hash: str,
+        digest: int | None,
+        buffers: Mapping[str, Tensor],
     ) -> CommitReceipt:
         """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes
         back.
@@ -196,6 +204,9 @@ class WeightUpdate:
                 f"these weights as {own}; make the trainer with layout=engine.manifest, or sync "
                 "by copies"
             )
+        theirs, ours = self._shapes(buffers)
+        if theirs != ours:
+            raise ValueError(f"version {version} has buffers {theirs}, these weights {ours}")
         self._borrowed.require_possible()
         self.before_sleep()
         self._borrowed.empty()
@@ -208,6 +219,7 @@ class WeightUpdate:
                     f"the pages of version {version} have digest {read}, the trainer says "
                     f"{digest}; the engine refuses to generate until an update commits"
                 )
+            self._store.set_buffers(buffers, f"version {version}")
             self._store.define(version)
         except BaseException as error:
             self._poison(f"version {version} could not be adopted: {type(error).__name__}: {error}")
@@ -249,6 +261,12 @@ class WeightUpdate:
             self._poison("the weights were discarded by sleep(level=2); commit a weight update")
         elif self._open is not None:
             self._poison(f"a sleep ended the update to version {self._open.version}; begin it anew")
+
+    def _shapes(self, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the shapes of a writer's buffers, and those of the same buffers here."""
+        known = self._store.buffers
+        theirs = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        return theirs, {name: tuple(known[name].shape) for name in theirs if name in known}
 
     def _close(self, reason: str) -> None:
         if self._open is None or not self._open.shadow:

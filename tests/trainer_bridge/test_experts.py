@@ -184,5 +184,5 @@ def test_biases_of_routers_stay_fp32(files: bool, tmp_path: Path, make_trainer: 
     trainer.connect([engine])
     trainer.update_actor(make_batch(2))
     trainer.sync_weights(1)
-    for found in (engine.store.constants[name], trainer.model.get_buffer(name)):
+    for found in (engine.store.buffers[name], trainer.model.get_buffer(name)):
         assert found.dtype == torch.float32 and torch.equal(found, expected)

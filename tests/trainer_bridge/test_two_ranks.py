@@ -139,7 +139,7 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
         a, b = (result["weights"][name.replace("weight", f"lora_{x}")] for x in "ab")
         (row, column), (rows, width) = shard_box(params[name])
         base, at = other.shards()[name], (slice(row, row + rows), slice(column, column + width))
-        hand.append((name, at, torch.addmm(base, b[at[0]], a[:, at[1]], alpha=LORA.scale)))
+        hand.append((name, at, torch.add(base, b[at[0]] @ a[:, at[1]], alpha=LORA.scale)))
     before = bits(other)
     result["moved"].append(parked(other))  # after updates
     assert_same_bits(bits(other), before)

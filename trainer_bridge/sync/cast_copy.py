@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memsaver.common.digest import digest
-from memsaver.common.layout import blocks, grids, row_major
+from memsaver.common.layout import blocks, grids
 from memsaver.common.machine import Impl, use_triton
 from memsaver.common.segments import Segment, SegmentTable
 from trainer_bridge.sync.plan import Copy
@@ -58,9 +58,9 @@ class Placement:
 
 
 def placements(copy: Copy, source: Tensor) -> list[Placement]:
-    """Returns a copy as rows of adjacent elements. source: contiguous; `copy.start` is in it."""
-    strides, dtype = row_major(tuple(source.shape)), torch_dtype(copy.dtype)
-    flat, first = source.detach().view(-1), dot(copy.start, strides)
+    """Return a copy as rows of adjacent elements. source: of any strides; `copy.start` is in it."""
+    strides, dtype = source.stride(), torch_dtype(copy.dtype)
+    flat, first = _memory(source), dot(copy.start, strides)
     return [
         Placement(
             source=flat[first + grid.starts[0] :],
@@ -75,6 +75,13 @@ def placements(copy: Copy, source: Tensor) -> list[Placement]:
         )
         for grid in grids(copy.shape, strides, copy.strides, copy.index_strides)
     ]
+
+
+def _memory(source: Tensor) -> Tensor:
+    """Return what lies from the first element of a tensor to its last one."""
+    pairs = zip(source.shape, source.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in pairs) if source.numel() else 0
+    return source.detach().as_strided((span,), (1,))
 
 
 class CastCopy:
@@ -182,10 +189,10 @@ def cast_copy(
 
 
 def all_finite(source: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Tells whether no element (contiguous, any float dtype), cast to `dtype`, is NaN or infinite:
-    where that has the smaller range, a large number is.
+    """Tells whether no element (any float dtype), cast to `dtype`, is NaN or infinite: where that
+    has the smaller range, a large number is.
     """
-    flat = source.detach().view(-1)
+    flat = source.detach().reshape(-1)
     chunks = (chunk.to(dtype or source.dtype) for chunk in flat.split(CHUNK_CUDA))
     # isfinite knows no fp8.
     readable = (chunk if chunk.itemsize > 1 else chunk.float() for chunk in chunks)

@@ -1,31 +1,34 @@
 """A module's parameters, sharded by FSDP2 or whole, as what a sync writes from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsaver.common.machine import place_of
+from rollout.model import stored_buffers
 from rollout.protocols import SyncTarget
 from trainer_bridge.sync.consensus import Alone, group_consensus
-from trainer_bridge.sync.shards import SourceShard, dtensor_shards, local_shard
+from trainer_bridge.sync.shards import SourceShard, dtensor_shards
 from trainer_bridge.sync.weight_sync import WeightSync
 
 
 class Shards:
-    """This rank's part of parameters."""
+    """This rank's part of parameters and buffers."""
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        """params: by checkpoint name, tied ones once. What is no DTensor is whole on every rank."""
-        self.params = params
-        self._local: dict[str, Tensor] = {}
-        self._addresses: list[int] = []
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        """read: returns them as they are now, by checkpoint name, tied ones once. What is no
+        DTensor is whole on every rank.
+        """
+        self._read = read
+        self._sharded: dict[str, object] = {}
 
     def described(self) -> list[SourceShard]:
-        """Returns which box of which parameter this rank holds."""
+        """Return which box of which parameter this rank holds; `tensors` are of these boxes."""
         rank, found = dist.get_rank() if dist.is_initialized() else 0, []
-        for name, param in self.params.items():
+        for name, param in self._read().items():
+            self._sharded[name] = _sharding(param)
             if isinstance(param, DTensor):
                 found += [shard for shard in dtensor_shards(name, param) if shard.rank == rank]
             else:
@@ -42,32 +45,43 @@ class Shards:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns this rank's rows of every parameter: the same dict until one moves."""
-        addresses = [_stored(param).data_ptr() for param in self.params.values()]
-        if addresses != self._addresses:
-            self._local = {name: _local(param) for name, param in self.params.items()}
-            self._addresses = addresses
-        return self._local
+        """Return this rank's rows of every parameter. A ValueError names one that is sharded
+        otherwise than it was described.
+        """
+        params = self._read()
+        for name, before in self._sharded.items():
+            if name in params and (now := _sharding(params[name])) != before:
+                raise ValueError(
+                    f"{name} is {now or 'whole'}, and was {before or 'whole'} when the sync was "
+                    "connected; connect anew (nothing was written)"
+                )
+        return {name: _stored(param).detach() for name, param in params.items()}
 
 
 def module_sync(
-    params: Mapping[str, Tensor], targets: Sequence[SyncTarget], *, transport: str = "auto"
+    params: nn.Module | Mapping[str, Tensor],
+    targets: Sequence[SyncTarget],
+    *,
+    transport: str = "auto",
 ) -> WeightSync:
-    """Makes the sync of any module's parameters, FSDP2's or plain ones, with the rollouts that this
+    """Make the sync of any module's parameters, FSDP2's or plain ones, with the rollouts that this
     rank speaks for; every rank calls it.
 
-    params: `dict(module.named_parameters())`, by checkpoint name; they may change in place, and
-    move. A ValueError lists what does not fit, and names what is computed of a parameter: it would
-    not follow it.
+    Args:
+        params: A module whose names are the checkpoint's, or `dict(module.named_parameters())` by
+            checkpoint name. Parameters may change in place, move, and take other strides. Buffers
+            that rollouts compute with (router biases) come with a module; a mapping may name them.
+        targets: The rollouts, or handles on them.
+        transport: See `WeightSync`.
+
+    Raises:
+        ValueError: Lists what does not fit, and names what is computed of a parameter: it would
+            not follow it.
     """
-    if computed := [name for name, param in params.items() if not isinstance(param, nn.Parameter)]:
-        raise ValueError(
-            f"{computed[0]}: no parameter, so it would stay as it is now; pass parameters "
-            "themselves, renamed at most"
-        )
-    shards = Shards(params)
+    module = params
+    shards = Shards(lambda: _named(module) if isinstance(module, nn.Module) else module)
     group = dist.group.WORLD if dist.is_initialized() else None
-    return WeightSync(
+    sync = WeightSync(
         shards.described(),
         shards.tensors,
         targets,
@@ -76,12 +90,25 @@ def module_sync(
         transport=transport,
         group=group,
     )
+    if isinstance(params, Mapping):
+        computed = [name for name, param in params.items() if not isinstance(param, nn.Parameter)]
+        if strays := [name for name in computed if name not in sync.buffers]:
+            raise ValueError(
+                f"{strays[0]}: no parameter, so it would stay as it is now; pass parameters "
+                "themselves, renamed at most"
+            )
+    return sync
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | stored_buffers(module)
+
+
+def _sharding(param: Tensor) -> object:
+    """Return over which mesh, and how, a parameter is sharded; None: whole."""
+    return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
 
 
 def _stored(param: Tensor) -> Tensor:
-    """Returns the local shard. `to_local` takes a hundred times as long, every time."""
+    """Return the local shard. `to_local` takes a hundred times as long, every time."""
     return param._local_tensor if isinstance(param, DTensor) else param
-
-
-def _local(param: Tensor) -> Tensor:
-    return local_shard(param) if isinstance(param, DTensor) else param.detach()

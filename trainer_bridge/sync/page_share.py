@@ -25,7 +25,7 @@ from rollout.protocols import SyncTarget
 from rollout.types import CommitReceipt, Manifest, ParamSlice
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.consensus import Alone, Consensus
-from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all
+from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_values, places
 
 
 class PageShare:
@@ -39,18 +39,21 @@ class PageShare:
         sources: Callable[[], Mapping[str, Tensor]],
         targets: Sequence[SyncTarget],
         consensus: Consensus | None = None,
+        buffers: Sequence[str] = (),
     ) -> None:
         """tag: on which the parameters lie as `layout` says. sources: the parameters, whole, by
-        name; the same dictionary until one of them moves. targets: engines on the saver's device,
-        which say no to another layout.
+        name, asked for each time. targets: engines on the saver's device, which say no to another
+        layout. buffers: the sources that are copied instead, as they lie in no page.
         """
         self._saver = saver
         self._tag = tag
         self._layout = layout
         self._sources = sources
         self._targets = tuple(targets)
+        self._names = tuple(buffers)
+        self._buffers: dict[str, Tensor] = {}
         self._consensus = consensus or Alone()
-        self._of: Mapping[str, Tensor] = {}
+        self._of: object = None  # where the parameters were the last time
         self._digest: Digest | None = None
         self._verified = False
         self._version: int | None = None
@@ -99,9 +102,12 @@ class PageShare:
         if self._version is not None and version < self._version:
             text = f"version {version} is stale: version {self._version} has been shared"
             raise ValueError(f"{text}; use a higher one")
-        if (sources := self._sources()) is not self._of:
+        sources = dict(self._sources())
+        self._buffers = buffer_values(sources, self._names)
+        sources = {name: each for name, each in sources.items() if name not in self._names}
+        if (now := places(sources)) != self._of:
             self._check_places(sources)
-            self._of, self._digest, self._verified = sources, None, False
+            self._of, self._digest, self._verified = now, None, False
         if self._saver.device.type == "cuda":
             torch.cuda.synchronize(self._saver.device)  # another process is to read
         if not thorough:
@@ -111,9 +117,13 @@ class PageShare:
         return self._digest.run()
 
     def _check_places(self, sources: Mapping[str, Tensor]) -> None:
-        offsets = {piece.name: piece.offset for piece in self._layout.slices}
+        pieces = {piece.name: piece for piece in self._layout.slices}
         for name, tensor in sources.items():
-            wanted = offsets[self._layout.aliases.get(name, name)]
+            piece = pieces[self._layout.aliases.get(name, name)]
+            if (problem := _misfit(piece, tensor)) is not None or not tensor.is_contiguous():
+                text = problem or f"strides {tensor.stride()} in the trainer"
+                raise ValueError(f"{name}: {text}; sync by copies (nothing was changed)")
+            wanted = piece.offset
             if (found := self._saver.offset_of(tensor)) != wanted:
                 raise ValueError(
                     f"{name} lies at byte {found} of tag {self._tag!r}, the layout says {wanted}; "
@@ -126,7 +136,11 @@ class PageShare:
         ticket, receipts = self._saver.share(self._tag), []
         for target in self._targets:
             asked.append(target)  # before: it may have done half of it
-            receipts.append(target.adopt_update(version, ticket, self._layout.layout_hash, digest))
+            receipts.append(
+                target.adopt_update(
+                    version, ticket, self._layout.layout_hash, digest, self._buffers
+                )
+            )
         return receipts
 
 

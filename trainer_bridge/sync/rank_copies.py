@@ -15,9 +15,10 @@ from torch import Tensor
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.cast_copy import CastCopy, OnPart, Placement, all_finite, placements
 from trainer_bridge.sync.plan import Copy, Plan
-from trainer_bridge.sync.shards import SourceShard, torch_dtype
+from trainer_bridge.sync.shards import SourceShard, itemsize, torch_dtype
 
 _SCRATCH_BYTES = 32 << 20
+_SAMPLED_NAMES, _SAMPLED_ELEMENTS = 8, 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +35,33 @@ class LowRank:
     scale: float
 
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
-        """Writes rows (of a stack: matrices) `first` to `last` of the merge to `out`, fp32."""
-        out.copy_(base[first:last])
-        b = self.b[first:last].float()
+        """Write rows (of a stack: matrices) `first` to `last` of the merge to `out`, fp32.
+
+        The product is whole before it is added: products that are added to the base one by one are
+        rounded to its units each.
+        """
+        stacked = base.ndim == 3
+        a, product = (self.a[first:last], torch.bmm) if stacked else (self.a, torch.mm)
         with _full_precision(out.device):
-            if base.ndim == 3:
-                out.baddbmm_(b, self.a[first:last].float(), alpha=self.scale)
-            else:
-                out.addmm_(b, self.a.float(), alpha=self.scale)
+            product(self.b[first:last].float(), a.float(), out=out)
+        torch.add(base[first:last], out, alpha=self.scale, out=out)
+
+    def rounding(self, base: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return fp32 [2], sums of squares over a sample of the first rows: what rounding to
+        `dtype` takes from the product, beyond what it takes from the base, and the product.
+        """
+        a, b = self.a, self.b
+        if base.ndim == 3:
+            a, b, base = a[0], b[0], base[0]
+        count = max(1, _SAMPLED_ELEMENTS // base.shape[1])
+        base = base[:count].float()
+        with _full_precision(base.device):
+            move = b[:count].float() @ a.float() * self.scale
+        moved = (base + move).to(dtype).float() - base.to(dtype).float()
+        return torch.stack([(moved - move).square().sum(), move.square().sum()])
 
     def finite(self) -> bool:
-        return all_finite(self.a.contiguous()) and all_finite(self.b.contiguous())
+        return all_finite(self.a) and all_finite(self.b)
 
     def misfit(self, name: str, base: Tensor) -> str | None:
         *experts, rank, columns = self.a.shape
@@ -262,6 +279,21 @@ class RankCopies:
         if problems:
             raise ValueError(f"the weights are refused, nothing was written: {listed(problems)}")
 
+    def rounding(self, derived: Mapping[str, LowRank]) -> tuple[float, float]:
+        """Return `LowRank.rounding` summed over a few parameters, at even distances: about eighty
+        small launches and a wait, however large the model.
+        """
+        names = [name for name in self.names if name in derived and self.sources[name].numel()]
+        chosen = names[:: max(1, math.ceil(len(names) / _SAMPLED_NAMES))]
+        if not chosen:
+            return 0.0, 0.0
+        sums = list[Tensor]()
+        for name in chosen:
+            dtype = torch_dtype(min(self._dtypes[name], key=itemsize))
+            sums.append(derived[name].rounding(self.sources[name], dtype))
+        lost, moved = torch.stack(sums).sum(0).tolist()
+        return lost, moved
+
     def _not_finite(self, derived: Mapping[str, LowRank]) -> Iterator[str]:
         for name, dtypes in self._dtypes.items():
             beyond = [dtype for dtype in dtypes if not self._finite_as(name, dtype, derived)]
@@ -302,4 +334,8 @@ def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:
         return f"no shard {shard.name}"
     if tuple(source.shape) != shard.shape:
         return f"{shard.name}: shard {tuple(source.shape)}, {shard.shape} in the plan"
+    if not source.is_floating_point():
+        return f"{shard.name}: {source.dtype} is not a weight's dtype; dequantise it"
+    if source.layout != torch.strided or (source.numel() and not source.data_ptr()):
+        return f"{shard.name}: no memory of its own on {source.device}, as it is now"
     return None

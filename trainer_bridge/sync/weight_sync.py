@@ -16,6 +16,8 @@ serve their old version, others none.
 """
 
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +31,8 @@ from torch import Tensor
 import memsaver
 from rollout.protocols import SyncTarget
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
-from trainer_bridge.sync.cast_copy import OnPart
+from trainer_bridge.errors import listed
+from trainer_bridge.sync.cast_copy import OnPart, all_finite
 from trainer_bridge.sync.connection import IpcTicket, connect, obstacles
 from trainer_bridge.sync.consensus import Alone, Consensus
 from trainer_bridge.sync.plan import Plan, Planner, Target
@@ -39,6 +42,7 @@ from trainer_bridge.sync.shards import SourceShard
 
 T = TypeVar("T")
 _MASK64 = (1 << 64) - 1
+_log = logging.getLogger("memsaver")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class SyncReceipt:
     digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one
     device to another. seconds: of the whole sync; stages: of each stage, waiting included;
     copy_seconds: of this rank's copies; verify_seconds: of the slowest target's reading back.
+    merge_error: of adapters that were merged, the share of what they add that rounding to the
+    served dtype lost, 0 to 1, by norms over sampled layers; None without adapters.
     """
 
     version: int
@@ -58,6 +64,12 @@ class SyncReceipt:
     copy_seconds: float
     verify_seconds: float
     stages: dict[str, float]
+    merge_error: float | None = None
+
+    @property
+    def lossy(self) -> bool:
+        """Return whether so much of the adapters was lost that the rollout lags behind them."""
+        return self.merge_error is not None and self.merge_error > 0.1
 
 
 @dataclass
@@ -71,6 +83,7 @@ class _Round:
     leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     pages: dict[int, Tensor] = field(default_factory=dict)
     derived: Mapping[str, LowRank] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     copy_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
 
@@ -105,8 +118,9 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """shards: this rank's. sources: this rank's, by name; the same dictionary until a shard
-        moves. place: of this rank's device, as in `WeightLayout`. derived: asked for with every
+        """shards: this rank's, and its copy of the buffers that the targets compute with. sources:
+        this rank's, by name, asked for with every sync; they may move, and change strides and
+        dtype. place: of this rank's device, as in `WeightLayout`. derived: asked for with every
         sync, the parameters that are written as a function of this rank's shard of them.
 
         transport: "auto" writes into mapped pages wherever a rank can map them, and falls back
@@ -139,14 +153,31 @@ class WeightSync:
         )
         self.transports = self._connection.transports
         self._kept = memsaver.LeaseCache()
-        self._copies: dict[object, tuple[RankCopies, Relay | None]] = {}  # of the last kind of sync
+        self._warned = False
+        self._made_for: object = None  # the last kind of sync, and where its sources were
+        self._copies: tuple[RankCopies, Relay | None]
+        if self._consensus.rank == 0 and self._withheld:
+            _log.warning("%s; only the first sync is served with these values", self._unsynced())
 
     def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
         """Makes the plan, the same on all ranks; returns what this one cannot map."""
         shards = chain.from_iterable(rank.shards for rank in said)
-        layouts = chain.from_iterable(rank.layouts for rank in said)
+        layouts = list(chain.from_iterable(rank.layouts for rank in said))
+        known = dict(chain.from_iterable(each.buffers.items() for each in layouts))
+        params, buffers = list[SourceShard](), dict[str, SourceShard]()
+        for shard in shards:
+            if shard.name not in known:
+                params.append(shard)
+            elif shard.shape != known[shard.name]:
+                theirs = f"{known[shard.name]} in the rollout; keep it whole on every rank"
+                text = f"shape {shard.shape} on rank {shard.rank}, {theirs}"
+                raise ValueError(f"{shard.name}: {text}")
+            else:
+                buffers[shard.name] = shard
+        self.buffers = sorted(buffers)
+        self._withheld = sorted(known.keys() - buffers)
         self._planned = [Target(manifest=each.manifest, place=each.place) for each in layouts]
-        self._planner = Planner(shards, [rank.place for rank in said])
+        self._planner = Planner(params, [rank.place for rank in said])
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
 
@@ -183,9 +214,11 @@ class WeightSync:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
             offers = list(chain.from_iterable(offered))
             self._agree(state, "map", lambda: self._map(state, offers))
-            written = self._agree(state, "write", lambda: self._write(state, on_part))
+            said = self._agree(state, "write", lambda: self._write(state, on_part))
+            written = [each for each, _ in said]
             receipts = [
-                self._receipt(offer, number, written) for number, offer in enumerate(offers)
+                self._receipt(offer, number, written, state.buffers)
+                for number, offer in enumerate(offers)
             ]
             verified = self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(
@@ -197,7 +230,7 @@ class WeightSync:
         self._version = version
         results = chain.from_iterable(rank.values() for rank in written)
         checks = chain.from_iterable(verified)
-        return SyncReceipt(
+        made = SyncReceipt(
             version=version,
             digests=tuple(receipt.digest for receipt in receipts),
             nbytes=sum(receipt.nbytes for receipt in receipts),
@@ -206,7 +239,18 @@ class WeightSync:
             copy_seconds=state.copy_seconds,
             verify_seconds=max((each.seconds for each in checks), default=0.0),
             stages=state.stages,
+            merge_error=_merge_error([sums for _, sums in said]) if state.derived else None,
         )
+        if made.lossy and not self._warned and self._consensus.rank == 0:
+            self._warned = True
+            _log.warning(
+                "version %d: rounding took %.0f %% of what the adapters add to the weights, so the "
+                "rollout lags behind the policy; this falls as adapters grow, and where it stays "
+                "raise the learning rate, or serve float32 weights",
+                version,
+                100 * (made.merge_error or 0),
+            )
+        return made
 
     def close(self) -> None:
         """Unmap the targets' pages, which stay mapped from sync to sync."""
@@ -222,13 +266,33 @@ class WeightSync:
         if self._version is not None and state.version < self._version:
             text = f"version {state.version} is stale: version {self._version} has been written"
             raise ValueError(f"{text}; use a higher one")
+        if self._withheld and self._version not in (None, state.version):
+            text = "only the first sync could be served with the values of its files"
+            raise ValueError(f"{self._unsynced()}; {text} (nothing was written)")
         sources, state.derived = self._sources(), self._derived()
-        key = (names, frozenset(state.derived))
-        if key not in self._copies or self._copies[key][0].sources is not sources:
+        wanted = names, frozenset(state.derived), places(sources)
+        if wanted != self._made_for:
+            self._made_for, device = None, self._connection.device
+            away = {each.device for each in sources.values() if each.is_cuda} - {device}
+            if away:
+                text = f"the parameters are on {away.pop()}, and were on {device} when the sync was"
+                raise ValueError(f"{text} connected; connect anew (nothing was written)")
             plan = self._planner.plan(self._planned, names)
-            self._copies = {key: self._tables(plan, sources, state.derived)}
-        state.copies, state.relay = self._copies[key]
+            self._copies = self._tables(plan, sources, state.derived)
+            self._made_for = wanted
+        state.copies, state.relay = self._copies
         state.copies.check(state.derived, check_finite)
+        state.buffers = buffer_values(sources, self.buffers)
+        if check_finite and (bad := [n for n, b in state.buffers.items() if not all_finite(b)]):
+            text = f"{listed(bad)} has NaN or infinite values"
+            raise ValueError(f"the weights are refused, nothing was written: {text}")
+
+    def _unsynced(self) -> str:
+        more = f" and {len(self._withheld) - 1} more" if len(self._withheld) > 1 else ""
+        return (
+            f"the rollout computes with {self._withheld[0]}{more}, which is not synced; pass "
+            "module_sync the module itself, or this buffer among the parameters"
+        )
 
     def _tables(
         self, plan: Plan, sources: Mapping[str, Tensor], derived: Collection[str]
@@ -270,7 +334,9 @@ class WeightSync:
             for number in {*state.copies.targets, *relayed}:
                 state.pages[number] = mapped(offers[number], self._kept, state.leases)
 
-    def _write(self, state: _Round, on_part: OnPart | None) -> dict[int, Written]:
+    def _write(
+        self, state: _Round, on_part: OnPart | None
+    ) -> tuple[dict[int, Written], tuple[float, float]]:
         copies = state.copies
         assert copies is not None
         with _current(copies.sources), state.leases:
@@ -279,10 +345,14 @@ class WeightSync:
             written = copies.write(state.pages, state.derived, on_part) | relayed
             state.copy_seconds = time.perf_counter() - started
             state.pages.clear()  # they may dangle afterwards
-        return written
+            return written, copies.rounding(state.derived)
 
     def _receipt(
-        self, offer: WeightOffer, number: int, written: Sequence[Mapping[int, Written]]
+        self,
+        offer: WeightOffer,
+        number: int,
+        written: Sequence[Mapping[int, Written]],
+        buffers: dict[str, Tensor],
     ) -> WriteReceipt:
         """Returns what all ranks together wrote into one target."""
         parts = [each[number] for each in written if number in each]
@@ -291,6 +361,7 @@ class WeightSync:
             layout_hash=offer.manifest.layout_hash,
             digest=sum(part.digest for part in parts) & _MASK64,
             nbytes=sum(part.nbytes for part in parts),
+            buffers=buffers,
         )
 
     def _verify(self, receipts: Sequence[WriteReceipt]) -> list[VerifyReceipt]:
@@ -298,6 +369,30 @@ class WeightSync:
             target.verify_update(receipts[number])
             for number, target in enumerate(self._targets, start=self._first)
         ]
+
+
+def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
+    """Return all that tables of these tensors hold: where each lies, and how it is read there."""
+    return [
+        (name, each.data_ptr(), each.shape, each.stride(), each.dtype, each.device)
+        for name, each in sources.items()
+    ]
+
+
+def _merge_error(sums: Sequence[tuple[float, float]]) -> float:
+    lost, moved = (sum(each) for each in zip(*sums, strict=True))
+    return math.sqrt(lost / moved) if moved else 0.0
+
+
+def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return these tensors as they are now, fp32 on the CPU, by one transfer."""
+    if not names:
+        return {}
+    chosen = {name: sources[name] for name in names}
+    flat = torch.cat([each.flatten().float() for each in chosen.values()]).cpu()
+    parts = flat.split([each.numel() for each in chosen.values()])
+    pairs = zip(chosen.items(), parts, strict=True)
+    return {name: part.reshape(each.shape).clone() for (name, each), part in pairs}
 
 
 def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memsaver.common.digest import digest
 from memsaver.common.hash import MASK64, hash_text
 from memsaver.common.plain import all_gather_plain
-from rollout.model import Stored, checkpoint_files, is_unused, spellings
+from rollout.model import Stored, checkpoint_files, is_unused, spellings, stored_buffers
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.sync.shards import Box, local_shard, shard_box
 from trainer_bridge.training.lora import base_params
@@ -123,16 +123,6 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         fresh = dict(type(module)(module.config).named_buffers())
         for name in names:
             setattr(module, name, fresh[name].to(device))
-
-
-def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Returns, by name, buffers that checkpoints hold, as DeepSeek-V3's routers'; constants."""
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}"] = buffer
-    return found
 
 
 def randomise_weights(

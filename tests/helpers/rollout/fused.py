@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
+from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
 from memsaver import MemorySaver
 from rollout.types import KV_CACHE, WEIGHTS
@@ -111,11 +111,17 @@ class FusedModel(nn.Module):
             self._add(f"{at}self_attn.o_proj.weight", (hidden, sizes[0]), share.columns)
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 self._add(f"{at}{norm}.weight", (hidden,), plain)
-            if count := getattr(config, "num_experts", 0):
+            if count := getattr(config, "num_experts", 0) or getattr(config, "n_routed_experts", 0):
                 inner = config.moe_intermediate_size // share.size
                 self._add(f"{at}mlp.gate.weight", (count, hidden), plain)
                 self._add(f"{at}mlp.experts.w13_weight", (count, 2 * inner, hidden), share.experts)
                 self._add(f"{at}mlp.experts.w2_weight", (count, hidden, inner), share.experts)
+                if hasattr(config, "n_routed_experts"):
+                    self._add(f"{at}mlp.gate.e_score_correction_bias", (count,), plain)
+                    shared, halves = f"{at}mlp.shared_experts.", [inner, inner]
+                    rows = (2 * inner, hidden)
+                    self._add(f"{shared}gate_up_proj.weight", rows, share.stacked(halves))
+                    self._add(f"{shared}down_proj.weight", (hidden, inner), share.columns)
             else:
                 halves = [inner, inner]
                 self._add(
@@ -210,12 +216,19 @@ class FusedEngine:
 
 
 def random_directory(path: Path, kind: str, **overrides: Any) -> str:
-    """Describes a tiny model of one of KINDS, or "qwen3_moe"."""
-    if kind != "qwen3_moe":
+    """Describes a tiny model of one of KINDS, "qwen3_moe", or "glm4_moe", whose routers have a
+    bias.
+    """
+    if kind not in ("qwen3_moe", "glm4_moe"):
         save_tiny(path, kind, **overrides)
         return str(path)
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = Qwen3MoeConfig(**SIZES, **sizes, head_dim=16, architectures=["Qwen3MoeForCausalLM"])
+    sizes: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, **SIZES}
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 4, "architectures": ["Qwen3MoeForCausalLM"]}
+        config: Any = Qwen3MoeConfig(**sizes, head_dim=16)
+    else:
+        sizes |= {"n_routed_experts": 4, "architectures": ["Glm4MoeForCausalLM"]}
+        config = Glm4MoeConfig(**sizes, head_dim=16, first_k_dense_replace=0)
     config.save_pretrained(path)
     return str(path)
 

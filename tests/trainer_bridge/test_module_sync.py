@@ -1,0 +1,226 @@
+"""A sync of a module's own tensors: what it serves where they lie otherwise than when tables were
+made, and the buffers that a rollout computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from rollout import Engine
+from tests.helpers.models import DEEPSEEK_MOE, MLA, build_tiny
+from tests.helpers.rollout.fused import FusedEngine, random_directory
+from tests.helpers.trainer_bridge.models import write_model
+from trainer_bridge import module_sync
+from trainer_bridge.sync.module import Shards
+
+SQUARE = "model.layers.0.self_attn.o_proj.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def engine_of(path: str, device: str, **more: Any) -> Engine:
+    return Engine.from_pretrained(path, device, kv_tokens=64, load_weights=False, **more)
+
+
+def params_of(path: Path, device: str) -> dict[str, nn.Parameter]:
+    """A model with a square projection."""
+    model = build_tiny("llama", vocab_size=64, tie_word_embeddings=True)
+    model.save_pretrained(path)
+    return dict(model.to(device).named_parameters())
+
+
+def serves(engine: Engine, params: dict[str, nn.Parameter]) -> bool:
+    return all(
+        torch.equal(engine.store.tensor(name), param.detach().to(engine.store.tensor(name).dtype))
+        for name, param in params.items()
+        if engine.store.tensor(name).shape == param.shape
+    )
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda old: old.t(),
+    "by columns": lambda old: old.as_strided(old.shape, (1, old.shape[0])),
+    "another dtype": lambda old: old.view(torch.bfloat16)[:, ::2].copy_(old.clone()),
+    "one row": lambda old: old[:1].expand(old.shape),
+    "elsewhere": lambda old: old.clone(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameter_read_otherwise_at_its_address_is_served_as_it_is(
+    way: str, device: str, tmp_path: Path
+) -> None:
+    params = params_of(tmp_path, device)
+    engine = engine_of(str(tmp_path), device)
+    sync = module_sync(params, [engine])
+    sync.sync(1)
+    assert serves(engine, params)
+    params[SQUARE].data = WAYS[way](params[SQUARE].data)
+    sync.sync(2)
+    assert serves(engine, params)
+
+
+def test_parameters_without_adjacent_elements_are_served(device: str, tmp_path: Path) -> None:
+    """Each has strides of its own kind: columns, rows of a wider tensor, every second element."""
+    params = params_of(tmp_path, device)
+    wide = "model.layers.0.mlp.up_proj.weight"
+    for name, param in params.items():
+        if name == wide:
+            param.data = torch.cat([param.data, param.data], 1)[:, : param.shape[1]]
+        elif param.ndim == 2:
+            param.data = param.data.t().contiguous().t()
+        else:
+            param.data = param.data.repeat_interleave(2)[::2]
+        assert not param.is_contiguous()
+    engine = engine_of(str(tmp_path), device)
+    module_sync(params, [engine]).sync(1, check_finite=True)
+    assert serves(engine, params)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda old: old[:3], r"shard \(3, 48\), \(48, 48\) in the plan"),
+        (lambda old: old.to(torch.int8), r"torch.int8 is not a weight.s dtype"),
+        (lambda old: old.to("meta"), "no memory of its own on meta"),
+    ],
+)
+def test_parameter_that_is_no_longer_its_weights_is_refused_by_name(
+    change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    params = params_of(tmp_path, "cpu")
+    engine = engine_of(str(tmp_path), "cpu")
+    sync = module_sync(params, [engine])
+    sync.sync(1)
+    before = dict(params)
+    params[SQUARE] = nn.Parameter(change(params[SQUARE].data), requires_grad=False)
+    with pytest.raises(ValueError, match=f"{SQUARE}: {message}"):
+        sync.sync(2)
+    assert engine.served_version() == 1 and serves(engine, before)
+
+
+def test_parameter_sharded_otherwise_is_refused_by_name(
+    model_path: str, make_trainer: Callable[..., Any]
+) -> None:
+    make_trainer(model_path)  # and a process group
+    mesh = init_device_mesh("cpu", (1,))
+    params: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(4, 4))}
+    shards = Shards(lambda: params)
+    shards.described()
+    params["w"] = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match=r"w is .*Replicate.*, and was whole .*; connect anew"):
+        shards.tensors()
+
+
+def test_parameter_replaced_in_its_module_is_followed(tmp_path: Path) -> None:
+    model = build_tiny("llama", vocab_size=64)
+    model.save_pretrained(tmp_path)
+    engine = engine_of(str(tmp_path), "cpu")
+    sync = module_sync(model, [engine])
+    sync.sync(1)
+    model.model.norm.weight = nn.Parameter(torch.full_like(model.model.norm.weight, 3.0))
+    sync.sync(2)
+    assert float(engine.store.tensor("model.norm.weight").min()) == 3.0
+
+
+def deepseek(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Any]:
+    fields: dict[str, Any] = {**MLA, **DEEPSEEK_MOE, "head_dim": 8}
+    model = build_tiny("deepseek_v3", tie_word_embeddings=True, **fields)
+    model.save_pretrained(path)
+    return str(path), model
+
+
+@pytest.mark.parametrize("how", ["module", "buffer by name", "parameter by name"])
+@pytest.mark.parametrize("shadow", [False, True])
+def test_router_bias_that_moves_is_served(how: str, shadow: bool, tmp_path: Path) -> None:
+    """In fp32, whatever the weights are; also over a sleep, and where it is another tensor."""
+    path, model = deepseek(tmp_path)
+    engine = engine_of(path, "cpu", dtype=torch.bfloat16)
+    source: Any = model
+    if how != "module":
+        source = dict(model.named_parameters()) | {
+            name: nn.Parameter(each, requires_grad=False) if how.startswith("param") else each
+            for name, each in model.named_buffers()
+            if name in engine.weight_layout().buffers
+        }
+    sync = module_sync(source, [engine])
+    engine.sleep(2)
+    engine.wake_up()
+    sync.sync(1)
+    gate, served = model.get_submodule(BIAS.rpartition(".")[0]), engine.store.buffers[BIAS]
+    assert torch.equal(served, gate.e_score_correction_bias)
+    gate.e_score_correction_bias.mul_(1 / 3)
+    if how == "module":
+        gate.e_score_correction_bias = gate.e_score_correction_bias / 3
+    before = served.clone()
+    sync.sync(2, shadow=shadow)
+    assert not torch.equal(served, before)
+    assert torch.equal(served, gate.e_score_correction_bias)
+    gate.e_score_correction_bias[0] = torch.nan
+    with pytest.raises(ValueError, match=f"{BIAS} has NaN"):
+        sync.sync(3, check_finite=True)
+    assert bool(served.isfinite().all()) and engine.served_version() == 2
+
+
+def test_router_bias_that_is_not_passed_is_served_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files' own is right for the first weights alone."""
+    path, model = deepseek(tmp_path)
+    engine = engine_of(path, "cpu")
+    sync = module_sync(dict(model.named_parameters()), [engine])
+    assert f"computes with {BIAS}" in caplog.text
+    sync.sync(1)
+    sync.sync(1)
+    with pytest.raises(ValueError, match=rf"{BIAS} and 1 more, .* pass module_sync the module"):
+        sync.sync(2)
+    assert engine.served_version() == 1
+
+
+def test_trainer_serves_router_bias_in_its_own_pages(
+    tmp_path: Path, make_trainer: Callable[..., Any]
+) -> None:
+    fields = {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "moe_intermediate_size": 24}
+    path = write_model(tmp_path, "deepseek_v3", **fields)
+    engine = engine_of(path, "cpu")
+    trainer = make_trainer(path, layout=engine.manifest)
+    trainer.connect([engine])
+    trainer.model.get_buffer(BIAS).fill_(0.5)
+    for version, send in ((1, trainer.sync_weights), (2, trainer.share_weights)):
+        trainer.model.get_buffer(BIAS).mul_(2)
+        send(version)
+        assert engine.store.buffers[BIAS].tolist() == [0.5 * 2**version] * 8
+    engine.sleep(2)
+
+
+def test_bias_that_a_hosted_engine_has_as_a_parameter_is_served(
+    device: str, tmp_path: Path, make_trainer: Callable[..., Any]
+) -> None:
+    """Also over a sleep at level 2, which no page of an update makes up for."""
+    from transformers import AutoConfig
+
+    from rollout.vllm import VllmRollout
+
+    path = random_directory(tmp_path, "glm4_moe")
+    hosted: Any = FusedEngine(AutoConfig.from_pretrained(path), device, normed=False)
+    rollout = VllmRollout(hosted, path)
+    trainer = make_trainer(path, device=device, random_init=True)
+    trainer.connect([rollout])
+    trainer.model.get_buffer(BIAS).fill_(0.25)
+    trainer.sync_weights(1)
+    bias = hosted.model.state_dict()[BIAS.replace(".", "/")]
+    assert bias.tolist() == [0.25] * 4
+    rollout.sleep(2)
+    rollout.wake_up()
+    assert bias.tolist() == [0.25] * 4
+    trainer.model.get_buffer(BIAS).fill_(-1)
+    trainer.sync_weights(2)
+    assert bias.tolist() == [-1] * 4
+    hosted.close()
