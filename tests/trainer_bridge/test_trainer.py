@@ -57,6 +57,31 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+MANY: dict[str, dict[str, Any]] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NOISES: list[tuple[str, dict[str, Any]]] = [
+    ("phi", {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attention_dropout": 0.3}),
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.3, "attn_pdrop": 0.3}),
+    ("gpt_neox", {"hidden_dropout": 0.3, "attention_dropout": 0.3}),
+    ("stablelm", {"hidden_dropout": 0.3}),
+    ("starcoder2", {"residual_dropout": 0.3, "embedding_dropout": 0.3}),
+    ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.3, "layerdrop": 0.9}),
+    ("phimoe", {**MANY, "input_jitter_noise": 0.3, "router_jitter_noise": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("family", "noises"), NOISES)
+def test_scores_are_not_random_whatever_noise_the_config_has(
+    family: str, noises: dict[str, Any], tmp_path: Path, make_trainer: Make
+) -> None:
+    """An update at the weights that scored has ratios of 1."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    AutoConfig.for_model(family, **{**sizes, **noises}).save_pretrained(tmp_path)
+    trainer, batch = make_trainer(str(tmp_path), random_init=True), make_batch(6)
+    scored = dataclasses.replace(batch, old_logprobs=trainer.compute_log_prob(batch))
+    assert trainer.update_actor(scored)["approx_kl"] == 0.0
+
+
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_the_model_and_its_log_probabilities_are_those_of_transformers(
     family: str, changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make

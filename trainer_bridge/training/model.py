@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from memsaver import MemorySaver
 from memsaver.common.hash import hash_text
+from rollout.model import stored_buffers
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
@@ -31,7 +33,7 @@ from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.experts import NAME as EXPERTS
 from trainer_bridge.training.experts import check_widths, register_experts, route_in_fp32
-from trainer_bridge.training.initial import CheckpointFiles, check_directory, stored_buffers
+from trainer_bridge.training.initial import CheckpointFiles, check_directory
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_params,
@@ -43,6 +45,7 @@ from trainer_bridge.training.lora import (
 from trainer_bridge.training.packing import pack_if_possible
 from trainer_bridge.training.runtime import Runtime, side_by_side
 
+_NOISES = ("drop", "jitter")
 Arrive = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
 
@@ -141,10 +144,7 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
 
     register_experts()
     hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
-    for random in ("attention_dropout", "router_jitter_noise"):
-        if getattr(hf_config, random, 0.0):
-            # Scores must not be random: the ratio of an unchanged policy is 1.
-            setattr(hf_config, random, 0.0)
+    _without_noise(hf_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config,
@@ -152,6 +152,8 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
             attn_implementation=attention,
             experts_implementation=EXPERTS,
         )
+    for module in model.modules():
+        _without_noise(module)
     check_widths(model, config.torch_param_dtype)
     if config.fp32_router:
         route_in_fp32(model)
@@ -162,6 +164,19 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
     elif config.activation_checkpointing == "mlp":
         _compute_mlps_again(model)
     return model
+
+
+def _without_noise(owner: Any) -> None:
+    """Set every rate of dropout and jitter of a config or a module to 0. Scores must not be random:
+    the ratio of an unchanged policy is 1.
+    """
+    if isinstance(owner, _DropoutNd):
+        owner.p = 0.0
+    for name, value in list(vars(owner).items()):
+        if value and type(value) in (int, float) and any(word in name for word in _NOISES):
+            setattr(owner, name, type(value)(0))  # configs check types
+        elif hasattr(value, "model_type") and not isinstance(owner, nn.Module):
+            _without_noise(value)  # the config of a part
 
 
 def _compute_mlps_again(model: Any) -> None:
