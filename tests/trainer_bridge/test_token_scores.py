@@ -120,6 +120,36 @@ def assert_below(difference: Tensor, allowed: Tensor) -> None:
     assert not wrong.any(), (difference[wrong][:5], allowed[wrong][:5])
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1 / 128])
+@pytest.mark.parametrize("offset", [0, 4096])
+def test_gradient_does_not_lose_what_all_logits_have_in_common(
+    offset: int, temperature: float, impl: Impl, device: str
+) -> None:
+    """Logits are whole numbers, and their quotients z exact: a power exp(z - top - log of the mass)
+    is off by two roundings of its argument, one of the mass (4 sqrt(V) units) and one of its own,
+    however large z is. A probability that counts has an argument above -20; smaller ones are within
+    that of exp(-20).
+    """
+    count, words = 5, 300
+    draw = torch.Generator().manual_seed(1)
+    hidden = torch.randint(-1, 2, (count, 8), generator=draw).float()
+    weight = torch.randint(-1, 2, (words, 8), generator=draw).float()
+    hidden[:, 0], weight[:, 0] = 64, offset / 64
+    hidden, weight = hidden.to(device), weight.to(device).requires_grad_()
+    target = torch.arange(count, device=device)
+    chosen, _ = token_scores(hidden, weight, target, temperature, impl)
+    chosen.backward(torch.eye(count, device=device)[0])
+    z = (hidden @ weight.detach().T / temperature).double()
+    likely = torch.softmax(z, -1)[0]
+    hit = torch.nn.functional.one_hot(target[0], words)
+    slope = (hit - likely) / temperature
+    assert weight.grad is not None
+    off = (3 * 20 + 4 * math.sqrt(words) + 8) * U * (likely + 2e-9) / temperature
+    # And the gradient of a logit and its product with the hidden state are rounded.
+    allowed = (off + 4 * U * slope.abs())[:, None] * hidden[0].abs().double()
+    assert_below(weight.grad - slope[:, None] * hidden[0].double(), allowed)
+
+
 @pytest.mark.gpu
 def test_one_slice_of_the_logits_exists_at_a_time() -> None:
     """Beside a gradient as large as the weights, and rows of hidden states, below 16 MiB here."""
@@ -266,7 +296,7 @@ from trainer_bridge.ops import token_scores as kernels
 for kernel in (kernels._reduce, kernels._to_gradient):
     for element in ("*bf16", "*fp32"):
         types = dict(logits=element, target="*i64", BLOCK="constexpr", temperature="fp32")
-        types |= dict.fromkeys(("out", "norm", "grad"), "*fp32")
+        types |= dict.fromkeys(("out", "top", "log_mass", "grad"), "*fp32")
         signature = {name: types.get(name, "i32") for name in kernel.arg_names}
         even = [i for i, n in enumerate(signature) if n in ("logits", "stride", "words")]
         attrs = {(i,): [["tt.divisibility", 16]] for i in even}

@@ -51,7 +51,8 @@ class _TokenScores(torch.autograd.Function):
         share = (peak - top).exp()
         fall = ((fall + (top - peak) * mass) * share).sum(0)
         mass = (mass * share).sum(0)
-        ctx.save_for_backward(hidden, weight, target, top + mass.log())
+        # Apart: their sum would be rounded to a unit of the largest logit.
+        ctx.save_for_backward(hidden, weight, target, top, mass.log())
         ctx.temperature, ctx.impl = temperature, impl
         entropy = mass.log() + fall / mass
         ctx.mark_non_differentiable(entropy)
@@ -60,14 +61,14 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, norm = ctx.saved_tensors
+        hidden, weight, target, *norm = ctx.saved_tensors
         grad = grad.contiguous()
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for start, stop in _slices(hidden, weight):
             words = weight[start:stop]
             logits = hidden @ words.T
-            logits_to_gradient(logits, target, norm, grad, start, ctx.temperature, ctx.impl)
+            logits_to_gradient(logits, target, *norm, grad, start, ctx.temperature, ctx.impl)
             grad_hidden += logits @ words
             if grad_weight is not None:
                 torch.mm(logits.T, hidden, out=grad_weight[start:stop])
@@ -116,21 +117,22 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 def logits_to_gradient(
     logits: Tensor,
     target: Tensor,
-    norm: Tensor,
+    top: Tensor,
+    log_mass: Tensor,
     grad: Tensor,
     start: int,
     temperature: float,
     impl: str = "auto",
 ) -> None:
     """Puts in the place of logits, [N, words], what `grad`, that of the targets' log-probabilities,
-    fp32 [N], makes their gradient. norm: fp32 [N], the logarithm of the sum of exp(z) over all
-    words, z = logits / temperature.
+    fp32 [N], makes their gradient. top, log_mass: fp32 [N], the maximum of z = logits / temperature
+    over all words, and the logarithm of the sum of exp(z - top).
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        logits_to_gradient_triton(logits, target, norm, grad, start, temperature)
+        logits_to_gradient_triton(logits, target, top, log_mass, grad, start, temperature)
         return
     hit = torch.arange(start, start + logits.shape[1], device=logits.device) == target[:, None]
-    likely = (logits.float() / temperature - norm[:, None]).exp()
+    likely = (logits.float() / temperature - top[:, None] - log_mass[:, None]).exp()
     logits.copy_((hit.float() - likely) * (grad / temperature)[:, None])
 
 
@@ -152,16 +154,22 @@ def reduce_logits_triton(logits: Tensor, target: Tensor, start: int, temperature
 
 
 def logits_to_gradient_triton(
-    logits: Tensor, target: Tensor, norm: Tensor, grad: Tensor, start: int, temperature: float
+    logits: Tensor,
+    target: Tensor,
+    top: Tensor,
+    log_mass: Tensor,
+    grad: Tensor,
+    start: int,
+    temperature: float,
 ) -> None:
     """Same contract as `logits_to_gradient`."""
     rows, words = logits.shape
     assert logits.stride(1) == 1
-    assert target.is_contiguous() and norm.is_contiguous() and grad.is_contiguous()
+    assert all(each.is_contiguous() for each in (target, top, log_mass, grad))
     how = _cut(words)
     with torch.cuda.device_of(logits):
         _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](
-            logits, target, norm, grad, logits.stride(0), words, start, temperature, **how
+            logits, target, top, log_mass, grad, logits.stride(0), words, start, temperature, **how
         )
 
 
@@ -170,9 +178,7 @@ def compile_scores(dtype: torch.dtype, vocabulary: int, gradient: bool) -> None:
     words = min(vocabulary, _BLOCK)
     numbers, how = (words, 0, 1.0), {**_cut(words), "grid": (1, 1)}
     if gradient:
-        _to_gradient.warmup(
-            dtype, torch.int64, torch.float32, torch.float32, words, *numbers, **how
-        )
+        _to_gradient.warmup(dtype, torch.int64, *[torch.float32] * 3, words, *numbers, **how)
     else:
         _reduce.warmup(dtype, torch.int64, torch.float32, words, 1, *numbers, **how)
 
@@ -216,7 +222,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["start", "temperature"])
 def _to_gradient(  # type: ignore[no-untyped-def]
-    logits, target, norm, grad, stride, words, start, temperature, BLOCK: tl.constexpr
+    logits, target, top, log_mass, grad, stride, words, start, temperature, BLOCK: tl.constexpr
 ):
     """Program (row, block of words)."""
     row = tl.program_id(0).to(tl.int64)
@@ -224,7 +230,8 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     place, inside = logits + row * stride + at, at < words
     z = tl.div_rn(tl.load(place, mask=inside, other=0.0).to(tl.float32), temperature)
     hit = tl.where(at == tl.load(target + row) - start, 1.0, 0.0)
-    slope = (hit - tl.exp(z - tl.load(norm + row))) * tl.div_rn(tl.load(grad + row), temperature)
+    likely = tl.exp(z - tl.load(top + row) - tl.load(log_mass + row))
+    slope = (hit - likely) * tl.div_rn(tl.load(grad + row), temperature)
     tl.store(place, slope.to(logits.dtype.element_ty), mask=inside)
 
 
