@@ -5,6 +5,7 @@
 >>> saver.pause("kv_cache"); saver.resume("kv_cache")
 """
 
+from memsaver.content_watch import ContentWatch
 from memsaver.errors import (
     BackendError,
     CompilerError,
@@ -27,6 +28,7 @@ __all__ = [
     "BackendError",
     "CallStats",
     "CompilerError",
+    "ContentWatch",
     "Event",
     "HostMemoryError",
     "Lease",

@@ -154,6 +154,23 @@ class MemorySaver:
         self._require_open()
         return self._tags.get(tag).paused
 
+    def discards(self, tag: str) -> int:
+        """Count how often so far the content of the tag was discarded, or another's took its place.
+
+        A pause without a copy does so (alone, by ``swap``, with a hand-over), an exchange, a borrow
+        and its end, and a resize that takes memory from tensors. The owner of a tag notes the count
+        and compares it before it uses what lay there (``ContentWatch``); no lock is taken.
+        """
+        self._require_open()
+        return self._tags.get(tag).discards
+
+    def unbacked_bytes(self, tag: str) -> int:
+        """Return how many bytes of the tag's tensors have no memory behind them: all while it is
+        paused, else what a ``resize`` or ``resume(at_least=)`` left out at the end.
+        """
+        self._require_open()
+        return self._tags.get(tag).unbacked
+
     def tag_of(self, tensor: torch.Tensor) -> str:
         """The tag that a tensor is on; ``TagError`` if on none."""
         return self._tags.at(tensor.data_ptr()).tag

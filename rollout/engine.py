@@ -5,7 +5,7 @@ replaced in place.
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
-from memsaver import MemorySaver, StateError, Ticket
+from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.common.signals import deliver, held
+from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.vmm import empty_torch_cache
 from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
@@ -53,7 +54,9 @@ class Engine(EngineBase):
 
     Weights are under tag `weights`, keys and values under tag `kv_cache`, on a GPU what CUDA graphs
     compute with under tag `cuda_graph`, all bookkeeping outside of them. The engine generates only
-    while all its tags are active and the weights are some version; otherwise it says why not.
+    while all its tags are active and the weights are some version; otherwise it says why not. What
+    others do with its saver is noticed: keys and values that they discard are computed again,
+    weights that they discard are undefined.
 
     Ranks of a tensor-parallel engine make the same calls in the same order, and all get the same
     answers.
@@ -112,6 +115,8 @@ class Engine(EngineBase):
             model, self.scheduler, max_context_len=self.max_context_len, seed=config.seed
         )
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
+        self._watch = ContentWatch(saver, KV_CACHE)
+        self._renewed = True  # the KV cache, since its memory came back
 
     @classmethod
     def from_pretrained(
@@ -185,7 +190,7 @@ class Engine(EngineBase):
         no request of this call is left. A Ctrl-C, or another signal that Python handles, waits for
         the end of the present step.
         """
-        self._require_available()
+        self._require_current(together=True)
         each = for_each(prompts, params)
         for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
@@ -208,6 +213,8 @@ class Engine(EngineBase):
                     deliver()
             except BaseException as error:
                 self._ranks.fail(error)
+                with contextlib.suppress(StateError):  # the saver is closed
+                    self._notice_loss()
                 self.scheduler.abort(samples)
                 raise
         return [list(map(Sample.completion, each[: each[0].params.n])) for each in requests]
@@ -220,9 +227,10 @@ class Engine(EngineBase):
         """One forward for whatever the scheduler chose, and a token for every sample that is due
         one.
         """
-        self._require_available()
+        self._require_current()
         if self.cache.elastic is not None:
-            self.cache.elastic.fit(self.scheduler.wanted_tokens, self._gather)
+            with self._own_discards():
+                self.cache.elastic.fit(self.scheduler.wanted_tokens, self._gather)
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
@@ -340,15 +348,17 @@ class Engine(EngineBase):
                 content = "host" if keep else "discard"
                 self.saver.pause(WEIGHTS, content=content, release=release)
                 self._update.on_sleep(level)
-            if unfinished == "abort":
-                self.scheduler.abort(left)
-            self.scheduler.preempt_all()
-            if rest := [tag for tag in chosen if tag != WEIGHTS]:
-                if KV_CACHE in rest:
-                    self.prefixes.park(keep=self.store.version is not None)
-                    if self.cache.elastic is not None and not self.saver.is_paused(KV_CACHE):
-                        self.cache.elastic.shrink()
-                self.saver.pause(*rest, content="discard", release=release)
+            with self._own_discards():
+                if unfinished == "abort":
+                    self.scheduler.abort(left)
+                self.scheduler.preempt_all()
+                if rest := [tag for tag in chosen if tag != WEIGHTS]:
+                    if KV_CACHE in rest and not self.saver.is_paused(KV_CACHE):
+                        self._renewed = False
+                        self.prefixes.park(keep=self.store.version is not None)
+                        if self.cache.elastic is not None:
+                            self.cache.elastic.shrink()
+                    self.saver.pause(*rest, content="discard", release=release)
         if KV_CACHE in chosen:
             # what steps left there; whoever works next needs it
             empty_torch_cache(self.saver.device)
@@ -364,8 +374,9 @@ class Engine(EngineBase):
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
         if self.cache.elastic is not None:
             self.cache.elastic.winding_down = False
-        with contextlib.ExitStack() as undo:  # all of them or none
-            if KV_CACHE in paused:
+        renews = KV_CACHE in paused
+        with self._own_discards(), contextlib.ExitStack() as undo:  # all of them or none
+            if renews:
                 self.saver.resume(KV_CACHE)
                 undo.callback(self.saver.pause, KV_CACHE, content="discard")
                 self.cache.on_resume(partly)
@@ -373,6 +384,7 @@ class Engine(EngineBase):
             if paused:
                 self.saver.resume(*paused)
             undo.pop_all()
+            self._renewed |= renews
 
     def wind_down(self) -> None:
         """Have an `elastic` pool give memory back between steps as its requests end, until the next
@@ -386,6 +398,8 @@ class Engine(EngineBase):
         reasons = []
         if paused := [tag for tag in self.tags if self.saver.is_paused(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
+        elif lacking := shortfall(self.saver, self._whole_tags):
+            reasons.append(lacking)
         if self.store.version is None:
             reasons.append(f"weights undefined: {self.store.undefined_reason}")
         if self._ranks.failure is not None:
@@ -487,9 +501,63 @@ class Engine(EngineBase):
         if running := self.scheduler.running:
             raise StateError(f"cannot {action} while requests run: {names_of(running)}; {instead}")
 
-    def _require_available(self) -> None:
-        if reason := self.unavailable_reason():
+    @property
+    def _whole_tags(self) -> Sequence[str]:
+        """The tags that compute with all of their memory or not at all."""
+        return self.tags if self.cache.elastic is None else [t for t in self.tags if t != KV_CACHE]
+
+    def _require_current(self, together: bool = False) -> None:
+        """Raise a StateError while the engine cannot compute, and start over with the keys and
+        values that others discarded.
+
+        together: all tensor-parallel ranks call it, none has a request, and all decide alike.
+        """
+        reason = self.unavailable_reason()
+        kept = not self._notice_loss()
+        if together and self._ranks.failure is None:
+            device, stage = self.saver.device, "what others discarded"
+            ready, kept = map(bool, self._ranks.agree([reason is None, kept], device, stage))
+            if not ready:
+                reason = reason or "another tensor-parallel rank cannot"
+        if not kept and not together and self._ranks.size > 1:
+            reason = reason or f"{lost_by_others([KV_CACHE], 'engine')} while requests run"
+        if reason:
             raise StateError(f"cannot generate: {reason}")
+        if not kept:
+            self._start_over()
+            self._watch.note(KV_CACHE)
+            self._renewed = False
+        if not self._renewed:
+            self.cache.on_resume(partly=True)
+            self._renewed = True
+
+    def _notice_loss(self) -> bool:
+        """Start over where others took what running requests compute with, or what they may find.
+
+        Returns:
+            Whether content of the KV cache is lost.
+        """
+        lost = bool(self._watch.lost(KV_CACHE))
+        if lost or (self.scheduler.running and self.saver.is_paused(KV_CACHE)):
+            self._start_over()
+        return lost
+
+    def _start_over(self) -> None:
+        """Forget all keys and values; running requests compute theirs again."""
+        self.prefixes.clear()
+        self.scheduler.preempt_all()
+
+    @contextlib.contextmanager
+    def _own_discards(self) -> Iterator[None]:
+        """Take discards of the KV cache inside as the engine's own; what others discarded before is
+        forgotten first, and stays noticed, so that all ranks hear of it.
+        """
+        lost = self._notice_loss()
+        try:
+            yield
+        finally:
+            if not lost:
+                self._watch.note(KV_CACHE)
 
 
 def _context_len(model: ModelConfig, config: EngineConfig) -> int:

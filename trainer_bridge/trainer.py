@@ -378,7 +378,7 @@ class Trainer:
         A ValueError says what is of another model, OtherWeights that the run began with other
         weights than this trainer (which reference and adapters build on); nothing was changed then.
         """
-        self._parking.require("load_checkpoint", *TRAINED)
+        self._parking.require("load_checkpoint", *TRAINED, undefined=True)
         self._require_unlent("load_checkpoint")
         self.zero_grad()
         values = checkpoint.load(directory, self._state(), self._identity(), self._began_with)
@@ -390,6 +390,8 @@ class Trainer:
             begun = Schedule.of(critic.config)
             critic.schedule = begun.continuing(values.get("critic_schedule"), critic.step)
             after_load(critic.optimizer, critic.step)
+        learned = PARAMS if self._adapters is None else ADAPTERS
+        self._parking.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:

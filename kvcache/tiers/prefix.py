@@ -252,7 +252,7 @@ class TieredPrefixCache(RadixCache):
             tokens, ids, version=version, extra_key=extra_key, priority=priority
         )
         new = ids[length // self.page_size :]
-        self._register(new, hashes[length // self.page_size :])
+        self._register(new, hashes[length // self.page_size :], version)
         if _HITS.get(self.write_policy) == 0:
             self._save(new)
         return length
@@ -349,7 +349,7 @@ class TieredPrefixCache(RadixCache):
             loaded, end = count * self.page_size, found.length + count * self.page_size
             all_pages = np.concatenate([found.pages, pages[:count]])
             super().insert(tokens[:end], all_pages, version=self.version, extra_key=extra_key)
-            self._register(pages[:count], hashes[:count])
+            self._register(pages[:count], hashes[:count], self.version)
             return loaded
         finally:
             self.dec_lock_ref(found.node)
@@ -362,9 +362,9 @@ class TieredPrefixCache(RadixCache):
         assert pages is not None
         return pages
 
-    def _register(self, pages: Int64Array, hashes: list[bytes]) -> None:
+    def _register(self, pages: Int64Array, hashes: list[bytes], version: int) -> None:
         for page, each in zip(pages.tolist(), hashes, strict=True):
-            self._hashes[page] = self.version, each
+            self._hashes[page] = version, each
         self._hits[pages] = 0
 
     def _save(self, pages: Int64Array) -> None:

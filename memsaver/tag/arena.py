@@ -11,6 +11,9 @@ fields.
 | paused | nothing | `end_resume` to active, `begin_arrival` to arriving, `borrow` to borrowed |
 | arriving | its own extents, frozen; content comes | `end_resume` to active, `lose` to paused |
 | borrowed | pages of another saver's tag, frozen | `end_pause` to paused |
+
+`discards` counts the steps that made content undefined, or another tag's: the way to paused without
+a copy, the way to borrowed and back, an exchange, and a shrink that took memory from tensors.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ class Arena:
         self.committed_when_paused = 0
         self.sums: Checksums | None = None
         self.missing = 0  # bytes at the end that the last resume had no memory for
+        self.discards = 0
         self.whole = True  # resume with one extent: another tag is not to use it
         self.elastic = False  # never with one extent
         self.backup: Backup | None = None
@@ -116,6 +120,11 @@ class Arena:
         copy = self.clean_copy
         backup = copy.backup if self.backup is None and copy is not None else self.backup
         return 0 if backup is None else backup.host_bytes
+
+    @property
+    def unbacked(self) -> int:
+        """Bytes, up to the end of the last tensor, without memory behind them."""
+        return max(0, self.stats.top - self.backed)
 
     @property
     def paused(self) -> bool:
@@ -212,7 +221,9 @@ class Arena:
         self._step("end_pause")
         if self.borrowed is not None:
             self.end_borrowing()  # what it had of its own, it has still
+            self.discards += 1
             return
+        self.discards += backup is None
         self.backup, self.version = backup, None
         self.whole = whole and not self.elastic
         self.committed_when_paused = sum(extent.nbytes for extent in own) + self.missing
@@ -294,6 +305,7 @@ class Arena:
         self.version, other.version = other.version, self.version
         for arena in (self, other):
             arena.forget_clean_copy()
+            arena.discards += 1
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
         """Take all extents from behind the tag, in one call; they keep their content until they are
@@ -316,6 +328,7 @@ class Arena:
         self._map_borrowed(borrowed, undo)
         self._borrowed.append(borrowed)
         self._step("borrow")
+        self.discards += 1
 
     def _map_borrowed(self, borrowed: BorrowedPages, undo: contextlib.ExitStack) -> None:
         self.map(borrowed.extents, 0, undo, borrowed.ticket.writable)
@@ -360,7 +373,9 @@ class Arena:
 
         No peer has imported them.
         """
+        before = self.unbacked
         shim.library().ms_shrink(self.slot, keep)
+        self.discards += self.unbacked > before
         self.missing = 0
 
     def close(self) -> None:

@@ -250,6 +250,15 @@ class PlannedSaver:
     def resume(self, *tags: str) -> None:
         self.paused -= set(tags)
 
+    def is_paused(self, tag: str) -> bool:
+        return tag in self.paused
+
+    def discards(self, tag: str) -> int:
+        return 0
+
+    def unbacked_bytes(self, tag: str) -> int:
+        return 0
+
     def mark_clean(self, tag: str, version: object) -> None:
         """Content is nothing here."""
 

@@ -309,6 +309,7 @@ class DecodeEngine(Engine):
         return samples
 
     def _step(self) -> None:
+        self._require_current()  # before what has come is written into the pages
         if self._remote:
             self._receive()
         super()._step()

@@ -22,7 +22,8 @@ from kvcache.staging import (
     heads_per_rank,
     may_fill,
 )
-from memsaver import Lease, attach
+from memsaver import Lease, StateError, attach
+from memsaver.content_watch import lost_by_others
 from rollout.disagg.line import (
     Ask,
     Closed,
@@ -41,7 +42,7 @@ from rollout.disagg.line import (
 from rollout.engine import Engine
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
-from rollout.types import PeerLostError
+from rollout.types import KV_CACHE, PeerLostError
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
 
@@ -207,6 +208,11 @@ class Outbox:
             self._release(self._queue.popleft(), blocks)
             self.sent += 1
 
+    @property
+    def holds_pages(self) -> bool:
+        """Tells whether computed prompts wait to be sent."""
+        return any(parcel.handle is not None for parcel in self._queue)
+
     def clear(self, blocks: PrefixBlocks) -> None:
         """Forgets what is not sent."""
         while self._queue:
@@ -277,6 +283,7 @@ class PrefillEngine(Engine):
     def serve(self) -> None:
         """Answer until every decode rank has closed. PeerLostError names one that is gone."""
         try:
+            self._require_current(together=True)
             while self._turn():
                 pass
         finally:
@@ -300,6 +307,8 @@ class PrefillEngine(Engine):
         self._admit(known, sent)
         if self.scheduler.unfinished:
             self._step()
+        elif self._outbox.holds_pages:
+            self._require_current()
         self._outbox.send(self.prefixes)
         return closed < len(self._peers)
 
@@ -365,6 +374,13 @@ class PrefillEngine(Engine):
         self.scheduler.waiting.append(leader)
 
     # ---------------------------------------------------------------- a step
+
+    def _start_over(self) -> None:
+        """Raise a StateError where computed prompts, which are lost, are still to be sent."""
+        super()._start_over()
+        if hasattr(self, "_outbox") and self._outbox.holds_pages:
+            reason = lost_by_others([KV_CACHE], "engine")
+            raise StateError(f"stopped serving: {reason} before its prompts were sent; serve anew")
 
     def _prefilled(self, sample: Sample) -> list[Sample]:
         """Holds the prompt's pages beyond the sample's end, which comes with its first token."""

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memsaver import MemorySaver, StateError, Ticket
+from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.common.plain import all_gather_plain
 from memsaver.common.signals import held
+from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.vmm import empty_torch_cache
 from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts, record, whole
 from rollout.model import buffer_shapes, parameter_shapes, read_buffers
@@ -80,8 +81,9 @@ class HostedRollout(EngineBase):
         self.store = self._laid_out(path)
         beside = self.store.buffers.values()
         self._buffers = _beside_parameters(engine.model, self.saver.device, beside)
-        self._buffers_lost = False
-        self._tables_lost = False
+        if not self._sleeps(WEIGHTS):
+            self._save_buffers()
+        self._watch = ContentWatch(self.saver, *self._behind(*TAGS))
         self._update = WeightUpdate(self.store, self.saver, engine.reset_prefix_cache)
 
     def _laid_out(self, path: str | Path) -> WeightArena:
@@ -101,7 +103,7 @@ class HostedRollout(EngineBase):
         check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)
         check_filled(recording, model)
         arena = saver.backend.window(address, manifest.nbytes, saver)
-        store = WeightArena(manifest, shapes, arena, 0, tags.pop())
+        store = WeightArena(manifest, shapes, arena, 0, tags.pop(), saver)
         store.buffers = whole(recording, model, beside)
         if not saver.is_paused(store.tag):
             store.set_buffers(read_buffers(path, store.buffers), str(path))
@@ -143,10 +145,8 @@ class HostedRollout(EngineBase):
     def _sleep_weights(self, level: int, release: str) -> None:
         self._update.before_sleep()
         keep = level == 1 and self._update.keepable
-        if not keep and not self.saver.is_paused(self.store.tag):
-            for buffer, saved in self._buffers:
-                saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
-            self._buffers_lost = True
+        if not keep and not self._sleeps(WEIGHTS) and not self._lost(WEIGHTS):
+            self._save_buffers()
         content = "host" if keep else "discard"
         self.saver.pause(self.store.tag, content=content, release=release)
         self._update.on_sleep(level)
@@ -157,26 +157,70 @@ class HostedRollout(EngineBase):
 
         partly: without effect, the engine's KV cache does not grow.
         """
-        behind = chain.from_iterable(map(self._hosted.tags_behind, self._known(tags)))
+        behind = self._behind(*self._known(tags))
         if asleep := [name for name in behind if self.saver.is_paused(name)]:
             self.saver.resume(*asleep)
-        self._tables_lost |= not {*asleep}.isdisjoint(self._hosted.tags_behind(KV_CACHE))
         # what failed halfway the last time is made up for
-        if self._buffers_lost and not self._sleeps(WEIGHTS):
+        self._refill_buffers()
+        self._refill_kv_cache()
+
+    def _save_buffers(self) -> None:
+        for buffer, saved in self._buffers:
+            saved.copy_(buffer, non_blocking=True)  # a pause waits for the device
+
+    def _refill_buffers(self) -> None:
+        if (lost := self._lost(WEIGHTS)) and not self._sleeps(WEIGHTS):
             for buffer, saved in self._buffers:
                 buffer.copy_(saved, non_blocking=True)
-            self._buffers_lost = False
-        if self._tables_lost and not self._sleeps(KV_CACHE):
-            self._hosted.refill_kv_state()
-            self._tables_lost = False
+            self._watch.note(*lost)
+
+    def _refill_kv_cache(self) -> None:
+        if (lost := self._lost(KV_CACHE)) and not self._sleeps(KV_CACHE):
+            self._start_over()
+            self._watch.note(*lost)
+
+    def _start_over(self) -> None:
+        self._hosted.reset_prefix_cache()
+        self._hosted.refill_kv_state()
+
+    def make_ready(self) -> str | None:
+        """Forget keys and values that others discarded, on all ranks where one has lost them.
+
+        Returns:
+            Why `generate` refuses; None when it does not.
+        """
+        reason = self.unavailable_reason()
+        if self._ranks.failure is not None:
+            return reason
+        self._ranks.check_others()  # their groups wait for half an hour
+        mine: list[int] = [reason is None, not self._lost(KV_CACHE)]
+        ready, kept = self._ranks.agree(mine, torch.device("cpu"), "what others discarded")
+        if not ready:
+            return reason or "another tensor-parallel rank cannot"
+        if not kept:
+            self._start_over()
+            self._watch.note(*self._behind(KV_CACHE))
+        return None
+
+    def _require_undisturbed(self) -> None:
+        """Raise a StateError where others took memory or content while requests run."""
+        reason = self.unavailable_reason()
+        if reason is None and (lost := self._lost(KV_CACHE)):
+            reason = lost_by_others(lost, "engine")
+        if reason is not None:
+            raise StateError(f"cannot go on: {reason}; no request is left")
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""
         reasons = []
         if paused := [tag for tag in TAGS if self._sleeps(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
-        elif self._buffers_lost or self._tables_lost:
-            reasons.append("the last wake-up failed halfway (call wake_up)")
+        elif lacking := shortfall(self.saver, self._behind(*TAGS)):
+            reasons.append(lacking)
+        elif lost := self._lost(WEIGHTS):
+            reasons.append(f"{lost_by_others(lost, 'engine')} (call wake_up)")
+        if lost := self._lost(CUDA_GRAPH):
+            reasons.append(f"{lost_by_others(lost, 'engine')}: graphs need it; make another engine")
         if self._ranks.failure is not None:
             reasons.append(self._ranks.failure)
         if self.store.version is None:
@@ -184,7 +228,13 @@ class HostedRollout(EngineBase):
         return "; ".join(reasons) or None
 
     def _sleeps(self, tag: str) -> bool:
-        return any(map(self.saver.is_paused, self._hosted.tags_behind(tag)))
+        return any(map(self.saver.is_paused, self._behind(tag)))
+
+    def _lost(self, tag: str) -> list[str]:
+        return self._watch.lost(*self._behind(tag))
+
+    def _behind(self, *tags: str) -> list[str]:
+        return [*chain.from_iterable(map(self._hosted.tags_behind, tags))]
 
     # ---------------------------------------------------------------- weight update
 
@@ -200,6 +250,7 @@ class HostedRollout(EngineBase):
                 f"{self._hosted.name}'s weights have no second pages: its buffers lie among them; "
                 "sync without shadow, when generate has returned"
             )
+        self._refill_buffers()  # some may be views of parameters
         return self._update.begin(version, False, names)
 
     @held()
@@ -238,11 +289,20 @@ def _beside_parameters(
     model: nn.Module, device: torch.device, others: Iterable[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """The model's buffers and `others`, which no page of an update brings, each with host memory
-    for it.
+    for it. Of those that begin at one address the longest.
     """
     pinned = device.type == "cuda"
-    there = {each.data_ptr(): each for each in model.buffers() if each.device == device}
-    there |= {each.data_ptr(): each for each in others}
+    spans = [_span(each) for each in model.buffers() if each.device == device]
+    spans += [_span(each) for each in others]
+    there = {each.data_ptr(): each for each in sorted(spans, key=lambda each: each.nbytes)}
     return [
         (each, torch.empty_like(each, device="cpu", pin_memory=pinned)) for each in there.values()
     ]
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """Return all elements from a tensor's first to its last, once, in the order of memory."""
+    if not tensor.numel():
+        return tensor.flatten()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.detach().as_strided((1 + sum((n - 1) * step for n, step in pairs),), (1,))

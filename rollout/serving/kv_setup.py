@@ -119,6 +119,10 @@ class Elastic:
         """Hands out the pages that have memory."""
         self.allocator.limit(self.pool.size)
 
+    def begin(self) -> None:
+        """Hands out the pages that have memory, and takes more where one sequence needs it."""
+        self._resize(self.least) if self.pool.size < self.least else self.follow()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
@@ -257,7 +261,7 @@ class Cache:
         if self.states is not None:
             self.states.on_resume()
         if self.elastic is not None:
-            (self.elastic.follow if partly else self.elastic.fill)()
+            (self.elastic.begin if partly else self.elastic.fill)()
 
 
 def _check_dtype(kept: KVLayout, config: EngineConfig) -> None:

@@ -129,7 +129,7 @@ class SglangRollout:
         Seeds are without effect unless the engine was made with `enable_deterministic_inference`.
         ValueError for what SGLang has no words for, and for requests that it would cut short.
         """
-        if reason := self.unavailable_reason():
+        if reason := self.make_ready():
             raise StateError(f"cannot generate: {reason}")
         each = for_each(prompts, params)
         for prompt, one in zip(prompts, each, strict=True):
@@ -163,6 +163,7 @@ class SglangRollout:
     sleep = in_scheduler(HostedRollout.sleep)
     wake_up = in_scheduler(HostedRollout.wake_up)
     unavailable_reason = in_scheduler(HostedRollout.unavailable_reason)
+    make_ready = in_scheduler(HostedRollout.make_ready)
     weight_layout = in_scheduler(HostedRollout.weight_layout)
     served_version = in_scheduler(HostedRollout.served_version)
     begin_update = in_scheduler(HostedRollout.begin_update)

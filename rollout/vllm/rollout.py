@@ -105,7 +105,7 @@ class VllmRollout(HostedRollout):
         ValueError for what vLLM cannot do with our log-probabilities: beam search, top-k and top-p,
         temperatures between 0 and 0.01; and where ranks that share an engine ask different things.
         """
-        if reason := self.unavailable_reason():
+        if reason := self.make_ready():
             raise StateError(f"cannot generate: {reason}")
         each = for_each(prompts, params)
         asked = [vllm_params(one, self._stops) for one in each]
@@ -119,6 +119,7 @@ class VllmRollout(HostedRollout):
                 done = sum(map(len, found))
                 answers = chain.from_iterable(found)
                 on_progress(done, total, sum(len(one.token_ids) for one in answers))
+            self._require_undisturbed()
 
         with self._in_step((list(map(list, prompts)), asked)):
             self.engine.run(prompts, asked, collect)
@@ -132,7 +133,6 @@ class VllmRollout(HostedRollout):
         if self._ranks.size == 1:
             yield
             return
-        self._ranks.check_others()  # vLLM's groups wait for half an hour
         seed = self._seeds.getrandbits(63)
         words = sha256(repr((asked, seed)).encode()).hexdigest()
         self._ranks.check_same("what is asked", words)

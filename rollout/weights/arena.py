@@ -11,19 +11,21 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from memsaver import MemorySaver, StateError, Ticket
+from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.common.digest import BytesDigest
 from memsaver.common.layout import grids, row_major
 from memsaver.common.segments import Segment
+from memsaver.content_watch import lost_by_others
 from rollout.types import WEIGHTS_SHADOW, Manifest, ParamSlice
 
 
 class WeightArena:
     """Bytes of a tag that a manifest describes, whoever made the tensors there.
 
-    `version` is None while the content is undefined; `undefined_reason` then says why.
-    `last_version` is the last one that was defined. `buffers`: what the model computes with beside
-    the parameters (router biases), which a sleep never loses, and an update may replace.
+    `version` is None while the content is undefined, also where others have discarded it;
+    `undefined_reason` then says why. `last_version` is the last one that was defined. `buffers`:
+    what the model computes with beside the parameters (router biases), which a sleep never loses,
+    and an update may replace.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class WeightArena:
         arena: Tensor,
         base: int,
         tag: str,
+        saver: MemorySaver,
     ) -> None:
         """shapes: of the checkpoint's parameters, whole, tied ones once. arena: uint8, from byte
         `base` of the tag's addresses on, at least to the end of the manifest.
@@ -43,15 +46,26 @@ class WeightArena:
         self._arena, self._base = arena, base
         self.buffers: dict[str, Tensor] = {}
         self._shapes = dict(shapes)
-        self.version: int | None = None
         self.last_version = 0
-        self.undefined_reason = "the weights were never loaded; commit a weight update"
+        self._version: int | None = None
+        self._reason = "the weights were never loaded; commit a weight update"
+        self._watch = ContentWatch(saver, tag)
         self._digest: tuple[frozenset[str], BytesDigest] | None = None
 
     @property
     def arena(self) -> Tensor:
         """uint8: all of the weights, padding included."""
         return self._arena
+
+    @property
+    def version(self) -> int | None:
+        return None if self._watch.lost(self.tag) else self._version
+
+    @property
+    def undefined_reason(self) -> str:
+        if self._version is not None and (lost := self._watch.lost(self.tag)):
+            return f"{lost_by_others(lost, 'engine')}; commit a weight update"
+        return self._reason
 
     @property
     def parameters(self) -> Collection[str]:
@@ -63,12 +77,12 @@ class WeightArena:
     def define(self, version: int) -> None:
         for offset, nbytes in self.manifest.zeros:
             self._arena[offset - self._base : offset - self._base + nbytes].zero_()
-        self.version = self.last_version = version
-        self.undefined_reason = ""
+        self._version = self.last_version = version
+        self._reason = ""
+        self._watch.note(self.tag)
 
     def undefine(self, reason: str) -> None:
-        self.version = None
-        self.undefined_reason = reason
+        self._version, self._reason = None, reason
 
     def set_buffers(self, values: Mapping[str, Tensor], source: str) -> None:
         """Replace buffers that the model has; a ValueError names one of another shape."""
@@ -225,7 +239,13 @@ class BorrowedPages:
         self._store = store
         self._saver = saver
         self._alone = False
-        self.held = False  # the tag is active with borrowed pages
+        self._taken = False
+        self._watch = ContentWatch(saver)
+
+    @property
+    def held(self) -> bool:
+        """Tells whether the tag is active with borrowed pages."""
+        return self._taken and not self._watch.lost(self._store.tag)
 
     def require_possible(self) -> None:
         """StateError where other tensors lie on the tag: they would show the trainer's bytes."""
@@ -257,7 +277,7 @@ class BorrowedPages:
         LeaseError: a process maps it; nothing changed.
         """
         self._saver.pause(self._store.tag, content="discard")
-        self.held = False
+        self._taken = False
 
     def take(self, ticket: Ticket) -> None:
         """Put the pages behind the tag, which is empty.
@@ -265,7 +285,8 @@ class BorrowedPages:
         ValueError, LeaseError: they cannot be had; nothing changed.
         """
         self._saver.borrow(self._store.tag, ticket)
-        self.held = True
+        self._taken = True
+        self._watch.note(self._store.tag)
 
     def give_back(self) -> bool:
         """Gives borrowed pages back; True when there were any, and the tag sleeps then."""

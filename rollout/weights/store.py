@@ -129,7 +129,9 @@ class WeightStore(WeightArena):
         base = saver.offset_of(arena)
         params = chain.from_iterable(group.params for group in groups)
         shapes = {param.name: param.whole.shape for param in params}
-        super().__init__(build_manifest(groups, aliases, dtype, base), shapes, arena, base, tag)
+        super().__init__(
+            build_manifest(groups, aliases, dtype, base), shapes, arena, base, tag, saver
+        )
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)

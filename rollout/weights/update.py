@@ -30,8 +30,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memsaver import LeaseError, StateError
+from memsaver import ContentWatch, LeaseError, StateError
+from memsaver.content_watch import lost_by_others, shortfall
 from rollout.types import (
+    WEIGHTS_SHADOW,
     CommitReceipt,
     PackedBox,
     ParamSlice,
@@ -78,6 +80,7 @@ class WeightUpdate:
         self._on_new_weights = on_new_weights
         self._shadow = ShadowPages(store, saver)
         self._borrowed = BorrowedPages(store, saver)
+        self._watch = ContentWatch(saver)
         self._open: _Open | None = None
         self._spared = False  # the last update was to be a shadow update, and was not committed
 
@@ -109,6 +112,7 @@ class WeightUpdate:
             self._free_shadow()
         elif chosen is not None:
             self._shadow.copy_all()
+        self._watch.note(self._pages_tag(shadow))
         nbytes = self._nbytes(chosen)
         self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=nbytes)
         return WeightOffer(
@@ -296,7 +300,16 @@ class WeightUpdate:
         require_active(self._saver, self._store.tag, action)
         if self._open is None:
             raise WeightUpdateError("no weight update is open; call begin_update first")
+        pages = self._pages_tag(self._open.shadow)
+        if self._watch.lost(pages) or self._saver.is_paused(pages):
+            reason = f"the update to version {self._open.version} is lost: "
+            reason += lost_by_others([pages], "engine")
+            self._close(reason)
+            raise WeightUpdateError(f"{reason}; begin it anew; {self._consequence()}")
         return self._open
+
+    def _pages_tag(self, shadow: bool) -> str:
+        return WEIGHTS_SHADOW if shadow else self._store.tag
 
     def _unverified(self, action: str) -> _Open:
         update = self._required(action)
@@ -372,6 +385,8 @@ def _slice_nbytes(piece: ParamSlice) -> int:
 
 
 def require_active(saver: "MemorySaver", tag: str, action: str) -> None:
-    """StateError where the tag sleeps."""
+    """StateError where the tag sleeps, or not all of it has memory."""
     if saver.is_paused(tag):
         raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")
+    if lacking := shortfall(saver, [tag]):
+        raise StateError(f"cannot {action}: {lacking}")

@@ -299,6 +299,11 @@ class SaverMachine(RuleBasedStateMachine):
                 "at most the one that is kept"
             )
         for item in self.alive.values():
+            discards = self.saver.discards(item["tag"])
+            if item["value"] is None or item["tag"] in self.borrowed:
+                assert discards > item["discards"]
+            else:
+                item["discards"] = discards
             assert item["tensor"].data_ptr() == item["address"]
             if item["tag"] in self.borrowed:
                 assert bool((item["tensor"] == 77).all())

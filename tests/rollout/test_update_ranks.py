@@ -76,7 +76,8 @@ def test_a_rank_gets_its_part_and_zeros(
         )
     update.verify(receipt)
     update.commit(1)
-    assert raised == ["at version 0"] and store.version == 1
+    # between the exchange of the pages and the commit nothing is served
+    assert raised == [f"at version {None if shadow else 0}"] and store.version == 1
     for piece in store.manifest.slices:
         source = new if names is None or piece.name in names else old
         assert torch.equal(store.box(piece), source.box(piece)), piece.name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from memsaver import StateError
+from memsaver import LeaseError, StateError, attach
 from rollout import SamplingParams, WeightUpdateError
 from rollout.actor import build_engine
 from rollout.hosted.layout import Landed, boxes, record
@@ -111,7 +111,9 @@ def test_a_wake_up_that_fails_halfway_is_made_up_for(
     place: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The memory is awake by then, what lies in it is not what it was: nothing is served."""
+    """The memory is awake by then, what lies in it is not what it was: the next sync writes the
+    buffers again, and the next answers come after what lies beside the KV cache.
+    """
     rollout, path = make()
     trainer = synced(rollout, path, device)
     engine: Any = rollout.engine
@@ -127,13 +129,29 @@ def test_a_wake_up_that_fails_halfway_is_made_up_for(
         with pytest.raises(RuntimeError, match="no memory"):
             rollout.wake_up()
     assert not any(map(rollout.saver.is_paused, (WEIGHTS, KV_CACHE)))
+    reason = str(rollout.unavailable_reason())
+    assert ("'weights' was discarded" in reason) == (place == "buffers")
     trainer.sync_weights(2)
-    with pytest.raises(StateError, match="failed halfway"):
-        rollout.generate([[1]], SamplingParams(max_tokens=1))
-    rollout.wake_up()
+    assert rollout.make_ready() is None
     assert torch.equal(engine.tables, tables)
     assert torch.equal(engine.model.cos_sin_cache, cache)
     assert rollout.unavailable_reason() is None
+    trainer.close()
+
+
+def test_a_refused_sleep_changes_nothing(
+    make: Callable[..., tuple[VllmRollout, str]], device: str
+) -> None:
+    rollout, path = make()
+    trainer = synced(rollout, path, device)
+    model: Any = rollout.engine.model
+    with attach(rollout.saver.share(WEIGHTS)), pytest.raises(LeaseError):
+        rollout.sleep(2)
+    assert rollout.unavailable_reason() is None and rollout.served_version() == 1
+    model.cos_sin_cache.fill_(3)  # after the refusal
+    rollout.sleep(2)
+    rollout.wake_up()
+    assert bool((model.cos_sin_cache == 3).all())
     trainer.close()
 
 

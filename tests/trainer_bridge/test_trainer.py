@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import Cycle, SequenceBatch, Trainer, open_inprocess
+from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
 from trainer_bridge.training.initial import randomise_weights
 
 Make = Callable[..., Trainer]
@@ -279,6 +280,67 @@ def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_not
             trainer.compute_log_prob(batch)
     trainer.restore()
     assert trainer.compute_log_prob(batch) == scores
+
+
+def test_a_park_that_fails_halfway_leaves_parked_what_was_paused(
+    model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = make_trainer(model_path), make_batch(2)
+    scores, saver = trainer.compute_log_prob(batch), trainer.saver
+    assert saver is not None
+    pause = saver.pause
+
+    def fail(*tags: str, **how: Any) -> None:
+        if tags == ("optim",):
+            raise RuntimeError("no host")
+        pause(*tags, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "pause", fail)
+        trainer.park("params", "optim", wait=False)
+        with pytest.raises(RuntimeError, match="no host"):
+            trainer.compute_log_prob(batch)
+    with pytest.raises(StateError, match="'params', which is parked"):
+        trainer.compute_log_prob(batch)
+    trainer.restore("params", wait="memory")
+    assert trainer.compute_log_prob(batch) == scores and not saver.is_paused("optim")
+
+
+@pytest.mark.parametrize("tag", ["params", "optim", "reference", "critic", "critic_optim"])
+def test_content_that_others_discarded_is_not_computed_with(
+    tag: str, model_path: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    config = {"reference": True, "critic": CriticConfig()}
+    trainer = make_trainer(model_path, **config)
+    batch, saver = make_batch(2), trainer.saver
+    assert saver is not None
+    trainer.restore()
+    calls = {
+        "reference": partial(trainer.compute_ref_log_prob, batch),
+        "params": partial(trainer.compute_log_prob, batch),
+        "critic": partial(trainer.compute_values, batch),
+    }
+    scores = {name: call() for name, call in calls.items()}
+    learn: Callable[[], Any] = partial(trainer.save_checkpoint, str(tmp_path / "again"))
+    trainer.save_checkpoint(str(tmp_path / "saved"))
+    saver.pause(tag)  # with content: all is as before
+    with pytest.raises(StateError, match=f"'{tag}', which is parked"):
+        calls.get(tag, learn)()
+    saver.resume(tag)
+    assert {name: call() for name, call in calls.items()} == scores
+    saver.pause(tag, content="discard")
+    saver.resume(tag)
+    trainer.park()
+    trainer.restore()
+    with pytest.raises(StateError, match=rf"tag '{tag}': .* was discarded .* load_checkpoint\(\)"):
+        calls.get(tag, learn)()
+    trainer.load_checkpoint(str(tmp_path / "saved"))
+    if tag != "reference":  # no checkpoint has it
+        assert {name: call() for name, call in calls.items()} == scores
+        learn()
+    saver.resize(tag, saver.report().tags[tag].committed_bytes // 2)
+    with pytest.raises(StateError, match=rf"'{tag}' has no memory behind .* MemorySaver.resize"):
+        calls.get(tag, learn)()
 
 
 def test_what_comes_back_beside_other_work_comes_when_there_is_room(

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memsaver import Arrival, MemorySaver
+from memsaver import Arrival, ContentWatch, MemorySaver
 from memsaver.common.layout import round_up
 from memsaver.common.signals import deliver, held
+from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from rollout.protocols import Partner, handing_over
 from trainer_bridge.config import TrainerConfig
@@ -58,6 +59,7 @@ class Parking:
         self.order: Callable[[], Sequence[Tensor]] = tuple  # in which content is to come back
         self._arriving: list[tuple[tuple[str, ...], Arrival]] = []
         self._saver = saver
+        self._watch = None if saver is None else ContentWatch(saver)
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
         self._parked: set[str] = set()
@@ -79,6 +81,12 @@ class Parking:
         """
         self._tags[tag] = version
         self._memory_of[tag] = beside if empty else (tag, *beside)
+        self.note(*self._memory_of[tag])
+
+    def note(self, *memory: str) -> None:
+        """Take the content of these tags of the saver, as far as the trainer has them, as known."""
+        if self._watch is not None:
+            self._watch.note(*[name for name in self._memory(tuple(self._tags)) if name in memory])
 
     def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         """Move the tags (none: all) to the host and free their memory, into this tag of the
@@ -89,10 +97,10 @@ class Parking:
         """
         self.finish()
         chosen = self._chosen(tags)
-        before = frozenset(self._parked)
+        before = frozenset(filter(self._is_parked, self._tags))
         if self._saver is not None and wait:
             for tag in chosen:
-                if (version := self._tags[tag]) is not None and tag not in self._parked:
+                if (version := self._tags[tag]) is not None and tag not in before:
                     self._saver.mark_clean(tag, version())
             if memory := self._memory(chosen):  # of none the saver would pause all
                 with handing_over(self._saver, self.partner, into) as release:
@@ -122,7 +130,7 @@ class Parking:
             if wait is True:  # of none the saver would resume all
                 saver.resume(*memory)
             elif wait:
-                back = tuple(tag for tag in chosen if tag in self._parked)
+                back = tuple(tag for tag in chosen if self._is_parked(tag))
                 if memory := self._memory(back):
                     self._arriving.append((back, saver.begin_resume(*memory, order=self.order())))
             else:
@@ -174,6 +182,8 @@ class Parking:
                 self._begun.remove(each)
                 continue
             self._parked = self._parked.difference(each.tags) | each.before.intersection(each.tags)
+            # a pause may have come before what failed
+            self._parked.update(filter(self._is_parked, each.tags))
             self._begun.remove(each)
             short = isinstance(error, OutOfMemory) and not isinstance(error, HostMemoryError)
             if not (short and each.before.issuperset(each.tags)):  # a restore may be tried again
@@ -183,9 +193,11 @@ class Parking:
         """Waits for what was begun, whatever becomes of it; nothing can be begun any more."""
         self._thread.shutdown()
 
-    def require(self, method: str, *tags: str, arriving: bool = False) -> None:
-        """Raises a StateError if one of these is parked; a tag that the trainer has not got is none
-        of its business.
+    def require(
+        self, method: str, *tags: str, arriving: bool = False, undefined: bool = False
+    ) -> None:
+        """Raises a StateError if one of these is parked, or others have discarded its content and
+        it may not be `undefined`; a tag that the trainer has not got is none of its business.
 
         Waits for all of their content, but if it may be `arriving`: who touches it waits then.
         """
@@ -193,11 +205,25 @@ class Parking:
             self._end_begun()
         if not arriving and any(set(tags) & set(back) for back, _ in self._arriving):
             self.arrive()
-        for tag in tags:
-            if tag in self._parked:
+        for tag in [tag for tag in tags if tag in self._tags]:
+            if self._is_parked(tag):
                 raise StateError(
                     f"{method}() needs tag {tag!r}, which is parked; call restore({tag!r}) first"
                 )
+            if self._saver is None or self._watch is None:
+                continue
+            if lacking := shortfall(self._saver, self._memory_of[tag]):
+                raise StateError(f"{method}() needs tag {tag!r}: {lacking}")
+            if not undefined and (lost := self._watch.lost(*self._memory_of[tag])):
+                raise StateError(
+                    f"{method}() needs tag {tag!r}: {lost_by_others(lost, 'trainer')}; "
+                    "call load_checkpoint(), or make the trainer anew"
+                )
+
+    def _is_parked(self, tag: str) -> bool:
+        """Tells whether the tag counts as parked, or is paused in truth."""
+        paused = self._saver is not None and any(map(self._saver.is_paused, self._memory_of[tag]))
+        return tag in self._parked or paused
 
     def _bring(
         self, saver: MemorySaver, begun: _Begun, tags: Sequence[str], needed: int, pause: float

@@ -31,7 +31,8 @@ CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_toke
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts,
-    params) of each generate. nap: the decode engine's cache sleeps once, with prompts under way.
+    params) of each generate. nap: the decode engine's cache sleeps once, with prompts under way;
+    meddled: others discard it then.
     The decode side's rings hold 40 tokens together, so that longer prompts come in parts.
     """
 
@@ -44,6 +45,7 @@ class Split:
     decode_config: dict[str, Any] = field(default_factory=lambda: CONFIG)
     on_loss: Any = "recompute"
     nap: bool = False
+    meddled: bool = False
 
 
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
@@ -129,6 +131,9 @@ def generate(
         if split.nap and len(flights) == 1:
             engine.sleep(unfinished="preempt", tags=["kv_cache"])
             engine.wake_up()
+        if split.meddled and len(flights) == 1:
+            engine.saver.pause("kv_cache")
+            engine.saver.resume("kv_cache")
 
     try:
         for prompts, params in split.calls:

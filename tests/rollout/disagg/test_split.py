@@ -4,6 +4,7 @@ wrap.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ REQUESTS, TIGHTLY = rounds(60, 200), rounds(14, 30)
 TOPOLOGIES = some(
     (4, 2, True), (2, 4, False), (4, 2, False), whole=[(2, 4, True), (1, 2, True), (1, 2, False)]
 )
-BURST, TIGHT, SEARCH = range(len(TOPOLOGIES), len(TOPOLOGIES) + 3)
+BURST, TIGHT, SEARCH, MEDDLED = range(len(TOPOLOGIES), len(TOPOLOGIES) + 4)
 LONG = SamplingParams(max_tokens=40, temperature=0)
 BEAMS = SamplingParams(max_tokens=8, beam_width=4, n=3)
 SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_tokens": 48}
@@ -74,6 +75,7 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
         )
     )
     splits.append(Split(path=path, calls=searches()))
+    splits.append(replace(splits[TIGHT], decode=1, nap=False, meddled=True))
     folder = tmp_path_factory.mktemp("ranks")
     by_rank = results(
         start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200)
@@ -126,11 +128,12 @@ def test_a_burst_through_a_small_ring(path: str, found: list[list[Any]]) -> None
 
 
 def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> None:
-    """By a sleep, after the first were asked for: what comes for a sample that has lost its pages
-    is left in the ring, and the sample is computed here; later ones as pages run out.
+    """By a sleep or a discard, after the first were asked for: what comes for a sample that has
+    lost its pages is left in the ring, and the sample is computed here; later ones as pages run
+    out.
     """
     alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:TIGHTLY], LONG)
-    for seen in found[TIGHT][1:3]:
+    for seen in [*found[TIGHT][1:3], found[MEDDLED][1]]:
         assert tokens(seen["answers"]) == tokens([alone])
         assert seen["preemptions"] > 0 and seen["outstanding"] == 0
         assert 0 < seen["split"].arrived < TIGHTLY
