@@ -31,9 +31,11 @@ class HostedEngine(Protocol):
 
     name: what errors call it. saver: whose tags its memory is on. group: on gloo, of the processes
     that share the model, each with a part of it; None for one that has all of it.
+    graphs_need_content: captured graphs read what only the capture has written into their memory.
     """
 
     name: str
+    graphs_need_content: bool
 
     @property
     def group(self) -> dist.ProcessGroup | None: ...
@@ -219,7 +221,7 @@ class HostedRollout(EngineBase):
             reasons.append(lacking)
         elif lost := self._lost(WEIGHTS):
             reasons.append(f"{lost_by_others(lost, 'engine')} (call wake_up)")
-        if lost := self._lost(CUDA_GRAPH):
+        if self._hosted.graphs_need_content and (lost := self._lost(CUDA_GRAPH)):
             reasons.append(f"{lost_by_others(lost, 'engine')}: graphs need it; make another engine")
         if self._ranks.failure is not None:
             reasons.append(self._ranks.failure)

@@ -276,6 +276,7 @@ class HostedScheduler:
     """SGLang's scheduler as a `HostedEngine`."""
 
     name = "SGLang"
+    graphs_need_content = False  # its own release discards their memory
     group = None
 
     def __init__(self, scheduler: Any) -> None:

@@ -39,6 +39,7 @@ class VllmEngine:
     """One `vllm.LLM` whose worker is in this process."""
 
     name = "vLLM"
+    graphs_need_content = True
 
     def __init__(self, llm: Any) -> None:
         """llm: a `vllm.LLM` with `enable_sleep_mode`. StateError where its memory is not on our

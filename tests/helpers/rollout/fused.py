@@ -165,6 +165,7 @@ class FusedEngine:
     """Stands for `VllmEngine`: memory on tags, a model with loaders, and no forward pass."""
 
     name = "vLLM"
+    graphs_need_content = True
 
     def __init__(
         self,

@@ -275,6 +275,19 @@ def test_nothing_is_hit_under_new_weights_or_after_a_reset(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_pages_inserted_under_an_earlier_version_are_not_found_below(
+    policy: WritePolicy, device: str
+) -> None:
+    engine = Engine(device, policy, 20)
+    engine.cache.raise_version(1)
+    for _ in range(3):
+        engine.run(PROMPT, version=0)
+    engine.fill_device(1, 2)
+    assert engine.run(PROMPT).length == 0
+    engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: str) -> None:
     saver = MemorySaver(device)
     engine = Engine(device, policy, 20, saver=saver)
