@@ -290,7 +290,8 @@ class BorrowedPages:
 
     def give_back(self) -> bool:
         """Gives borrowed pages back; True when there were any, and the tag sleeps then."""
-        if not self.held:
+        # a tag that others paused and resumed has memory of its own, which stays
+        if not self.held and not (self._taken and self._saver.is_paused(self._store.tag)):
             return False
         self.empty()
         return True
