@@ -515,10 +515,8 @@ class Engine(EngineBase):
         reason = self.unavailable_reason()
         kept = not self._notice_loss()
         if together and self._ranks.failure is None:
-            device, stage = self.saver.device, "what others discarded"
-            ready, kept = map(bool, self._ranks.agree([reason is None, kept], device, stage))
-            if not ready:
-                reason = reason or "another tensor-parallel rank cannot"
+            others, kept = self._ranks.agree_ready(reason, kept, self.saver.device)
+            reason = reason or others
         if not kept and not together and self._ranks.size > 1:
             reason = reason or f"{lost_by_others([KV_CACHE], 'engine')} while requests run"
         if reason:

@@ -87,6 +87,17 @@ class TensorParallel:
         )
         return least.tolist()
 
+    def agree_ready(
+        self, reason: str | None, kept: bool, device: torch.device
+    ) -> tuple[str | None, bool]:
+        """Returns why one of the ranks cannot generate, and whether all have kept their KV cache.
+
+        reason: why this rank cannot; None where it can.
+        """
+        mine = [self.size if reason is None else self.rank, int(kept)]
+        first, whole = self.agree(mine, device, "what others discarded")
+        return f"tensor-parallel rank {first} cannot" if first < self.size else None, bool(whole)
+
     def embed(self, token_ids: Tensor, rows: Tensor) -> Tensor:
         """Embeddings [T, hidden] of int64 [T], of which this rank holds `rows`; the same bits as
         from all rows.

@@ -195,14 +195,12 @@ class HostedRollout(EngineBase):
         if self._ranks.failure is not None:
             return reason
         self._ranks.check_others()  # their groups wait for half an hour
-        mine: list[int] = [reason is None, not self._lost(KV_CACHE)]
-        ready, kept = self._ranks.agree(mine, torch.device("cpu"), "what others discarded")
-        if not ready:
-            return reason or "another tensor-parallel rank cannot"
-        if not kept:
+        kept = not self._lost(KV_CACHE)
+        others, kept = self._ranks.agree_ready(reason, kept, torch.device("cpu"))
+        if others is None and not kept:
             self._start_over()
             self._watch.note(*self._behind(KV_CACHE))
-        return None
+        return reason or others
 
     def _require_undisturbed(self) -> None:
         """Raise a StateError where others took memory or content while requests run."""
