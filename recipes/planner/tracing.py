@@ -10,7 +10,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -249,6 +249,13 @@ class PlannedSaver:
 
     def resume(self, *tags: str) -> None:
         self.paused -= set(tags)
+
+    @property
+    def backend(self) -> Self:
+        return self
+
+    def bind_thread(self) -> None:
+        """Do nothing: no thread works on this device."""
 
     def is_paused(self, tag: str) -> bool:
         return tag in self.paused
