@@ -401,7 +401,8 @@ def _sum(  # type: ignore[no-untyped-def]
         pair = token * TOP_K + choice
         mine = inside
         if not ALL:
-            mine = inside & (_held(ids, pair, pair + 1, base, held) >= 0)
+            # One comparison: Triton 3.9's interpreter takes no mask of a block `&` a scalar.
+            mine = column < tl.where(_held(ids, pair, pair + 1, base, held) >= 0, hidden, 0)
         value = tl.load(each + pair * hidden + column, mask=mine, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair)
         total += (value * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)

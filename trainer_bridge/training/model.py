@@ -83,6 +83,9 @@ def build_model(
     _allocate_shards(model, runtime.device, saver, tag, starts)
     if config.lora is not None:
         _pad_adapters(model, saver)
+    if config.optimizer_offload:
+        for param in model.parameters():
+            param.grad_dtype = torch.float32  # FSDP reads it when it starts up
     _finish_fsdp(model, saver, tag)
     runtime.make_buffers(model)
     if config.optimizer_offload:
@@ -154,13 +157,18 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
         )
     for module in model.modules():
         _without_noise(module)
+    for param in model.parameters():
+        # Routers of some models have fp32 parameters; FSDP and engines take one dtype.
+        param.data = param.data.to(config.torch_model_dtype)
     check_widths(model, config.torch_param_dtype)
     if config.fp32_router:
         route_in_fp32(model)
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
     if config.activation_checkpointing == "layers":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Later releases of transformers 5 have a new name for it, and version 6 has no other.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     elif config.activation_checkpointing == "mlp":
         _compute_mlps_again(model)
     return model
@@ -343,11 +351,9 @@ def _shards(group: Any) -> list[Tensor]:
 
 
 def _keep_fp32_gradients(model: nn.Module) -> None:
-    """Leaves reduced gradients, and the sums of micro batches, in fp32."""
+    """Leave reduced gradients, and the sums of micro batches, in fp32."""
     for group in _groups(model):
         group._orig_dtype = torch.float32
-    for param in model.parameters():
-        param.grad_dtype = torch.float32
 
 
 def _groups(model: nn.Module) -> list[Any]:
