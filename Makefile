@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all set-up on a fresh machine; everything runs from .venv.
+# `make demo` and `make test` do all set-up on a fresh machine; everything runs from .venv, or one beside it.
 PY ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -6,13 +6,15 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-gap bench-score bench-optimizer bench-vllm bench-moe bench-moe-train bench-replay
 
-.PHONY: setup demo test test-all lint docs dist plans soak test-gpu $(BENCHES) clean
+.PHONY: setup demo test test-newest test-oldest test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
 # Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it. Where
 # the environment forbids it, each of a hundred processes would compile torch and sympy anew.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(BIN)/pip install -q --no-compile
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+PIP = $(BIN)/pip install -q --no-compile
+PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+EVERYTHING := -e '.[cuda,ray,models,plots,dev]'
+OTHERS = --no-deps --upgrade --target $(@D)/others trl verl torchtitan
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard memsaver/native/*.[ch])
 
 setup: $(READY)
@@ -29,9 +31,21 @@ setup: $(READY)
 # And what tests take.
 $(READY): .venv/.run
 	@echo "set-up: ray, pytest, hypothesis, ruff, mypy (about 100 MB, once)"
-	$(PIP) -c constraints.txt -e '.[cuda,ray,models,plots,dev]'
+	$(PIP) -c constraints.txt $(EVERYTHING)
 	@echo "set-up: sources of other trainers, whose contracts are checked (4 MB)"
-	$(PIP) --no-deps --upgrade --target .venv/others trl==1.16.0 verl==0.9.1 torchtitan==0.3.0
+	$(PIP) -c constraints.txt $(OTHERS)
+	touch $@
+
+# .venv-newest: the newest of everything, whatever pip's configuration caps. .venv-oldest: the oldest that pyproject.toml
+# allows. 6 GB each: torch for CUDA. To look for newer ones: rm -r .venv-newest
+.venv-%/.ready: BIN = $(@D)/bin
+.venv-%/.ready: export PIP_CONSTRAINT = $(CURDIR)/$(@D)/limits.txt
+.venv-%/.ready: $(SOURCES)
+	$(PY) -m venv $(@D)
+	test $* = newest || grep -oE '[a-z0-9-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | sed 's/\[.*\]//; s/>=/==/' > $(PIP_CONSTRAINT)
+	touch $(PIP_CONSTRAINT)
+	$(PIP) $(EVERYTHING)
+	$(PIP) $(OTHERS)
 	touch $@
 
 demo: .venv/.run
@@ -40,6 +54,10 @@ demo: .venv/.run
 
 # What guards a change, in random order: `-p randomly --randomly-seed=N` of a run's head repeats it. docs/testing.md
 test: setup
+test-newest: .venv-newest/.ready
+test-oldest: .venv-oldest/.ready
+test-newest test-oldest: BIN = $(@:test-%=.venv-%)/bin
+test test-newest test-oldest:
 	$(PYTEST) --ignore tests/packaging --ignore tests/plans
 
 # And the rest of what is worth keeping: whole matrices of cases, tests marked `extended`.
@@ -130,4 +148,4 @@ bench-vllm:
 	$(GPU) -m tests.benchmarks.bench_vllm --out $(OUT)
 
 clean:
-	rm -rf .venv build dist site *.egg-info memsaver/native/_shim*.so
+	rm -rf .venv .venv-* build dist site *.egg-info memsaver/native/_shim*.so

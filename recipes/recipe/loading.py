@@ -201,8 +201,13 @@ def _template() -> Any:
 
 def _typed(merged: DictConfig, source: str) -> Any:
     """The values as the schema's types, interpolations resolved."""
+    kinds = section_fields(Recipe).items()
+    sections = [name for name, kind in kinds if name in merged and dataclasses.is_dataclass(kind)]
     try:
-        typed = OmegaConf.merge(_template(), merged)
+        typed: Any = OmegaConf.merge(_template(), {name: {} for name in sections})
+        for name in sections:  # frozen, and omegaconf 2.3 puts no list or mapping into such a one
+            OmegaConf.set_readonly(typed[name], False)
+        typed = OmegaConf.merge(typed, merged)
         missing = sorted(OmegaConf.missing_keys(typed))
         values = OmegaConf.to_container(typed, resolve=True)
     except OmegaConfBaseException as error:

@@ -289,19 +289,20 @@ def convert(gguf: Path, target: Path, log: Log = print) -> None:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
         import gguf as _  # noqa: F401
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         remedy = "run: pip install 'memsaver[models]'"
         raise RunError("convert", one_line(error), remedy) from None
     log(f"converting {gguf.name} to bfloat16 (about 15 s)")
+    options = {}
+    if hasattr(transformers, "GgufConfig"):  # without it, transformers always dequantizes
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     # The GGUF reader draws its own progress bar.
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent,
-                gguf_file=gguf.name,
-                dtype=torch.bfloat16,
-                quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
+                gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         except (ValueError, OSError, KeyError) as error:

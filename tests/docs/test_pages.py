@@ -141,3 +141,10 @@ def test_public_names_are_in_the_reference(package: str) -> None:
         assert hasattr(importlib.import_module(module), name) or importlib.import_module(entry), (
             entry
         )
+
+
+def test_the_page_of_versions_states_the_lower_bounds_of_the_project() -> None:
+    stated = re.findall(r'"([a-z]+)(?:\[\w+\])?>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    page = (ROOT / "docs/versions.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) and later \|", page, re.M)
+    assert len(rows) == 6 and {(name.lower(), bound) for name, bound in rows} <= {*stated}

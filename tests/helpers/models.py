@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -34,6 +35,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 QWEN3_NEXT = partial(
     Qwen3NextConfig,

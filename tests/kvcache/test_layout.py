@@ -128,10 +128,11 @@ def states_of(config: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Non
     cache = model(torch.tensor([[1, 2, 3, 4, 5, 6]]), use_cache=True).past_key_values
     found: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
     for layer in cache.layers:
-        states = getattr(layer, "conv_states", None)
-        found.append(
-            states and (tuple(states[0].shape[1:]), tuple(layer.recurrent_states[0].shape[1:]))
-        )
+        kinds = ("conv_states", "recurrent_states")
+        states = [getattr(layer, kind) for kind in kinds if hasattr(layer, kind)]
+        # transformers has a tensor, later releases a dict of them
+        first = [each if isinstance(each, torch.Tensor) else each[0] for each in states]
+        found.append((tuple(first[0].shape[1:]), tuple(first[1].shape[1:])) if first else None)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import some
-from tests.helpers.models import DEEPSEEK_MOE, MLA, greedy, save_tiny
+from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE, greedy, save_tiny
 from tests.helpers.rollout.answers import LLAMA3, YARN, check, ids, random_prompts
 from tests.helpers.rollout.poison import check_idle, poison
 from tests.helpers.rollout.saved import Saved
@@ -178,6 +178,9 @@ def test_equals_transformers(
     """Prompts of 1 to 500 tokens in one mixed batch; those past 48 tokens are prefilled in chunks
     beside decoding.
     """
+    alone = overrides.get("layer_types") == [FULL, FULL]
+    if RELEASE < (5, 13) and (alone or (kind == V2 and "topk_method" in overrides)):
+        pytest.skip("transformers itself fails")
     path, model = saved(kind, **(MLA if kind in (V2, V3) else {}) | overrides)
     engine = Engine.from_pretrained(
         path,
@@ -195,7 +198,7 @@ def test_equals_transformers(
     for (each,) in out:
         assert (each.finish_reason, each.score) == ("length", None)
         assert each.weight_versions == [0] * GREEDY.max_tokens
-    linear = kind == NEXT and overrides.get("layer_types") != [FULL, FULL]
+    linear = kind == NEXT and not alone
     assert (
         (engine.graphs is not None) == engine.runner.capturable == (device != "cpu" and not linear)
     )

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from rollout import Engine, SamplingParams
 from rollout.model import Routing
-from tests.helpers.models import DEEPSEEK_MOE, MLA
+from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
 from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import arrives, bits
@@ -60,7 +60,8 @@ def test_a_mixture_learns_as_by_transformers(
         micro_batch_size=64,
         **STABLE,
     )
-    assert trainer.model.get_experts_implementation()[""] == NAME
+    if RELEASE >= (5, 14):
+        assert trainer.model.get_experts_implementation()[""] == NAME
     for step in range(2):
         batch = make_batch(7, seed=step)
         expected = plain_step(model, optimizer, batch, 1.0, balance_loss(model, batch))

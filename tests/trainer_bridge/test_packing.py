@@ -233,7 +233,7 @@ KNOWN: list[tuple[str, dict[str, Any], bool]] = [
     ("gpt_oss", {"num_local_experts": 4, "layer_types": ["full_attention"] * 4}, False),
     ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 48}, False),  # chunks
     ("qwen3_next", {"num_experts": 0}, False),  # recurrent
-    ("lfm2", {}, False),  # convolutions
+    ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, False),
     ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 2}, False),  # beside attention
     ("diffllama", {}, False),  # two attentions a layer
     ("stablelm", {}, False),  # passes nothing on to its attention

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout import Engine, SamplingParams
-from tests.helpers.models import DEEPSEEK_MOE, MLA
+from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.rollout.answers import GAP
 from tests.helpers.routers import forced
 from tests.helpers.trainer_bridge.models import (
@@ -109,6 +109,10 @@ def test_scores_and_gradients_are_those_of_routers_that_choose_so(
         micro_batch_size=3,
         **STABLE,
     )
+    if family.startswith("deepseek") and RELEASE < (5, 13):  # its routers return logits only
+        with pytest.raises(ValueError, match="routed_experts"):
+            trainer.compute_log_prob(batch)
+        return
     with forced(model, told(batch)), torch.no_grad():
         exact = reference_logprobs(model, batch)
     assert_scores(trainer.compute_log_prob(batch), exact)

@@ -120,7 +120,12 @@ def expert_routers(model: nn.Module) -> list[nn.Module]:
     return [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
 
 
-def _follow(routing: Routing, chosen: Tensor, _module: Any, _inputs: Any, own: Routed) -> Routed:
+def _follow(routing: Routing, chosen: Tensor, module: Any, _inputs: Any, own: Routed) -> Routed:
+    if isinstance(own, Tensor):
+        name = type(module).__name__
+        raise ValueError(
+            f"routed_experts: {name} tells no experts; install transformers>=5.13 to replay them"
+        )
     logits, weights, ids = own
     ids = torch.where(chosen < 0, ids, chosen.to(ids.dtype))
     return logits, routing.weigh(logits, ids).to(weights.dtype), ids

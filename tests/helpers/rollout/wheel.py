@@ -6,13 +6,12 @@ import ast
 import importlib.util
 import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
-from tests.helpers.docs.pages import ROOT
-
-BROUGHT = ROOT / ".venv" / "others"
-"""Where `make setup` puts what is read only. Last on a path: a wheel there has folders `tests` and
+BROUGHT = Path(sys.prefix) / "others"
+"""Where set-up puts what is read only. Last on a path: a wheel there has folders `tests` and
 `scripts`.
 """
 
