@@ -383,7 +383,7 @@ def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
     arena = HostArena(pinned)
     monkeypatch.setattr(pinned, "pin", pin)
     with pytest.raises(
-        HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY.*content='discard'; nothing was changed"
+        HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY.*content='disk'; nothing was changed"
     ):
         arena.take(96 * MIB)
     assert not pinned.ranges and arena.committed_bytes == 0
