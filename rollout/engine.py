@@ -91,7 +91,7 @@ class Engine(EngineBase):
         split = self._ranks.rank, self._ranks.size, config.expert_parallel
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
-        if saver.device.type == "cuda":
+        if saver.device.type == "cuda" and dtype != torch.float32:
             self._probe_products(groups)
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks

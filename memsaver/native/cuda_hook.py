@@ -39,6 +39,8 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
     """This thread's torch CUDA allocations go to ``slot`` through a pool of their own, until any
     thread leaves.
     """
+    if not _in_use and _most_is_cached(device):
+        empty_cache(device)  # once a pool is in use, torch before 2.13 keeps its cache
     # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
     with torch.cuda.device(device):
         torch.cuda.current_blas_handle()
@@ -112,8 +114,6 @@ def _mine() -> list[_Regions]:
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
     """Dead blocks of ended regions are freed first: a region of every step finds them again."""
     regions = _open.__dict__.setdefault(str(device), _Regions(device.index))
-    if not _in_use and _most_is_cached(device):
-        empty_cache(device)  # once the pool is in use, torch before 2.13 keeps its cache
     with contextlib.ExitStack() as undo:
         pool = _new_open_pool(slot, device)
         undo.callback(regions.serve)

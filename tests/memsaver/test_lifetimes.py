@@ -409,11 +409,11 @@ def test_a_saver_collected_by_the_thread_that_copies_for_it_is_given_back_after_
         backend = owner.saver.backend
         feed = backend.feed
 
-        def collecting(*args: Any) -> None:
+        def collecting(*args: Any, **named: Any) -> None:
             assert go.wait(20)
             gc.collect()
             copied.append(backend.committed_bytes)
-            feed(*args)
+            feed(*args, **named)
 
         monkeypatch.setattr(backend, "feed", collecting)
         owner.saver.save("params", 1)

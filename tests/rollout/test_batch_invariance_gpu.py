@@ -180,4 +180,4 @@ def test_rows_of_a_product_are_the_same_for_every_number_of_rows(
     # the rest of a bit off; then comes the rounding to bf16.
     exact = x.double() @ weight.double().t()
     error = (whole.double() - exact).abs().max() / exact.abs().mean()
-    assert error < 5 * (inner / 16 * 2**-23 + (0 if wide else 2**-9))
+    assert error < 5 * (inner / 16 * 2**-23 + (0 if wide else 2**-8))
