@@ -12,6 +12,33 @@ from rollout.model.layer_kv import DoubleSparsity
 from rollout.serving.tiered_blocks import KVTiers
 
 
+def why_one_size(
+    pages_tell_all: bool, tensor_parallel_size: int, tiers: bool, double_sparsity: bool = False
+) -> str | None:
+    """Return why a KV pool cannot grow while the engine generates; None if it can.
+
+    Args:
+        pages_tell_all: Whether every layer has full or latent attention (`KVLayout`).
+        tensor_parallel_size: Ranks of the engine.
+        tiers: Whether the engine has host tiers.
+        double_sparsity: Whether it decodes over the heaviest tokens only.
+    """
+    reasons = {
+        f"tensor_parallel_size={tensor_parallel_size}: ranks must decide alike": (
+            tensor_parallel_size > 1
+        ),
+        "cached pages go to host tiers": tiers,
+        "double sparsity labels every token": double_sparsity,
+        "the model has sliding windows or linear layers": not pages_tell_all,
+    }
+    return next((why for why, applies in reasons.items() if applies), None)
+
+
+def first_tokens(max_context_len: int, kv_tokens: int, page_size: int) -> int:
+    """Return the tokens of a growing pool after `wake_up(partly=True)`: one longest sample."""
+    return round_up(min(max_context_len, kv_tokens), page_size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Sizes and policy of one engine.
@@ -38,9 +65,8 @@ class EngineConfig:
     takes a slot as a running sample does, and 0 turns the cache off there.
     elastic: `wake_up(partly=True)` begins with a pool for one sample of max_context_len, which
     takes more between steps as others leave the device, up to what the unfinished samples can use
-    and kv_tokens, and after `wind_down()` gives it back as they end; only with full or latent
-    attention in every layer, without double sparsity, tiers and tensor parallelism, and otherwise
-    off whatever it says.
+    and kv_tokens, and after `wind_down()` gives it back as they end; only where `why_one_size` has
+    nothing against it. Elsewhere the pool wakes whole, and the log says why.
     return_routed_experts: answers come with the experts of each layer that their tokens went to
     (`Completion.routed_experts`); for mixtures of experts.
     fp32_router: routers multiply in fp32, and weigh experts by fp32, whatever the model's dtype.

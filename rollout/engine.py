@@ -369,7 +369,8 @@ class Engine(EngineBase):
 
         An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the
         same. partly: an `elastic` pool may begin with little, and grow while the engine generates,
-        to what its requests can use at once.
+        to what its requests can use at once. A pool that cannot grow wakes whole, as without it:
+        see `why_one_size`.
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
         if self.cache.elastic is not None:

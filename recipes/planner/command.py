@@ -20,12 +20,17 @@ from rich.text import Text
 from memsaver.common.machine import replace_text
 from memsaver.errors import format_bytes
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
-from recipes.planner.plan import Plan, Switch, placed, plan_switch
+from recipes.planner.plan import Plan, Switch, placed, plan_switch, remedied
 from recipes.planner.sizes import GIB
 from recipes.recipe import CycleSection, Recipe
 from recipes.recipe.loading import find_recipe, load
 from recipes.setup.models import describe_random_model, toy_tokenizer
-from recipes.setup.preparation import described_model, prompt_lengths, with_alias_decided
+from recipes.setup.preparation import (
+    check_lora,
+    described_model,
+    prompt_lengths,
+    with_alias_decided,
+)
 from recipes.tasks import make_task
 from recipes.watch.run_folder import RunFolder
 
@@ -66,28 +71,31 @@ def plan_of(
     prompt: int | None = None,
     outside: int | None = None,
 ) -> Plan:
-    """The plan of a recipe, with its own model and longest prompt.
+    """The plan of a recipe, with its own model and longest prompt, and remedies that were tried.
 
     A model that is not on this machine yet has the shape that the recipe names beside it, and
     prompts are guessed. outside: as of `make_plan`.
     """
     recipe, card = placed(recipe, gpu)
-    fields: dict[str, Any]
-    try:
-        task = make_task(recipe.task, recipe.eval.also_digits)
-        with described_model(recipe, task) as (directory, tokenizer):
-            fields = json.loads((directory / "config.json").read_text())
+    with contextlib.ExitStack() as stack:
+        try:
+            task = make_task(recipe.task, recipe.eval.also_digits)
+            directory, tokenizer = stack.enter_context(described_model(recipe, task))
             prompt = prompt or max(prompt_lengths(recipe, task, tokenizer).values())
+        except RecipeError:
+            if recipe.model.path is None or recipe.model.shape is None:
+                raise
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            describe_random_model(recipe.model.random_fields(), toy_tokenizer([]), directory)
+        fields = json.loads((directory / "config.json").read_text())
+        how: dict[str, Any] = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
+
+        def planned(recipe: Recipe) -> Plan:
+            check_lora(recipe.lora, directory)
             recipe = with_alias_decided(recipe, directory)
-    except RecipeError:
-        if recipe.model.path is None or recipe.model.shape is None:
-            raise
-        fields = recipe.model.random_fields()
-        with tempfile.TemporaryDirectory() as folder:
-            describe_random_model(fields, toy_tokenizer([]), Path(folder))
-            recipe = with_alias_decided(recipe, Path(folder))
-    how: dict[str, Any] = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
-    return plan_switch(recipe, name, gpu=card, fields=fields, **how)
+            return plan_switch(recipe, name, gpu=card, fields=fields, **how)
+
+        return remedied(planned(recipe), recipe, planned)
 
 
 def unplanned(cycle: CycleSection, *lines: str) -> Switch:
@@ -96,16 +104,24 @@ def unplanned(cycle: CycleSection, *lines: str) -> Switch:
     return Switch(cycle.named, overlap, cycle.hand_over == "always", 0.0, lines)
 
 
-@contextlib.contextmanager
-def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Callable[[], Switch]]:
-    """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch.
+PATIENCE = 300.0  # seconds that a run waits for its plan: some ten times what the largest take
 
-    total: bytes of its GPU. cycle: of the recipe, with alias decided. plan.json stays in the
-    folder; without a plan nothing is decided by auto, and the line says why.
+
+@contextlib.contextmanager
+def plan_beside(
+    run_dir: Path, total: int, cycle: CycleSection, patience: float = PATIENCE
+) -> Iterator[Callable[[], Switch]]:
+    """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch,
+    whose lines say what does not fit.
+
+    total: bytes of its GPU. cycle: of the recipe, with alias decided. patience: seconds to wait for
+    the plan. plan.json stays in the folder; without a plan nothing is decided by auto, and the line
+    says why.
     """
     words = [str(run_dir / "recipe.yaml"), f"cycle.alias={cycle.alias}", "--gpu", str(total)]
+    # -P: a folder `recipes` where the run was started is not ours
     process = subprocess.Popen(
-        [sys.executable, "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
+        [sys.executable, "-P", "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -113,12 +129,18 @@ def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Call
     )
 
     def decided() -> Switch:
-        said = process.communicate()[1].strip().splitlines()
-        if process.returncode not in (0, DOES_NOT_FIT):
+        try:
+            said = process.communicate(timeout=patience)[1].strip().splitlines()
             why = said[-1] if said else f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            why = f"it took more than {patience:g} s"
+        if process.returncode not in (0, DOES_NOT_FIT):
             stays = ", ".join(cycle.named) or "nothing"
             return unplanned(cycle, f"cycle: {stays} stays, there is no plan: {why}")
-        return Switch(**json.loads((run_dir / "plan.json").read_text())["switch"])
+        plan = json.loads((run_dir / "plan.json").read_text())
+        switch = Switch(**plan["switch"])
+        return switch._replace(lines=[*switch.lines, *map(unfit, plan["needs"])])
 
     with process:
         try:
@@ -127,13 +149,22 @@ def plan_beside(run_dir: Path, total: int, cycle: CycleSection) -> Iterator[Call
             process.kill()
 
 
+def unfit(need: str) -> str:
+    """Return the line that says so."""
+    return f"does not fit: {need}"
+
+
 _WIDTH = 132  # of a table that goes to no terminal
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """One row a stage, then what holds of the whole."""
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(_table(plan))
+    table = _table(plan)
+    if _width_of(table) > console.width:
+        table = _table(plan, narrow=True)
+    table.width = _width_of(table)  # a terminal that is too narrow wraps it, and no number is cut
+    console.print(table, crop=False)
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
     room = "" if plan.host_room is None else f", of {format_bytes(int(plan.host_room))} it may be"
@@ -145,7 +176,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     for note in plan.notes:
         console.print(f"note: {note}", style="dim", highlight=False)
     for need in plan.needs:
-        console.print(Text(f"does not fit: {need}", style="bold red"))
+        console.print(Text(unfit(need), style="bold red"))
     if plan.fits:
         peak = plan.peak
         left = format_bytes(plan.gpu.total - peak.device_bytes)
@@ -154,22 +185,31 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         )
 
 
-def _table(plan: Plan) -> Table:
-    """A column a tag; torch's own of all processes together."""
+def _width_of(table: Table) -> int:
+    return Console(width=1000).measure(table).maximum
+
+
+def _table(plan: Plan, narrow: bool = False) -> Table:
+    """A column a tag; torch's own of all processes together. narrow: headings in several lines, and
+    no bars.
+    """
     table = Table(
         title=f"{plan.name}: GiB of the fullest GPU", title_justify="left", box=None, pad_edge=False
     )
     parts = _parts(plan)
     table.add_column("stage", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    if not narrow:
+        table.add_column("", no_wrap=True)
     for name in ("GPU", *parts, "host"):
-        table.add_column(name, justify="right", no_wrap=True)
+        heading = name.replace("_", "\n") if narrow else name
+        table.add_column(heading, justify="right", no_wrap=True)
     for place, stage in enumerate(plan.stages):
         over = stage.device_bytes > plan.room
         colour = "red" if over else "cyan"
+        bar = Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=colour)
         table.add_row(
             stage.stage,
-            Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=colour),
+            *([] if narrow else [bar]),
             Text(f"{stage.device_bytes / GIB:.2f}", style="bold red" if over else "bold"),
             *(f"{values[place]:.2f}" if values[place] else "-" for values in parts.values()),
             f"{stage.host / GIB:.2f}" if stage.host else "-",

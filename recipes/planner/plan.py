@@ -2,12 +2,13 @@
 `plan_switch` decides what stays on the device over the switch: the cheapest choice that fits.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
 from memsaver.common.machine import RAY_KEEPS
@@ -18,14 +19,19 @@ from recipes.planner.dry_run import dry_run
 from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
 from recipes.planner.tracing import PAGE
 from recipes.recipe import SAVED, FieldError, Recipe, switching
+from recipes.recipe.rules import shown
 from recipes.setup.models import meta_model
-from recipes.setup.preparation import pool_grows
-from trainer_bridge.tags import ADAPTERS, MODELS, PARAMS, TRAINED
+from recipes.setup.preparation import check_context, pool_fault, request_tokens
+from rollout.types import KV_CACHE, WEIGHTS
+from trainer_bridge.tags import ADAPTERS, CRITIC_OPTIM, MODELS, OPTIM, PARAMS, TRAINED
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
 PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
 # Of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment.
 _SPARE = 256 * MIB
+_WORTH = 0.01  # of a shortage: what is less is no remedy
+_SAID = 3  # ways out of a shortage, at most
+_LARGER = "take more or larger GPUs (--gpu)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +71,27 @@ class Switch(NamedTuple):
     lines: Sequence[str]
 
 
+Change = tuple[str, Any]
+"""A key and its new value."""
+
+
+class Shortage(NamedTuple):
+    """Bytes, or a request's tokens, that are missing. text: where, and how many. remedy: what to
+    change; ways: what else may help (`remedied`).
+    """
+
+    missing: int
+    text: str
+    remedy: str
+    ways: Sequence[Change] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
     processes; host_room: the most that they may take there, None: not known. kv_tokens: of one
-    engine rank's pool; most_kv_tokens: so many would still fit at every stage. notes: what was
+    engine rank's pool, of token_bytes each; most_kv_tokens: so many would still fit at every stage.
+    grows: whether the pool may begin small. shortages: by kind (`remedied`). notes: what was
     assumed. handed_over: bytes of a step that go to the other side, where the recipe wants that.
     outside: bytes of a hosted engine and of contexts that are on no tag, as "assumed" and
     as "measured"; None: native.
@@ -82,8 +104,10 @@ class Plan:
     host_bytes: int
     kv_tokens: int
     most_kv_tokens: int
-    needs: tuple[str, ...]
     notes: tuple[str, ...]
+    shortages: Mapping[str, Shortage] = dataclasses.field(default_factory=dict)
+    token_bytes: int = 0
+    grows: bool = False
     handed_over: int = 0
     switch: Switch | None = None
     host_room: float | None = None
@@ -91,11 +115,16 @@ class Plan:
 
     @property
     def peak(self) -> StagePlan:
-        return max(self.stages, key=lambda stage: stage.device_bytes)
+        return _fullest(self.stages)
 
     @property
     def fits(self) -> bool:
-        return not self.needs
+        return not self.shortages
+
+    @property
+    def needs(self) -> list[str]:
+        """Say what does not fit, and what to change: a line each."""
+        return [f"{each.text}; {each.remedy}" for each in self.shortages.values()]
 
     @property
     def room(self) -> int:
@@ -104,7 +133,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """For plan.json. device_bytes are without contexts, used_bytes with them."""
-        names = ("devices", "fits", "kv_tokens", "most_kv_tokens", "outside")
+        names = ("devices", "fits", "needs", "kv_tokens", "most_kv_tokens", "outside")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
         stages = [stage.as_json() for stage in self.stages]
@@ -140,6 +169,8 @@ def make_plan(
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
         notes.append(f"prompts are taken to have {prompt_tokens} tokens")
+    context = getattr(meta_model(model).config, "max_position_embeddings", None)
+    check_context(recipe, prompt_tokens, context)
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
     given: dict[str, Any] = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
     room = card.total - card.contexts
@@ -166,13 +197,14 @@ def make_plan(
         host_bytes=host,
         kv_tokens=kv_tokens,
         most_kv_tokens=most,
-        needs=(),
+        token_bytes=per_token,
+        grows=sizes.grows,
         notes=tuple(notes),
         handed_over=run.handed_over,
         host_room=_host_room(recipe, per_machine),
         outside=found,
     )
-    return dataclasses.replace(plan, needs=tuple(_needs(plan, recipe)))
+    return dataclasses.replace(plan, shortages=_shortages(plan, recipe, prompt_tokens))
 
 
 def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]:
@@ -226,66 +258,132 @@ def _most_tokens(
     return max(0, tokens + math.floor(left / per_token / page) * page)
 
 
-def _needs(plan: Plan, recipe: Recipe) -> list[str]:
-    """Says what to change, a line for each kind of stage that does not fit; none where all do."""
+def _shortages(plan: Plan, recipe: Recipe, prompt_tokens: int) -> dict[str, Shortage]:
+    """Return what does not fit, by kind: the stages with a KV pool, the others, the host, and the
+    longest request.
+    """
+    found = {}
     short = [stage for stage in plan.stages if stage.device_bytes > plan.room]
-    with_kv = [stage for stage in short if stage.tags.get("kv_cache")]
-    others = [stage for stage in short if not stage.tags.get("kv_cache")]
-    found = []
-    for stages, remedy in ((with_kv, _less_kv(plan, recipe)), (others, _less_training(recipe))):
-        if stages:
-            worst = max(stages, key=lambda stage: stage.device_bytes)
-            missing = (worst.device_bytes - plan.room) / GIB
-            found.append(
-                f"{worst.stage} is short of {missing:.1f} GiB on each {plan.gpu.name}; {remedy}"
-            )
+    for kind, with_kv in (("engine", True), ("trainer", False)):
+        if stages := [stage for stage in short if bool(stage.tags.get(KV_CACHE)) == with_kv]:
+            # the engine is fullest when it answers, the trainer when it learns
+            worst = _fullest(stages[::-1] if with_kv else stages)
+            missing = worst.device_bytes - plan.room
+            text = f"{worst.stage} is short of {missing / GIB:.1f} GiB on each {plan.gpu.name}"
+            found[kind] = Shortage(missing, text, _LARGER, _ways(plan, recipe, worst, missing))
     if plan.host_room is not None and plan.host_bytes > plan.host_room:
-        missing = (plan.host_bytes - plan.host_room) / GIB
+        missing = plan.host_bytes - math.floor(plan.host_room)
         machine = f"a machine of {recipe.cluster.host_gib:g} GiB"
-        found.append(f"the host is short of {missing:.1f} GiB on {machine}; {_less_host(recipe)}")
-    page = recipe.engine.page_size
-    longest = recipe.sampling.max_tokens + page
-    if not found and plan.kv_tokens < longest:
-        text = f"holds no answer of {recipe.sampling.max_tokens}; {_less_kv(plan, recipe)}"
-        found.append(f"the KV pool of {plan.kv_tokens} tokens {text}")
+        text = f"the host is short of {missing / GIB:.1f} GiB on {machine}"
+        machines = "take machines with more memory (cluster.host_gib)"
+        found["host"] = Shortage(missing, text, machines, _ways_of_host(recipe))
+    if fault := pool_fault(recipe, prompt_tokens, plan.kv_tokens):
+        need, (text, remedy) = request_tokens(recipe, prompt_tokens), fault
+        remedy = remedy if need <= plan.most_kv_tokens else _LARGER
+        found["request"] = Shortage(need - plan.kv_tokens, text, remedy)
     return found
 
 
-def _less_host(recipe: Recipe) -> str:
-    ways = []
-    if recipe.cycle.keep != "auto" and "params" not in recipe.cycle.keep:
-        ways.append("set cycle.keep=[params]")
-    if recipe.trainer.optimizer_offload:
-        ways.append("set trainer.optimizer_offload=false")
-    if recipe.engine.host_to_device_ratio:
-        ways.append("set engine.host_to_device_ratio=0")
-    return ", or ".join([*ways, "take machines with more memory (cluster.host_gib)"])
+def _ways(plan: Plan, recipe: Recipe, stage: StagePlan, missing: int) -> list[Change]:
+    """Return changes of what the stage holds; of what is next to nothing there none. Last are those
+    that change what is learned.
+    """
+    cycle, trainer, answer = recipe.cycle, recipe.trainer, recipe.sampling.max_tokens
+    held = Counter({**stage.tags, "torch": stage.torch.get("trainer", 0)})  # 0 of other tags
+    of_a_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
+    batch = min(trainer.micro_batch_size, math.ceil(of_a_step / recipe.cluster.size))
+    # of which so many would fit if they were all that torch holds
+    fitting = max(1, int(batch * (1 - missing / max(held["torch"], missing))))
+    ranks = recipe.engine.tensor_parallel_size
+    moments = (OPTIM, CRITIC_OPTIM)
+    ways: list[tuple[Collection[str], str, Any]] = [
+        ([KV_CACHE], *_less_kv(plan, recipe)),
+        (cycle.named, "cycle.keep", []),
+        ([] if cycle.overlap == "auto" else cycle.overlap, "cycle.overlap", []),
+        (["torch"], "trainer.micro_batch_size", min(batch // 2, 1 << fitting.bit_length() - 1)),
+        (["torch"], "trainer.activation_checkpointing", "layers"),
+        ([OPTIM], "trainer.optimizer_offload", True),
+        ([WEIGHTS], "engine.tensor_parallel_size", 2 * ranks),
+        (["torch"], "sampling.max_tokens", answer // 2),
+        (moments, "lora.rank", recipe.lora.rank or 32),
+    ]
+    worth = _WORTH * missing
+    return [(key, new) for tags, key, new in ways if sum(map(held.__getitem__, tags)) > worth]
 
 
-def _less_kv(plan: Plan, recipe: Recipe) -> str:
-    if plan.most_kv_tokens < recipe.sampling.max_tokens:
-        return "set engine.tensor_parallel_size higher, or take more or larger GPUs"
-    if recipe.engine.mem_fraction_static is None:
-        return f"set engine.kv_tokens={plan.most_kv_tokens}"
-    over = (plan.kv_tokens - plan.most_kv_tokens) / max(plan.kv_tokens, 1)
-    kv = max(stage.tags.get("kv_cache", 0) for stage in plan.stages)
-    fraction = recipe.engine.mem_fraction_static - over * kv / plan.gpu.total
-    return f"set engine.mem_fraction_static={math.floor(fraction * 100) / 100}"
+def _ways_of_host(recipe: Recipe) -> list[Change]:
+    ways: list[Change] = [("trainer.optimizer_offload", False)]
+    ways += [("engine.host_to_device_ratio", 0.0), ("engine.sleep_level", 2)]
+    return ways if recipe.cycle.keep == "auto" else [("cycle.keep", [PARAMS]), *ways]
 
 
-def _less_training(recipe: Recipe) -> str:
-    ways = []
-    if recipe.cycle.named:
-        ways.append("set cycle.keep=[]")
-    if recipe.trainer.micro_batch_size > 1:
-        ways.append(f"set trainer.micro_batch_size={recipe.trainer.micro_batch_size // 2}")
-    if recipe.trainer.activation_checkpointing != "layers":
-        ways.append("set trainer.activation_checkpointing=layers")
-    if not recipe.lora.rank:
-        if not recipe.trainer.optimizer_offload:
-            ways.append("set trainer.optimizer_offload=true")
-        ways.append("set lora.rank=32")
-    return ", or ".join([*ways, "take more or larger GPUs (--gpu)"])
+def _less_kv(plan: Plan, recipe: Recipe) -> Change:
+    most, fraction = plan.most_kv_tokens, recipe.engine.mem_fraction_static
+    if fraction is None:
+        return "engine.kv_tokens", most
+    fraction += (most - plan.kv_tokens) * plan.token_bytes / plan.gpu.total
+    return "engine.mem_fraction_static", math.floor(fraction * 100) / 100
+
+
+def remedied(plan: Plan, recipe: Recipe, replan: Callable[[Recipe], Plan]) -> Plan:
+    """Return the plan with the first ways that help in the remedies of its shortages.
+
+    Each way is planned, which takes seconds: it leaves less missing there, and nowhere more.
+
+    Args:
+        recipe: As asked for, its switch perhaps undecided.
+        replan: Plans a changed recipe; a ValueError refuses it.
+    """
+    tried: dict[str, Mapping[str, Shortage]] = {}
+
+    def missing(shortages: Mapping[str, Shortage], kind: str) -> int:
+        return shortages[kind].missing if kind in shortages else 0
+
+    def helps(kind: str, change: Change) -> bool:
+        text = _set(change)
+        if text not in tried:
+            tried[text] = plan.shortages
+            with contextlib.suppress(ValueError):  # of a recipe that cannot be
+                changed = _changed(recipe, *change)
+                if changed != recipe:
+                    tried[text] = replan(_with_switch(changed, plan.switch)).shortages
+        left = tried[text]
+        worse = any(missing(left, name) > missing(plan.shortages, name) for name in left)
+        return not worse and missing(left, kind) < missing(plan.shortages, kind)
+
+    found = {}
+    for kind, shortage in plan.shortages.items():
+        ways = islice((_set(change) for change in shortage.ways if helps(kind, change)), _SAID)
+        found[kind] = shortage._replace(remedy=", or ".join([*ways, shortage.remedy]))
+    return dataclasses.replace(plan, shortages=found)
+
+
+def _set(change: Change) -> str:
+    key, value = change
+    return f"set {key}={shown(value)}"
+
+
+def _changed(recipe: Recipe, key: str, value: Any) -> Recipe:
+    section, _, name = key.partition(".")
+    inside = dataclasses.replace(getattr(recipe, section), **{name: value})
+    return dataclasses.replace(recipe, **{section: inside})
+
+
+def _with_switch(recipe: Recipe, switch: Switch | None) -> Recipe:
+    """Return the recipe with what auto decided before it was changed."""
+    assert switch is not None
+    decided = {"keep": switch.keep, "overlap": switch.overlap}
+    absent = recipe.absent_tags()
+    for name, tags in decided.items():
+        if getattr(recipe.cycle, name) == "auto":
+            there = [tag for tag in tags if tag not in absent]
+            recipe = _changed(recipe, f"cycle.{name}", there)
+    return recipe
+
+
+def _fullest(stages: Sequence[StagePlan]) -> StagePlan:
+    """Return the fullest stage, of several the last."""
+    return max(reversed(stages), key=lambda stage: stage.device_bytes)
 
 
 _ERROR = 0.03  # of the GPU: how far a plan may be off
@@ -311,15 +409,18 @@ def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> Plan:
     keep = decide(parked, recipe) if wish.keep == "auto" else wish.keep
     beside = [] if hand_over == "always" else wish.overlap
     if beside == "auto":
-        fields = how.get("fields") or recipe.model.random_fields()
-        grows = pool_grows(recipe, meta_model(fields).config)
-        beside = [tag for tag in _leaving(parked, keep) if tag in TRAINED] if grows else []
-    if beside and parked.fits:  # an engine makes its pool whole, whatever it grows to later
+        beside = [tag for tag in _leaving(parked, keep) if tag in TRAINED] if parked.grows else []
+    if beside and (parked.fits or wish.overlap == beside):
         at_once = make_plan(switching(recipe, keep, beside), name, **how)
         if wish.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
-            switch = describe(parked, recipe, keep, beside)
-            most = parked.most_kv_tokens
-            return dataclasses.replace(at_once, switch=switch, most_kv_tokens=most)
+            # an engine makes its pool whole, whatever it grows to later
+            whole = {kind: each for kind, each in parked.shortages.items() if kind == "engine"}
+            return dataclasses.replace(
+                at_once,
+                switch=describe(parked, recipe, keep, beside),
+                most_kv_tokens=parked.most_kv_tokens,
+                shortages=whole | dict(at_once.shortages),
+            )
     plan = make_plan(switching(recipe, keep, hand_over=may), name, **how) if keep else parked
     switch = describe(parked, recipe, keep, handed_over=plan.handed_over)
     return dataclasses.replace(plan, switch=switch)

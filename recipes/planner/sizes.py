@@ -12,16 +12,19 @@ from kvcache import KVLayout
 from memsaver.common.layout import round_up
 from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
-from recipes.planner.tracing import LEAST, PAGE, EngineSizes
+from recipes.planner.tracing import PAGE, PIECE, EngineSizes
 from recipes.recipe import GPUS, Recipe
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import (
+    check_overlap,
     demanded_tokens,
+    pool_grows,
     rank_kept,
     rank_weights,
     state_bytes,
     tokens_in_share,
 )
+from rollout.config import first_tokens
 from rollout.model import ModelConfig, load_model_config, rank_groups
 
 GIB = 1 << 30
@@ -94,6 +97,7 @@ def engine_sizes(
         experts = recipe.engine.expert_parallel
         widths = max((mlp.widths(hidden, size, experts) for mlp in known.mlps), key=sum)
     kept = rank_kept(recipe, model.config, dtype)
+    check_overlap(recipe, kept)
     states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
     if tokens is None:
         tokens = demanded_tokens(recipe, prompt_tokens)
@@ -115,7 +119,8 @@ def engine_sizes(
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
         kv_cache=kv_cache,
-        wanted=_wanted(recipe, kept.bytes_per_token, prompt_tokens),
+        grows=pool_grows(recipe, kept),
+        **_growing(recipe, kept, tokens, prompt_tokens),
         cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if graphs else 0,
         idle=idle,
         generating=idle + gpu.workspace + round_up(step, PAGE),
@@ -123,11 +128,15 @@ def engine_sizes(
     return sizes, tokens, kept.bytes_per_token
 
 
-def _wanted(recipe: Recipe, token_bytes: int, prompt_tokens: int) -> int:
-    """Bytes that a pool grows to: a page more for each request, in whole pieces."""
-    spare = recipe.engine.max_running * recipe.engine.page_size
-    tokens = demanded_tokens(recipe, prompt_tokens) + spare
-    return round_up(tokens * token_bytes, LEAST)
+def _growing(recipe: Recipe, kept: KVLayout, tokens: int, prompt_tokens: int) -> dict[str, int]:
+    """Return what a pool that grows begins with and grows to: as the engine does (`first_tokens`,
+    and padding), and a page more for each request; in whole pieces.
+    """
+    page, running = recipe.engine.page_size, recipe.engine.max_running
+    first = first_tokens(prompt_tokens + recipe.sampling.max_tokens, tokens, page) + page
+    wanted = demanded_tokens(recipe, prompt_tokens) + running * page
+    sizes = {"least": first, "wanted": wanted}
+    return {name: round_up(held * kept.bytes_per_token, PIECE) for name, held in sizes.items()}
 
 
 def _known(model: Any) -> ModelConfig | None:

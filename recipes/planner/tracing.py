@@ -338,18 +338,21 @@ def register_attention() -> None:
 
 HandedOver = tuple[tuple[str, ...], str]
 """Tags of one side that leave, and the tag of the other that takes their memory."""
-LEAST = 1 << 30  # bytes: of a pool that wakes partly; a tag takes and gives pieces of so many
+PIECE = 1 << 30  # bytes that an elastic tag takes and gives at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-    """One rank's. wanted: of a pool that grows, what requests use at once. idle: what torch holds
-    while nothing is computed; generating: the most of it in a step.
+    """One rank's. grows: whether the pool may begin small; least, wanted: what it wakes with then,
+    and what requests use at once. idle: what torch holds while nothing is computed; generating: the
+    most of it in a step.
     """
 
     weights: int
     kv_cache: int
+    least: int
     wanted: int
+    grows: bool
     cuda_graph: int
     idle: int
     generating: int
@@ -402,7 +405,7 @@ class PlannedRollout:
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
         self._asleep -= set(self._sizes.tags if tags is None or not self._staged else tags)
         whole = self._sizes.kv_cache
-        self._pool = min(whole, LEAST) if partly else whole
+        self._pool = min(whole, self._sizes.least) if partly else whole
         self._grown = min(whole, self._sizes.wanted) if partly else whole
 
     def prepare_sleep(self) -> None:

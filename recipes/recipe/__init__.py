@@ -98,6 +98,7 @@ class Recipe(Section):
         yield from self._rules_of_digits(sums)
         yield from self._rules_of_devices()
         yield from self._rules_of_tags()
+        yield from self._rules_of_overlap()
         if self.engine.kind in HOSTED:
             yield from self._rules_of_hosted(HOSTED[self.engine.kind])
         words = f"adapters are small, and lora.rank={self.lora.rank}"
@@ -138,6 +139,18 @@ class Recipe(Section):
                 for tag, words in absent.items():
                     words = f"{tag} is there with {words} only"
                     yield Rule(key, tag not in named, words, f"set {key}={there}")
+
+    def _rules_of_overlap(self) -> Iterator[Rule]:
+        """Refuse what `rollout.config.why_one_size` has against a pool that grows; of a model it
+        is asked when that is there.
+        """
+        engine, named = self.engine, self.cycle.overlap not in ("auto", [])
+        ranks, tier = "engine.tensor_parallel_size", "engine.host_to_device_ratio"
+        fixed = {f"{ranks}={engine.tensor_parallel_size}": engine.tensor_parallel_size > 1}
+        fixed[f"{tier}={engine.host_to_device_ratio}"] = engine.host_to_device_ratio > 0
+        for setting, applies in fixed.items():
+            words = f"needs a KV cache that grows, and with {setting} it does not"
+            yield Rule("cycle.overlap", not (named and applies), words, "set cycle.overlap=auto")
 
     def _rules_of_hosted(self, name: str) -> Iterator[Rule]:
         """Refuses what an engine as it comes cannot do, or would do to log-probabilities."""

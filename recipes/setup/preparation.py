@@ -8,9 +8,10 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     task = make_task(recipe.task, recipe.eval.also_digits)
     _check_scorer(task)
     with described_model(recipe, task) as (model_dir, tokenizer):
-        _check_lora(recipe.lora, model_dir)
+        check_lora(recipe.lora, model_dir)
         lengths = prompt_lengths(recipe, task, tokenizer)
         there, longest = task, max(lengths.values())
         task = task.only(lengths)
@@ -99,7 +100,12 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             context = config["max_position_embeddings"]
             _check_heads(recipe, config["num_attention_heads"])
         recipe = with_alias_decided(recipe, model_dir)
-        _check_request(recipe, task, lengths, kv_tokens, context)
+        question = max(lengths, key=lengths.__getitem__)
+        whose = f" ({task.place_of(question)}: {shown(repr(question), 60)})"
+        named: Any = {"whose": whose, "shorter": partial(_leaving_out, task, lengths)}
+        check_context(recipe, longest, context, **named)
+        if fault := pool_fault(recipe, longest, kv_tokens, **named):
+            raise RecipeError("; ".join(fault))
         if recipe.model.path is None:
             with writable(f"--run-dir {run_dir}"):
                 model_dir = Path(shutil.copytree(model_dir, run_dir / "model", dirs_exist_ok=True))
@@ -240,8 +246,8 @@ def _check_heads(recipe: Recipe, heads: int) -> None:
         raise RecipeError(f"{key}={size}: does not divide the model's {heads} heads; set {key}=1")
 
 
-def _check_lora(section: LoraSection, model_dir: Path) -> None:
-    """Its layers are the model's."""
+def check_lora(section: LoraSection, model_dir: Path) -> None:
+    """Refuse layers that the model does not have."""
     if not section.rank:
         return
     from trainer_bridge.training import lora_target_names
@@ -304,30 +310,61 @@ def _check_scorer(task: Task) -> None:
         raise RecipeError(str(error)) from error
 
 
-def _check_request(
-    recipe: Recipe, task: Task, lengths: dict[str, int], kv_tokens: int, context: int | None
+def request_tokens(recipe: Recipe, longest_prompt: int) -> int:
+    """Return the tokens that the longest prompt and answer take of a pool, in whole pages."""
+    return round_up(longest_prompt + recipe.sampling.max_tokens, recipe.engine.page_size)
+
+
+Shorter = Callable[[int], list[str]]
+"""Gives the settings that leave prompts of more tokens out."""
+
+
+def check_context(
+    recipe: Recipe,
+    longest: int,
+    context: int | None,
+    whose: str = "",
+    shorter: Shorter = lambda limit: [],
 ) -> None:
-    """The longest prompt and its answer fit the model's context and the KV pool."""
-    answer, question = recipe.sampling.max_tokens, max(lengths, key=lengths.__getitem__)
-    longest = lengths[question]
-    need, whose = longest + answer, f"{task.place_of(question)}: {shown(repr(question), 60)}"
-    if context is not None and need > context:
-        rule = f"prompt of {longest} ({whose}) + answer exceed the model's context of "
-        ways = [f"sampling.max_tokens={context - longest}"] if longest < context else []
-        ways += _leaving_out(task, lengths, context - answer)
-        remedy = f"set {', or '.join(ways)}" if ways else "shorten prompts"
-        raise RecipeError(f"sampling.max_tokens={answer}: {rule}{context} tokens; {remedy}")
-    page = recipe.engine.page_size
-    rounded = round_up(need, page)
-    if rounded > kv_tokens:
-        share = recipe.engine.mem_fraction_static is not None
-        key = "mem_fraction_static" if share else "kv_tokens"
-        rule = f"the KV pool of {kv_tokens} tokens is too small for one request of "
-        rule += f"{longest} + {answer} tokens in pages of {page} ({whose})"
-        ways = [f"{in_tokens(recipe, rounded)} or more"]
-        ways += _leaving_out(task, lengths, kv_tokens // page * page - answer)
-        remedy = f"set {', or '.join(ways)}"
-        raise RecipeError(f"engine.{key}={getattr(recipe.engine, key)}: {rule}; {remedy}")
+    """Refuse a request that is longer than the model takes.
+
+    Args:
+        longest: Tokens of the longest prompt.
+        context: Tokens that the model takes; None if it does not say.
+        whose: Names the prompt, in brackets.
+        shorter: How longer prompts are left out.
+    """
+    answer = recipe.sampling.max_tokens
+    if context is None or longest + answer <= context:
+        return
+    rule = f"prompt of {longest}{whose} + answer exceed the model's context of {context} tokens"
+    ways = [f"sampling.max_tokens={context - longest}"] if longest < context else []
+    ways += shorter(context - answer)
+    remedy = f"set {', or '.join(ways)}" if ways else "shorten prompts"
+    raise RecipeError(f"sampling.max_tokens={answer}: {rule}; {remedy}")
+
+
+def pool_fault(
+    recipe: Recipe,
+    longest: int,
+    kv_tokens: int,
+    whose: str = "",
+    shorter: Shorter = lambda limit: [],
+) -> tuple[str, str] | None:
+    """Return why a pool of `kv_tokens` is too small for the longest request, and a remedy; None if
+    it holds one. longest, whose, shorter: as of `check_context`.
+    """
+    answer, page = recipe.sampling.max_tokens, recipe.engine.page_size
+    need = request_tokens(recipe, longest)
+    if need <= kv_tokens:
+        return None
+    share = recipe.engine.mem_fraction_static is not None
+    key = "mem_fraction_static" if share else "kv_tokens"
+    rule = f"the KV pool of {kv_tokens} tokens is too small for one request of "
+    rule += f"{longest} + {answer} tokens in pages of {page}{whose}"
+    ways = [f"{in_tokens(recipe, need)} or more", *shorter(kv_tokens // page * page - answer)]
+    fault = f"engine.{key}={shown(getattr(recipe.engine, key))}: {rule}"
+    return fault, f"set {', or '.join(ways)}"
 
 
 def _leaving_out(task: Task, lengths: dict[str, int], limit: int) -> list[str]:
@@ -355,6 +392,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
         tokens = demanded_tokens(recipe, longest_prompt)
     elif tokens is None:
         tokens = _share(recipe, device, kept, weights, longest_prompt)
+    check_overlap(recipe, kept)
     _check_host_tier(recipe, kept, tokens)
     return tokens
 
@@ -367,8 +405,7 @@ def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
     if recipe.eval.every:
         kinds = 1 + len(recipe.eval.also_digits)
         requests = max(requests, math.ceil(kinds * recipe.eval.problems / engines))
-    each = round_up(longest_prompt + recipe.sampling.max_tokens, recipe.engine.page_size)
-    return min(recipe.engine.max_running, requests) * each
+    return min(recipe.engine.max_running, requests) * request_tokens(recipe, longest_prompt)
 
 
 def in_tokens(recipe: Recipe, tokens: int) -> str:
@@ -391,13 +428,25 @@ def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
     return rank_layout(kept, recipe.engine.tensor_parallel_size)
 
 
-def pool_grows(recipe: Recipe, config: Any) -> bool:
-    """Tells whether the pool may begin small. config: as of `rank_kept`."""
-    import torch
+def pool_grows(recipe: Recipe, kept: KVLayout) -> bool:
+    """Return whether the engine's pool may begin small. kept: as of `rank_kept`."""
+    return not recipe.engine.hosted and _why_one_size(recipe, kept) is None
 
-    engine, dtype = recipe.engine, getattr(torch, recipe.model.dtype)
-    alone = engine.tensor_parallel_size == 1 and not engine.host_to_device_ratio
-    return alone and not engine.hosted and rank_kept(recipe, config, dtype).pages_tell_all
+
+def _why_one_size(recipe: Recipe, kept: KVLayout) -> str | None:
+    from rollout.config import why_one_size
+
+    engine = recipe.engine
+    tiers = engine.host_to_device_ratio > 0
+    return why_one_size(kept.pages_tell_all, engine.tensor_parallel_size, tiers)
+
+
+def check_overlap(recipe: Recipe, kept: KVLayout) -> None:
+    """Refuse tags of `cycle.overlap` with a model whose pool cannot grow as they leave."""
+    named = recipe.cycle.overlap
+    if named not in ("auto", []) and (why := _why_one_size(recipe, kept)):
+        rule = f"needs a KV cache that grows, and this one does not: {why}"
+        raise RecipeError(f"cycle.overlap={shown(named)}: {rule}; set cycle.overlap=auto")
 
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ from kvcache.pools import (
     TokenPool,
 )
 from memsaver import LeaseError, MemorySaver, OutOfMemory
-from memsaver.common.layout import round_up
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, first_tokens, why_one_size
 from rollout.model.decoder import ModelConfig, rank_layout
 from rollout.model.layer_kv import DoubleSparsity
 from rollout.serving.prefix import PrefixBlocks, StatePrefixBlocks
 from rollout.serving.tiered_blocks import TieredBlocks
 from rollout.types import KV_CACHE
 
+_log = logging.getLogger("rollout")
 # Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.
 _SPARE = 2**30  # bytes
 _ASKED = 0.02  # seconds between two looks at what is free
@@ -159,13 +160,15 @@ class Cache:
             "page_size": config.page_size,
             "device": saver.device,
         }
-        grows = (
-            config.elastic
-            and kept.pages_tell_all
-            and config.double_sparsity is None
-            and config.tiers is None
-            and config.tensor_parallel_size == 1  # ranks must decide alike
+        fixed = why_one_size(
+            kept.pages_tell_all,
+            config.tensor_parallel_size,
+            config.tiers is not None,
+            config.double_sparsity is not None,
         )
+        grows = config.elastic and fixed is None
+        if config.elastic and fixed:
+            _log.warning("elastic=True: the KV pool has one size and wakes whole: %s", fixed)
         if config.double_sparsity is None:
             size["slot_major"] = grows
             pool = kept.build(**size, window_size=window_size, saver=saver, tag=KV_CACHE)
@@ -194,7 +197,7 @@ class Cache:
         if grows:
             assert isinstance(pool, TokenPool)
             assert isinstance(allocator, PagedTokenToKVPoolAllocator)
-            least = round_up(min(max_context_len, config.kv_tokens), config.page_size)
+            least = first_tokens(max_context_len, config.kv_tokens, config.page_size)
             elastic = Elastic(pool, allocator, saver, least, config.kv_tokens)
         return cls(
             layout=kept,

@@ -4,21 +4,27 @@ does not.
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import recipes
 from recipes.cli import main
 from recipes.planner.allocator import Log, repeated_layers, replay, with_layers
-from recipes.planner.command import plan_of
+from recipes.planner.command import plan_of, print_plan
 from recipes.planner.dry_run import dry_run
+from recipes.planner.plan import Plan, Shortage, plan_switch, remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.planner.tracing import EngineSizes
-from recipes.recipe import switching
+from recipes.recipe import Recipe, switching
+from recipes.setup.preparation import prepare
 from tests.helpers.recipes.runs import SMALL, SMALL_PPO
 
 Capture = pytest.CaptureFixture[str]
@@ -26,6 +32,8 @@ Capture = pytest.CaptureFixture[str]
 SIZES = EngineSizes(
     weights=4 * MIB,
     kv_cache=6 * MIB,
+    grows=True,
+    least=6 * MIB,
     wanted=6 * MIB,
     cuda_graph=2 * MIB,
     idle=4 * MIB,
@@ -204,6 +212,62 @@ def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capt
     )
 
 
+def test_a_plan_needs_what_a_run_is_refused_for(tmp_path: Path) -> None:
+    """A pool for the prompt with the answer, and a model that takes as many tokens."""
+    words = ["cycle.overlap=[]", "engine.kv_tokens=16", "sampling.max_tokens=20"]
+    with pytest.raises(recipes.RecipeError) as refused:
+        prepare(recipes.load("tiny", words), tmp_path)
+    (need,) = plan_of(recipes.load("tiny", words), "tiny", gpu=None).needs
+    for part in need.split("; "):
+        assert "tokens" in part and part in str(refused.value)
+    for make in (lambda recipe: prepare(recipe, tmp_path), partial(plan_of, name="tiny", gpu=None)):
+        with pytest.raises(recipes.RecipeError, match="of 9 .* context of 64 .*max_tokens=55"):
+            make(recipes.load("tiny", ["sampling.max_tokens=60"]))
+
+
+def test_a_remedy_is_one_that_helps_when_it_is_planned() -> None:
+    """Of what leaves as much missing, makes more missing elsewhere, or cannot be, none is said."""
+    recipe = recipes.load("tiny", ["cycle.keep=[]"])
+    ways = [("trainer.micro_batch_size", 1), ("lora.rank", 8), ("sampling.max_tokens", 1)]
+    ways += [("trainer.optimizer_offload", True), ("trainer.threads", 0)]
+    short = Shortage(GIB, "update_actor is short of 1.0 GiB", "take a larger GPU", ways)
+    planned = plan_of(recipe, "tiny", gpu=None)
+
+    def replan(changed: Recipe) -> Plan:
+        if changed.lora.rank:
+            raise recipes.RecipeError("no such layers")
+        host = {"host": short} if changed.trainer.optimizer_offload else {}
+        less = GIB if changed.trainer.micro_batch_size == 1 else GIB - 1
+        return replace(planned, shortages={"trainer": Shortage(less, "", ""), **host})
+
+    plan = remedied(replace(planned, shortages={"trainer": short}), recipe, replan)
+    assert plan.needs == [f"{short.text}; set sampling.max_tokens=1, or take a larger GPU"]
+
+
+LONG = ["model.config.max_position_embeddings=8192", "sampling.max_tokens=4000"]
+LONG += ["engine.kv_tokens=65536", "cycle.alias=never"]
+
+
+@pytest.mark.extended  # the test above guards the rule
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ([*LONG, "cycle.keep=[params]", "trainer.micro_batch_size=64"], "trainer.micro_batch_size"),
+        ([*LONG, "cycle.keep=[params]", "engine.kv_tokens=16000000"], "engine.kv_tokens"),
+        ([*LONG, "cycle.keep=[]", "trainer.optimizer_offload=true", "cluster.host_gib=4"], ""),
+    ],
+)
+def test_every_remedy_that_is_printed_leaves_less_missing(words: list[str], key: str) -> None:
+    wide = ["model.config.hidden_size=512", "model.config.vocab_size=50000", "cycle.overlap=[]"]
+    words = [*wide, *words]
+    plan = plan_of(recipes.load("tiny", words), "short", gpu=str(4 * GIB))
+    assert plan.shortages and key in " ".join(plan.needs)
+    for kind, shortage in plan.shortages.items():
+        for remedy in re.findall(r"set (\S+?=\S+?)(?:, or|;|$)", shortage.remedy):
+            less = plan_switch(recipes.load("tiny", [*words, remedy]), gpu=str(4 * GIB)).shortages
+            assert kind not in less or less[kind].missing < shortage.missing, remedy
+
+
 def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone() -> None:
     """What is kept for the backward pass is as much more as its elements are wider."""
     fields = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
@@ -245,6 +309,19 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) ->
     assert {"stage", "device_bytes", "tags", "host_bytes", "used_bytes"} == set(
         written["stages"][0]
     )
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_number_of_a_table_is_cut_in_a_narrow_terminal(width: int) -> None:
+    plan = plan_of(recipes.load("tiny", ["cycle.overlap=[]"]), "tiny", gpu=None)
+    console = Console(width=width, file=io.StringIO())
+    print_plan(plan, console)
+    lines = console.file.getvalue().splitlines()
+    row = next(line.split() for line in lines if line.startswith("generate_sequences"))
+    assert "\u2026" not in "".join(lines)
+    stage = next(stage for stage in plan.stages if stage.stage == row[0])
+    assert f"{stage.device_bytes / GIB:.2f}" in row
+    assert row[-2] == f"{plan.gpu.contexts / GIB:.2f}"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from recipes.recipe import CycleSection
 from recipes.recipe.loading import recipe_text
 from recipes.run import deciding
 from recipes.setup.models import meta_model
-from recipes.setup.preparation import pool_grows, prepare, with_alias_decided
+from recipes.setup.preparation import pool_grows, prepare, rank_kept, with_alias_decided
 from recipes.watch.run_folder import RunFolder
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
@@ -54,7 +55,7 @@ def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
         }
         stages.append(StagePlan(stage=stage, **rest))
     gpu = Gpu("any", total * GIB, 0, 0, GIB, measured=False)
-    facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "needs": (), "notes": ()}
+    facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "notes": ()}
     return Plan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
 
 
@@ -194,22 +195,40 @@ def test_on_one_device_the_engine_serves_pages_of_its_own_dtype(
             prepare(recipes.load("tiny", ["cycle.alias=always", *more]), tmp_path)
 
 
-def test_a_run_has_its_switch_planned_beside_it(
+def test_a_run_has_its_switch_planned_beside_it_and_is_told_what_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
+    """In a project that has a package `recipes` of its own."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    long = ["sampling.max_tokens=20", "engine.kv_tokens=16"]
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], [*FEW[1:], *long])))
     with plan_beside(tmp_path, 80 * GIB, CycleSection(alias="always")) as plan:
         decided = plan()
-    written = json.loads((tmp_path / "plan.json").read_text())["switch"]
-    assert written["keep"] == decided.keep and "optim" in decided.keep
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["switch"]["keep"] == decided.keep and "optim" in decided.keep
     assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    for cycle in (CycleSection(), CycleSection(keep=["params"], overlap=["optim"])):
-        with plan_beside(tmp_path, 80 * GIB, cycle) as plan:
-            decided = plan()
-        assert decided.keep == cycle.named and not decided.hand_over
-        assert decided.overlap == ([] if cycle.overlap == "auto" else ["optim"])
-        assert decided.lines[0].endswith("there is no plan: exit status 1")
+    assert not written["fits"] and "too small for one request of" in written["needs"][0]
+    assert decided.lines[-1] == f"does not fit: {written['needs'][0]}"
+
+
+def test_a_run_without_a_plan_says_why_and_does_what_its_keys_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    reasons = {"/bin/false": "exit status 1", str(hangs): "it took more than 0.1 s"}
+    for python, why in reasons.items():
+        monkeypatch.setattr("sys.executable", python)
+        for cycle in (CycleSection(), CycleSection(keep=["params"], overlap=["optim"])):
+            patience = 0.1 if python == str(hangs) else 60.0
+            with plan_beside(tmp_path, 80 * GIB, cycle, patience) as plan:
+                decided = plan()
+            assert decided.keep == cycle.named and not decided.hand_over
+            assert decided.overlap == ([] if cycle.overlap == "auto" else ["optim"])
+            assert decided.lines[0].endswith(f"there is no plan: {why}")
 
 
 def test_a_run_with_another_engine_is_planned_with_what_it_measured(
@@ -298,6 +317,14 @@ def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_w
     assert serial.seconds - beside.seconds == pytest.approx(2 * moments / plan.gpu.link)
 
 
+def test_an_overlap_that_is_named_is_planned_also_where_it_does_not_fit() -> None:
+    words = ["cycle.overlap=[params,optim]", "cycle.keep=[]", "cycle.alias=never"]
+    plan = plan_of(recipes.load("tiny", words), "short", gpu=str(2 * GIB))
+    assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
+    assert "begin_park" in {stage.stage for stage in plan.stages}
+    assert any("is short of" in need for need in plan.needs)
+
+
 @pytest.mark.parametrize(
     ("more", "grows"),
     [
@@ -308,4 +335,5 @@ def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_w
 )
 def test_a_pool_of_one_size_gets_its_memory_before_it_wakes(more: str, grows: bool) -> None:
     recipe = recipes.load("tiny", more.split())
-    assert pool_grows(recipe, meta_model(recipe.model.random_fields()).config) == grows
+    config = meta_model(recipe.model.random_fields()).config
+    assert pool_grows(recipe, rank_kept(recipe, config, torch.float32)) == grows

@@ -205,7 +205,7 @@ def test_an_elastic_pool_grows_into_what_a_cache_gives_back(
 
 
 def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size(
-    path: Path, saved: Saved
+    path: Path, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 16)
     before, saver = answers(engine), engine.saver
@@ -221,6 +221,9 @@ def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size
     hybrid = Engine.from_pretrained(saved("qwen3_next")[0], elastic=True)
     tiered = Engine.from_pretrained(path, elastic=True, tiers=KVTiers(host_ratio=1.0))
     assert hybrid.cache.elastic is tiered.cache.elastic is None
+    reasons = ["the model has sliding windows or linear layers", "cached pages go to host tiers"]
+    fixed = "elastic=True: the KV pool has one size and wakes whole: "
+    assert [record.getMessage() for record in caplog.records] == [fixed + why for why in reasons]
 
 
 def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(

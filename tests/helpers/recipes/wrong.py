@@ -339,6 +339,22 @@ CONTRADICTIONS = [
         "cycle.overlap=[optim] cycle.hand_over=always",
         "cycle.hand_over=always: is not for what leaves beside work, cycle.overlap=[optim]",
     ),
+    wrong(
+        "cycle.overlap=[params] driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2",
+        "cycle.overlap=[params]: needs a KV cache that grows, and with engine.tensor_parallel_size",
+    ),
+    wrong(
+        "cycle.overlap=[params] engine.host_to_device_ratio=1",
+        "cycle.overlap=[params]: needs a KV cache that grows, and with engine.host_to_device_ratio",
+    ),
+    Wrong(
+        [
+            "cycle.overlap=[params]",
+            "model.config={model_type: qwen3, use_sliding_window: true, sliding_window: 8, "
+            "max_window_layers: 0}",
+        ],
+        ["cycle.overlap=[params]: needs a KV cache that grows", "sliding windows"],
+    ),
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
     wrong("grpo.router_replay=true", "the model has no experts to choose"),
     wrong("model.fp32_router=true", "the model has no experts to choose"),

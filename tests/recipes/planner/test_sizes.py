@@ -114,6 +114,16 @@ def test_a_step_of_experts_holds_what_each_makes_of_a_token() -> None:
     assert sizes.generating == sizes.idle + GPU.workspace + round_up(step, PAGE)
 
 
+@pytest.mark.parametrize("answer", [300, 30_000])
+def test_a_pool_that_wakes_partly_begins_with_the_longest_request(answer: int) -> None:
+    """Prompt, answer and the page of padding, in whole pieces of the tag: 1 and 2 GiB."""
+    words = [f"sampling.max_tokens={answer}", "engine.kv_tokens=300000", "model.dtype=bfloat16"]
+    recipe = recipes.load("tiny", words)
+    sizes, _, per_token = engine_sizes(recipe, shapes()["qwen2.5-7b"], GPU, prompt_tokens=100)
+    taken = (round_up(100 + answer, 16) + 16) * per_token
+    assert sizes.grows and sizes.least - GIB < taken <= sizes.least
+
+
 def test_a_hosted_engine_takes_what_was_measured() -> None:
     """What vLLM freed at the 7B shape, to the tenth that was printed; the cache of 10.5 GiB is its
     own figure. Padding of the vocabulary counts (65 rows more fit into its last page, 128 do not);
