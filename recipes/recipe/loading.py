@@ -7,14 +7,15 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from recipes.errors import RecipeError, one_line
 from recipes.recipe import Recipe
@@ -98,7 +99,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for layer, source in _layers(file, overrides):
         _check_keys(OmegaConf.to_container(layer, resolve=False), Recipe, "", source)
         merged = _merge(merged, layer, source)
-    recipe = _construct(Recipe, _typed(merged, file.name), "", file.name)
+
+    def source_of(key: str) -> str:
+        """Return where a key's value was written."""
+        typed = [f"{override.partition('=')[0]}." for override in overrides]
+        either = (f"{key}.".startswith(one) or one.startswith(f"{key}.") for one in typed)
+        return "command line" if any(either) else file.name
+
+    recipe = _construct(Recipe, _typed(merged, source_of), "", source_of)
     _check_effect(recipe, overrides)
     return recipe
 
@@ -113,12 +121,19 @@ def find_recipe(path: str | Path) -> Path:
     packaged = packaged_recipes()
     close = difflib.get_close_matches(given.name.removesuffix(".yaml"), packaged, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    raise RecipeError(f"recipe={path}: no such file; {hint}packaged recipes: {', '.join(packaged)}")
+    raise RecipeError(f"recipe={path}: no such file; {hint}memsaver recipes lists the packaged")
 
 
 def packaged_recipes() -> list[str]:
     """Names that `load` takes without a file."""
     return sorted(file.stem for file in PACKAGE.glob("*.yaml"))
+
+
+def first_sentence(packaged: str) -> str:
+    """Return what the comment on top of a packaged recipe says first."""
+    lines = (PACKAGE / f"{packaged}.yaml").read_text().splitlines()
+    told = takewhile(lambda line: re.match(r"# \S", line), lines)
+    return " ".join(line[2:] for line in told).partition(". ")[0].rstrip(".")
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -140,8 +155,10 @@ def _literal(value: Any) -> Any:
 def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]]:
     """The file, then each override, as untyped mappings with the words to call them by."""
     try:
-        content = OmegaConf.load(file)
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        text = file.read_text(encoding="utf-8")
+        scalar = isinstance(yaml.compose(text, yaml.SafeLoader), yaml.ScalarNode)
+        content = None if scalar else OmegaConf.load(file)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise RecipeError(
             f"{file.name}: is not readable as YAML: {one_line(error)}; correct the file"
         ) from None
@@ -157,7 +174,7 @@ def _layers(file: Path, overrides: Sequence[str]) -> list[tuple[DictConfig, str]
             raise RecipeError(f"{shown(override)}: {rule}")
         try:
             layers.append((OmegaConf.from_dotlist([override]), "command line"))
-        except (YAMLError, OmegaConfBaseException) as error:
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
             text = f"{shown(override)}: bad value: {one_line(error)}; quote it"
             raise RecipeError(f"command line: {text}") from None
     return layers
@@ -199,7 +216,7 @@ def _template() -> Any:
     return OmegaConf.structured(Recipe)
 
 
-def _typed(merged: DictConfig, source: str) -> Any:
+def _typed(merged: DictConfig, source_of: Callable[[str], str]) -> Any:
     """The values as the schema's types, interpolations resolved."""
     kinds = section_fields(Recipe).items()
     sections = [name for name, kind in kinds if name in merged and dataclasses.is_dataclass(kind)]
@@ -215,15 +232,14 @@ def _typed(merged: DictConfig, source: str) -> Any:
         while key not in leaves() and "." in key:  # of a free mapping: the whole mapping
             key = key.rpartition(".")[0]
         text = f"{key}={_written(merged, key)}: must be {in_words(key)}; {remedy_of(key)}"
-        raise RecipeError(f"{source}: {text}") from None
+        raise RecipeError(f"{source_of(key)}: {text}") from None
     except (RecursionError, OverflowError) as error:
         raise RecipeError(
-            f"{source}: {one_line(error)}; write plain values, without ${{...}}"
+            f"{source_of('')}: {one_line(error)}; write plain values, without ${{...}}"
         ) from None
     if missing:
-        raise RecipeError(
-            f"{source}: {missing[0]}: is required and has no value; {remedy_of(missing[0])}"
-        )
+        key, rule = missing[0], "is required and has no value"
+        raise RecipeError(f"{source_of(key)}: {key}: {rule}; {remedy_of(key)}")
     return values
 
 
@@ -235,12 +251,12 @@ def _written(merged: DictConfig, key: str) -> str:
     return shown(value)
 
 
-def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
+def _construct(cls: type, values: Any, prefix: str, source_of: Callable[[str], str]) -> Any:
     """Builds the dataclasses from the inside out, giving a broken rule its full key."""
     hints = section_fields(cls)
     assert isinstance(values, Mapping)
     built = {
-        key: _construct(hints[key], value, f"{prefix}{key}.", source)
+        key: _construct(hints[key], value, f"{prefix}{key}.", source_of)
         if dataclasses.is_dataclass(hints[key])
         else value
         for key, value in values.items()
@@ -248,8 +264,9 @@ def _construct(cls: type, values: Any, prefix: str, source: str) -> Any:
     try:
         return cls(**built)
     except FieldError as error:
-        text = f"{prefix}{error.name}={shown(error.value)}: {error.rule}; {error.remedy}"
-        raise RecipeError(f"{source}: {text}") from None
+        key = f"{prefix}{error.name}"
+        text = f"{key}={shown(error.value)}: {error.rule}; {error.remedy}"
+        raise RecipeError(f"{source_of(key)}: {text}") from None
 
 
 def _check_effect(recipe: Recipe, overrides: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import hashlib
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -65,9 +66,11 @@ def load_tokenizer(directory: Path) -> Any:
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (ValueError, OSError, KeyError) as error:
-            text = f"model.path={directory}: has no readable tokenizer: {one_line(error)}"
-            raise RecipeError(f"{text}; fetch the model anew") from None
+        except Exception as error:  # transformers raises whatever a bad file leads to
+            file = directory / "tokenizer.json"
+            why = one_line(error) if file.is_file() else f"{file.name} is missing"
+            text = f"model.path={directory}: has no readable tokenizer: {why}"
+            raise RecipeError(f"{text}; download or save the model again") from None
     for name in ("chat_template", "eos_token_id"):
         if getattr(tokenizer, name) is None:
             rule = f"its tokenizer has no {name}; use an instruction-tuned model"
@@ -203,6 +206,7 @@ def find_model(path: str, models_dir: Path | None = None) -> Path:
     """The directory that `model.path` means: itself, or a fetched model of that name."""
     for candidate in (Path(path).expanduser(), (models_dir or default_models_dir()) / path):
         if (candidate / "config.json").is_file():
+            _check_json(path, candidate)
             return candidate.resolve()
     if path in SOURCES:
         raise RecipeError(f"model.path={path}: is not fetched yet; run: memsaver fetch {path}")
@@ -211,6 +215,18 @@ def find_model(path: str, models_dir: Path | None = None) -> Path:
     if close:
         hint = f"did you mean {close[0]}?"
     raise RecipeError(f"model.path={path}: no directory with a config.json is there; {hint}")
+
+
+def _check_json(path: str, directory: Path) -> None:
+    for file in sorted(directory.glob("*.json")):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            why = "" if isinstance(content, dict) or file.stem not in NEEDED_FILES else "no mapping"
+        except ValueError as error:
+            why = f"not valid JSON: {one_line(error)}"
+        if why:
+            rule = f"{file.name} is {why}; download or save the model again"
+            raise RecipeError(f"model.path={path}: {rule}")
 
 
 def fetch(

@@ -99,6 +99,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
             config = json.loads((model_dir / "config.json").read_text())
             context = config["max_position_embeddings"]
             _check_heads(recipe, config["num_attention_heads"])
+        _check_weights(recipe, model_dir)
         recipe = with_alias_decided(recipe, model_dir)
         question = max(lengths, key=lengths.__getitem__)
         whose = f" ({task.place_of(question)}: {shown(repr(question), 60)})"
@@ -230,6 +231,19 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
         key = named if model.path is None else f"model.path={model.path}"
         text = one_line(error).removeprefix(f"{model_dir}: ")
         raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
+
+
+def _check_weights(recipe: Recipe, model_dir: Path) -> None:
+    """Open the checkpoint's files, which are whole then."""
+    from rollout.model import checkpoint_files, open_checkpoint
+
+    if recipe.model.random_init:
+        return
+    try:
+        for file in checkpoint_files(model_dir):
+            open_checkpoint(file)
+    except ValueError as error:
+        raise RecipeError(f"model.path={recipe.model.path}: {one_line(error)}") from None
 
 
 def _check_routers(recipe: Recipe, model: ModelConfig) -> None:

@@ -240,18 +240,27 @@ def iter_checkpoint(
 
     A ValueError names a file that is cut off or damaged.
     """
+    for file_path in checkpoint_files(path):
+        with open_checkpoint(file_path) as file:
+            for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                if names is None or key in names:
+                    yield key, file.get_tensor(key)
+
+
+def open_checkpoint(file: Path) -> Any:
+    """Return safetensors' handle of a file, which is mapped and not read.
+
+    Raises:
+        ValueError: Names a file that is cut off or damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
-    for file_path in checkpoint_files(path):
-        try:
-            with safe_open(str(file_path), framework="pt", device="cpu") as file:
-                for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    if names is None or key in names:
-                        yield key, file.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file_path} cannot be read ({error}); download or save the model again"
-            ) from error
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} cannot be read ({error}); download or save the model again"
+        ) from error
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:

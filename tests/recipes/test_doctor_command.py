@@ -15,8 +15,11 @@ def test_the_command_examines_this_machine(
     assert main(["doctor", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(f"{len(CHECKS)} checks, ") and lines[-1].endswith(" need attention")
+    text = " ".join(" ".join(lines).split())
     for row in CHECKS:
-        assert any(line.startswith(row.name) for line in lines), row.name
+        assert any(line.startswith(row.name) for line in lines) == (row.looks_at != "gpu"), row.name
+        assert row.name in text, row.name
+    assert sum("no GPU" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("skip", 0), ("fail", 1)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import recipes
 from kvcache import layout
@@ -219,6 +220,7 @@ def test_prompts_beside_the_task_count_for_the_longest_request(
     """A prompt takes as many tokens here as its problem has characters."""
     tokenizer = toy_tokenizer(["a"])
     describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
+    save_file({}, tmp_path / "model" / "model.safetensors")
     monkeypatch.setattr(
         "recipes.setup.preparation.encode_prompts",
         lambda _, questions, __: [question.rpartition(": ")[2] for question in questions],

@@ -5,6 +5,7 @@ remedy helps.
 from __future__ import annotations
 
 import re
+import shutil
 import types
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 import recipes
 from recipes.cli import main
 from recipes.recipe import Recipe, loading
-from recipes.recipe.loading import find_recipe, load
+from recipes.recipe.loading import find_recipe, load, recipe_text
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS
@@ -48,9 +50,10 @@ Way = list[tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory, without weights."""
+    """A model's directory, without a tensor in its file."""
     folder = tmp_path_factory.mktemp("model")
     describe_random_model(load("tiny").model.config, toy_tokenizer(TOY_WORDS), folder)
+    save_file({}, folder / "model.safetensors")
     return folder
 
 
@@ -145,7 +148,7 @@ def test_every_key_has_its_range_or_none() -> None:
 def test_out_of_a_range(each: Range) -> None:
     for key in each.keys.split():
         for value in each.outside:
-            case = wrong(f"{key}={value}", f"tiny.yaml: {key}={value}: {each.rule}")
+            case = wrong(f"{key}={value}", f"command line: {key}={value}: {each.rule}")
             line = refused(case)
         check_remedies(case, line)
 
@@ -214,6 +217,71 @@ def test_the_command_prints_the_line_and_exits_2(
     assert seen.err.count("\n") == 1 and seen.out == ""
     assert all(word in seen.err for word in case.words), seen.err
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", "config.json is not valid JSON"),
+        ("generation_config.json", "[]", "generation_config.json is no mapping"),
+        ("tokenizer.json", None, "has no readable tokenizer: tokenizer.json is missing"),
+        ("tokenizer.json", "{}", "has no readable tokenizer"),
+        ("model.safetensors", "cut off", "model.safetensors cannot be read"),
+        ("model.safetensors", None, "lacks model.safetensors"),
+    ],
+)
+def test_a_damaged_model_directory_is_one_line_that_names_the_file_before_anything_starts(
+    name: str,
+    content: str | None,
+    said: str,
+    model_dir: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = folder.parent / "model"
+    shutil.copytree(model_dir, model)
+    (model / name).unlink()
+    if content is not None:
+        (model / name).write_text(content)
+    assert main(["run", "tiny", f"model.path={model}", "--run-dir", str(folder)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"model.path={model}: " in line and said in line
+    assert "download or save the model again" in line or "save_pretrained" in line
+    assert not folder.exists()
+
+
+def test_a_file_of_plain_text_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "text.yaml").write_text("just text\n")
+    with pytest.raises(recipes.RecipeError, match=r"text.yaml: must be a mapping of keys"):
+        load(tmp_path / "text.yaml")
+
+
+def test_a_value_is_blamed_on_where_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(recipe_text(load("tiny")).replace("seed: 0", "seed: -1"))
+    for words, where in (([], "mine.yaml: seed=-1"), (["seed=-2"], "command line: seed=-2")):
+        with pytest.raises(recipes.RecipeError, match=f"^{where}: "):
+            load(tmp_path / "mine.yaml", words)
+    with pytest.raises(recipes.RecipeError, match="^command line: steps=abc: must be an integer"):
+        load(tmp_path / "mine.yaml", ["seed=1", "steps=abc"])
+
+
+def test_a_key_that_is_typed_as_an_option_is_told_how_to_be_set(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "tiny", "--steps", "3"])
+    assert "unrecognized arguments: --steps; a key has no dashes: set steps=3" in (
+        capsys.readouterr().err
+    )
+
+
+def test_every_packaged_recipe_is_listed_with_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == loading.packaged_recipes()
+    assert all(len(line.split()) > 4 for line in lines)
 
 
 JUNK = st.one_of(

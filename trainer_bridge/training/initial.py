@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from memsaver.common.digest import digest
 from memsaver.common.hash import MASK64, hash_text
 from memsaver.common.plain import all_gather_plain
-from rollout.model import Stored, checkpoint_files, is_unused, spellings, stored_buffers
+from rollout.model import (
+    Stored,
+    checkpoint_files,
+    is_unused,
+    open_checkpoint,
+    spellings,
+    stored_buffers,
+)
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.sync.shards import Box, local_shard, shard_box
 from trainer_bridge.training.lora import base_params
@@ -32,13 +39,11 @@ class CheckpointFiles:
     """
 
     def __init__(self, path: str) -> None:
-        from safetensors import safe_open
-
         self.path = path
         self._files: dict[str, Any] = {}
         self._ways: dict[str, list[Stored]] = {}
         for file_path in checkpoint_files(path):
-            file: Any = safe_open(str(file_path), framework="pt", device="cpu")
+            file = open_checkpoint(file_path)
             self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
