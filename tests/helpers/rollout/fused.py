@@ -128,7 +128,7 @@ class FusedModel(nn.Module):
                     f"{at}mlp.gate_up_proj.weight", (2 * inner, hidden), share.stacked(halves)
                 )
                 self._add(f"{at}mlp.down_proj.weight", (hidden, inner), share.columns)
-        self.register_buffer("cos_sin_cache", make((8, width)).data.fill_(0.5))
+        self.register_buffer("cos_sin_cache", make((8, width)).data)
 
     def _add(self, name: str, shape: tuple[int, ...], loader: Callable[..., None]) -> None:
         self._named[name] = param = self._make(shape)
