@@ -47,9 +47,6 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         self.calls.append(("sleep", level))
-        # as vLLM does: no weights that are sent bring them
-        if not any(map(self.fused.saver.is_paused, self.fused.saver.tags)):
-            self.buffers = {name: each.clone() for name, each in self.fused.model.named_buffers()}
         self.fused.saver.pause(*self.fused.saver.tags, content="discard")
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -57,9 +54,6 @@ class LLM:
         chosen = [tag for tag in tags or self.fused.saver.tags if self.fused.saver.is_paused(tag)]
         if chosen:
             self.fused.saver.resume(*chosen)
-        if "weights" in chosen:
-            for name, buffer in self.fused.model.named_buffers():
-                buffer.copy_(self.buffers[name])
 
     def reset_prefix_cache(self) -> bool:
         self.fused.reset_prefix_cache()
