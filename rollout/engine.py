@@ -92,7 +92,7 @@ class Engine(EngineBase):
         groups = rank_groups(model, *split)
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
         if saver.device.type == "cuda" and dtype != torch.float32:
-            self._probe_products(groups)
+            self._probe_products(groups, dtype)
         self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
         self.prefixes = self.cache.prefix_blocks(config)
@@ -152,14 +152,14 @@ class Engine(EngineBase):
             engine.store.set_buffers(read_buffers(path, engine.store.buffers), str(path))
         return engine
 
-    def _probe_products(self, groups: list[Group]) -> None:
+    def _probe_products(self, groups: list[Group], dtype: torch.dtype) -> None:
         """Measure products; warn where they depend on the batch. The weights are undefined yet."""
         if shapes := probe_products(self.store.products(groups)):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
             _log.warning(
                 "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
                 " the same prompt may get other last bits in another batch",
-                self.store.products(groups)[0][0].dtype,
+                dtype,
                 named,
                 torch.cuda.get_device_name(self.saver.device),
                 torch.__version__,

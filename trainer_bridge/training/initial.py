@@ -86,8 +86,7 @@ def weights_digest(model: nn.Module) -> str:
     """Return a digest of the model's own parameters, without adapters, in hexadecimal.
 
     Every rank calls it; it is the same however they are sharded and in which dtype they are held,
-    as it is of the values in bf16. Each shard is read once where it lies: well below a second on a
-    GPU at 7B.
+    as it is of the values in bf16. Each shard is read once where it lies.
     """
     total, first = 0, 0
     for param in base_params(model).values():
