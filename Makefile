@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-gap bench-score bench-optimizer bench-vllm bench-moe bench-moe-train bench-replay
+BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-mismatch bench-score bench-optimizer bench-vllm bench-moe bench-moe-train bench-replay
 
 .PHONY: setup demo test test-newest test-oldest test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -86,7 +86,7 @@ plans: setup
 	$(BIN)/python -m pytest -n 2 tests/plans
 
 # On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3, and so on.
-# OUT=DIR: full results as JSON. MODEL=DIR, TEMPERATURE=0.7: a trained model and a temperature for bench-gap.
+# OUT=DIR: full results as JSON. MODEL=DIR, TEMPERATURE=0.7: a trained model and a temperature for bench-mismatch.
 GPU := PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY)
 OUT ?= runs/benchmarks
 
@@ -137,8 +137,8 @@ bench-moe-train:
 bench-replay:
 	$(GPU) -m tests.benchmarks.bench_replay --out $(OUT)
 
-bench-gap:
-	$(GPU) -m tests.benchmarks.bench_gap --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
+bench-mismatch:
+	$(GPU) -m tests.benchmarks.bench_mismatch --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
 
 bench-optimizer:
 	$(GPU) -m tests.benchmarks.bench_optimizer --out $(OUT)

@@ -49,7 +49,7 @@ def train_step(
 
 
 class Side:
-    """What the cycle asks of a trainer: to park and restore its tags, to sync the weights."""
+    """What the cycle asks of a trainer: to offload and reload its tags, to sync the weights."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Adam, engine: Engine) -> None:
         self.optimizer, self.saver = optimizer, MemorySaver(device=DEVICE)
@@ -67,11 +67,11 @@ class Side:
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
 
-    def park(self, *tags: str) -> None:
+    def offload(self, *tags: str) -> None:
         self.empty_cache()
         self.saver.pause(*tags)
 
-    def restore(self, *tags: str) -> None:
+    def reload(self, *tags: str) -> None:
         self.saver.resume(*tags)
 
 

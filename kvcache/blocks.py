@@ -19,7 +19,7 @@ from kvcache.pools.base import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
-_MOVED = 32  # pages that `gather` copies at once: a copy has memory of its own in between
+_MOVED = 32  # pages that `compact` copies at once: a copy has memory of its own in between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class BlockManager:
         self._shares.free_seen(growth.left)
         return loc
 
-    def gather(self, pages: int) -> Int64Array | None:
+    def compact(self, pages: int) -> Int64Array | None:
         """Moves all that has an owner to the first `pages` pages, tokens included, so that none
         after them has one: for a pool that is to end there.
 

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 
 from kvcache.config import FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
-from kvcache.pools.attention import (
+from kvcache.pools.base import KVPool
+from kvcache.pools.mamba import MambaConfig, MambaPool
+from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
+from kvcache.pools.token_pools import (
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
     MLATokenToKVPool,
     MLATokenToKVPoolFP4,
 )
-from kvcache.pools.base import KVPool
-from kvcache.pools.mamba import MambaConfig, MambaPool
-from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from memsaver import MemorySaver
 
 Kind = Literal["full", "sliding", "mla", "linear"]

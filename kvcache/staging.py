@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache.pools.attention import MHATokenToKVPool
+from kvcache.pools.token_pools import MHATokenToKVPool
 
 ALLOC_OVERSIZED = -2  # what a writer is sent instead of an offset: the request can never fit
 

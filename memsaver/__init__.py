@@ -20,11 +20,10 @@ from memsaver.errors import (
 from memsaver.report import CallStats, Event, Report, TagReport, Timeline, Usage
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, LeaseCache, attach
-from memsaver.tag.arrival import Arrival
-from memsaver.tag.borrowed import PoolTicket, Ticket
+from memsaver.tag.prefetch import Prefetch
+from memsaver.tag.tickets import PoolTicket, Ticket
 
 __all__ = [
-    "Arrival",
     "BackendError",
     "CallStats",
     "CompilerError",
@@ -39,6 +38,7 @@ __all__ = [
     "MemorySaver",
     "OutOfMemory",
     "PoolTicket",
+    "Prefetch",
     "Report",
     "StateError",
     "TagError",

@@ -29,12 +29,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from memsaver import doctor_gpu as gpu
-from memsaver.common.machine import container_memory, meminfo
 from memsaver.compat import IN_PROCESS, require
 from memsaver.doctor_gpu import REPORT, Finding, Status, Target, one_line, version
 from memsaver.errors import CompilerError, format_bytes
+from memsaver.memory import torch_allocator
 from memsaver.native import shim
-from memsaver.vmm import torch_usage
+from memsaver.system.machine import container_memory, meminfo
 
 PYTHONS = (3, 11), (3, 13)  # first and last
 TORCH, TRITON = (2, 11), (3, 6)
@@ -228,11 +228,11 @@ def preload() -> Finding:
 
 def registration() -> Finding:
     """Finds what notes physical pages, not addresses, and goes on using them after a pause."""
-    if hook := torch_usage.registering_hook():
+    if hook := torch_allocator.registering_hook():
         found = "torch registers its segments with NCCL, tags' segments among them"
         return "warn", f"{hook} is set: {found}", f"unset {hook}"
-    name, registers = torch_usage.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
-    if not torch_usage.registers_graphs():
+    name, registers = torch_allocator.GRAPH_REGISTER, "NCCL registers buffers of captured graphs"
+    if not torch_allocator.registers_graphs():
         return "ok", f"{name}=0: NCCL registers no buffers of captured graphs"
     if name in os.environ:
         found = f"{registers}, under the drop-ins (memsaver.compat) tags' too"

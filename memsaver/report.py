@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memsaver.common.machine import replace_text
 from memsaver.errors import format_bytes
+from memsaver.system.machine import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class TagReport:
     """Addresses, for life."""
     committed_bytes: int
     """Physical memory behind the tag now, page-rounded."""
-    borrowed_bytes: int
+    aliased_bytes: int
     """Of another saver's tag, behind this one in place of its own memory: committed there, not
     here.
     """
@@ -47,7 +47,7 @@ class Report:
     device: str
     limit_bytes: int | None
     committed_bytes: int
-    """Of all tags, and what the page pool keeps."""
+    """Of all tags, and what the page pool retains."""
     pool_bytes: int
     backup_bytes: int
     tags: dict[str, TagReport]

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memsaver.backup.on_disk import default_directory
-from memsaver.common.machine import forkable
-from memsaver.common.signals import Unbroken, call_due, held
+from memsaver.content.on_disk import default_directory
 from memsaver.errors import MemSaverError, StateError, format_bytes
+from memsaver.memory import as_device, make_backend
+from memsaver.memory.page_pool import PagePool
+from memsaver.memory.torch_allocator import check_segments
 from memsaver.native import shim
 from memsaver.report import CallStats, Event, Report, Usage
+from memsaver.system.interrupts import Unbroken, call_due, held
+from memsaver.system.machine import forkable
 from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
 from memsaver.tag.arena import Arena
-from memsaver.tag.arrival import Arrival
-from memsaver.tag.content import read_saved
+from memsaver.tag.prefetch import Prefetch
+from memsaver.tag.saving import read_saved
 from memsaver.tag.transaction import Transactions
-from memsaver.vmm import as_device, make_backend
-from memsaver.vmm.page_pool import PagePool
-from memsaver.vmm.torch_usage import check_segments
 
 if TYPE_CHECKING:
+    from memsaver.memory.backend import Waitable
+    from memsaver.memory.pinned_arena import PinnedArena
     from memsaver.sharing.server import ShareServer
-    from memsaver.tag.borrowed import PoolTicket, Ticket
-    from memsaver.vmm.backend import Waitable
-    from memsaver.vmm.pinned_memory import HostArena
+    from memsaver.tag.tickets import PoolTicket, Ticket
 
 _PUT_OFF = 256 << 20  # bytes worth a warning
 _log = logging.getLogger("memsaver")
@@ -128,9 +128,9 @@ class MemorySaver:
         self._transactions.saving.disk_dir = Path(path)
 
     @property
-    def host_arena(self) -> HostArena:
+    def pinned_arena(self) -> PinnedArena:
         """The arena content is saved in; one for all savers of the process on a kind of device."""
-        return self.backend.host_arena
+        return self.backend.pinned_arena
 
     @held()
     def reserve_host(self, sizes: Mapping[str, int]) -> None:
@@ -143,7 +143,7 @@ class MemorySaver:
         pause that needs it. ``close`` ends what this saver began.
         """
         saved = {arena.tag: arena.host_bytes for arena in self._tags}
-        self.host_arena.reserve(self, sizes, self.backend.bind_thread, saved)
+        self.pinned_arena.reserve(self, sizes, self.backend.bind_thread, saved)
 
     @property
     def tags(self) -> list[str]:
@@ -157,7 +157,7 @@ class MemorySaver:
     def discards(self, tag: str) -> int:
         """Count how often so far the content of the tag was discarded, or another's took its place.
 
-        A pause without a copy does so (alone, by ``swap``, with a hand-over), an exchange, a borrow
+        A pause without a copy does so (alone, by ``swap``, with a hand-over), an exchange, an alias
         and its end, and a resize that takes memory from tensors. The owner of a tag notes the count
         and compares it before it uses what lay there (``ContentWatch``); no lock is taken.
         """
@@ -308,14 +308,13 @@ class MemorySaver:
         content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host
         memory, ``"disk"`` in a file, and the next resume restores them; after ``"discard"`` they
         are undefined.
-        release: where the memory goes. ``"driver"``; ``"keep"``: into this saver's page pool, from
-        which any of its tags is resumed without the driver; ``"hand_over"``: into the page pool of
-        the saver whose ticket is ``to``. Borrowed pages go back to their owner, whatever
-        ``release`` says; their content cannot be kept (``ValueError``).
-        streams: wait for the work on these only, not for all of the device's; the caller answers
-        for the rest.
-        Raises ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError``
-        (another process maps the tag, or does not let go of it, or does not take it over).
+        release: where the memory goes. ``"driver"``; ``"retain"``: into this saver's page pool,
+        from which any of its tags is resumed without the driver; ``"hand_over"``: into the page
+        pool of the saver whose ticket is ``to``. Borrowed pages go back to their owner, whatever
+        ``release`` says; their content cannot be kept (``ValueError``). streams: wait for the work
+        on these only, not for all of the device's; the caller answers for the rest. Raises
+        ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another
+        process maps the tag, or does not let go of it, or does not take it over).
         """
         check_content(content)
         self._transactions.check_release(release, to)
@@ -342,19 +341,19 @@ class MemorySaver:
             with self._resuming(tags) as arenas:
                 self._transactions.resume(arenas, at_least)
 
-    def begin_resume(self, *tags: str, order: Sequence[torch.Tensor] = ()) -> Arrival:
+    def begin_resume(self, *tags: str, order: Sequence[torch.Tensor] = ()) -> Prefetch:
         """Put memory behind the tags (no tag: all) as ``resume`` does, and return while content
         that is saved in host memory is on its way: first that of the tensors in ``order``.
 
-        Whoever touches a tensor on one of the tags waits for its bytes (``Arrival.wait``). Every
+        Whoever touches a tensor on one of the tags waits for its bytes (``Prefetch.wait``). Every
         operation on one of them waits for all of it, a second ``begin_resume`` too, and raises
         ``BackendError`` where content did not come. Until then ``mem_pool`` cannot allocate there.
         """
         with self._operation(), self._resuming(tags) as arenas:
-            done = partial(self._recorder.record_all, "arrive", arenas)
-            arrival = Arrival(self.backend, arenas, order, self._settle_arrival, done)
-            self._transactions.resume(arenas, arrival=arrival)
-            return arrival
+            done = partial(self._recorder.record_all, "prefetch", arenas)
+            prefetch = Prefetch(self.backend, arenas, order, self._settle_prefetch, done)
+            self._transactions.resume(arenas, prefetch=prefetch)
+            return prefetch
 
     @contextlib.contextmanager
     def _resuming(self, tags: tuple[str, ...]) -> Iterator[list[Arena]]:
@@ -366,9 +365,9 @@ class MemorySaver:
         ):
             yield arenas
 
-    def _settle_arrival(self, arrival: Arrival) -> None:
+    def _settle_prefetch(self, prefetch: Prefetch) -> None:
         with self._operation():
-            self._transactions.settle(arrival)
+            self._transactions.settle(prefetch)
 
     def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
         """Pause one tag and resume another at once: the memory of the first serves the second.
@@ -426,7 +425,7 @@ class MemorySaver:
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._lock:
-            arena = self._transactions.arrived(self._tags.at(tensor.data_ptr()))
+            arena = self._transactions.settled(self._tags.at(tensor.data_ptr()))
             return read_saved(arena, tensor, zero_copy)
 
     # ---------------------------------------------------------------- size
@@ -473,17 +472,17 @@ class MemorySaver:
             arenas = self._select(() if tag is None else (tag,))
             return self._transactions.trim(arenas, pool=tag is None)
 
-    def release_kept(self, to: PoolTicket | None = None, most: int | None = None) -> None:
-        """Give away what the page pool keeps: at most ``most`` bytes (None: all) to the saver whose
-        ticket is ``to``, into its page pool; the rest to the driver, and all of it where there is
-        no ``to``, or where that refuses or is gone.
+    def release_retained(self, to: PoolTicket | None = None, most: int | None = None) -> None:
+        """Give away what the page pool retains: at most ``most`` bytes (None: all) to the saver
+        whose ticket is ``to``, into its page pool; the rest to the driver, and all of it where
+        there is no ``to``, or where that refuses or is gone.
 
         Raises ``ValueError`` (``to`` is of another device) and ``LeaseError`` (a process does not
         let go of what it has imported): the memory is still kept then.
         """
         with self._operation():
             self._require_open()
-            self._transactions.release_kept(to, most)
+            self._transactions.release_retained(to, most)
 
     # ---------------------------------------------------------------- pages of other tags
 
@@ -495,14 +494,14 @@ class MemorySaver:
         many bytes committed. Waits for the device. What ``mark_clean`` said goes with the content;
         copies that were kept of it are dropped. Raises ``ValueError`` (sizes, or twice the same
         tag), ``StateError`` (paused, or a region is open), ``LeaseError`` (another process maps one
-        of them, or one is borrowed); nothing was changed then.
+        of them, or one is aliased); nothing was changed then.
         """
         with self._operation():
             arenas = [self._active(tag, "exchange") for tag in (one, other)]
             with self._recorder.timed("exchange", arenas):
                 self._transactions.exchange(*arenas)
 
-    def borrow(self, tag: str, ticket: Ticket) -> None:
+    def alias(self, tag: str, ticket: Ticket) -> None:
         """Make a paused tag active with the pages of another saver's tag, whose ``share`` gave the
         ticket.
 
@@ -516,19 +515,19 @@ class MemorySaver:
         this saver, or the tag's tensors need more bytes than the other tag has), ``LeaseError``
         (the owner refuses or is gone); nothing was changed then.
         """
-        from memsaver.sharing.lease import borrow_pages
+        from memsaver.sharing.lease import alias_pages
 
         with self._lock:
-            self._transactions.check_borrow(self._arena(tag), ticket)
+            self._transactions.check_alias(self._arena(tag), ticket)
         started = time.perf_counter()
         with held(), contextlib.ExitStack() as undo:
             # without the lock: the owner may be waiting for this saver
-            borrowed = borrow_pages(ticket, self.device, undo)
+            aliased = alias_pages(ticket, self.device, undo)
             with self._operation():
                 arena = self._arena(tag)
-                self._transactions.borrow(arena, borrowed)
+                self._transactions.alias(arena, aliased)
                 undo.pop_all()
-                self._recorder.record("borrow", arena, time.perf_counter() - started)
+                self._recorder.record("alias", arena, time.perf_counter() - started)
 
     # ---------------------------------------------------------------- sharing
 
@@ -565,7 +564,7 @@ class MemorySaver:
             return self._accounts.report(self._transactions.leases, others)
 
     def leases(self, tag: str) -> int:
-        """Counts how often leases and borrowers map the tag now; much cheaper than ``report``."""
+        """Counts how often leases and aliases map the tag now; much cheaper than ``report``."""
         with self._lock:
             self._require_open()
             return len(self._transactions.leases(self._tags.get(tag).tag))
@@ -600,7 +599,7 @@ class MemorySaver:
         if self.backend.forked:
             return
         with held():
-            self.host_arena.stop(self)
+            self.pinned_arena.stop(self)
         with self._operation():
             if self._closed:
                 return
@@ -614,7 +613,7 @@ class MemorySaver:
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
         """Runs one at a time, no interrupt in the middle, and its driver calls go to the log."""
-        with held(), self._lock, self.backend.beside_captures(), self._recorder.logged():
+        with held(), self._lock, self.backend.allow_captures(), self._recorder.logged():
             call_due()
             yield
 
@@ -627,7 +626,7 @@ class MemorySaver:
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()
-        return self._transactions.arrived(self._tags.get(tag))
+        return self._transactions.settled(self._tags.get(tag))
 
     def _active(self, tag: str, what: str) -> Arena:
         """A tag with memory of its own; ``StateError``, ``LeaseError``."""
@@ -639,13 +638,13 @@ class MemorySaver:
 
     def _select(self, tags: tuple[str, ...]) -> list[Arena]:
         self._require_open()
-        return [*map(self._transactions.arrived, self._tags.select(tags))]
+        return [*map(self._transactions.settled, self._tags.select(tags))]
 
     def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
         """The tag's arena, made on first use; ``enter``: with one more region, before any pause."""
         with held(), self._lock:
             self._require_open()
-            arena = self._transactions.arrived(self._tags.open(tag, content))
+            arena = self._transactions.settled(self._tags.open(tag, content))
             if enter:
                 arena.enter()
         return arena

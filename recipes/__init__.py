@@ -6,8 +6,8 @@ Importing this package stays cheap: torch, transformers, ray and matplotlib are 
 are used.
 """
 
+from recipes.config import Recipe
+from recipes.config.loading import load
 from recipes.errors import RecipeError, RunError
-from recipes.recipe import Recipe
-from recipes.recipe.loading import load
 
 __all__ = ["Recipe", "RecipeError", "RunError", "load"]

@@ -4,10 +4,10 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
 
+from recipes.config import SAVED, Recipe
 from recipes.grpo import GrpoLoop
 from recipes.loop import Loop
 from recipes.ppo import PpoLoop
-from recipes.recipe import SAVED, Recipe
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
 from rollout.serving import Preemption
@@ -33,7 +33,7 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
     """Returns what `Cycle` takes besides the two sides; the recipe's switch is decided."""
     return {
         "sleep_level": recipe.engine.sleep_level,
-        "keep": recipe.cycle.keep,
+        "resident": recipe.cycle.resident,
         "overlap": recipe.cycle.overlap,
         "alias": recipe.cycle.alias == "always",
         "hand_over": recipe.cycle.hand_over == "always",
@@ -45,9 +45,9 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def leaving_tags(recipe: Recipe) -> tuple[str, ...]:
     """Returns the trainer's tags that leave the device; none while that is to be decided yet."""
-    if recipe.cycle.keep == "auto":
+    if recipe.cycle.resident == "auto":
         return ()
-    stays = {*recipe.cycle.keep, *(["params"] if recipe.cycle.alias == "always" else [])}
+    stays = {*recipe.cycle.resident, *(["params"] if recipe.cycle.alias == "always" else [])}
     return tuple(tag for tag in SAVED if tag not in stays | recipe.absent_tags().keys())
 
 

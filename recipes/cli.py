@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.config.loading import first_sentence, leaves, packaged_recipes, remedy_of
 from recipes.errors import RecipeError, RunError, one_line
-from recipes.recipe.loading import first_sentence, leaves, packaged_recipes, remedy_of
 
 
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
@@ -70,7 +70,7 @@ def _fetch(arguments: Namespace) -> int:
 
 
 def _report(arguments: Namespace) -> int:
-    from recipes.watch.report import write_report
+    from recipes.logs.report_page import write_report
 
     print(write_report(arguments.run, arguments.out))
     return 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from memsaver.common.hash import hash_text
+from memsaver.ops.hash import hash_text
 from recipes.setup.models import decode
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task, score_answer
@@ -63,7 +63,7 @@ def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
     row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
     for name, problems in task.beside.items():
         row[f"exact_match_{name}"] = _exact_match(rollout, setup, problems[:limit])
-    kinds = {"trained_beside": list(task.train_beside)} if task.beside else {}
+    kinds = {"also_trained": list(task.also_train)} if task.beside else {}
     return {**row, "problems": len(task.held_out[:limit]), **kinds}
 
 

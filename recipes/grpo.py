@@ -2,15 +2,16 @@
 
 Step s (version s of the weights, s - 1 updates done):
 
-    to_rollout(s)          trainer parks, rollout wakes in stages, weights are synced
+    to_rollout(s)          trainer offloads, rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
     to_score("reference")  with kl_coef only: rollout sleeps, the reference comes
     compute_ref_log_prob   by the weights before the first update
     to_score()             the trainer's parameters come, in the reference's place
-    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own
+    compute_log_prob       by the trainer, at the weights that sampled: the mismatch to the
+    rollout's own
                            is reported
     compute_reward         the task's score of every answer
-    to_train()             trainer restores its optimizer
+    to_train()             trainer reloads its optimizer
     compute_advantages     reward against the other answers to the same prompt
     update_actor           one clipped policy-gradient update, with kl_coef times the KL divergence
                            from the reference
@@ -20,9 +21,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from recipes.config import Recipe
 from recipes.generation import Samples
-from recipes.loop import Loop, PerToken, TrainerSide, checked_rewards, spread_of, step_row
-from recipes.recipe import Recipe
+from recipes.loop import Loop, PerToken, TrainerProtocol, checked_rewards, spread_of, step_row
 
 
 class GrpoLoop(Loop):
@@ -42,7 +43,7 @@ class GrpoLoop(Loop):
         samples = self.sample(step)
         ref_logprobs = self.score_by_reference(samples)
         logprobs, scores = self.score(samples)
-        unreplayed = self.unreplayed_gap(step, samples)
+        unreplayed = self.unreplayed_mismatch(step, samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = [score.reward for score in scores]
@@ -99,7 +100,7 @@ def groups_of(rewards: Sequence[float], group_size: int) -> list[list[float]]:
 
 
 def update_actor(
-    trainer: TrainerSide,
+    trainer: TrainerProtocol,
     samples: Samples,
     old_logprobs: PerToken,
     advantages: list[float],

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from recipes.config import Recipe
 from recipes.generation import Samples, compute_reward, evaluate, generate_sequences
-from recipes.recipe import Recipe
+from recipes.logs.monitor import Monitor
 from recipes.setup.preparation import Setup
 from recipes.stopping import Stopping
 from recipes.tasks import Score, as_reward
-from recipes.watch.monitor import Monitor
 from rollout import Rollout
 from trainer_bridge import Cycle
-from trainer_bridge.cycle import TrainerSide
+from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]
@@ -28,14 +28,16 @@ PerToken = list[list[float]]
 
 
 def compute_log_prob(
-    trainer: TrainerSide, samples: Samples, temperature: float, replay: bool = True
+    trainer: TrainerProtocol, samples: Samples, temperature: float, replay: bool = True
 ) -> PerToken:
     """The trainer's log-probabilities of the sampled tokens. replay: False routes them anew."""
     routed = samples.routed_experts if replay else None
     return trainer.compute_log_prob(samples.batch(temperature, routed_experts=routed))
 
 
-def compute_ref_log_prob(trainer: TrainerSide, samples: Samples, temperature: float) -> PerToken:
+def compute_ref_log_prob(
+    trainer: TrainerProtocol, samples: Samples, temperature: float
+) -> PerToken:
     """Returns log-probabilities of the sampled tokens under the weights before the first update."""
     return trainer.compute_ref_log_prob(samples.batch(temperature))
 
@@ -45,7 +47,7 @@ class Loop(abc.ABC):
     """The loop's partners. An algorithm says what a step is."""
 
     setup: Setup
-    trainer: TrainerSide
+    trainer: TrainerProtocol
     rollout: Rollout
     cycle: Cycle
     monitor: Monitor
@@ -103,8 +105,8 @@ class Loop(abc.ABC):
     def sample(self, step: int) -> Samples:
         """Answers to this step's prompts, by a rollout that has the step's weights."""
         self.to_rollout(step)
-        with self.monitor.phase("begin_return"):
-            self.cycle.begin_return()
+        with self.monitor.phase("prefetch"):
+            self.cycle.prefetch()
         with self.stage("generate_sequences"):
             return generate_sequences(self.rollout, self.setup, step)
 
@@ -129,17 +131,17 @@ class Loop(abc.ABC):
         with self.stage("compute_reward"):
             return logprobs, compute_reward(self.setup.task, samples)
 
-    def unreplayed_gap(self, step: int, samples: Samples) -> dict[str, float]:
-        """Returns the gap where the trainer routes for itself, in the first step and those before
-        which an evaluation was due; nothing without `router_replay`.
+    def unreplayed_mismatch(self, step: int, samples: Samples) -> dict[str, float]:
+        """Returns the mismatch where the trainer routes for itself, in the first step and those
+        before which an evaluation was due; nothing without `router_replay`.
         """
         every = self.setup.recipe.eval.every
         if samples.routed_experts is None or (step - 1) % (every or self.setup.recipe.steps):
             return {}
         with self.stage("compute_log_prob_unreplayed"):
             logprobs = compute_log_prob(self.trainer, samples, self.temperature, replay=False)
-        mean, largest = logprob_gap(samples.logprobs, logprobs)
-        return {"gap_mean_unreplayed": mean, "gap_max_unreplayed": largest}
+        mean, largest = logprob_mismatch(samples.logprobs, logprobs)
+        return {"mismatch_mean_unreplayed": mean, "mismatch_max_unreplayed": largest}
 
     def to_train(self) -> None:
         with self.monitor.phase("to_train"):
@@ -192,15 +194,15 @@ def step_row(
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """The figures of one step, for metrics.jsonl."""
-    mean, largest = logprob_gap(samples.logprobs, logprobs)
+    mean, largest = logprob_mismatch(samples.logprobs, logprobs)
     lengths = [len(ids) for ids in samples.response_ids]
     rewards = [score.reward for score in scores]
     row = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "exact_match": statistics.fmean(score.exact for score in scores),
-        "gap_mean": mean,
-        "gap_max": largest,
+        "mismatch_mean": mean,
+        "mismatch_max": largest,
         "response_length": statistics.fmean(lengths),
         "ended": statistics.fmean(samples.ended),
         "tokens": sum(lengths),
@@ -211,10 +213,10 @@ def step_row(
     return row
 
 
-def logprob_gap(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
+def logprob_mismatch(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
     """Mean and largest absolute difference over all tokens."""
-    gaps = [abs(one - other) for one, other in pairs(rollout, trainer)]
-    return math.fsum(gaps) / len(gaps), max(gaps)
+    mismatches = [abs(one - other) for one, other in pairs(rollout, trainer)]
+    return math.fsum(mismatches) / len(mismatches), max(mismatches)
 
 
 def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:

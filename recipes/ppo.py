@@ -2,14 +2,15 @@
 
 Step s (version s of the weights):
 
-    to_rollout(s)          trainer parks, rollout wakes in stages, weights are synced
+    to_rollout(s)          trainer offloads, rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
     to_score("reference")  with kl_coef only: rollout sleeps, the reference comes
     compute_ref_log_prob   by the weights before the first update
     to_score("critic")     the critic comes, in the reference's place
     compute_values         by the critic: what is still to come at every token
     to_score()             the trainer's parameters come, in the critic's place
-    compute_log_prob       by the trainer, at the weights that sampled: the gap to the rollout's own
+    compute_log_prob       by the trainer, at the weights that sampled: the mismatch to the
+    rollout's own
                            is reported
     compute_reward         the task's score of every answer
     to_train()             critic and both optimizers come back
@@ -32,17 +33,17 @@ from typing import Any
 
 import numpy as np
 
+from recipes.config import Recipe
 from recipes.generation import Samples
 from recipes.loop import (
     Loop,
     PerToken,
-    TrainerSide,
+    TrainerProtocol,
     checked_rewards,
     pairs,
     spread_of,
     step_row,
 )
-from recipes.recipe import Recipe
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
 
@@ -74,7 +75,7 @@ class PpoLoop(Loop):
         with self.stage("compute_values"):
             values = compute_values(trainer, samples)
         logprobs, scores = self.score(samples)
-        unreplayed = self.unreplayed_gap(step, samples)
+        unreplayed = self.unreplayed_mismatch(step, samples)
         self.to_train()
         with self.stage("compute_advantages"):
             rewards = token_rewards(
@@ -104,7 +105,7 @@ class PpoLoop(Loop):
         return learned | row | unreplayed
 
 
-def compute_values(trainer: TrainerSide, samples: Samples) -> PerToken:
+def compute_values(trainer: TrainerProtocol, samples: Samples) -> PerToken:
     """The critic's value of every response token: of what is to come when that token is chosen."""
     return trainer.compute_values(samples.batch(1.0))
 
@@ -187,14 +188,14 @@ def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> 
 
 
 def update_critic(
-    trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]
+    trainer: TrainerProtocol, batch: SequenceBatch, parts: Sequence[Sequence[int]]
 ) -> dict[str, float]:
     """One optimizer step of the critic for each part; the means of its figures."""
     return _update(trainer.update_critic, batch, parts)
 
 
 def update_actor(
-    trainer: TrainerSide, batch: SequenceBatch, parts: Sequence[Sequence[int]]
+    trainer: TrainerProtocol, batch: SequenceBatch, parts: Sequence[Sequence[int]]
 ) -> dict[str, float]:
     """One optimizer step of the policy for each part; the means of its figures."""
     return _update(trainer.update_actor, batch, parts)

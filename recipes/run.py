@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
+from recipes.config import Recipe, switching
+from recipes.config.loading import find_recipe, load
 from recipes.errors import LostWorker, RecipeError, one_line
+from recipes.logs.monitor import Monitor, make_view
+from recipes.logs.run_folder import RunFolder, claimed
 from recipes.planner.command import plan_beside, unplanned
-from recipes.planner.plan import Switch
-from recipes.recipe import Recipe, switching
-from recipes.recipe.loading import find_recipe, load
+from recipes.planner.memory_plan import Switch
 from recipes.setup.preparation import Setup, prepare
-from recipes.watch.monitor import Monitor, make_view
-from recipes.watch.run_folder import RunFolder, claimed
 from rollout.types import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
@@ -178,30 +178,30 @@ def _decided(recipe: Recipe, plan: Callable[[], Switch], monitor: Monitor) -> Re
         decided = plan()
     for line in decided.lines:
         monitor.view.note(line)
-    return switching(recipe, decided.keep, decided.overlap, decided.hand_over)
+    return switching(recipe, decided.resident, decided.overlap, decided.hand_over)
 
 
 @contextmanager
 def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Callable[[], Switch]]:
-    """Gives what decides `cycle.keep`, `cycle.overlap` and `cycle.hand_over`; with another
+    """Gives what decides `cycle.resident`, `cycle.overlap` and `cycle.hand_over`; with another
     project's engine, once that is there and what it holds outside of its tags is measured.
     """
-    recipe, cycle, keep = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.keep
+    recipe, cycle, resident = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident
     said = unplanned(cycle)
     beside = cycle.overlap == "auto" and not recipe.engine.hosted
     way = cycle.hand_over == "auto" and not said.overlap
-    if setup.device == "cpu" and keep == "auto":
+    if setup.device == "cpu" and resident == "auto":
         stays = recipe.keepable_tags()
         line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
-        yield lambda: said._replace(keep=stays, lines=[line])
-    elif setup.device == "cpu" or not (keep == "auto" or beside or way):
+        yield lambda: said._replace(resident=stays, lines=[line])
+    elif setup.device == "cpu" or not (resident == "auto" or beside or way):
         yield lambda: said
     else:
         import torch
 
         total = torch.cuda.get_device_properties(setup.device).total_memory
         how = folder.path, total, cycle
-        if recipe.engine.hosted and keep == "auto":
+        if recipe.engine.hosted and resident == "auto":
             yield lambda: _measured(folder, monitor, *how)
         else:
             with plan_beside(*how) as decided:
@@ -213,7 +213,7 @@ def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Switch:
     with plan_beside(*how) as decided:
         found = decided()
     # graphs are among what was measured, as if they always stayed
-    return found._replace(keep=[*found.keep, CUDA_GRAPH]) if found.keep else found
+    return found._replace(resident=[*found.resident, CUDA_GRAPH]) if found.resident else found
 
 
 def _told(write: Callable[[], str | None]) -> str | None:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
-from memsaver.common.hash import hash_text
+from memsaver.ops.hash import hash_text
+from recipes.config import TaskSection
+from recipes.config.rules import shown
 from recipes.errors import RecipeError, ScorerError, one_line
-from recipes.recipe import TaskSection
-from recipes.recipe.rules import shown
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]
@@ -68,7 +68,7 @@ class Task:
     held_out: tuple[Problem, ...]
     score: Scorer
     # Other kinds; as many of each a step.
-    train_beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
+    also_train: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
     # Held out, too, of other kinds: "2_digits".
     beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
     words: tuple[str, ...] = ()
@@ -76,13 +76,13 @@ class Task:
     @property
     def kinds(self) -> tuple[tuple[Problem, ...], ...]:
         """Returns what is trained on, the task's own kind first."""
-        return (self.train, *self.train_beside.values())
+        return (self.train, *self.also_train.values())
 
     @property
     def sides(self) -> dict[str, tuple[Problem, ...]]:
         """Return all problems, by the name of the field that holds them."""
         sides = {"train": self.train, "held_out": self.held_out}
-        sides |= {f"train_beside[{kind}]": found for kind, found in self.train_beside.items()}
+        sides |= {f"also_train[{kind}]": found for kind, found in self.also_train.items()}
         return sides | {f"beside[{kind}]": found for kind, found in self.beside.items()}
 
     def problems(self) -> Iterator[Problem]:
@@ -102,12 +102,12 @@ class Task:
         def kept(problems: Iterable[Problem]) -> tuple[Problem, ...]:
             return tuple(problem for problem in problems if problem.question in questions)
 
-        beside, trained = self.beside.items(), self.train_beside.items()
+        beside, trained = self.beside.items(), self.also_train.items()
         return replace(
             self,
             train=kept(self.train),
             held_out=kept(self.held_out),
-            train_beside={name: kept(problems) for name, problems in trained},
+            also_train={name: kept(problems) for name, problems in trained},
             beside={name: kept(problems) for name, problems in beside},
         )
 
@@ -229,7 +229,7 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
     return Task(
         name=section.name,
         **split(problems, fraction, signed_terms),
-        train_beside={
+        also_train={
             f"{digits}_digits": others[digits]["train"] for digits in section.also_train_digits
         },
         beside={f"{digits}_digits": others[digits]["held_out"] for digits in also_digits},

@@ -5,8 +5,8 @@ replaced in place.
 from rollout.config import EngineConfig
 from rollout.engine import Engine
 from rollout.model.layer_kv import DoubleSparsity, heavy_channels
-from rollout.protocols import Progress, Rollout, SyncTarget
-from rollout.serving.tiered_blocks import KVTiers
+from rollout.protocols import Progress, Rollout, UpdatableEngine
+from rollout.serving.tiers import KVTiers
 from rollout.types import (
     CommitReceipt,
     Completion,
@@ -35,7 +35,7 @@ __all__ = [
     "Progress",
     "Rollout",
     "SamplingParams",
-    "SyncTarget",
+    "UpdatableEngine",
     "VerifyReceipt",
     "WeightOffer",
     "WeightUpdateError",

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 import memsaver.compat
 from memsaver import MemorySaver
-from rollout.actor_base import ActorBase, Seat
+from rollout.actor_base import ActorBase, RankAddress
 from rollout.engine import Engine
 from rollout.protocols import Rollout
 
@@ -51,12 +51,12 @@ class RolloutActor(ActorBase):
         self._arguments = {"kv_tokens": kv_tokens, "load_weights": load_weights, **(engine or {})}
         self._arguments |= {"path": path, "device": device, "dtype": getattr(torch, dtype)}
 
-    def build(self, seat: Seat | None = None) -> None:
-        """Make the engine. seat: this one's among the ranks of a tensor-parallel engine."""
+    def build(self, address: RankAddress | None = None) -> None:
+        """Make the engine. address: this one's among the ranks of a tensor-parallel engine."""
         if self._kind == "vllm":
             # before ranks meet: what it says to NCCL is read once
             memsaver.compat.install("vllm.device_allocator.cumem")
-        group = self._join(seat, self._device)
+        group = self._join(address, self._device)
         self.held, _ = build_engine(
             self._kind, self._arguments, group=group, limit_bytes=self._limit_bytes
         )

@@ -46,18 +46,18 @@ class ActorBase:
     def pid(self) -> int:
         return os.getpid()
 
-    def _join(self, seat: Seat | None, device: str) -> dist.ProcessGroup | None:
+    def _join(self, address: RankAddress | None, device: str) -> dist.ProcessGroup | None:
         """The process group of all ranks, which call this at the same time. None for one alone."""
-        return None if seat is None else join(seat, torch.device(device), self._store)
+        return None if address is None else join(address, torch.device(device), self._store)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankAddress:
     """One rank's place in a process group.
 
     host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to
     come together. key: the group's secret, with which its ranks seal what they put into the store;
-    who hands out the seats tells them.
+    who hands out the addresses tells them.
     """
 
     host: str
@@ -82,21 +82,23 @@ def open_store(host: str) -> dist.TCPStore:
     )
 
 
-def join(seat: Seat, device: torch.device, store: dist.Store | None = None) -> dist.ProcessGroup:
+def join(
+    address: RankAddress, device: torch.device, store: dist.Store | None = None
+) -> dist.ProcessGroup:
     """This process's default group, once all ranks have come: gloo for the CPU, NCCL for a GPU,
     which becomes the current one. store: what `open_store` returned to rank 0.
     """
-    timeout = timedelta(seconds=seat.seconds)
+    timeout = timedelta(seconds=address.seconds)
     if store is None:
-        store = dist.TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
-        rank=seat.rank,
-        world_size=seat.size,
+        rank=address.rank,
+        world_size=address.size,
         timeout=timeout,
         device_id=device if on_gpu else None,
     )

@@ -6,10 +6,10 @@ from typing import get_args
 import torch
 
 from kvcache import kv_dtype
-from memsaver.common.layout import round_up
-from memsaver.common.machine import Impl
+from memsaver.ops.layout import round_up
+from memsaver.system.machine import Impl
 from rollout.model.layer_kv import DoubleSparsity
-from rollout.serving.tiered_blocks import KVTiers
+from rollout.serving.tiers import KVTiers
 
 
 def why_one_size(
@@ -65,7 +65,7 @@ class EngineConfig:
     takes a slot as a running sample does, and 0 turns the cache off there.
     elastic: `wake_up(partly=True)` begins with a pool for one sample of max_context_len, which
     takes more between steps as others leave the device, up to what the unfinished samples can use
-    and kv_tokens, and after `wind_down()` gives it back as they end; only where `why_one_size` has
+    and kv_tokens, and after `shrink()` gives it back as they end; only where `why_one_size` has
     nothing against it. Elsewhere the pool wakes whole, and the log says why.
     return_routed_experts: answers come with the experts of each layer that their tokens went to
     (`Completion.routed_experts`); for mixtures of experts.

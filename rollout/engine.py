@@ -18,19 +18,19 @@ from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
 from memsaver import ContentWatch, MemorySaver, StateError, Ticket
-from memsaver.common.signals import deliver, held
 from memsaver.content_watch import lost_by_others, shortfall
-from memsaver.vmm import empty_torch_cache
+from memsaver.memory import empty_torch_cache
+from memsaver.system.interrupts import deliver, held
 from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers
-from rollout.model.params import Group
+from rollout.model.params import ParamGroup
 from rollout.ops.products import probe_products
 from rollout.parallel import TensorParallel
 from rollout.protocols import EngineBase, Progress, handing_over
-from rollout.serving.kv_setup import Cache
+from rollout.serving.kv_cache import Cache
 from rollout.serving.runner import DecodeGraphs, ModelRunner, ladder
-from rollout.serving.samples import Sample, Stats, Step, names_of
+from rollout.serving.samples import EngineStats, Sample, Step, names_of
 from rollout.serving.scheduler import Intake, Scheduler, for_each
 from rollout.types import (
     KV_CACHE,
@@ -152,7 +152,7 @@ class Engine(EngineBase):
             engine.store.set_buffers(read_buffers(path, engine.store.buffers), str(path))
         return engine
 
-    def _probe_products(self, groups: list[Group], dtype: torch.dtype) -> None:
+    def _probe_products(self, groups: list[ParamGroup], dtype: torch.dtype) -> None:
         """Measure products; warn where they depend on the batch. The weights are undefined yet."""
         if shapes := probe_products(self.store.products(groups)):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
@@ -230,7 +230,7 @@ class Engine(EngineBase):
         self._require_current()
         if self.cache.elastic is not None:
             with self._own_discards():
-                self.cache.elastic.fit(self.scheduler.wanted_tokens, self._gather)
+                self.cache.elastic.fit(self.scheduler.wanted_tokens, self._compact)
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
@@ -238,10 +238,10 @@ class Engine(EngineBase):
             self.scheduler.preempt_all()
             raise
 
-    def _gather(self, pages: int) -> bool:
+    def _compact(self, pages: int) -> bool:
         """Has the first `pages` pages of the pool hold all that requests use, if they can."""
         arriving = any(sample.remote for sample in self.scheduler.running)
-        return not arriving and self.prefixes.gather(pages)
+        return not arriving and self.prefixes.compact(pages)
 
     def _run(self, step: Step) -> None:
         started = time.perf_counter()
@@ -315,7 +315,7 @@ class Engine(EngineBase):
     ) -> None:
         """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
 
-        into: the tag of this device's trainer (`hand_over_to`) that is restored next: it gets what
+        into: the tag of this device's trainer (`hand_over_to`) that is reloaded next: it gets what
         it needs, and the driver the rest.
 
         level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update
@@ -341,7 +341,7 @@ class Engine(EngineBase):
                 f"cannot sleep with unfinished requests: {names_of(left)}; let them finish, or "
                 f'sleep with unfinished="preempt" or "abort"'
             )
-        with handing_over(self.saver, self._partner, into) as release:
+        with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:
                 self._update.before_sleep()
                 keep = level == 1 and self._update.keepable
@@ -355,7 +355,7 @@ class Engine(EngineBase):
                 if rest := [tag for tag in chosen if tag != WEIGHTS]:
                     if KV_CACHE in rest and not self.saver.is_paused(KV_CACHE):
                         self._renewed = False
-                        self.prefixes.park(keep=self.store.version is not None)
+                        self.prefixes.move_below(keep=self.store.version is not None)
                         if self.cache.elastic is not None:
                             self.cache.elastic.shrink()
                     self.saver.pause(*rest, content="discard", release=release)
@@ -387,7 +387,7 @@ class Engine(EngineBase):
             undo.pop_all()
             self._renewed |= renews
 
-    def wind_down(self) -> None:
+    def shrink(self) -> None:
         """Have an `elastic` pool give memory back between steps as its requests end, until the next
         wake-up: others wait for it, and nobody comes back to what is cached.
         """
@@ -442,7 +442,7 @@ class Engine(EngineBase):
         return self._update.commit(version)
 
     @held()
-    def adopt_update(
+    def alias_update(
         self,
         version: int,
         ticket: Ticket,
@@ -462,8 +462,8 @@ class Engine(EngineBase):
         tensors on tag `weights`) or a LeaseError before the engine's own memory went. After other
         errors (WeightUpdateError: the digest) the engine is poisoned and holds no pages.
         """
-        self._require_idle("adopt weights", "adopt them when generate has returned")
-        return self._update.adopt(version, ticket, layout_hash, digest, buffers)
+        self._require_idle("alias weights", "alias them when generate has returned")
+        return self._update.alias(version, ticket, layout_hash, digest, buffers)
 
     @held()
     def abort_update(self, reason: str) -> None:
@@ -478,7 +478,7 @@ class Engine(EngineBase):
     # ---------------------------------------------------------------- memory
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Tokens computed, those that the prefix cache spared, and preemptions."""
         return replace(self.scheduler.stats)
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memsaver import StateError
-from memsaver.common.layout import round_up
-from memsaver.common.plain import all_gather_plain
-from memsaver.vmm import on_a_tag
+from memsaver.memory import on_a_tag
+from memsaver.ops.layout import round_up
+from memsaver.system.sealed import all_gather_plain
 from rollout.types import RankError
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped

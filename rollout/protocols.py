@@ -14,8 +14,8 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from memsaver import Event, MemorySaver, PoolTicket, Report, Ticket, Usage
-from memsaver.common.machine import place_of
-from memsaver.common.signals import held
+from memsaver.system.interrupts import held
+from memsaver.system.machine import place_of
 from rollout.types import (
     TAGS,
     CommitReceipt,
@@ -28,7 +28,7 @@ from rollout.types import (
     WeightOffer,
     WriteReceipt,
 )
-from rollout.weights.arena import WeightArena
+from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate
 
 Progress = Callable[[int, int, int], None]
@@ -37,7 +37,7 @@ search counts as beam_width samples; its tokens count anew when it is preempted.
 """
 
 
-class SyncTarget(Protocol):
+class UpdatableEngine(Protocol):
     """A target whose weights can be replaced in place.
 
     Contracts: `Engine`; order: `rollout/weights/update.py`.
@@ -57,7 +57,7 @@ class SyncTarget(Protocol):
 
     def commit_update(self, version: int) -> CommitReceipt: ...
 
-    def adopt_update(
+    def alias_update(
         self,
         version: int,
         ticket: Ticket,
@@ -69,7 +69,7 @@ class SyncTarget(Protocol):
     def abort_update(self, reason: str) -> None: ...
 
 
-class Rollout(SyncTarget, Protocol):
+class Rollout(UpdatableEngine, Protocol):
     """A generating engine whose memory can be put to sleep and whose weights can be replaced in
     place.
     """
@@ -98,11 +98,11 @@ class Rollout(SyncTarget, Protocol):
 
     def prepare_sleep(self) -> None: ...
 
-    def as_partner(self) -> Partner: ...
+    def as_peer(self) -> PeerSaver: ...
 
-    def hand_over_to(self, partner: Partner | None) -> None: ...
+    def hand_over_to(self, peer: PeerSaver | None) -> None: ...
 
-    def wind_down(self) -> None: ...
+    def shrink(self) -> None: ...
 
     def report(self) -> Report: ...
 
@@ -112,7 +112,7 @@ class Rollout(SyncTarget, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partner:
+class PeerSaver:
     """A saver of the same device, here or in another process. nbytes: of each of its tags while it
     has memory.
     """
@@ -131,18 +131,18 @@ class Partner:
 
 
 @contextlib.contextmanager
-def handing_over(saver: MemorySaver, partner: Partner | None, into: str | None) -> Iterator[str]:
-    """Gives the `release` of pauses in the block. What they free goes to the partner, as far as its
-    tag `into`, which gets memory next, can use it; the rest, and all where the partner is gone or
+def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[str]:
+    """Gives the `release` of pauses in the block. What they free goes to the peer, as far as its
+    tag `into`, which gets memory next, can use it; the rest, and all where the peer is gone or
     there is none, to the driver. So no more is kept than what takes its place.
     """
-    if partner is None or into is None:
+    if peer is None or into is None:
         yield "driver"
         return
     try:
-        yield "keep"
+        yield "retain"
     finally:
-        saver.release_kept(partner.ticket, partner.nbytes.get(into, 0))
+        saver.release_retained(peer.ticket, peer.nbytes.get(into, 0))
 
 
 class EngineBase:
@@ -152,10 +152,10 @@ class EngineBase:
     """
 
     saver: MemorySaver
-    store: WeightArena
+    store: WeightPages
     tags: Sequence[str] = TAGS
     _update: WeightUpdate
-    _partner: Partner | None = None
+    _peer: PeerSaver | None = None
 
     # ---------------------------------------------------------------- weights
 
@@ -211,15 +211,15 @@ class EngineBase:
         tag = self.store.tag
         self.saver.reserve_host({tag: self.saver.report(others=False).tags[tag].live_bytes})
 
-    def as_partner(self) -> Partner:
+    def as_peer(self) -> PeerSaver:
         """Returns what the trainer of this device is told, to hand memory over to the engine."""
-        return Partner.of(self.saver)
+        return PeerSaver.of(self.saver)
 
-    def hand_over_to(self, partner: Partner | None) -> None:
+    def hand_over_to(self, peer: PeerSaver | None) -> None:
         """Say who gets the memory in `sleep(into=)`; None: the driver."""
-        self._partner = partner
+        self._peer = peer
 
-    def wind_down(self) -> None:
+    def shrink(self) -> None:
         """Say that what is asked for next are the last answers before a sleep, and that others wait
         for memory. Without effect where a KV cache has one size.
         """

@@ -233,7 +233,7 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 class WeightLayout:
     """Says what lies where, for who plans to write it.
 
-    place: the device of the pages (`memsaver.common.machine.place_of`). buffers: names and shapes
+    place: the device of the pages (`memsaver.system.machine.place_of`). buffers: names and shapes
     of what the model computes with beside its parameters: values arrive with a write's receipt.
     """
 
@@ -298,7 +298,7 @@ class PackedBox:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """Holds what the writers say they wrote. digest: memsaver.common.digest over every slice.
+    """Holds what the writers say they wrote. digest: memsaver.ops.digest over every slice.
     nbytes: parameters, no padding. Both are over the offer's `names` only, where it has some.
     buffers: values of the layout's buffers, fp32 on the CPU; those left out stay as they are.
     """
@@ -328,7 +328,7 @@ class VerifyReceipt:
 @dataclass(frozen=True, kw_only=True)
 class CommitReceipt:
     """Says what the engine now serves; the digest is that of the verification, None for pages
-    adopted without one.
+    aliased without one.
     """
 
     version: int

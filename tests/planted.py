@@ -52,25 +52,25 @@ BUGS = [
     ),
     Bug(
         "a kept copy that ends past the tag's memory counts as its content (off by one extent)",
-        "memsaver/backup/on_host.py",
+        "memsaver/content/on_host.py",
         "offset + nbytes > committed for",
         "offset > committed for",
     ),
     Bug(
         "extents that a peer hands over in vain stay charged (missing undo)",
-        "memsaver/vmm/page_pool.py",
+        "memsaver/memory/page_pool.py",
         "            undo.callback(shim.discharge, backend.phys, nbytes)\n",
         "",
     ),
     Bug(
         "a piece of exactly the right size is left out (off by one)",
-        "memsaver/vmm/page_pool.py",
+        "memsaver/memory/page_pool.py",
         "if rest >= size:",
         "if rest > size:",
     ),
     Bug(
         "a forked child believes that it holds its parent's lock",
-        "memsaver/vmm/device_lock.py",
+        "memsaver/system/device_lock.py",
         "        self._close()\n        self._start_afresh()",
         "        self._close()",
     ),
@@ -157,7 +157,7 @@ BUGS = [
     # ------------------------------------------------------------------ trainer_bridge
     Bug(
         "the lower bound clips above as well (swapped bounds)",
-        "trainer_bridge/training/scoring.py",
+        "trainer_bridge/training/losses.py",
         "ratio.clamp(1 - eps_low, 1 + eps_high)",
         "ratio.clamp(1 - eps_high, 1 + eps_low)",
     ),
@@ -169,15 +169,15 @@ BUGS = [
     ),
     Bug(
         "one rank's failure alone lets the others go on (off by one)",
-        "trainer_bridge/sync/consensus.py",
+        "trainer_bridge/sync/agree.py",
         "    if failed:\n        raise SyncError(stage",
         "    if len(failed) > 1:\n        raise SyncError(stage",
     ),
     Bug(
-        "a restore that fails counts as done (missing undo)",
-        "trainer_bridge/training/offload.py",
+        "a reload that fails counts as done (missing undo)",
+        "trainer_bridge/offload.py",
         "                saver.resume(*memory)\n            elif wait:",
-        "                self._parked -= set(chosen)\n"
+        "                self._offloaded -= set(chosen)\n"
         "                saver.resume(*memory)\n            elif wait:",
     ),
     Bug(
@@ -207,7 +207,7 @@ BUGS = [
     ),
     Bug(
         "`latest` names a checkpoint that is still being written (swapped order)",
-        "recipes/watch/run_folder.py",
+        "recipes/logs/run_folder.py",
         '        write(folder / f"step_{step}")\n'
         '        replace_text(folder / "latest", f"step_{step}\\n")\n',
         '        replace_text(folder / "latest", f"step_{step}\\n")\n'

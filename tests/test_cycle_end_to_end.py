@@ -93,7 +93,7 @@ def test_cycles_whose_pools_grow_and_wind_down_leave_nothing_behind(
             params[0] = SamplingParams(max_tokens=rng.randint(2, 30), temperature=0)
             cycle.to_rollout(turn + 1)
             saver.limit_bytes = saver.report().committed_bytes + spare + rng.randint(0, 16 << 20)
-            cycle.begin_return()
+            cycle.prefetch()
             seen = [engine.kv_pool.size]
 
             def watch(*_: int, seen: list[int] = seen) -> None:
@@ -110,7 +110,7 @@ def test_cycles_whose_pools_grow_and_wind_down_leave_nothing_behind(
             assert (committed(trainer), committed(engine)) == before
             if turn % 20 == 19:
                 trainer.empty_cache()
-                host = trainer.saver.host_arena.committed_bytes
+                host = trainer.saver.pinned_arena.committed_bytes
                 held.append([process_bytes(device), host, status_bytes("RssAnon")])
     assert shrunk >= rounds(1, 100) or device != "cpu"
     # what Python, malloc and the driver keep has settled after the first fifth
@@ -178,7 +178,7 @@ def test_rounds_match_transformers(
             with pytest.raises(StateError, match="kv_cache"):
                 rollout.generate(inputs, SamplingParams())
             for name, shard in trainer.shards().items():
-                assert torch.equal(shard, before[name]), f"{name} changed while it was parked"
+                assert torch.equal(shard, before[name]), f"{name} changed while it was offloaded"
             check_scores(sampled, inputs, trainer)
             cycle.to_train()
             assert committed(trainer) == full and trainer.report().backup_bytes == 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.vmm.torch_usage import empty_torch_cache
+from memsaver.memory.torch_allocator import empty_torch_cache
 from rollout import Completion, Engine, SamplingParams
 from tests.helpers.effort import rounds
 from tests.helpers.memory import Scribbler, counted, process_bytes
@@ -87,7 +87,7 @@ def generates_as_a_fresh_engine(
 def test_cycles_with_new_weights_each(
     alias: bool, tmp_path: Path, scribbler: Scribbler, record_property: Callable[..., None]
 ) -> None:
-    """alias: replayed on pages that are borrowed anew each time."""
+    """alias: replayed on pages that are aliased anew each time."""
     path = write_model(tmp_path / "model", "qwen3", **SHAPE)
     count = 5 if alias else rounds(8, 100)
     with open_inprocess(config(path, device="cuda:0"), ENGINE, alias=alias) as (trainer, rollout):
@@ -102,7 +102,7 @@ def test_cycles_with_new_weights_each(
             if alias:
                 assert rollout.report().tags["weights"].committed_bytes == 0
                 assert (
-                    rollout.report().tags["weights"].borrowed_bytes
+                    rollout.report().tags["weights"].aliased_bytes
                     == trainer.report().committed_bytes
                 )
             else:

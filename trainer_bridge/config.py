@@ -81,8 +81,8 @@ class TrainerConfig:
     threads: of torch on the CPU; None leaves torch's own choice. seed: of torch's generator, set
     once when the trainer is built, and of random weights. optimizer_offload: masters and moments,
     fp32, lie in host memory and pass through the device in every update (`StreamedAdamW`); the
-    shards are held in `param_dtype`. The critic's stay. leaving: tags that are going to be parked:
-    host memory for their copies is obtained from the start on, beside other work.
+    shards are held in `param_dtype`. The critic's stay. leaving: tags that are going to be
+    offloaded: host memory for their copies is obtained from the start on, beside other work.
     """
 
     model_path: str

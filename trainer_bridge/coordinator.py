@@ -103,8 +103,8 @@ def open_ray(
 
 def _introduce(trainer: Trainer | RemoteTrainer, rollout: Rollout) -> None:
     """Tells both sides of a device of each other, for memory to be handed over."""
-    trainer.hand_over_to(rollout.as_partner())
-    rollout.hand_over_to(trainer.as_partner())
+    trainer.hand_over_to(rollout.as_peer())
+    rollout.hand_over_to(trainer.as_peer())
 
 
 def _start(

@@ -15,12 +15,12 @@ stage.
                                                                    critic: compute_values
 
 A trainer has critic and reference only where the cycle is told so. Tags that the caller names in
-`keep` stay on the device in every state. Those in `overlap` leave while the rollout generates, and
-come back while the policy scores: their copies run beside work. With `alias` the rollout serves the
-trainer's own pages: `params` stays, lent in state "rollout", and tag `weights` never has memory of
-its own. Both sides are protocols: the same code drives objects of this process and handles on Ray
-actors. A stage that fails ends the cycle; where weights were being replaced, the rollout is
-poisoned with the reason and serves nothing.
+`resident` stay on the device in every state. Those in `overlap` leave while the rollout generates,
+and come back while the policy scores: their copies run beside work. With `alias` the rollout serves
+the trainer's own pages: `params` stays, aliased in state "rollout", and tag `weights` never has
+memory of its own. Both sides are protocols: the same code drives objects of this process and
+handles on Ray actors. A stage that fails ends the cycle; where weights were being replaced, the
+rollout is poisoned with the reason and serves nothing.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from memsaver.errors import StateError
 from rollout.protocols import Rollout
 from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
+from trainer_bridge.offload import Wait
 from trainer_bridge.sync.weight_sync import SyncReceipt
 from trainer_bridge.tags import (
     CRITIC,
@@ -43,10 +44,9 @@ from trainer_bridge.tags import (
     TRAINER_TAGS,
 )
 from trainer_bridge.training.batch import SequenceBatch
-from trainer_bridge.training.offload import Wait
 
 
-class TrainerSide(Protocol):
+class TrainerProtocol(Protocol):
     """Learns, scores, and gives its memory and its weights away. The contracts are `Trainer`'s.
 
     `Cycle` asks for the first five methods alone. Of the others, the last three are for recipes
@@ -55,13 +55,13 @@ class TrainerSide(Protocol):
 
     def empty_cache(self) -> None: ...
 
-    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None: ...
+    def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None: ...
 
-    def restore(self, *tags: str, wait: Wait = True) -> None: ...
+    def reload(self, *tags: str, wait: Wait = True) -> None: ...
 
     def sync_weights(self, version: int) -> SyncReceipt: ...
 
-    def share_weights(self, version: int) -> SyncReceipt: ...
+    def alias_weights(self, version: int) -> SyncReceipt: ...
 
     def compute_log_prob(self, batch: SequenceBatch) -> list[list[float]]: ...
 
@@ -83,7 +83,7 @@ TRANSITIONS = {
     "score": {"to_score": "score", "to_train": "train"},
     "failed": {},
 }
-KEEPABLE = (*TRAINER_TAGS, *TAGS)
+RESIDENT_TAGS = (*TRAINER_TAGS, *TAGS)
 POISONING = ("sync_weights",)  # the weights may be undefined when it fails
 
 
@@ -92,12 +92,12 @@ class Cycle:
 
     def __init__(
         self,
-        trainer: TrainerSide,
+        trainer: TrainerProtocol,
         rollout: Rollout,
         *,
         on_stage: OnStage | None = None,
         sleep_level: int = 2,
-        keep: Iterable[str] = (),
+        resident: Iterable[str] = (),
         overlap: Iterable[str] = (),
         alias: bool = False,
         hand_over: bool = False,
@@ -107,10 +107,10 @@ class Cycle:
         """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host,
         whose memory is obtained from here on (`Rollout.prepare_sleep`).
 
-        keep: tags of either side that stay on the device, where there is room for them; a
+        resident: tags of either side that stay on the device, where there is room for them; a
         ValueError names an unknown one. overlap: tags that the trainer trains; for a device with
         room for them beside the rollout's weights, and an engine that is `elastic`, whose KV cache
-        takes their memory as they leave. They are restored with wait="memory": work on them waits
+        takes their memory as they leave. They are reloaded with wait="memory": work on them waits
         for what it touches. The optimizer's come back beside `compute_log_prob`, but not with a
         critic, which scores after it. alias: the rollout serves the trainer's pages,
         which it gives back when it sleeps, at any level; the pair is opened with the same.
@@ -119,23 +119,25 @@ class Cycle:
         `open_inprocess` and `open_ray` do. critic, reference: what the trainer has beside the
         policy.
         """
-        kept = set(keep)
-        if unknown := sorted(kept.difference(KEEPABLE)):
-            raise ValueError(f"keep names unknown tags {unknown}; known: {', '.join(KEEPABLE)}")
+        stays = set(resident)
+        if unknown := sorted(stays.difference(RESIDENT_TAGS)):
+            raise ValueError(
+                f"resident names unknown tags {unknown}; known: {', '.join(RESIDENT_TAGS)}"
+            )
         if unknown := sorted({*overlap}.difference(TRAINED)):
             raise ValueError(f"overlap names {unknown}; it is for {', '.join(TRAINED)}")
-        if alias and WEIGHTS in kept:
-            text = f"keep names {WEIGHTS!r}, but with alias the trainer gets these pages back"
+        if alias and WEIGHTS in stays:
+            text = f"resident names {WEIGHTS!r}, but with alias the trainer gets these pages back"
             raise ValueError(f"{text}; leave it out")
         absent = {*(() if critic else (CRITIC, CRITIC_OPTIM)), *(() if reference else (REFERENCE,))}
         self.state = "train"
         self._alias = alias
         self._tags = [tag for tag in TRAINER_TAGS if tag not in absent]
-        self._kept = kept | ({PARAMS} if alias else set())
-        self._behind = [tag for tag in self._tags if tag in {*overlap} - self._kept]
+        self._resident = stays | ({PARAMS} if alias else set())
+        self._behind = [tag for tag in self._tags if tag in {*overlap} - self._resident]
         self._ahead = [] if critic else [tag for tag in self._behind if tag not in MODELS]
-        self._held = set(self._tags) - {REFERENCE}  # which its trainer parks when it is made
-        self._sleeping = [tag for tag in TAGS if tag not in kept]
+        self._held = set(self._tags) - {REFERENCE}  # which its trainer offloads when it is made
+        self._sleeping = [tag for tag in TAGS if tag not in stays]
         self._waking = [tag for tag in self._sleeping if not (alias and tag == WEIGHTS)]
         # what leaves beside work would be taken before it is needed
         self._hand_over = hand_over and not self._behind
@@ -159,20 +161,20 @@ class Cycle:
             with self._stage("wake_weights"):
                 self._rollout.wake_up([WEIGHTS])
         with self._stage("sync_weights"):
-            write = self._trainer.share_weights if self._alias else self._trainer.sync_weights
+            write = self._trainer.alias_weights if self._alias else self._trainer.sync_weights
             committed = write(version)
         # Params, which must stay until all engines have committed what they hold.
         rest = [tag for tag in self._waking if tag != WEIGHTS]
-        self._park_all_but(self._behind, into=next(iter(rest), None))
+        self._offload_all_but(self._behind, into=next(iter(rest), None))
         with self._stage("wake_kv_cache"):
             # a rollout of the caller's own need not know of parts
             partly = {"partly": True} if self._leaving() else {}
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH], **partly)
-        self._begin_park()
+        self._begin_offload()
         self.state = after
         return committed
 
-    def begin_return(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring back what the policy scores with, if it leaves beside work: behind what
         leaves, as soon as the device has room for it beside the answers, else in `to_score`. The
         rollout gives memory back as its last requests end.
@@ -180,11 +182,11 @@ class Cycle:
         For state "rollout", when the last answers before the scores are asked for.
         """
         if self.state != "rollout":
-            raise StateError(f'begin_return() in state {self.state!r}: it is for state "rollout"')
+            raise StateError(f'prefetch() in state {self.state!r}: it is for state "rollout"')
         if PARAMS in self._behind and PARAMS not in self._held:
-            with self._stage("begin_restore"):
-                self._rollout.wind_down()
-                self._trainer.restore(PARAMS, wait=False)
+            with self._stage("prefetch"):
+                self._rollout.shrink()
+                self._trainer.reload(PARAMS, wait=False)
 
     def to_score(self, model: str = PARAMS) -> None:
         """Take the memory back, as far as one model needs it to score: `params` (the policy),
@@ -197,8 +199,8 @@ class Cycle:
             raise ValueError(f"to_score({model!r}): no such model here; known: {', '.join(known)}")
         self._take("to_score", [model])
         if model == PARAMS and (back := [tag for tag in self._ahead if tag not in self._held]):
-            with self._stage("begin_restore"):
-                self._trainer.restore(*back, wait=False)
+            with self._stage("prefetch"):
+                self._trainer.reload(*back, wait=False)
 
     def to_train(self) -> None:
         """Take all the memory back."""
@@ -211,21 +213,21 @@ class Cycle:
             with self._stage("sleep"):
                 into = self._into(next((tag for tag in tags if tag not in self._held), None))
                 self._rollout.sleep(self._sleep_level, tags=self._sleeping, **into)
-        self._park_all_but(tags)
+        self._offload_all_but(tags)
         for tag in tags:
             if tag not in self._held:
                 wait: dict[str, Any] = {"wait": "memory"} if tag in self._behind else {}
-                with self._stage(f"restore_{tag}"):
-                    self._trainer.restore(tag, **wait)
+                with self._stage(f"reload_{tag}"):
+                    self._trainer.reload(tag, **wait)
                 self._held.add(tag)
         self.state = after
 
-    def _park_all_but(self, tags: Sequence[str], into: str | None = None) -> None:
+    def _offload_all_but(self, tags: Sequence[str], into: str | None = None) -> None:
         """into: the rollout's tag that wakes up next."""
-        leaving = [tag for tag in self._tags if tag in self._held - self._kept.union(tags)]
+        leaving = [tag for tag in self._tags if tag in self._held - self._resident.union(tags)]
         for tag in leaving:
-            with self._stage(f"park_{tag}"):
-                self._trainer.park(tag, **self._into(into if tag == leaving[-1] else None))
+            with self._stage(f"offload_{tag}"):
+                self._trainer.offload(tag, **self._into(into if tag == leaving[-1] else None))
             self._held.remove(tag)
 
     def _into(self, tag: str | None) -> dict[str, Any]:
@@ -235,15 +237,15 @@ class Cycle:
     def _leaving(self) -> list[str]:
         return [tag for tag in self._behind if tag in self._held]
 
-    def _begin_park(self) -> None:
+    def _begin_offload(self) -> None:
         if leaving := self._leaving():
-            with self._stage("begin_park"):
-                self._trainer.park(*leaving, wait=False)
+            with self._stage("begin_offload"):
+                self._trainer.offload(*leaving, wait=False)
             self._held.difference_update(leaving)
 
     def _make_room(self) -> None:
         before = set(self._held)
-        self._park_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
+        self._offload_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
         # nothing of the trainer's, but what training left in torch's cache
         if self._held == before and self._waking:
             with self._stage("empty_cache"):

@@ -11,4 +11,4 @@ TRAINED = (PARAMS, OPTIM, CRITIC, CRITIC_OPTIM)
 MODELS = (PARAMS, REFERENCE, CRITIC)
 """Each scores alone: the policy, the policy as it was, the critic."""
 
-ADAPTERS = "adapters"  # of LoRA; parked and restored with `params`, which then never changes
+ADAPTERS = "adapters"  # of LoRA; offloaded and reloaded with `params`, which then never changes

@@ -1,4 +1,4 @@
-"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be parked."""
+"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be offloaded."""
 
 import contextlib
 import dataclasses
@@ -11,25 +11,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
-from memsaver.common.machine import WarmUp, place_of
 from memsaver.errors import StateError
+from memsaver.system.machine import WarmUp, place_of
 from rollout.model import stored_buffers
-from rollout.protocols import Partner, SyncTarget
+from rollout.protocols import PeerSaver, UpdatableEngine
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.offload import Offloader, Wait, reserve_offload
+from trainer_bridge.sync.agree import Consensus, group_consensus
+from trainer_bridge.sync.alias import PageAlias
 from trainer_bridge.sync.cast_copy import OnPart
 from trainer_bridge.sync.connection import Transport
-from trainer_bridge.sync.consensus import Consensus, group_consensus
 from trainer_bridge.sync.module import Shards
-from trainer_bridge.sync.page_share import PageShare
-from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
+from trainer_bridge.sync.writer import LowRank
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.experts import balanced_routers, replay
+from trainer_bridge.training.device import Runtime, to_compile
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
+from trainer_bridge.training.losses import (
+    add_gradients,
+    micro_logprobs,
+    policy_gradient,
+    score_tokens,
+)
 from trainer_bridge.training.model import (
     await_shards,
     build_model,
@@ -38,20 +45,13 @@ from trainer_bridge.training.model import (
     shards_in_order,
     trained_params,
 )
-from trainer_bridge.training.offload import Parking, Wait, reserve_parked
+from trainer_bridge.training.moe import balanced_routers, replay
 from trainer_bridge.training.optimizer import (
     Schedule,
     StreamedAdamW,
     after_load,
     build_optimizer,
     optimizer_step,
-)
-from trainer_bridge.training.runtime import Runtime, to_compile
-from trainer_bridge.training.scoring import (
-    add_gradients,
-    micro_logprobs,
-    policy_gradient,
-    score_tokens,
 )
 
 
@@ -60,17 +60,17 @@ class Trainer:
 
     Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host;
     gradients, activations and unsharded layers are torch's own memory. Without a saver all of it
-    is, and `park` keeps the memory. With `config.critic` a critic lies on `critic` and
-    `critic_optim`; with `config.reference` the first weights lie on `reference`, which is parked
-    until somebody restores it.
+    is, and `offload` keeps the memory. With `config.critic` a critic lies on `critic` and
+    `critic_optim`; with `config.reference` the first weights lie on `reference`, which is offloaded
+    until somebody reloads it.
 
     With `config.optimizer_offload` nothing is on `optim`: moments, and masters of more precision
     than the parameters, lie on the host for good (`StreamedAdamW`). An update that is interrupted
     leaves a mixture there, which every call but `load_checkpoint` then refuses.
 
-    With `config.lora` adapters are trained alone. They lie on tag `adapters`, parked and restored
-    with `params`. That is frozen then: it is copied to the host once, and later pauses compare a
-    digest. It is the reference, too.
+    With `config.lora` adapters are trained alone. They lie on tag `adapters`, offloaded and
+    reloaded with `params`. That is frozen then: it is copied to the host once, and later pauses
+    compare a digest. It is the reference, too.
 
     With several ranks (a process group made by the caller) every rank calls every method with the
     same arguments: each computes its share of the sequences, all get the whole answer.
@@ -88,7 +88,7 @@ class Trainer:
         """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first
         dimension.
 
-        layout: of the rollout that `share_weights` is for: parameters lie on tag `params` as its
+        layout: of the rollout that `alias_weights` is for: parameters lie on tag `params` as its
         weights do. One rank with a saver, whole parameters of the same dtypes; a ValueError says
         what is not so.
 
@@ -112,9 +112,9 @@ class Trainer:
                 raise ValueError(f"{rule}; {remedy}")
             self._warm_up = WarmUp(to_compile(config, self.device, layout is not None), self.device)
             undo.callback(self._warm_up.close)
-            self._parking = Parking(saver)
+            self._offloader = Offloader(saver)
             if saver is not None:
-                reserve_parked(config, runtime.world, saver)
+                reserve_offload(config, runtime.world, saver)
             self.reference = self._first_weights()
             dtype = config.torch_dtype
             self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
@@ -131,9 +131,9 @@ class Trainer:
             self.step, self._schedule = 0, Schedule.of(config)
             self._adapters = None if config.lora is None else Adapters(self.model, config.lora)
             self._add_params()
-            self._parking.order = partial(shards_in_order, self.model)
-            await_shards(self.model, self._parking.arrive)
-            self._parking.add(OPTIM, empty=config.optimizer_offload)
+            self._offloader.order = partial(shards_in_order, self.model)
+            await_shards(self.model, self._offloader.await_content)
+            self._offloader.add(OPTIM, empty=config.optimizer_offload)
             self.critic = self._value_model()
             self._layout = layout
             self._params = base_params(self.model)
@@ -141,7 +141,7 @@ class Trainer:
             self._shards = Shards(self._named)
             self._factors: Mapping[str, LowRank] = {}
             self._sync: WeightSync | None = None
-            self._share: PageShare | None = None
+            self._share: PageAlias | None = None
             undo.pop_all()
 
     def compute_log_prob(
@@ -155,7 +155,7 @@ class Trainer:
         if base and self._adapters is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
             raise ValueError(f"compute_log_prob(base=True) {rule}")
-        self._require("compute_log_prob", PARAMS, arriving=True)
+        self._require("compute_log_prob", PARAMS, prefetching=True)
         with without_adapters(self.model) if base else contextlib.nullcontext():
             return self._logprobs(self.model, batch, temperature)
 
@@ -163,7 +163,7 @@ class Trainer:
         self, batch: SequenceBatch, temperature: float | None = None
     ) -> list[list[float]]:
         """Returns `compute_log_prob` by the weights before the first update; needs tag `reference`
-        restored, with adapters `params`.
+        reloaded, with adapters `params`.
         """
         if self._adapters is not None and self.config.reference:
             return self.compute_log_prob(batch, temperature, base=True)
@@ -175,7 +175,7 @@ class Trainer:
         return self._logprobs(self.reference, batch, temperature)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """Returns the critic's value per response token (`Critic`); needs tag `critic` restored."""
+        """Returns the critic's value per response token (`Critic`); needs tag `critic` reloaded."""
         return self._critic("compute_values", CRITIC).compute_values(batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
@@ -191,8 +191,8 @@ class Trainer:
         Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, learning_rate,
         tokens. A gradient that is not finite raises a FloatingPointError and changes nothing.
         """
-        self._require("update_actor", PARAMS, OPTIM, arriving=True)
-        self._require_unlent("update_actor")
+        self._require("update_actor", PARAMS, OPTIM, prefetching=True)
+        self._require_unaliased("update_actor")
         check_tokens(batch, self.model.config)
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("update_actor needs a SequenceBatch with old_logprobs and advantages")
@@ -206,7 +206,7 @@ class Trainer:
         learn = partial(policy_gradient, self.model, self.config, batch, self._runtime.world)
         size = self.config.micro_batch_size
         means = add_gradients(self.model, batch, learn, size, self._runtime)
-        self._parking.arrive()
+        self._offloader.await_content()
         rate = self._schedule.after(self.step)
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
@@ -218,29 +218,29 @@ class Trainer:
             "tokens": float(batch.num_tokens),
         }
 
-    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+    def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         """Empty the cache, then move the tags (none: all) to the host and free their memory.
 
         into: the tag of this device's engine (`hand_over_to`) that wakes up next: it gets what it
         needs, and the driver the rest. Not without waiting.
 
-        A model's tag that has not changed since it was parked last is not copied again, where a
+        A model's tag that has not changed since it was offloaded last is not copied again, where a
         trainer scores with several models. wait: False returns while the copies go on; a tag's
         memory is freed when its copy is there, and the next call that needs a tag waits.
         """
         self.empty_cache()
-        self._parking.park(*tags, wait=wait, into=into)
+        self._offloader.offload(*tags, wait=wait, into=into)
 
-    def restore(self, *tags: str, wait: Wait = True) -> None:
+    def reload(self, *tags: str, wait: Wait = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
         changes nothing.
 
         wait: False returns while they come, and the next call that needs a tag waits. Where memory
-        is short then they stay parked: a restore that waits tries it again. "memory" waits only
+        is short then they stay offloaded: a reload that waits tries it again. "memory" waits only
         until they have memory. Then the policy's forward waits for the parameters of the unit that
         is next, the step for the moments, every other call for all of the tags it needs.
         """
-        self._parking.restore(*tags, wait=wait)
+        self._offloader.reload(*tags, wait=wait)
 
     def empty_cache(self) -> None:
         """Drop gradients and unsharded layers, and give torch's cached blocks to the device."""
@@ -261,7 +261,7 @@ class Trainer:
 
     def connect(
         self,
-        targets: Sequence[SyncTarget],
+        targets: Sequence[UpdatableEngine],
         consensus: Consensus | None = None,
         *,
         transport: str = "auto",
@@ -291,18 +291,18 @@ class Trainer:
         )
         if self._layout is not None:
             assert self.saver is not None
-            self._share = PageShare(
+            self._share = PageAlias(
                 self.saver, PARAMS, self._layout, self._tensors, targets, consensus, self._buffers
             )
 
-    def as_partner(self) -> Partner:
+    def as_peer(self) -> PeerSaver:
         """Returns what the engine of this device is told, to hand memory over to the trainer."""
         assert self.saver is not None
-        return Partner.of(self.saver)
+        return PeerSaver.of(self.saver)
 
-    def hand_over_to(self, partner: Partner | None) -> None:
-        """Say who gets the memory in `park(into=)`; None: the driver."""
-        self._parking.partner = partner
+    def hand_over_to(self, peer: PeerSaver | None) -> None:
+        """Say who gets the memory in `offload(into=)`; None: the driver."""
+        self._offloader.peer = peer
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -338,16 +338,16 @@ class Trainer:
         finally:
             self._factors = {}  # what was gathered for it
 
-    def share_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
+    def alias_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
         """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is
         copied.
 
-        Until the engines' weights sleep, what would change or park the parameters raises. See
-        `PageShare.share`.
+        Until the engines' weights sleep, what would change or offload the parameters raises. See
+        `PageAlias.share`.
         """
-        self._require("share_weights", PARAMS)
+        self._require("alias_weights", PARAMS)
         if self._share is None:
-            rule = "share_weights() needs parameters that lie as the rollout's weights do"
+            rule = "alias_weights() needs parameters that lie as the rollout's weights do"
             remedy = "make the trainer with layout=engine.manifest, and call connect([engine])"
             raise StateError(f"{rule}; {remedy}")
         return self._share.share(version, verify=verify)
@@ -378,8 +378,8 @@ class Trainer:
         A ValueError says what is of another model, OtherWeights that the run began with other
         weights than this trainer (which reference and adapters build on); nothing was changed then.
         """
-        self._parking.require("load_checkpoint", *TRAINED, undefined=True)
-        self._require_unlent("load_checkpoint")
+        self._offloader.require("load_checkpoint", *TRAINED, undefined=True)
+        self._require_unaliased("load_checkpoint")
         self.zero_grad()
         values = checkpoint.load(directory, self._state(), self._identity(), self._began_with)
         self.step = values["step"]
@@ -391,7 +391,7 @@ class Trainer:
             critic.schedule = begun.continuing(values.get("critic_schedule"), critic.step)
             after_load(critic.optimizer, critic.step)
         learned = PARAMS if self._adapters is None else ADAPTERS
-        self._parking.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)
+        self._offloader.note(learned, OPTIM, CRITIC, CRITIC_OPTIM)
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
@@ -415,7 +415,7 @@ class Trainer:
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group made here. The saver is its maker's."""
         self._warm_up.close()
-        self._parking.close()
+        self._offloader.close()
         if self._sync is not None:
             self._sync.close()
         self._runtime.close()
@@ -425,7 +425,7 @@ class Trainer:
         return self._params | {name: self.model.get_buffer(name) for name in self._buffers}
 
     def _tensors(self) -> dict[str, Tensor]:
-        self._parking.arrive()
+        self._offloader.await_content()
         return self._shards.tensors()
 
     def _logprobs(
@@ -442,14 +442,14 @@ class Trainer:
 
     def _add_params(self) -> None:
         if self._adapters is not None:
-            self._parking.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
+            self._offloader.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
             return
-        # A policy is parked once a step, always changed.
+        # A policy is offloaded once a step, always changed.
         alone = self.reference is None and self.config.critic is None
-        self._parking.add(PARAMS, None if alone else lambda: self.step)
+        self._offloader.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> nn.Module | None:
-        """Returns the reference, frozen, parked before anything else takes memory. It is in the
+        """Returns the reference, frozen, offloaded before anything else takes memory. It is in the
         dtype that the policy computes in: what never changes needs no masters of more precision.
         """
         config = self.config
@@ -461,16 +461,16 @@ class Trainer:
             stored, self._runtime, self.saver, tag=REFERENCE, drawn_as=config.torch_dtype
         )
         reference.requires_grad_(False)
-        self._parking.add(REFERENCE, lambda: 0)
-        self._parking.park(REFERENCE)
+        self._offloader.add(REFERENCE, lambda: 0)
+        self._offloader.offload(REFERENCE)
         return reference
 
     def _value_model(self) -> Critic | None:
         if self.config.critic is None:
             return None
         critic = Critic(self.config, self._runtime, self.saver)
-        self._parking.add(CRITIC, lambda: critic.step)
-        self._parking.add(CRITIC_OPTIM)
+        self._offloader.add(CRITIC, lambda: critic.step)
+        self._offloader.add(CRITIC_OPTIM)
         return critic
 
     def _critic(self, method: str, *tags: str) -> Critic:
@@ -491,14 +491,14 @@ class Trainer:
     def _identity(self) -> dict[str, Any] | None:
         return None if self._adapters is None else self._adapters.identity()
 
-    def _require(self, method: str, *tags: str, arriving: bool = False) -> None:
-        """Raises a StateError for a parked tag or a half update; see `Parking.require`."""
-        self._parking.require(method, *tags, arriving=arriving)
+    def _require(self, method: str, *tags: str, prefetching: bool = False) -> None:
+        """Raises a StateError for an offloaded tag or a half update; see `Offloader.require`."""
+        self._offloader.require(method, *tags, prefetching=prefetching)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
             text = "an update was interrupted, and parameters, masters and moments are of two steps"
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or start anew")
 
-    def _require_unlent(self, method: str) -> None:
+    def _require_unaliased(self, method: str) -> None:
         if self.saver is not None and self.saver.leases(PARAMS):
             text = f"{method}() would change parameters that a rollout serves"
             raise StateError(f"{text}; put its weights to sleep first")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memsaver.vmm import empty_torch_cache
+from memsaver.memory import empty_torch_cache
 from rollout.hosted import HostedRollout
 from rollout.model import stored_buffers
 from rollout.vllm import VllmEngine

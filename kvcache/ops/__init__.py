@@ -1,7 +1,7 @@
 """Kernels, each with a torch reference of the same signature."""
 
 from kvcache.ops.rotary import RotaryTables, rotate_heads
-from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes
 
 __all__ = [
     "RotaryTables",

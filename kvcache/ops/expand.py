@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memsaver.common.machine import Impl, use_triton
+from memsaver.system.machine import Impl, use_triton
 
 # rows of the `meta` argument
 PREFIX_LEN, SEQ_LEN, LAST_LOC, OUT_START, PAGE_START = range(5)

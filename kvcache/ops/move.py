@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memsaver.common.machine import Impl, use_triton
+from memsaver.system.machine import Impl, use_triton
 
 _MAX_BLOCK = 1024
 _TILE = 1024  # words that a program has under way

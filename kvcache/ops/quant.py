@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from kvcache.config import FP4_BLOCK, FP4_MAX_EXPONENT
-from memsaver.common.machine import Impl, use_triton
+from memsaver.system.machine import Impl, use_triton
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

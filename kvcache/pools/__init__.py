@@ -1,6 +1,9 @@
 """Pools on a tag: what is kept of a token, how, and where; a class for each kind of layer."""
 
-from kvcache.pools.attention import (
+from kvcache.pools.base import HostCopy, KVPool
+from kvcache.pools.mamba import HybridReqToTokenPool, MambaConfig, MambaPool
+from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
+from kvcache.pools.token_pools import (
     DoubleSparseTokenToKVPool,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
@@ -8,9 +11,6 @@ from kvcache.pools.attention import (
     MLATokenToKVPoolFP4,
     TokenPool,
 )
-from kvcache.pools.base import HostCopy, KVPool
-from kvcache.pools.mamba import HybridReqToTokenPool, MambaConfig, MambaPool
-from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
 
 __all__ = [
     "DoubleSparseTokenToKVPool",

@@ -10,7 +10,7 @@ import torch
 
 from kvcache.config import check_device, check_positive
 from kvcache.pools.base import HostCopy, check_copy
-from kvcache.pools.storage import Part, SlotStorage
+from kvcache.pools.storage import PoolPart, SlotStorage
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
 if TYPE_CHECKING:
@@ -50,13 +50,16 @@ class MambaConfig:
         check_device("MambaConfig", self.device)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PoolPart, ...]:
         """Returns what a slot holds in each layer."""
         convs = (
-            Part(name=f"conv{i}", row=s, dtype=self.conv_dtype)
+            PoolPart(name=f"conv{i}", row=s, dtype=self.conv_dtype)
             for i, s in enumerate(self.conv_shapes)
         )
-        return (*convs, Part(name="temporal", row=self.temporal_shape, dtype=self.temporal_dtype))
+        return (
+            *convs,
+            PoolPart(name="temporal", row=self.temporal_shape, dtype=self.temporal_dtype),
+        )
 
     @property
     def bytes_per_slot(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcache.config import KVCacheConfig
-from kvcache.pools.attention import MHATokenToKVPool
 from kvcache.pools.base import HostCopy, KVPool, check_loc, check_pairs
+from kvcache.pools.token_pools import MHATokenToKVPool
 from memsaver import MemorySaver
 
 

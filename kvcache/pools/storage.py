@@ -18,7 +18,7 @@ Stored = Sequence[torch.Tensor]  # the parts of one kind of row in one layer, ea
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PoolPart:
     """A tensor of this shape and stored dtype, which a slot holds in every layer."""
 
     name: str
@@ -42,7 +42,7 @@ class SlotStorage:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PoolPart],
         *,
         num_layers: int,
         slots: int,
@@ -72,7 +72,7 @@ class SlotStorage:
             start += num_layers * part.nbytes * (1 if slot_major else slots)
         self._words = [_as_words(part) for part in self.parts.values()]
 
-    def _view(self, part: Part, start: int, layers: int) -> torch.Tensor:
+    def _view(self, part: PoolPart, start: int, layers: int) -> torch.Tensor:
         if self.slot_major:
             inside = self.block.view(self.slots, self.bytes_per_slot)[
                 :, start : start + layers * part.nbytes
@@ -163,9 +163,9 @@ class Codec(ABC):
     def __init__(self, config: TokenConfig) -> None:
         self.config = config
 
-    def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
+    def parts(self, name: str, heads: int, width: int) -> tuple[PoolPart, ...]:
         """Returns what a slot holds for a row of this shape."""
-        return (Part(name=name, row=(heads, width), dtype=store_dtype(self.config.dtype)),)
+        return (PoolPart(name=name, row=(heads, width), dtype=store_dtype(self.config.dtype)),)
 
     @abstractmethod
     def write(
@@ -271,10 +271,10 @@ class FP4Codec(Codec):
 
     accepts = _FLOATS
 
-    def parts(self, name: str, heads: int, width: int) -> tuple[Part, ...]:
+    def parts(self, name: str, heads: int, width: int) -> tuple[PoolPart, ...]:
         return (
-            Part(name=name, row=(heads, width // 2), dtype=torch.uint8),
-            Part(name=f"{name}_scale", row=(heads, width // FP4_BLOCK), dtype=torch.uint8),
+            PoolPart(name=name, row=(heads, width // 2), dtype=torch.uint8),
+            PoolPart(name=f"{name}_scale", row=(heads, width // FP4_BLOCK), dtype=torch.uint8),
         )
 
     def write(

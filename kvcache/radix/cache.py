@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcache.allocators.paged import Int64Array, KVAllocator
 from kvcache.pools import MambaPool
-from kvcache.radix.node import EMPTY, TOKEN_BYTES, RadixNode, Tokens, Usage, as_run
+from kvcache.radix.node import EMPTY, TOKEN_BYTES, NodeUsage, RadixNode, Tokens, as_run
 from kvcache.radix.tree import PrefixTree, Walk
 
 
@@ -251,7 +251,7 @@ class MambaRadixCache(PrefixTree):
     def _put_state(self, node: RadixNode, state: int, priority: int) -> bool:
         taken = not node.state
         if taken:
-            node.state, node.state_usage = state, Usage(self._now, self._now)
+            node.state, node.state_usage = state, NodeUsage(self._now, self._now)
             self._num_states += 1
             self._requeue(node)
         self._use_state(node, priority)

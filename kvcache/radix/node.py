@@ -157,7 +157,7 @@ class EvictionQueue(Generic[T]):
 
 
 @dataclass(slots=True, eq=False)
-class Usage:
+class NodeUsage:
     """Holds what policies rank by, in ticks of the cache: one match or insert is one."""
 
     created: int
@@ -173,7 +173,7 @@ class Usage:
 
 
 @dataclass(slots=True, eq=False)
-class RadixNode(Usage):
+class RadixNode(NodeUsage):
     """A run of whole pages of tokens below its parent; to callers only a handle for locks.
 
     `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
@@ -192,7 +192,7 @@ class RadixNode(Usage):
     lock_ref: int = 0
     own_lock_ref: int = 0
     state: int = 0
-    state_usage: Usage | None = None
+    state_usage: NodeUsage | None = None
 
     @property
     def length(self) -> int:
@@ -204,7 +204,7 @@ class RadixNode(Usage):
         """The token ids."""
         return np.frombuffer(self.run, dtype=np.int32)
 
-    def use_of_state(self) -> Usage:
+    def use_of_state(self) -> NodeUsage:
         assert self.state_usage is not None
         return self.state_usage
 
@@ -224,7 +224,7 @@ class RadixNode(Usage):
 class Generation:
     """All trees of one weight version, and what of them can be evicted."""
 
-    def __init__(self, version: int, policy: Callable[[Usage], Rank]) -> None:
+    def __init__(self, version: int, policy: Callable[[NodeUsage], Rank]) -> None:
         self.version = version
         self.roots: dict[Hashable, RadixNode] = {}  # only those with children
         self.tokens = 0

@@ -11,17 +11,17 @@ from kvcache.radix.node import (
     EMPTY,
     TOKEN_BYTES,
     Generation,
+    NodeUsage,
     RadixNode,
     Rank,
     Tokens,
-    Usage,
     as_ids,
     as_run,
     check_generation,
     common_prefix,
 )
 
-Policy = Callable[[Usage], Rank]  # the entry of the lowest rank is evicted first
+Policy = Callable[[NodeUsage], Rank]  # the entry of the lowest rank is evicted first
 
 POLICIES: dict[str, Policy] = {
     "lru": lambda usage: (usage.last_access,),

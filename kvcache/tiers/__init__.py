@@ -1,18 +1,18 @@
 """The tiers that pages of a device pool go to when it is full: host memory, then disk."""
 
 from kvcache.tiers.disk import DiskTier
-from kvcache.tiers.host import HostCacheConfig, HostKVCache, Layout, Transfer
+from kvcache.tiers.host import HostCacheConfig, HostKVCache, HostTransfer, Layout
 from kvcache.tiers.keys import page_hashes
-from kvcache.tiers.prefix import TieredMatch, TieredPrefixCache, WritePolicy, check_policy
+from kvcache.tiers.tiered_prefix import TieredMatch, TieredPrefixCache, WritePolicy, check_policy
 
 __all__ = [
     "DiskTier",
     "HostCacheConfig",
     "HostKVCache",
+    "HostTransfer",
     "Layout",
     "TieredMatch",
     "TieredPrefixCache",
-    "Transfer",
     "WritePolicy",
     "check_policy",
     "page_hashes",

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from kvcache.tiers.keys import HASH_BYTES, VersionedLRU, check_page, stable_hash
-from memsaver.backup import BLOCK, BlockFile, explained
+from memsaver.content import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
-from memsaver.vmm import host_memory
+from memsaver.memory import host_memory
 
 _MAGIC = b"kvpage01"
 # magic, format, version, page hash, payload bytes

@@ -16,10 +16,10 @@ from kvcache.allocators.paged import (
     to_device,
 )
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
-from kvcache.pools.attention import TokenPool
+from kvcache.pools.token_pools import TokenPool
 from kvcache.tiers.keys import check_page
-from memsaver.common.machine import Impl
-from memsaver.vmm import host_memory
+from memsaver.memory import host_memory
+from memsaver.system.machine import Impl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Clock:
     seconds: float = 0.0
 
 
-class Transfer:
+class HostTransfer:
     """An event for each layer that is copied; without any (on the CPU) all is done already."""
 
     def __init__(
@@ -127,11 +127,11 @@ class HostKVCache:
     Host slots are tokens `page * ps + offset` of pages that `allocator` issued, from 1 on as on the
     device. Device slots are int64 on the CPU, checked and sent, or on the device, unchecked, as
     that would synchronise. A pause of the pool's tag loses nothing here; transfers have to be over
-    before it (`Transfer.synchronize`).
+    before it (`HostTransfer.synchronize`).
 
     All transfers run one after the other on a stream of their own, after what the current stream
     had queued when they were asked for. So a host page may be freed and used again at once; device
-    slots may not be read after a load, nor written after a backup, without `Transfer.wait`. Not
+    slots may not be read after a load, nor written after a backup, without `HostTransfer.wait`. Not
     thread-safe.
     """
 
@@ -146,7 +146,7 @@ class HostKVCache:
         self._block = host_memory(self.nbytes, pool.device, "a host tier", "make the tier smaller")
         self.plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
         # oldest first; who measures takes them out
-        self.recent: deque[Transfer] = deque(maxlen=_RECENT)
+        self.recent: deque[HostTransfer] = deque(maxlen=_RECENT)
         self.accept_scales()
         self._impl = impl
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
@@ -158,13 +158,13 @@ class HostKVCache:
 
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: torch.Tensor
-    ) -> Transfer:
+    ) -> HostTransfer:
         """Starts copying all layers to as many host slots; ValueError: nothing was copied."""
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=True)
 
     def load_to_device_per_layer(
         self, host_slots: Indices, device_slots: torch.Tensor, layer: int
-    ) -> Transfer:
+    ) -> HostTransfer:
         """Starts copying one layer of the host slots to as many device slots."""
         if not 0 <= layer < self.num_layers:
             raise ValueError(
@@ -172,8 +172,8 @@ class HostKVCache:
             )
         return self._start(host_slots, device_slots, range(layer, layer + 1), to_host=False)
 
-    def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> Transfer:
-        """Starts copying all layers, in order: `Transfer.wait(i)` waits for those up to i."""
+    def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> HostTransfer:
+        """Starts copying all layers, in order: `HostTransfer.wait(i)` waits for those up to i."""
         return self._start(host_slots, device_slots, range(self.num_layers), to_host=False)
 
     def read_page(self, page: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ class HostKVCache:
 
     def _start(
         self, host_slots: Indices, device_slots: torch.Tensor, layers: range, to_host: bool
-    ) -> Transfer:
+    ) -> HostTransfer:
         host_rows = self._host_rows(host_slots)
         self._check_device_slots(device_slots, len(host_rows))
         self._check_scales(layers)
@@ -218,7 +218,7 @@ class HostKVCache:
                 to_host=to_host,
                 seconds=time.perf_counter() - started,
             )
-            self.recent.append(Transfer(layers, {}, clock))
+            self.recent.append(HostTransfer(layers, {}, clock))
         else:
             self.recent.append(self._queue(self._stream, host_rows, device_slots, groups, to_host))
         return self.recent[-1]
@@ -233,7 +233,7 @@ class HostKVCache:
         device_slots: torch.Tensor,
         groups: list[range],
         to_host: bool,
-    ) -> Transfer:
+    ) -> HostTransfer:
         """One launch and one event a group of layers."""
         events: dict[int, torch.cuda.Event] = {}
         with torch.cuda.stream(stream):
@@ -248,7 +248,7 @@ class HostKVCache:
                 events |= dict.fromkeys(
                     group, stream.record_event(torch.cuda.Event(enable_timing=True))
                 )
-        return Transfer(
+        return HostTransfer(
             layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start)
         )
 

@@ -15,7 +15,7 @@ import re
 import sys
 
 from memsaver.errors import StateError
-from memsaver.vmm.torch_usage import hold_workspaces, keep_graphs_unregistered
+from memsaver.memory.torch_allocator import hold_workspaces, keep_graphs_unregistered
 
 __all__ = ["IN_PROCESS", "hook_sglang", "install", "require", "uninstall"]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from memsaver.common.machine import forkable
-from memsaver.common.signals import Finalizer, Unbroken
 from memsaver.errors import OutOfMemory
+from memsaver.memory.torch_allocator import check_capture
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
-from memsaver.vmm.torch_usage import check_capture
+from memsaver.system.interrupts import Finalizer, Unbroken
+from memsaver.system.machine import forkable
 
 _thread = threading.local()  # .regions: those that the thread is in, outermost first
 Handle = tuple[int, int]

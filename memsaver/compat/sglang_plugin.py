@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
+from memsaver.memory.torch_allocator import hold_workspaces, keep_graphs_unregistered
 from memsaver.saver import MemorySaver
-from memsaver.vmm.torch_usage import hold_workspaces, keep_graphs_unregistered
 
 NAME = "memsaver"
 _MAKER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"

@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 
 from memsaver.compat.savers import Savers
+from memsaver.memory.torch_allocator import check_capture
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
-from memsaver.vmm.torch_usage import check_capture
 
 __all__ = ["CuMemAllocator", "cumem_available"]
 

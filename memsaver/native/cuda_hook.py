@@ -9,9 +9,9 @@ from functools import cache
 
 import torch
 
-from memsaver.common.machine import forkable
 from memsaver.errors import StateError
 from memsaver.native import shim
+from memsaver.system.machine import forkable
 
 # of everything below; a collector may end a region in the middle of it
 _lock = forkable(threading.RLock())

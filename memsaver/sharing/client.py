@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from memsaver.common.machine import device_key, forkable
 from memsaver.errors import LeaseError, MemSaverError
+from memsaver.memory import make_backend
+from memsaver.memory.backend import Backend
+from memsaver.memory.page_pool import imports
 from memsaver.sharing import rpc
-from memsaver.vmm import make_backend
-from memsaver.vmm.backend import Backend
-from memsaver.vmm.page_pool import imports
+from memsaver.system.machine import device_key, forkable
 
 _CONNECT_SECONDS = 5.0
 
@@ -49,7 +49,7 @@ class Owner:
             _, uid = rpc.credentials(connection)
             # who would not answer; or who has taken a dead saver's name, to be told tokens
             if uid != os.getuid():
-                raise rpc.Refused(
+                raise rpc.CallRefused(
                     f"its saver is user {uid}'s, this process is user {os.getuid()}'s"
                 )
         except BaseException:
@@ -79,7 +79,7 @@ class Owner:
             self._recall(arguments["leases"])
             return {}, []
         if mapped := imports.drop(arguments["ids"]):
-            raise rpc.Refused(f"{len(mapped)} extents are mapped by a lease")
+            raise rpc.CallRefused(f"{len(mapped)} extents are mapped by a lease")
         return {}, []
 
     def _recall(self, numbers: Sequence[int]) -> None:

@@ -21,16 +21,16 @@ from typing import NamedTuple
 
 import torch
 
-from memsaver.common.machine import forkable
-from memsaver.common.signals import Finalizer, Unbroken, held
 from memsaver.errors import BackendError, LeaseError, StateError
+from memsaver.memory.backend import Backend, Reservation
+from memsaver.memory.page_pool import Import, imports
 from memsaver.native import shim
 from memsaver.sharing import rpc
 from memsaver.sharing.client import Owner, owner_of, peer_backend
-from memsaver.tag.borrowed import BorrowedPages, Endings, PoolTicket, Ticket, endings
-from memsaver.vmm.backend import Backend, Reservation
-from memsaver.vmm.device_lock import device_lock
-from memsaver.vmm.page_pool import Import, imports
+from memsaver.system.device_lock import device_lock
+from memsaver.system.interrupts import Finalizer, Unbroken, held
+from memsaver.system.machine import forkable
+from memsaver.tag.tickets import AliasedPages, Endings, PoolTicket, Ticket, endings
 
 TIMEOUT_SECONDS = 10.0
 
@@ -198,12 +198,12 @@ def lease_extents(
     return Grant(owner, number, extents)
 
 
-def borrow_pages(ticket: Ticket, device: torch.device, undo: contextlib.ExitStack) -> BorrowedPages:
+def alias_pages(ticket: Ticket, device: torch.device, undo: contextlib.ExitStack) -> AliasedPages:
     """A lease of the tag for a tag on ``device``, until that ends it, or ``undo`` unwinds."""
     ends = contextlib.ExitStack()
     undo.callback(ends.close)
     grant = lease_extents(ticket, peer_backend(ticket.device_key, device), ends)
-    return BorrowedPages(ticket, grant.extents, ends.close)
+    return AliasedPages(ticket, grant.extents, ends.close)
 
 
 def _ask(
@@ -250,7 +250,7 @@ def import_all(
 def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
     """forgotten: ids that the owner believes this process to have, but it has not."""
     # an owner that is gone needs no telling
-    with contextlib.suppress(rpc.Closed, TimeoutError, rpc.Refused):
+    with contextlib.suppress(rpc.ConnectionClosed, TimeoutError, rpc.CallRefused):
         owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
 
 
@@ -271,11 +271,11 @@ def hand_over(
             answer, _ = owner.endpoint.call(
                 "offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted
             )
-        with imports.arriving([extent.id for extent in extents]):
+        with imports.receiving([extent.id for extent in extents]):
             _give(owner, extents, to, backend, answer["need"])
             for extent in extents:
                 imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
-    except (rpc.Closed, TimeoutError) as error:
+    except (rpc.ConnectionClosed, TimeoutError) as error:
         lost = LeaseError(
             f"the memory was given to process {to.pid}, which fell silent ({error}): "
             "the tags are paused, and what it did not take is the driver's again"
@@ -309,7 +309,7 @@ def _give(
         owner.endpoint.call(
             "give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=need
         )
-    except rpc.Refused as error:
+    except rpc.CallRefused as error:
         raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
     finally:
         rpc.close_all(fds)
@@ -323,7 +323,7 @@ def _explained(ticket: Ticket) -> contextlib.AbstractContextManager[None]:
 def explained(what: str, who: str) -> Iterator[None]:
     try:
         yield
-    except rpc.Refused as error:
+    except rpc.CallRefused as error:
         raise LeaseError(f"{what}: {error}") from error
     except (OSError, TimeoutError) as error:
         raise LeaseError(

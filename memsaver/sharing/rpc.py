@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from memsaver.common.machine import forkable
+from memsaver.system.machine import forkable
 
 _FDS = 200  # in a message; the kernel takes 253
 _TEXT = 1 << 15  # bytes in a message
@@ -28,17 +28,17 @@ _SEND_SECONDS = 5.0  # the other end always reads, unless it is stopped
 Reply = tuple[dict[str, Any], Sequence[int]]
 Serve = Callable[[str, dict[str, Any], list[int]], Reply]
 """(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it
-raises reaches the caller as ``Refused``; received descriptors are the callee's to close.
+raises reaches the caller as ``CallRefused``; received descriptors are the callee's to close.
 """
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
-class Closed(ConnectionError):
+class ConnectionClosed(ConnectionError):
     """The other end is gone."""
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """The other end refused the request; the text says why."""
 
 
@@ -95,12 +95,14 @@ class Endpoint:
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        """The answer; ``fds`` stay the caller's. Raises ``Refused``, ``Closed``, TimeoutError."""
+        """The answer; ``fds`` stay the caller's. Raises ``CallRefused``, ``ConnectionClosed``,
+        TimeoutError.
+        """
         number = next(self._numbers)
         answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
-                raise Closed("the connection is closed")
+                raise ConnectionClosed("the connection is closed")
             self._waiting[number] = answers
         try:
             self._send(False, number, {"op": op, **arguments}, fds)
@@ -117,14 +119,14 @@ class Endpoint:
         self, answer: dict[str, Any], received: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         if "closed" in answer:
-            raise Closed(f"process {self.peer_pid} is gone")
+            raise ConnectionClosed(f"process {self.peer_pid} is gone")
         if "refused" in answer:
-            raise Refused(answer["refused"])
+            raise CallRefused(answer["refused"])
         return answer, received
 
     def tell(self, op: str, **arguments: Any) -> None:
         """Request something whose answer nobody waits for."""
-        with contextlib.suppress(Closed, TimeoutError):
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
             self._send(False, next(self._numbers), {"op": op, **arguments}, ())
 
     def close(self) -> None:
@@ -153,7 +155,7 @@ class Endpoint:
                         self.close()  # half a message cannot be taken back
                     if isinstance(error, BlockingIOError):
                         raise TimeoutError(f"process {self.peer_pid} reads nothing") from error
-                    raise Closed(f"process {self.peer_pid} is gone ({error})") from error
+                    raise ConnectionClosed(f"process {self.peer_pid} is gone ({error})") from error
 
     def _receive(self) -> tuple[bool, int, dict[str, Any], list[int]] | None:
         """The next message; None when the other end is gone, or sends what is none."""
@@ -207,7 +209,7 @@ class Endpoint:
 
     def _reply(self, number: int, content: dict[str, Any], fds: list[int]) -> None:
         reply, sent = self._answer(content, fds)
-        with contextlib.suppress(Closed, TimeoutError):
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
             self._send(True, number, reply, sent)
         close_all(sent)
 
@@ -216,7 +218,7 @@ class Endpoint:
 
         try:
             return self._serve(content.pop("op", None), content, fds)
-        except (MemSaverError, Refused, MemoryError) as error:
+        except (MemSaverError, CallRefused, MemoryError) as error:
             return {"refused": str(error)}, []
         except Exception as error:  # a bug here must not leave the other end waiting
             return {"refused": f"{type(error).__name__}: {error}"}, []

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from memsaver.common.machine import forkable
-from memsaver.common.signals import deliver
 from memsaver.errors import LeaseError
+from memsaver.memory.page_pool import PagePool, imports
 from memsaver.native import shim
 from memsaver.sharing import rpc
 from memsaver.sharing.lease import TIMEOUT_SECONDS, gives_for
+from memsaver.system.interrupts import deliver
+from memsaver.system.machine import forkable
 from memsaver.tag.arena import Arena
-from memsaver.tag.borrowed import PoolTicket, Ticket
-from memsaver.vmm.page_pool import PagePool, imports
+from memsaver.tag.tickets import PoolTicket, Ticket
 
 REVOKE_SECONDS = 5.0
 _AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard
@@ -128,7 +128,7 @@ class ShareServer:
                     )
                     raise LeaseError(
                         f"leased: {names}; close the Lease there, or pause what "
-                        f"borrowed the pages, before pausing (nothing was changed)"
+                        f"aliased the pages, before pausing (nothing was changed)"
                     )
                 self._changed.wait(min(left, _AGAIN_SECONDS))
             deliver()
@@ -143,7 +143,7 @@ class ShareServer:
                 wanted = [number for number in link.kept if link.leases[number] in tags]
             if wanted:
                 # then the lease is still there
-                with contextlib.suppress(rpc.Closed, rpc.Refused, TimeoutError):
+                with contextlib.suppress(rpc.ConnectionClosed, rpc.CallRefused, TimeoutError):
                     link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
 
     def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
@@ -156,9 +156,9 @@ class ShareServer:
             if not wanted or link.endpoint.peer_pid == except_pid:
                 continue
             try:
-                with contextlib.suppress(rpc.Closed):  # then the kernel has taken them
+                with contextlib.suppress(rpc.ConnectionClosed):  # then the kernel has taken them
                     link.endpoint.call("revoke", timeout=REVOKE_SECONDS, ids=wanted)
-            except (rpc.Refused, TimeoutError) as error:
+            except (rpc.CallRefused, TimeoutError) as error:
                 pid = link.endpoint.peer_pid
                 raise LeaseError(
                     f"process {pid} does not let go of {len(wanted)} extents: {error}; "
@@ -221,7 +221,7 @@ class ShareServer:
         """Serves a request of one connection, by its name."""
         try:
             if op not in ("lease", "unlease", "offer", "give"):
-                raise rpc.Refused(f"unknown operation {op!r}")
+                raise rpc.CallRefused(f"unknown operation {op!r}")
             if op == "give":
                 arguments["fds"] = fds  # those that it takes leave the list
             reply: rpc.Reply = getattr(self, op)(link, **arguments)
@@ -232,17 +232,17 @@ class ShareServer:
     def lease(self, link: Link, token: str, kept: bool = False) -> rpc.Reply:
         ticket = self._tickets.get(token)
         if ticket is None:
-            raise rpc.Refused("unknown ticket")
+            raise rpc.CallRefused("unknown ticket")
         with self._locked():  # no pause between looking and sending
             find_arena = self._find_arena()
             if find_arena is None:
-                raise rpc.Refused("the saver is gone")
+                raise rpc.CallRefused("the saver is gone")
             arena = find_arena(ticket.tag)
             if arena.paused:
-                raise rpc.Refused(f"tag {ticket.tag!r} is paused; resume it first")
-            if arena.borrowed is not None:
-                raise rpc.Refused(
-                    f"tag {ticket.tag!r} has borrowed its pages; share them at their owner"
+                raise rpc.CallRefused(f"tag {ticket.tag!r} is paused; resume it first")
+            if arena.aliased is not None:
+                raise rpc.CallRefused(
+                    f"tag {ticket.tag!r} has aliased its pages; share them at their owner"
                 )
             arena.backend.bind_thread()
             extents = shim.extents(arena.slot)
@@ -286,14 +286,16 @@ class ShareServer:
         self._check_pool_token(token)
         # the kernel leaves out those that would pass the limit of open files
         if len(fds) != len(need):
-            raise rpc.Refused(
+            raise rpc.CallRefused(
                 f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there"
             )
         pending = dict(zip(need, fds, strict=True))
         fds.clear()
         try:
             with self._locked(link), imports.unchanged():
-                self._pool.adopt([(extent_id, nbytes) for extent_id, nbytes in extents], pending)
+                self._pool.take_over(
+                    [(extent_id, nbytes) for extent_id, nbytes in extents], pending
+                )
                 link.imported.update(extent_id for extent_id, _ in extents)
         finally:
             rpc.close_all(list(pending.values()))
@@ -301,7 +303,7 @@ class ShareServer:
 
     def _check_pool_token(self, token: str) -> None:
         if token != self._pool_token:
-            raise rpc.Refused("unknown pool ticket")
+            raise rpc.CallRefused("unknown pool ticket")
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:
@@ -317,11 +319,11 @@ class ShareServer:
                 and giver.endpoint.peer_pid >= os.getpid()
                 and gives_for(_CROSSING_SECONDS)
             ):
-                raise rpc.Refused(
+                raise rpc.CallRefused(
                     f"process {os.getpid()} hands memory over itself at this moment; try again"
                 )
             if time.monotonic() > deadline:
-                raise rpc.Refused(
+                raise rpc.CallRefused(
                     f"the saver of process {os.getpid()} is busy for {BUSY_SECONDS:g} s; try again"
                 )
         try:

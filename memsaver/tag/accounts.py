@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from memsaver.errors import BackendError, OutOfMemory, StateError, TagError, format_bytes
+from memsaver.memory.backend import Backend, ShortOfMemory
+from memsaver.memory.page_pool import PagePool, imports
+from memsaver.memory.torch_allocator import TorchUse
 from memsaver.native import shim
 from memsaver.report import CallStats, Event, Report, TagReport, Usage
 from memsaver.tag.arena import CONTENTS, Arena
-from memsaver.tag.content import live_ranges
-from memsaver.vmm.backend import Backend, ShortOfMemory
-from memsaver.vmm.page_pool import PagePool, imports
-from memsaver.vmm.torch_usage import TorchUse
+from memsaver.tag.saving import live_ranges
 
 
 class Tags:
@@ -197,13 +197,13 @@ class Accounts:
 
 
 def _report(arena: Arena, leases: int) -> TagReport:
-    stats, backup, borrowed = arena.stats, arena.backup, arena.borrowed
+    stats, backup, aliased = arena.stats, arena.backup, arena.aliased
     return TagReport(
         state="paused" if arena.paused else "active",
         content=arena.content,
         reserved_bytes=stats.reserved,
         committed_bytes=stats.committed,
-        borrowed_bytes=0 if borrowed is None else borrowed.nbytes,
+        aliased_bytes=0 if aliased is None else aliased.nbytes,
         live_bytes=sum(nbytes for _, nbytes in live_ranges(arena)),
         backup_bytes=backup.host_bytes if backup else 0,
         disk_bytes=backup.disk_bytes if backup else 0,
@@ -244,7 +244,7 @@ def check_tables(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> N
 
 
 def _check(arenas: Sequence[Arena], tables: _Tables) -> None:
-    found, borrowed = [*tables.kept], set[int]()
+    found, aliased = [*tables.kept], set[int]()
     for arena, (extents, committed) in zip(arenas, tables.of_tags, strict=True):
         end = 0
         for extent in extents:
@@ -253,30 +253,30 @@ def _check(arenas: Sequence[Arena], tables: _Tables) -> None:
         assert end == committed, f"{arena.tag}: {end} bytes of extents, {committed} committed"
         assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
         found += extents
-        if arena.borrowed is not None:
-            _check_borrowed(arena)
-            borrowed |= {extent.id for extent in arena.borrowed.extents}
+        if arena.aliased is not None:
+            _check_aliased(arena)
+            aliased |= {extent.id for extent in arena.aliased.extents}
     total = sum(extent.nbytes for extent in found)
     assert total == tables.made, f"{total} bytes known, {tables.made} made"
     assert len(found) == len({extent.id for extent in found}), "an extent is in two places"
-    assert borrowed.isdisjoint(extent.id for extent in found), (
-        "an extent is borrowed from the saver itself"
+    assert aliased.isdisjoint(extent.id for extent in found), (
+        "an extent is aliased from the saver itself"
     )
 
 
-def _check_borrowed(arena: Arena) -> None:
-    borrowed, stats = arena.borrowed, arena.stats
-    assert borrowed is not None and not arena.paused, f"{arena.tag} is paused with borrowed pages"
+def _check_aliased(arena: Arena) -> None:
+    aliased, stats = arena.aliased, arena.stats
+    assert aliased is not None and not arena.paused, f"{arena.tag} is paused with aliased pages"
     assert not stats.committed, (
-        f"{arena.tag} has borrowed pages and {stats.committed} bytes of its own"
+        f"{arena.tag} has aliased pages and {stats.committed} bytes of its own"
     )
-    assert stats.state == shim.PAUSED, f"{arena.tag} could grow behind borrowed pages"
-    ends = [extent.offset + extent.nbytes for extent in borrowed.extents]
-    assert [0, *ends] == [*(extent.offset for extent in borrowed.extents), borrowed.nbytes], (
-        f"{arena.tag}: a hole in borrowed pages"
+    assert stats.state == shim.PAUSED, f"{arena.tag} could grow behind aliased pages"
+    ends = [extent.offset + extent.nbytes for extent in aliased.extents]
+    assert [0, *ends] == [*(extent.offset for extent in aliased.extents), aliased.nbytes], (
+        f"{arena.tag}: a hole in aliased pages"
     )
-    assert imports.pinned([extent.id for extent in borrowed.extents]), (
-        f"{arena.tag}: borrowed extents are not held"
+    assert imports.pinned([extent.id for extent in aliased.extents]), (
+        f"{arena.tag}: aliased extents are not held"
     )
 
 

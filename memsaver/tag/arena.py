@@ -8,12 +8,12 @@ fields.
 |---|---|---|
 | active | the tag's own extents | `freeze` to frozen |
 | frozen | the same; nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
-| paused | nothing | `end_resume` to active, `begin_arrival` to arriving, `borrow` to borrowed |
-| arriving | its own extents, frozen; content comes | `end_resume` to active, `lose` to paused |
-| borrowed | pages of another saver's tag, frozen | `end_pause` to paused |
+| paused | nothing | `end_resume` to active, `begin_prefetch` to prefetching, `alias` to aliased |
+| prefetching | its own extents, frozen; content comes | `end_resume` to active, `lose` to paused |
+| aliased | pages of another saver's tag, frozen | `end_pause` to paused |
 
 `discards` counts the steps that made content undefined, or another tag's: the way to paused without
-a copy, the way to borrowed and back, an exchange, and a shrink that took memory from tensors.
+a copy, the way to aliased and back, an exchange, and a shrink that took memory from tensors.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from memsaver.backup import Backup
-from memsaver.backup.on_host import Checksums, CleanCopy, fingerprint
-from memsaver.common.signals import Finalizer, held
+from memsaver.content import Backup
+from memsaver.content.on_host import Checksums, CleanCopy, fingerprint
 from memsaver.errors import BackendError, LeaseError, StateError
+from memsaver.memory.backend import Backend, Reservation
 from memsaver.native import shim
-from memsaver.vmm.backend import Backend, Reservation
+from memsaver.system.interrupts import Finalizer, held
 
 if TYPE_CHECKING:
-    from memsaver.tag.borrowed import BorrowedPages
+    from memsaver.tag.tickets import AliasedPages
 
 CONTENTS = ("discard", "host", "disk")
 _NEXT = {
@@ -43,13 +43,13 @@ _NEXT = {
     ("frozen", "thaw"): "active",
     ("frozen", "end_pause"): "paused",
     ("paused", "end_resume"): "active",
-    ("paused", "begin_arrival"): "arriving",
-    ("arriving", "end_resume"): "active",
-    ("arriving", "lose"): "paused",
-    ("paused", "borrow"): "borrowed",
-    ("borrowed", "freeze"): "borrowed",
-    ("borrowed", "thaw"): "borrowed",
-    ("borrowed", "end_pause"): "paused",
+    ("paused", "begin_prefetch"): "prefetching",
+    ("prefetching", "end_resume"): "active",
+    ("prefetching", "lose"): "paused",
+    ("paused", "alias"): "aliased",
+    ("aliased", "freeze"): "aliased",
+    ("aliased", "thaw"): "aliased",
+    ("aliased", "end_pause"): "paused",
 }
 
 
@@ -91,8 +91,8 @@ class Arena:
         self._settled_frees = 0
         self.last_pause_seconds = 0.0
         self.last_resume_seconds = 0.0
-        self._borrowed: list[BorrowedPages] = []  # one at most; the finalizer's, too
-        self._parts = Parts(backend, self.reservation, self.slot, self._borrowed)
+        self._aliased: list[AliasedPages] = []  # one at most; the finalizer's, too
+        self._parts = ArenaParts(backend, self.reservation, self.slot, self._aliased)
         self._finalizer = Finalizer(self, forget, self._parts)
 
     @property
@@ -104,15 +104,15 @@ class Arena:
         return self.reservation.address
 
     @property
-    def borrowed(self) -> BorrowedPages | None:
+    def aliased(self) -> AliasedPages | None:
         """Pages of another saver's tag, behind this one's addresses in place of its own."""
-        return next(iter(self._borrowed), None)
+        return next(iter(self._aliased), None)
 
     @property
     def backed(self) -> int:
-        """Bytes, from the first on, with memory behind them, the tag's own or borrowed."""
-        borrowed = self.borrowed
-        return self.stats.committed if borrowed is None else borrowed.nbytes
+        """Bytes, from the first on, with memory behind them, the tag's own or aliased."""
+        aliased = self.aliased
+        return self.stats.committed if aliased is None else aliased.nbytes
 
     @property
     def host_bytes(self) -> int:
@@ -134,11 +134,11 @@ class Arena:
         self._state = _NEXT[self._state, name]
 
     def require_own(self, what: str) -> None:
-        """Raises ``LeaseError`` while the tag's pages are borrowed."""
-        if (borrowed := self.borrowed) is not None:
+        """Raises ``LeaseError`` while the tag's pages are aliased."""
+        if (aliased := self.aliased) is not None:
             raise LeaseError(
-                f"{what}: the pages of tag {self.tag!r} are borrowed, "
-                f"they are those of another saver's tag {borrowed.ticket.tag!r}; "
+                f"{what}: the pages of tag {self.tag!r} are aliased, "
+                f"they are those of another saver's tag {aliased.ticket.tag!r}; "
                 f"pause({self.tag!r}) gives them back (nothing was changed)"
             )
 
@@ -207,7 +207,7 @@ class Arena:
     def thaw(self) -> None:
         """Undo `freeze`. Borrowed pages stay frozen: nothing is to grow behind them."""
         self._step("thaw")
-        if self.borrowed is None:
+        if self.aliased is None:
             shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
     def end_pause(self, own: Sequence[shim.Extent], backup: Backup | None, whole: bool) -> None:
@@ -219,8 +219,8 @@ class Arena:
             whole: the next resume asks for one extent, unless the tag is elastic.
         """
         self._step("end_pause")
-        if self.borrowed is not None:
-            self.end_borrowing()  # what it had of its own, it has still
+        if self.aliased is not None:
+            self.end_alias()  # what it had of its own, it has still
             self.discards += 1
             return
         self.discards += backup is None
@@ -235,12 +235,12 @@ class Arena:
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
-    def begin_arrival(self) -> None:
+    def begin_prefetch(self) -> None:
         """Memory is there again, and content on its way; frees still work, allocations do not."""
-        self._step("begin_arrival")
+        self._step("begin_prefetch")
 
     def lose(self) -> None:
-        """The arrival has failed, and its memory is gone; the content is still kept."""
+        """The prefetch has failed, and its memory is gone; the content is still kept."""
         self._step("lose")
 
     def in_pieces(self, elastic: bool = False) -> None:
@@ -255,7 +255,7 @@ class Arena:
         """Notes how long its last operation took."""
         if op == "pause":
             self.last_pause_seconds = seconds
-        elif op in ("resume", "borrow"):
+        elif op in ("resume", "alias"):
             self.last_resume_seconds = seconds
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -316,26 +316,26 @@ class Arena:
         extents, backed = shim.extents(self.slot), self.backed
         if backed:
             self.backend.unmap(self.address, backed)
-            if self.borrowed is None:
+            if self.aliased is None:
                 undo.callback(self.put, extents, contextlib.ExitStack())
             else:
-                undo.callback(self._map_borrowed, self.borrowed, contextlib.ExitStack())
+                undo.callback(self._map_aliased, self.aliased, contextlib.ExitStack())
         shim.set_extents(self.slot, [])
         return extents
 
-    def borrow(self, borrowed: BorrowedPages, undo: contextlib.ExitStack) -> None:
+    def alias(self, aliased: AliasedPages, undo: contextlib.ExitStack) -> None:
         """Map another saver's pages behind the tag, which is paused and stays frozen."""
-        self._map_borrowed(borrowed, undo)
-        self._borrowed.append(borrowed)
-        self._step("borrow")
+        self._map_aliased(aliased, undo)
+        self._aliased.append(aliased)
+        self._step("alias")
         self.discards += 1
 
-    def _map_borrowed(self, borrowed: BorrowedPages, undo: contextlib.ExitStack) -> None:
-        self.map(borrowed.extents, 0, undo, borrowed.ticket.writable)
+    def _map_aliased(self, aliased: AliasedPages, undo: contextlib.ExitStack) -> None:
+        self.map(aliased.extents, 0, undo, aliased.ticket.writable)
 
-    def end_borrowing(self) -> None:
-        """Tell the owner of borrowed pages, which are unmapped by now."""
-        self._borrowed.pop().end()
+    def end_alias(self) -> None:
+        """Tell the owner of aliased pages, which are unmapped by now."""
+        self._aliased.pop().end()
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
         """Map extents, one after the other, from the tag's first byte on; the tag has none."""
@@ -384,27 +384,27 @@ class Arena:
         Addresses of living tensors stay reserved, so that nothing reuses them.
         """
         shim.library().ms_set_state(self.slot, shim.PAUSED)
-        if self.borrowed is not None:
+        if self.aliased is not None:
             self.unmap(contextlib.ExitStack())
-            self.end_borrowing()
+            self.end_alias()
         decommit(self._parts)
         if not self.stats.blocks:
             self._finalizer()  # else when the last tensor dies
 
 
-class Parts(NamedTuple):
-    """An arena's own; ``borrowed`` has one entry at most."""
+class ArenaParts(NamedTuple):
+    """An arena's own; ``aliased`` has one entry at most."""
 
     backend: Backend
     reservation: Reservation
     slot: int
-    borrowed: list[BorrowedPages]
+    aliased: list[AliasedPages]
 
 
-_forgotten: deque[Parts] = deque()  # not given back yet
+_forgotten: deque[ArenaParts] = deque()  # not given back yet
 
 
-def decommit(parts: Parts) -> None:
+def decommit(parts: ArenaParts) -> None:
     """Gives an arena's extents to the driver."""
     if committed := shim.stats(parts.slot).committed:
         parts.backend.unmap(parts.reservation.address, committed)
@@ -415,7 +415,7 @@ def decommit(parts: Parts) -> None:
 
 
 @held()
-def forget(parts: Parts) -> None:
+def forget(parts: ArenaParts) -> None:
     """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait,
     or where a region's tensors live on.
     """
@@ -429,7 +429,7 @@ def give_back_forgotten() -> None:
 
 
 @held()
-def _retry(items: Sequence[Parts]) -> None:
+def _retry(items: Sequence[ArenaParts]) -> None:
     for item in items:
         if _may_end(item):
             # finalizers run in any thread: another one took it
@@ -452,7 +452,7 @@ def _retry_on_host(phase: str, info: object) -> None:
                 gc.callbacks.remove(_retry_on_host)
 
 
-def _may_end(item: Parts) -> bool:
+def _may_end(item: ArenaParts) -> bool:
     backend = item.backend
     if backend.forked:
         return True
@@ -461,12 +461,12 @@ def _may_end(item: Parts) -> bool:
     return not backend.after_copies(give_back_forgotten)
 
 
-def _undo(item: Parts) -> None:
+def _undo(item: ArenaParts) -> None:
     if item.backend.forked:
         return  # nothing of it came along
     item.backend.synchronize(copies=False)  # kernels that use it may be queued on any stream
-    while item.borrowed:
-        item.borrowed.pop().drop(item.backend, item.reservation.address)
+    while item.aliased:
+        item.aliased.pop().drop(item.backend, item.reservation.address)
     decommit(item)
     if shim.library().ms_arena_free(item.slot) == 0:
         item.reservation.close()

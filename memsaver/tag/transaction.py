@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from memsaver.backup import Backup, HostBackup
-from memsaver.common.signals import held
+from memsaver.content import Backup, HostBackup
 from memsaver.errors import BackendError, LeaseError, StateError, format_bytes
+from memsaver.memory.backend import Backend, ShortOfMemory
+from memsaver.memory.page_pool import LARGEST, PagePool
 from memsaver.native import shim
+from memsaver.system.device_lock import device_lock, undone_under
+from memsaver.system.interrupts import held
 from memsaver.tag.arena import Arena
-from memsaver.tag.arrival import Arrival
-from memsaver.tag.content import Refill, Saving, Swap, goes_piecewise
-from memsaver.vmm.backend import Backend, ShortOfMemory
-from memsaver.vmm.device_lock import device_lock, undone_under
-from memsaver.vmm.page_pool import LARGEST, PagePool
+from memsaver.tag.prefetch import Prefetch
+from memsaver.tag.saving import Refill, Saving, Swap, goes_piecewise
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
-    from memsaver.tag.borrowed import BorrowedPages, PoolTicket, Ticket
+    from memsaver.tag.tickets import AliasedPages, PoolTicket, Ticket
 
-RELEASES = ("driver", "keep", "hand_over")
+RELEASES = ("driver", "retain", "hand_over")
 LEASE_GRACE_SECONDS = 1.0
 
 _log = logging.getLogger("memsaver")
@@ -54,7 +54,7 @@ class Transactions:
         """
         self.saving = Saving(backend, debug, disk_dir, tags)
         self.server: ShareServer | None = None
-        self._arrivals: list[Arrival] = []
+        self._prefetches: list[Prefetch] = []
         self._backend = backend
         self._pool = pool
         self._device_lock = device_lock(backend.device_key)
@@ -96,13 +96,13 @@ class Transactions:
             arena.require_no_region("pause")
         kept = [(arena, content or arena.content) for arena in arenas]
         saved = [(arena, where) for arena, where in kept if where != "discard"]
-        if lent := [arena.tag for arena, _ in saved if arena.borrowed is not None]:
+        if aliased := [arena.tag for arena, _ in saved if arena.aliased is not None]:
             raise ValueError(
-                f"the pages of {lent} are borrowed, their content is their owner's; "
+                f"the pages of {aliased} are aliased, their content is their owner's; "
                 "content='discard'"
             )
         self._wait_unleased(arenas)
-        if release != "keep":
+        if release != "retain":
             self._revoke(_flat(shim.extents(arena.slot) for arena in arenas), to)
         with undone_under(self._device_lock) as undo:
             for arena in arenas:
@@ -138,7 +138,7 @@ class Transactions:
             elif self._pool.are_many(items):
                 self._pool.keep_remade(items)
             else:
-                self._pool.keep(items)
+                self._pool.retain(items)
 
     def _settle(
         self, arenas: Sequence[Arena], extents: Extents, backups: Mapping[str, Backup], whole: bool
@@ -190,7 +190,7 @@ class Transactions:
             undo.callback(out.forget_clean_copy)
             left = Swap(self._backend, self._pool, self._device_lock).run(out, backup, fresh, into)
             undo.pop_all()
-        self._pool.keep(left)
+        self._pool.retain(left)
         out.end_pause(leaving, backup, whole=False)
         into.end_resume()
 
@@ -249,9 +249,9 @@ class Transactions:
         for arena in (one, other):
             arena.thaw()
 
-    def check_borrow(self, arena: Arena, ticket: Ticket) -> None:
-        """Raises unless the tag may borrow what the ticket is for."""
-        what = f"borrow({arena.tag!r})"
+    def check_alias(self, arena: Arena, ticket: Ticket) -> None:
+        """Raises unless the tag may alias what the ticket is for."""
+        what = f"alias({arena.tag!r})"
         arena.require_own(what)
         if not arena.paused:
             raise StateError(f"{what}: the tag is active; pause it first")
@@ -260,22 +260,22 @@ class Transactions:
         if self.server is not None and self.server.made(ticket):
             raise ValueError(f"{what}: {ticket.tag!r} is a tag of the same saver; use exchange()")
 
-    def borrow(self, arena: Arena, borrowed: BorrowedPages) -> None:
+    def alias(self, arena: Arena, aliased: AliasedPages) -> None:
         """Put another saver's pages behind a paused tag; what it raises has changed nothing."""
-        self.check_borrow(arena, borrowed.ticket)  # again: nobody held the lock meanwhile
+        self.check_alias(arena, aliased.ticket)  # again: nobody held the lock meanwhile
         needed = min(arena.committed_when_paused, self._backend.round_up(arena.stats.top))
-        if not needed <= borrowed.nbytes <= arena.reservation.nbytes:
+        if not needed <= aliased.nbytes <= arena.reservation.nbytes:
             raise ValueError(
-                f"borrow({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses "
+                f"alias({arena.tag!r}): the tag needs {format_bytes(needed)} and has addresses "
                 f"for {format_bytes(arena.reservation.nbytes)}; "
-                f"tag {borrowed.ticket.tag!r} has {format_bytes(borrowed.nbytes)}"
+                f"tag {aliased.ticket.tag!r} has {format_bytes(aliased.nbytes)}"
             )
         with self._device_lock, contextlib.ExitStack() as undo:
-            arena.borrow(borrowed, undo)
+            arena.alias(aliased, undo)
             undo.pop_all()
 
     def trim(self, arenas: Sequence[Arena], pool: bool) -> int:
-        """Give the unused ends of tags that nobody uses now, and what the page pool keeps if
+        """Give the unused ends of tags that nobody uses now, and what the page pool retains if
         ``pool``, back to the driver; bytes.
         """
         if self.server is not None:  # leases that peers keep without using them end
@@ -292,20 +292,20 @@ class Transactions:
                 sum(extent.nbytes for extent in kept)
             )
 
-    def release_kept(self, to: PoolTicket | None, most: int | None) -> None:
-        """Give what the page pool keeps to the saver of ``to``, what that does not get to the
+    def release_retained(self, to: PoolTicket | None, most: int | None) -> None:
+        """Give what the page pool retains to the saver of ``to``, what that does not get to the
         driver.
         """
         if to is not None and self._pool.extents:
             self.check_release("hand_over", to)
             try:
-                self._hand_over_kept(to, self._pool.held_bytes if most is None else most)
+                self._hand_over_retained(to, self._pool.held_bytes if most is None else most)
             except LeaseError as error:  # the driver's then
                 _log.info("%s", error)
         if self._pool.extents:
             self.trim([], pool=True)
 
-    def _hand_over_kept(self, to: PoolTicket, most: int) -> None:
+    def _hand_over_retained(self, to: PoolTicket, most: int) -> None:
         from memsaver.sharing.lease import hand_over
 
         with contextlib.ExitStack() as undo:
@@ -321,9 +321,9 @@ class Transactions:
 
     def close(self, arenas: Sequence[Arena]) -> None:
         """Give everything back, for good."""
-        for arrival in tuple(self._arrivals):
+        for prefetch in tuple(self._prefetches):
             with contextlib.suppress(BackendError):  # of no interest any more
-                self.settle(arrival)
+                self.settle(prefetch)
         self._wait_unleased(arenas)
         if self.server is not None:
             self.server.close()  # peers see that, and let go of what they imported
@@ -341,55 +341,55 @@ class Transactions:
         self,
         arenas: Sequence[Arena],
         at_least: int | None = None,
-        arrival: Arrival | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to
-        give; at_least: when there are not even so many bytes for the one tag. arrival: brings what
+        give; at_least: when there are not even so many bytes for the one tag. prefetch: brings what
         the host has of the content, beside what comes next.
         """
         try:
-            self._with_room(partial(self._resume, arenas, arrival))
+            self._with_room(partial(self._resume, arenas, prefetch))
         except ShortOfMemory:
             if at_least is None or not self._resume_most(arenas, at_least):
                 raise
 
-    def arrived(self, arena: Arena) -> Arena:
+    def settled(self, arena: Arena) -> Arena:
         """Returns the arena when all that is on its way to it is there."""
-        for arrival in tuple(self._arrivals):
-            if arena in arrival.arenas:
-                self.settle(arrival)
+        for prefetch in tuple(self._prefetches):
+            if arena in prefetch.arenas:
+                self.settle(prefetch)
         return arena
 
-    def settle(self, arrival: Arrival) -> None:
-        """Waits for an arrival, and checks what came: the tags are active then, or paused as they
+    def settle(self, prefetch: Prefetch) -> None:
+        """Waits for a prefetch, and checks what came: the tags are active then, or paused as they
         were, and ``BackendError`` is raised each time.
         """
-        if arrival in self._arrivals:
+        if prefetch in self._prefetches:
             self._backend.require_own_process()
             failure = None
             try:
-                arrival.join()
-                for arena in arrival.arenas:
+                prefetch.join()
+                for arena in prefetch.arenas:
                     arena.verify()
             except Exception as error:
                 failure = error
-            self._end(arrival, failure)
-        if arrival.failure is not None:
-            raise arrival.error() from arrival.failure
+            self._end(prefetch, failure)
+        if prefetch.failure is not None:
+            raise prefetch.error() from prefetch.failure
 
     @held()
-    def _end(self, arrival: Arrival, failure: Exception | None) -> None:
+    def _end(self, prefetch: Prefetch, failure: Exception | None) -> None:
         if failure is None:
-            arrival.undo.pop_all()
-            for arena in arrival.arenas:
+            prefetch.undo.pop_all()
+            for arena in prefetch.arenas:
                 arena.end_resume()
         else:
             self._backend.synchronize()  # kernels that were let at what had come may still run
-            with self._device_lock, arrival.undo as undo:
-                for arena in arrival.arenas:
+            with self._device_lock, prefetch.undo as undo:
+                for arena in prefetch.arenas:
                     undo.callback(arena.lose)
-        self._arrivals.remove(arrival)
-        arrival.failure = failure
+        self._prefetches.remove(prefetch)
+        prefetch.failure = failure
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
         """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
@@ -461,7 +461,7 @@ class Transactions:
         return attempt()
 
     def make_room(self, cause: shim.Cause) -> bool:
-        """Make what the page pool keeps, and torch's cache, available; a silent peer keeps its
+        """Make what the page pool retains, and torch's cache, available; a silent peer keeps its
         imports. False: not for this cause.
         """
         if self._backend.forked or cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
@@ -471,23 +471,25 @@ class Transactions:
         self._backend.reclaim()
         return True
 
-    def _resume(self, arenas: Sequence[Arena], arrival: Arrival | None) -> None:
+    def _resume(self, arenas: Sequence[Arena], prefetch: Prefetch | None) -> None:
         with undone_under(self._device_lock) as undo:
             # else two processes could take half each of what is enough for one
             with self._device_lock:
-                refills = [self._bring(arena, undo, arrival is not None) for arena in arenas]
+                refills = [
+                    self._begin_refill(arena, undo, prefetch is not None) for arena in arenas
+                ]
             for refill in refills:
                 refill.finish()
-            if arrival is not None:
-                arrival.start()
+            if prefetch is not None:
+                prefetch.start()
             kept = undo.pop_all()
         for arena in arenas:
-            arena.end_resume() if arrival is None else arena.begin_arrival()
-        if arrival is not None and arenas:
-            arrival.undo = kept
-            self._arrivals.append(arrival)
+            arena.end_resume() if prefetch is None else arena.begin_prefetch()
+        if prefetch is not None and arenas:
+            prefetch.undo = kept
+            self._prefetches.append(prefetch)
 
-    def _bring(self, arena: Arena, undo: contextlib.ExitStack, late: bool) -> Refill:
+    def _begin_refill(self, arena: Arena, undo: contextlib.ExitStack, late: bool) -> Refill:
         """Memory for all of the tag; content is on its way while the driver clears the rest, unless
         it comes late: what is on the host.
         """

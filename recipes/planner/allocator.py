@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any
 
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
 from recipes.setup.models import meta_model
 
 MIB = 1 << 20
@@ -33,13 +33,13 @@ _ROUND = 2 * MIB  # of a larger request's own segment
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class _CachedBlock:
     segment: int
     start: int
     size: int
     pool: Hashable
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _CachedBlock | None = None
+    after: _CachedBlock | None = None
     free: bool = False
 
 
@@ -51,8 +51,8 @@ class CachingAllocator:
     peak: int = 0
     # (size, segment, start), sorted.
     _cached: dict[Hashable, list[tuple[int, int, int]]] = field(default_factory=dict)
-    _at: dict[tuple[int, int], _Block] = field(default_factory=dict)
-    _live: dict[Hashable, _Block] = field(default_factory=dict)
+    _at: dict[tuple[int, int], _CachedBlock] = field(default_factory=dict)
+    _live: dict[Hashable, _CachedBlock] = field(default_factory=dict)
     _segments: int = 0
 
     def allocate(self, key: Hashable, nbytes: int, stream: Hashable = 0) -> None:
@@ -81,20 +81,20 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Segments without a living block go back to the driver."""
         for pool, cached in self._cached.items():
-            keep = []
+            resident = []
             for entry in cached:
                 block = self._at[entry[1:]]
                 if block.before is None and block.after is None:
                     self.reserved -= block.size
                     del self._at[entry[1:]]
                 else:
-                    keep.append(entry)
-            self._cached[pool] = keep
+                    resident.append(entry)
+            self._cached[pool] = resident
 
     def reset_peak(self) -> None:
         self.peak = self.reserved
 
-    def _best(self, pool: Hashable, size: int) -> _Block | None:
+    def _best(self, pool: Hashable, size: int) -> _CachedBlock | None:
         cached = self._cached.setdefault(pool, [])
         place = bisect.bisect_left(cached, (size, 0, 0))
         if place == len(cached):
@@ -102,39 +102,39 @@ class CachingAllocator:
         _, segment, start = cached.pop(place)
         return self._at[segment, start]
 
-    def _new_segment(self, pool: tuple[Hashable, bool], size: int) -> _Block:
+    def _new_segment(self, pool: tuple[Hashable, bool], size: int) -> _CachedBlock:
         large = _MIDDLE_SEGMENT if size < _MIDDLE else round_up(size, _ROUND)
         whole = _SMALL_SEGMENT if pool[1] else large
         self._segments += 1
         self.reserved += whole
         self.peak = max(self.peak, self.reserved)
-        block = _Block(self._segments, 0, whole, pool)
+        block = _CachedBlock(self._segments, 0, whole, pool)
         self._at[block.segment, 0] = block
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _CachedBlock, size: int) -> None:
         left = block.size - size
         small = isinstance(block.pool, tuple) and block.pool[1]
         if left < _BLOCK if small else left <= _SMALL:
             return
-        rest = _Block(block.segment, block.start + size, left, block.pool, block, block.after)
+        rest = _CachedBlock(block.segment, block.start + size, left, block.pool, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
         self._at[rest.segment, rest.start] = rest
         self._cache(rest)
 
-    def _cache(self, block: _Block) -> None:
+    def _cache(self, block: _CachedBlock) -> None:
         block.free = True
         bisect.insort(
             self._cached.setdefault(block.pool, []), (block.size, block.segment, block.start)
         )
 
-    def _uncache(self, block: _Block) -> None:
+    def _uncache(self, block: _CachedBlock) -> None:
         cached = self._cached[block.pool]
         cached.pop(bisect.bisect_left(cached, (block.size, block.segment, block.start)))
 
-    def _join(self, block: _Block, after: _Block) -> None:
+    def _join(self, block: _CachedBlock, after: _CachedBlock) -> None:
         del self._at[after.segment, after.start]
         block.size += after.size
         block.after = after.after

@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsaver.common.machine import replace_text
 from memsaver.errors import format_bytes
+from memsaver.system.machine import replace_text
+from recipes.config import CycleSection, Recipe
+from recipes.config.loading import find_recipe, load
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
-from recipes.planner.plan import Plan, Switch, placed, plan_switch, remedied
+from recipes.logs.run_folder import RunFolder
+from recipes.planner.memory_plan import MemoryPlan, Switch, placed, plan_switch, remedied
 from recipes.planner.sizes import GIB
-from recipes.recipe import CycleSection, Recipe
-from recipes.recipe.loading import find_recipe, load
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import (
     check_lora,
@@ -32,7 +33,6 @@ from recipes.setup.preparation import (
     with_alias_decided,
 )
 from recipes.tasks import make_task
-from recipes.watch.run_folder import RunFolder
 
 
 def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) -> int:
@@ -70,7 +70,7 @@ def plan_of(
     staged: bool = True,
     prompt: int | None = None,
     outside: int | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """The plan of a recipe, with its own model and longest prompt, and remedies that were tried.
 
     A model that is not on this machine yet has the shape that the recipe names beside it, and
@@ -90,7 +90,7 @@ def plan_of(
         fields = json.loads((directory / "config.json").read_text())
         how: dict[str, Any] = {"staged": staged, "prompt_tokens": prompt, "outside": outside}
 
-        def planned(recipe: Recipe) -> Plan:
+        def planned(recipe: Recipe) -> MemoryPlan:
             check_lora(recipe.lora, directory)
             recipe = with_alias_decided(recipe, directory)
             return plan_switch(recipe, name, gpu=card, fields=fields, **how)
@@ -157,7 +157,7 @@ def unfit(need: str) -> str:
 _WIDTH = 132  # of a table that goes to no terminal
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
+def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
     """One row a stage, then what holds of the whole."""
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
     table = _table(plan)
@@ -189,7 +189,7 @@ def _width_of(table: Table) -> int:
     return Console(width=1000).measure(table).maximum
 
 
-def _table(plan: Plan, narrow: bool = False) -> Table:
+def _table(plan: MemoryPlan, narrow: bool = False) -> Table:
     """A column a tag; torch's own of all processes together. narrow: headings in several lines, and
     no bars.
     """
@@ -217,11 +217,11 @@ def _table(plan: Plan, narrow: bool = False) -> Table:
     return table
 
 
-def draw_plan(plan: Plan, file: Path) -> None:
+def draw_plan(plan: MemoryPlan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
     from matplotlib.figure import Figure
 
-    from recipes.watch.plots import colours_of, save_picture
+    from recipes.logs.plots import colours_of, save_picture
 
     parts = _parts(plan)
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
@@ -239,7 +239,7 @@ def draw_plan(plan: Plan, file: Path) -> None:
     save_picture(figure, file, bbox_inches="tight")
 
 
-def _parts(plan: Plan) -> dict[str, list[float]]:
+def _parts(plan: MemoryPlan) -> dict[str, list[float]]:
     """GiB of each stage: every tag, what torch holds besides, and contexts."""
     parts: dict[str, list[float]] = {}
     tags = chain.from_iterable(stage.tags.items() for stage in plan.stages)

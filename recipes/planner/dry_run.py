@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memsaver import MemorySaver, Usage
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
+from recipes.config import PpoSection, Recipe
+from recipes.logs.monitor import Monitor, Peaks, View
+from recipes.logs.run_folder import RunFolder
 from recipes.planner.allocator import CachingAllocator, repeated_layers, replay, with_layers
 from recipes.planner.tracing import (
     ATTENTION,
@@ -36,21 +39,19 @@ from recipes.planner.tracing import (
     planned_usage,
     register_attention,
 )
-from recipes.recipe import PpoSection, Recipe
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
-from recipes.watch.monitor import Monitor, Peaks, View
-from recipes.watch.run_folder import RunFolder
 from rollout import Rollout
 from trainer_bridge import Cycle
+from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training import Runtime, Wait
+from trainer_bridge.training import Runtime
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
-_SPARE = 1 << 30  # bytes that what comes back beside the answers leaves free (`Parking`)
+_SPARE = 1 << 30  # bytes that what comes back beside the answers leaves free (`Offloader`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,24 +113,24 @@ class PlannedTrainer(Trainer):
     returning: tuple[str, ...] = ()
     handed_over: set[HandedOver]
 
-    def park(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+    def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if into is not None:
             self.handed_over.add((tags, into))
         if wait:
-            super().park(*tags)
+            super().offload(*tags)
         else:
             self.leaving = tags
 
     def leave(self) -> None:
         if self.leaving:
-            super().park(*self.leaving)
+            super().offload(*self.leaving)
         self.leaving = ()
 
-    def restore(self, *tags: str, wait: Wait = True) -> None:
+    def reload(self, *tags: str, wait: Wait = True) -> None:
         if not wait and self.leaving:
             self.returning = tags
         else:
-            super().restore(*tags)
+            super().reload(*tags)
             self.returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
@@ -137,7 +138,7 @@ class PlannedTrainer(Trainer):
         none: dict[str, Any] = dict.fromkeys(names, 0)
         return SyncReceipt(version=version, digests=(), stages={}, **none)
 
-    share_weights = sync_weights
+    alias_weights = sync_weights
 
 
 class Reading(NamedTuple):

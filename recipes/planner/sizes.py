@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcache import KVLayout
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
+from recipes.config import GPUS, Recipe
 from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.tracing import PAGE, PIECE, EngineSizes
-from recipes.recipe import GPUS, Recipe
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import (
     check_overlap,
     demanded_tokens,
     pool_grows,
-    rank_kept,
+    rank_kv_layout,
     rank_weights,
     state_bytes,
     tokens_in_share,
@@ -96,19 +96,19 @@ def engine_sizes(
         hidden = known.hidden_size
         experts = recipe.engine.expert_parallel
         widths = max((mlp.widths(hidden, size, experts) for mlp in known.mlps), key=sum)
-    kept = rank_kept(recipe, model.config, dtype)
-    check_overlap(recipe, kept)
-    states, tokens = state_bytes(recipe, kept), recipe.engine.kv_tokens
+    kv_layout = rank_kv_layout(recipe, model.config, dtype)
+    check_overlap(recipe, kv_layout)
+    states, tokens = state_bytes(recipe, kv_layout), recipe.engine.kv_tokens
     if tokens is None:
         tokens = demanded_tokens(recipe, prompt_tokens)
         if not hosted:
-            share = tokens_in_share(recipe, kept, weights, gpu.total, prompt_tokens)
+            share = tokens_in_share(recipe, kv_layout, weights, gpu.total, prompt_tokens)
             tokens = max(0, share)
     padded = tokens + recipe.engine.page_size
-    kv_cache = round_up(padded * kept.bytes_per_token + states, PAGE)
+    kv_cache = round_up(padded * kv_layout.bytes_per_token + states, PAGE)
     if hosted:
         layers = fields["num_hidden_layers"]
-        kv_cache = hosted_pool(recipe, kept, padded * kept.bytes_per_token, layers)
+        kv_cache = hosted_pool(recipe, kv_layout, padded * kv_layout.bytes_per_token, layers)
     running, vocabulary = recipe.engine.max_running, fields["vocab_size"]
     inner = sum(widths) + 8 * fields["hidden_size"]
     prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
@@ -119,16 +119,18 @@ def engine_sizes(
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
         kv_cache=kv_cache,
-        grows=pool_grows(recipe, kept),
-        **_growing(recipe, kept, tokens, prompt_tokens),
+        grows=pool_grows(recipe, kv_layout),
+        **_growing(recipe, kv_layout, tokens, prompt_tokens),
         cuda_graph=_graphs(recipe, fields, gpu, dtype, widths) if graphs else 0,
         idle=idle,
         generating=idle + gpu.workspace + round_up(step, PAGE),
     )
-    return sizes, tokens, kept.bytes_per_token
+    return sizes, tokens, kv_layout.bytes_per_token
 
 
-def _growing(recipe: Recipe, kept: KVLayout, tokens: int, prompt_tokens: int) -> dict[str, int]:
+def _growing(
+    recipe: Recipe, kv_layout: KVLayout, tokens: int, prompt_tokens: int
+) -> dict[str, int]:
     """Return what a pool that grows begins with and grows to: as the engine does (`first_tokens`,
     and padding), and a page more for each request; in whole pieces.
     """
@@ -136,7 +138,7 @@ def _growing(recipe: Recipe, kept: KVLayout, tokens: int, prompt_tokens: int) ->
     first = first_tokens(prompt_tokens + recipe.sampling.max_tokens, tokens, page) + page
     wanted = demanded_tokens(recipe, prompt_tokens) + running * page
     sizes = {"least": first, "wanted": wanted}
-    return {name: round_up(held * kept.bytes_per_token, PIECE) for name, held in sizes.items()}
+    return {name: round_up(held * kv_layout.bytes_per_token, PIECE) for name, held in sizes.items()}
 
 
 def _known(model: Any) -> ModelConfig | None:
@@ -197,12 +199,12 @@ def _elements(group: Any, ranks: int) -> int:
     return sum(math.prod(param.shape) for param in group.params)
 
 
-def hosted_pool(recipe: Recipe, kept: KVLayout, nbytes: int, layers: int) -> int:
+def hosted_pool(recipe: Recipe, kv_layout: KVLayout, nbytes: int, layers: int) -> int:
     """Bytes that the tag of the KV cache has: a tensor for each layer, with SGLang for its keys and
     its values. RecipeError for a model that keeps more than pages of all layers alike.
     """
     kind = recipe.engine.kind
-    if not kept.pages_tell_all:
+    if not kv_layout.pages_tell_all:
         rule = "how it keeps windows or states of linear layers is not planned"
         raise RecipeError(f"engine.kind={kind}: {rule}; set engine.kind=native")
     tensors = layers * (2 if kind == "sglang" else 1)

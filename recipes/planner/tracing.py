@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memsaver import Usage
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
 from recipes.planner.allocator import CachingAllocator, Key, Log
 from rollout import Completion, SamplingParams
 from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
@@ -372,7 +372,7 @@ class PlannedRollout:
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
         self._pool = self._grown = sizes.kv_cache  # bytes while it is awake, and with answers
-        self._kept = 0
+        self._resident = 0
         self.answered: Callable[[], None] = lambda: None  # what is over then
         self.handed_over: set[HandedOver] = set()  # by both sides
         self._torch = self._peak = sizes.idle
@@ -395,7 +395,7 @@ class PlannedRollout:
         into: str | None = None,
     ) -> None:
         chosen = set(self._sizes.tags if tags is None else tags)
-        self._kept = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
+        self._resident = self._sizes.weights if level == 1 and WEIGHTS in chosen else 0
         self._asleep |= chosen
         if into is not None:
             self.handed_over.add((tuple(sorted(chosen)), into))
@@ -411,13 +411,13 @@ class PlannedRollout:
     def prepare_sleep(self) -> None:
         """Host memory of the sleeps themselves."""
 
-    def wind_down(self) -> None:
+    def shrink(self) -> None:
         """Only ever makes room earlier."""
 
     def take_usage(self) -> Usage:
         peak, self._peak = self._peak, self._torch
         tags = self._sizes.tags | {KV_CACHE: self._pool}
-        return planned_usage(tags, self._asleep, self._torch, peak, self._kept)
+        return planned_usage(tags, self._asleep, self._torch, peak, self._resident)
 
     def abort_update(self, reason: str) -> None:
         raise AssertionError(reason)

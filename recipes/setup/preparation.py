@@ -16,12 +16,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memsaver.common.hash import hash_text
-from memsaver.common.layout import round_up
+from memsaver.ops.hash import hash_text
+from memsaver.ops.layout import round_up
+from recipes.config import LoraSection, Recipe
+from recipes.config.rules import shown
+from recipes.config.sections import LORA_MODULES
 from recipes.errors import RecipeError, ScorerError, one_line, writable
-from recipes.recipe import LoraSection, Recipe
-from recipes.recipe.rules import shown
-from recipes.recipe.sections import LORA_MODULES
 from recipes.setup.models import (
     TemplateError,
     describe_random_model,
@@ -149,7 +149,7 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     if own != recipe.model.dtype:
         return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
     if "weights" in recipe.cycle.named:
-        return "cycle.keep names weights, pages that the trainer gets back"
+        return "cycle.resident names weights, pages that the trainer gets back"
     config = TrainerConfig(model_path=str(model_dir), dtype=own)
     try:
         manifest = whole_manifest(load_model_config(model_dir), config.torch_dtype)
@@ -400,14 +400,17 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
     import torch
 
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    weights, kept = rank_weights(recipe, model, dtype), rank_kept(recipe, model.hf_config, dtype)
+    weights, kv_layout = (
+        rank_weights(recipe, model, dtype),
+        rank_kv_layout(recipe, model.hf_config, dtype),
+    )
     tokens = recipe.engine.kv_tokens
     if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
         tokens = demanded_tokens(recipe, longest_prompt)
     elif tokens is None:
-        tokens = _share(recipe, device, kept, weights, longest_prompt)
-    check_overlap(recipe, kept)
-    _check_host_tier(recipe, kept, tokens)
+        tokens = _share(recipe, device, kv_layout, weights, longest_prompt)
+    check_overlap(recipe, kv_layout)
+    _check_host_tier(recipe, kv_layout, tokens)
     return tokens
 
 
@@ -428,37 +431,37 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
     return f"{free}engine.kv_tokens={tokens}"
 
 
-def rank_kept(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
+def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
     """Returns what one rank keeps of a token; RecipeError where the engine cannot."""
     from kvcache import layout
     from rollout.model import rank_layout
 
     stored = recipe.engine.kv_cache_dtype
     try:
-        kept = layout(config, stored, dtype)
+        kv_layout = layout(config, stored, dtype)
     except ValueError as error:
         key = f"engine.kv_cache_dtype={stored}"
         raise RecipeError(f"{key}: {one_line(error)}; set engine.kv_cache_dtype=auto") from None
-    return rank_layout(kept, recipe.engine.tensor_parallel_size)
+    return rank_layout(kv_layout, recipe.engine.tensor_parallel_size)
 
 
-def pool_grows(recipe: Recipe, kept: KVLayout) -> bool:
-    """Return whether the engine's pool may begin small. kept: as of `rank_kept`."""
-    return not recipe.engine.hosted and _why_one_size(recipe, kept) is None
+def pool_grows(recipe: Recipe, kv_layout: KVLayout) -> bool:
+    """Return whether the engine's pool may begin small. kv_layout: as of `rank_kv_layout`."""
+    return not recipe.engine.hosted and _why_one_size(recipe, kv_layout) is None
 
 
-def _why_one_size(recipe: Recipe, kept: KVLayout) -> str | None:
+def _why_one_size(recipe: Recipe, kv_layout: KVLayout) -> str | None:
     from rollout.config import why_one_size
 
     engine = recipe.engine
     tiers = engine.host_to_device_ratio > 0
-    return why_one_size(kept.pages_tell_all, engine.tensor_parallel_size, tiers)
+    return why_one_size(kv_layout.pages_tell_all, engine.tensor_parallel_size, tiers)
 
 
-def check_overlap(recipe: Recipe, kept: KVLayout) -> None:
+def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
     """Refuse tags of `cycle.overlap` with a model whose pool cannot grow as they leave."""
     named = recipe.cycle.overlap
-    if named not in ("auto", []) and (why := _why_one_size(recipe, kept)):
+    if named not in ("auto", []) and (why := _why_one_size(recipe, kv_layout)):
         rule = f"needs a KV cache that grows, and this one does not: {why}"
         raise RecipeError(f"cycle.overlap={shown(named)}: {rule}; set cycle.overlap=auto")
 
@@ -479,25 +482,27 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
         raise RecipeError(f"{key}={size}: {one_line(error)}; set {key}=1") from None
 
 
-def state_bytes(recipe: Recipe, kept: KVLayout) -> int:
+def state_bytes(recipe: Recipe, kv_layout: KVLayout) -> int:
     """The bytes of a rank's states: of running requests, of kept prefixes, and for padding."""
-    return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
+    return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
 
 
 def tokens_in_share(
-    recipe: Recipe, kept: KVLayout, weights: int, total: int, longest_prompt: int
+    recipe: Recipe, kv_layout: KVLayout, weights: int, total: int, longest_prompt: int
 ) -> int:
     """Tokens of a pool that fills its share of `total` bytes up, beside weights and states: all of
     `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page: it does not fit.
     """
     fraction = recipe.engine.mem_fraction_static
-    left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kept)
-    pages = left // kept.bytes_per_token // recipe.engine.page_size - 1  # a page is padding
+    left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kv_layout)
+    pages = left // kv_layout.bytes_per_token // recipe.engine.page_size - 1  # a page is padding
     tokens = pages * recipe.engine.page_size
     return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
 
 
-def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int, longest_prompt: int) -> int:
+def _share(
+    recipe: Recipe, device: str, kv_layout: KVLayout, weights: int, longest_prompt: int
+) -> int:
     engine = recipe.engine
     key = f"engine.mem_fraction_static={engine.mem_fraction_static or SHARE}"
     if device == "cpu":
@@ -508,24 +513,24 @@ def _share(recipe: Recipe, device: str, kept: KVLayout, weights: int, longest_pr
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
-    tokens = tokens_in_share(recipe, kept, weights, total, longest_prompt)
-    states = state_bytes(recipe, kept)
+    tokens = tokens_in_share(recipe, kv_layout, weights, total, longest_prompt)
+    states = state_bytes(recipe, kv_layout)
     if tokens >= engine.page_size:
         return tokens
     who = "the weights and states" if states else "the weights alone"
-    least = (weights + states + 2 * engine.page_size * kept.bytes_per_token) / total
+    least = (weights + states + 2 * engine.page_size * kv_layout.bytes_per_token) / total
     remedy = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
     if least >= 0.98:
         remedy = "set engine.tensor_parallel_size higher, or take a smaller model"
     raise RecipeError(f"{key}: {who} take {weights + states} bytes of the GPU's {total}; {remedy}")
 
 
-def _check_host_tier(recipe: Recipe, kept: KVLayout, tokens: int) -> None:
+def _check_host_tier(recipe: Recipe, kv_layout: KVLayout, tokens: int) -> None:
     ratio, page = recipe.engine.host_to_device_ratio, recipe.engine.page_size
     if not ratio:
         return
     key = "engine.host_to_device_ratio"
-    if kept.pool not in ("mha", "mla") or kept.sliding_window is not None:
+    if kv_layout.pool not in ("mha", "mla") or kv_layout.sliding_window is not None:
         rule = "pages of this model are not all that a sequence is made of"
         raise RecipeError(f"{key}={ratio}: {rule} (sliding windows or linear layers); set {key}=0")
     if int(ratio * tokens) < page:

@@ -89,7 +89,7 @@ class GroupReader(Reader):
 
 
 @dataclass(eq=False, kw_only=True)
-class Transfer:
+class KVTransfer:
     """The prompt of `sample` on its way into `slots`. waiting: writers missing, by range."""
 
     sample: Sample
@@ -139,7 +139,7 @@ class Inbox:
             [(each.dst_head_start, each.num_heads) for each in self._slices.values()], ring.device
         )
         self.allocator = StagingAllocator(len(ring), _ALIGNMENT)
-        self.transfers: deque[Transfer] = deque()
+        self.transfers: deque[KVTransfer] = deque()
         self.heard = False
         self._numbers = 0
         self._fits = len(ring) // staged_bytes(self._k, self._v, 1, self._writers.total)  # tokens
@@ -169,7 +169,7 @@ class Inbox:
             )
         waiting = [len(self._slices)] * len(ranges)
         self.transfers.append(
-            Transfer(
+            KVTransfer(
                 sample=sample, number=self._numbers, slots=chunk.slots, start=chunk.start,
                 ranges=ranges, ids=ids, waiting=waiting,
             )
@@ -207,7 +207,7 @@ class Inbox:
             else:
                 self._filled(peer, transfer, message)
 
-    def _filled(self, peer: int, transfer: Transfer, message: Filled) -> None:
+    def _filled(self, peer: int, transfer: KVTransfer, message: Filled) -> None:
         at, part = transfer.ranges[message.nth], self._slices[peer]
         before = sum(each.num_heads for each in self._slices.values() if each.src_tp_rank < peer)
         begin = staged_bytes(self._k, self._v, at.tokens, before)
@@ -224,13 +224,13 @@ class Inbox:
                 self._scatter(transfer, at)
             self._free(transfer, message.nth)
 
-    def _scatter(self, transfer: Transfer, at: Range) -> None:
+    def _scatter(self, transfer: KVTransfer, at: Range) -> None:
         slots = transfer.slots[at.first - transfer.start :][: at.tokens]
         scatter_staged(self._ring[at.offset : at.end], self._k, self._v, slots, self._writers)
         if self._ring.is_cuda:  # the writers must not overtake it
             torch.cuda.current_stream(self._ring.device).synchronize()
 
-    def _free(self, transfer: Transfer, *nth: int) -> None:
+    def _free(self, transfer: KVTransfer, *nth: int) -> None:
         for each in nth:
             self.allocator.free(transfer.ids[each])
         self._peers.send_all(Freed(watermark=self.allocator.watermark))
@@ -346,7 +346,7 @@ class DecodeEngine(Engine):
         elif now - self._heard > self._peers.timeout:
             self._peers.lose(0, f"or another sent nothing for {self._peers.timeout:g} s")
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: KVTransfer) -> None:
         if not transfer.wanted:
             return
         first, version = transfer.first, self.weights_version

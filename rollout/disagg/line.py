@@ -26,9 +26,9 @@ from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from kvcache.pools import MHATokenToKVPool
 from kvcache.staging import Watermark, pool_layers
 from memsaver import Ticket
-from memsaver.common.plain import Forged, Plain, seal, unseal
+from memsaver.system.sealed import Forged, Plain, seal, unseal
 from rollout.model.decoder import ModelConfig
-from rollout.serving.kv_setup import Cache
+from rollout.serving.kv_cache import Cache
 from rollout.types import PeerLostError, SamplingParams
 
 Address = str | tuple[str, int]
@@ -132,10 +132,10 @@ PLAIN = Plain(
 
 def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
     """Keys and values of all layers, to be staged; ValueError for all but full attention."""
-    kept = cache.layout
+    kv_layout = cache.layout
     if (
         not isinstance(cache.pool, MHATokenToKVPool)
-        or kept.sliding_window is not None
+        or kv_layout.sliding_window is not None
         or cache.sparsity is not None
     ):
         raise ValueError(
@@ -143,7 +143,7 @@ def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
             "sliding windows, latent or linear layers and double sparsity; use one engine for this "
             "model"
         )
-    if kept.dtype in FP8_DTYPES or kept.dtype == FP4_DTYPE:
+    if kv_layout.dtype in FP8_DTYPES or kv_layout.dtype == FP4_DTYPE:
         raise ValueError(
             "a prefill/decode split needs kv_cache_dtype='auto'; fp8 scales and FP4 codes are not "
             "staged"

@@ -13,16 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memsaver import ContentWatch, MemorySaver, StateError, Ticket
-from memsaver.common.plain import all_gather_plain
-from memsaver.common.signals import held
 from memsaver.content_watch import lost_by_others, shortfall
-from memsaver.vmm import empty_torch_cache
-from rollout.hosted.layout import check_filled, check_taken, manifest_of, parts, record, whole
+from memsaver.memory import empty_torch_cache
+from memsaver.system.interrupts import held
+from memsaver.system.sealed import all_gather_plain
+from rollout.hosted.load_recorder import (
+    check_filled,
+    check_taken,
+    manifest_of,
+    parts,
+    record,
+    whole,
+)
 from rollout.model import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
 from rollout.protocols import EngineBase, handing_over
 from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, CommitReceipt, WeightOffer
-from rollout.weights.arena import WeightArena
+from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
 
 
@@ -88,7 +95,7 @@ class HostedRollout(EngineBase):
         self._watch = ContentWatch(self.saver, *self._behind(*TAGS))
         self._update = WeightUpdate(self.store, self.saver, engine.reset_prefix_cache)
 
-    def _laid_out(self, path: str | Path) -> WeightArena:
+    def _laid_out(self, path: str | Path) -> WeightPages:
         model, saver = self._hosted.model, self.saver
         self._hosted.check_plain()
         first = next(model.parameters())
@@ -105,7 +112,7 @@ class HostedRollout(EngineBase):
         check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)
         check_filled(recording, model)
         arena = saver.backend.window(address, manifest.nbytes, saver)
-        store = WeightArena(manifest, shapes, arena, 0, tags.pop(), saver)
+        store = WeightPages(manifest, shapes, arena, 0, tags.pop(), saver)
         store.buffers = whole(recording, model, beside)
         if not saver.is_paused(store.tag):
             store.set_buffers(read_buffers(path, store.buffers), str(path))
@@ -131,7 +138,7 @@ class HostedRollout(EngineBase):
                 f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
             )
         chosen = self._known(tags)
-        with handing_over(self.saver, self._partner, into) as release:
+        with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:
                 self._sleep_weights(level, release)
             if KV_CACHE in chosen:
@@ -258,7 +265,7 @@ class HostedRollout(EngineBase):
         """See `Engine.commit_update`; the prefix cache is empty since the update began."""
         return self._update.commit(version)
 
-    def adopt_update(
+    def alias_update(
         self,
         version: int,
         ticket: Ticket,

@@ -17,7 +17,7 @@ from kvcache import KVLayout
 from kvcache.staging import heads_per_rank
 from rollout.model.mixers.base import Batch, Mixer, MixerConfig
 from rollout.model.mlp import MLP, ExpertsConfig, MLPConfig
-from rollout.model.params import VOCABULARY, Group, one, shard_groups
+from rollout.model.params import VOCABULARY, ParamGroup, one, shard_groups
 from rollout.ops.norm_and_activation import add_rms_norm, rms_norm
 from rollout.parallel import TensorParallel
 from rollout.types import Manifest
@@ -70,7 +70,7 @@ class ModelConfig:
         return replace(self, mlps=tuple(mlps))
 
 
-def parameter_groups(config: ModelConfig) -> list[Group]:
+def parameter_groups(config: ModelConfig) -> list[ParamGroup]:
     """Every stored parameter, in memory order."""
     groups = [one("model.embed_tokens.weight", config.vocab_size, config.hidden_size)]
     for index in range(config.num_layers):
@@ -94,7 +94,7 @@ def aliases(config: ModelConfig) -> dict[str, str]:
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
 
-def _layer_groups(config: ModelConfig, index: int) -> list[Group]:
+def _layer_groups(config: ModelConfig, index: int) -> list[ParamGroup]:
     hidden, layer = config.hidden_size, f"model.layers.{index}."
     return [
         one(layer + "input_layernorm.weight", hidden),
@@ -104,7 +104,7 @@ def _layer_groups(config: ModelConfig, index: int) -> list[Group]:
     ]
 
 
-def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> list[Group]:
+def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> list[ParamGroup]:
     """Its parameters. experts: so many parts are made of each layer's experts. ValueError naming
     what these counts do not divide.
     """
@@ -136,15 +136,21 @@ def rank_model(model: ModelConfig, rank: int, size: int, experts: int = 1) -> Mo
     )
 
 
-def rank_layout(kept: KVLayout, size: int) -> KVLayout:
+def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
     """One rank's part of every row: its KV heads, one at least; latent rows whole. Of states of
     linear layers, its heads' channels.
     """
-    states = kept.temporal_shape and (kept.temporal_shape[0] // size, *kept.temporal_shape[1:])
+    states = kv_layout.temporal_shape and (
+        kv_layout.temporal_shape[0] // size,
+        *kv_layout.temporal_shape[1:],
+    )
     return replace(
-        kept,
-        rows={name: (heads_per_rank(size, heads), dim) for name, (heads, dim) in kept.rows.items()},
-        conv_shapes=tuple((channels // size, *rest) for channels, *rest in kept.conv_shapes),
+        kv_layout,
+        rows={
+            name: (heads_per_rank(size, heads), dim)
+            for name, (heads, dim) in kv_layout.rows.items()
+        },
+        conv_shapes=tuple((channels // size, *rest) for channels, *rest in kv_layout.conv_shapes),
         temporal_shape=states,
     )
 

@@ -17,8 +17,8 @@ from kvcache import KVLayout, KVPool
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from kvcache.ops import RotaryTables
 from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool
-from rollout.ops.attention import attend, decode_bucket, torch_attention
 from rollout.ops.attention_plan import AttentionPlan, DecodeBucket, StoredKV, TorchPlan, TritonPlan
+from rollout.ops.paged_attention import attend, decode_bucket, torch_attention
 
 HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
@@ -57,7 +57,7 @@ class LayerKV(ABC):
         """See `KVReader.for_kernels`."""
 
     def attend(self, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """See `rollout.ops.attention.attend`."""
+        """See `rollout.ops.paged_attention.attend`."""
         return attend(q, self, plan, scale)
 
 
@@ -134,20 +134,22 @@ class SparseKV(PlainKV):
         return torch_attention(q, self, plan, scale, decode)
 
 
-def layer_kv(pool: KVPool, kept: KVLayout, sparsity: DoubleSparsity | None, layer: int) -> LayerKV:
+def layer_kv(
+    pool: KVPool, kv_layout: KVLayout, sparsity: DoubleSparsity | None, layer: int
+) -> LayerKV:
     """Returns the `LayerKV` for how the pool keeps this layer.
 
     Slots are those of the pool that holds it. Latent rows are written by their mixer.
     """
-    value_dim = kept.kv_lora_rank or kept.rows["v"][1]
+    value_dim = kv_layout.kv_lora_rank or kv_layout.rows["v"][1]
     if sparsity is not None:
         assert isinstance(pool, DoubleSparseTokenToKVPool)
         return SparseKV(pool, layer, value_dim, sparsity)
     if isinstance(pool, RoutedKVPool):
         pool, layer = pool.route(layer)
-    if kept.dtype == FP4_DTYPE:
+    if kv_layout.dtype == FP4_DTYPE:
         return FP4KV(pool, layer, value_dim)
-    kind = FP8KV if kept.dtype in FP8_DTYPES else PlainKV
+    kind = FP8KV if kv_layout.dtype in FP8_DTYPES else PlainKV
     return kind(pool, layer, value_dim)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollout.model.params import Group, Split, Splits, held, one, stack
+from rollout.model.params import ParamGroup, Split, Splits, held, one, stack
 from rollout.ops.experts import Routing, Share, mix_experts
 from rollout.ops.norm_and_activation import silu_mul
 from rollout.ops.products import linear
@@ -27,7 +27,7 @@ class MLPConfig(ABC):
     """A layer's MLP, before it has weights. Names begin with `name`, "model.layers.3.mlp." say."""
 
     @abstractmethod
-    def groups(self, hidden_size: int, name: str) -> list[Group]:
+    def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
         """Its parameters in memory order."""
 
     def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -61,7 +61,7 @@ class GatedConfig(MLPConfig):
 
     inner: int
 
-    def groups(self, hidden_size: int, name: str) -> list[Group]:
+    def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
         shape = (self.inner, hidden_size)
         gate_up = [(f"{name}{half}_proj.weight", shape) for half in ("gate", "up")]
         return [
@@ -135,7 +135,7 @@ class ExpertsConfig(MLPConfig):
     def shared_name(self) -> str:
         return "shared_expert." if self.shared_gate else "shared_experts."
 
-    def groups(self, hidden_size: int, name: str) -> list[Group]:
+    def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
         groups = [
             one(name + "gate.weight", self.experts, hidden_size),
             one(name + "experts.gate_up_proj", self.experts, 2 * self.inner, hidden_size),

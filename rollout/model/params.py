@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class FilePiece:
     """The box of `shape` at `start` of the whole parameter; this rank stores it at `at`."""
 
     start: tuple[int, ...]
@@ -24,11 +24,11 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ParamPart:
     """Describes what this rank stores of a parameter of `shape`; what no piece fills is zero."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +40,19 @@ class Param:
 
     name: str
     shape: tuple[int, ...]
-    part: Part | None = None
+    part: ParamPart | None = None
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> ParamPart:
         """The whole parameter, and which pieces of it this rank stores."""
         origin = (0,) * len(self.shape)
-        return self.part or Part(
-            shape=self.shape, pieces=(Piece(start=origin, shape=self.shape, at=origin),)
+        return self.part or ParamPart(
+            shape=self.shape, pieces=(FilePiece(start=origin, shape=self.shape, at=origin),)
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ParamGroup:
     """Parameters stored without a gap; stacked along the first dimension they are the tensor
     `fused` (None: one).
     """
@@ -61,14 +61,16 @@ class Group:
     fused: str | None = None
 
 
-def one(name: str, *shape: int) -> Group:
+def one(name: str, *shape: int) -> ParamGroup:
     """A parameter by itself."""
-    return Group(params=(Param(name=name, shape=shape),))
+    return ParamGroup(params=(Param(name=name, shape=shape),))
 
 
-def stack(fused: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> Group:
+def stack(fused: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> ParamGroup:
     """(name, shape) of parameters that are multiplied with at once, as `fused`."""
-    return Group(params=tuple(Param(name=name, shape=shape) for name, shape in parts), fused=fused)
+    return ParamGroup(
+        params=tuple(Param(name=name, shape=shape) for name, shape in parts), fused=fused
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,9 @@ VOCABULARY: Splits = {
 }
 
 
-def shard_groups(groups: Sequence[Group], splits: Splits, rank: int, size: int) -> list[Group]:
+def shard_groups(
+    groups: Sequence[ParamGroup], splits: Splits, rank: int, size: int
+) -> list[ParamGroup]:
     """`groups` as rank `rank` of `size` stores them.
 
     A ValueError names a parameter that cannot be shared evenly.
@@ -118,17 +122,19 @@ def _shard(param: Param, splits: Splits, rank: int, size: int) -> Param:
     if not found:
         return param
     shape, origin = param.shape, (0,) * len(param.shape)
-    pieces = [Piece(start=origin, shape=shape, at=origin)]
+    pieces = [FilePiece(start=origin, shape=shape, at=origin)]
     for split in found:
         runs, stored = _runs(param, split, rank, size)
         shape = _with(shape, split.dim, stored)
         cut = partial(_cut, dim=split.dim)
         pieces = [cut(piece, *run) for piece, run in product(pieces, runs)]
-    return Param(name=param.name, shape=shape, part=Part(shape=param.shape, pieces=tuple(pieces)))
+    return Param(
+        name=param.name, shape=shape, part=ParamPart(shape=param.shape, pieces=tuple(pieces))
+    )
 
 
-def _cut(piece: Piece, start: int, size: int, at: int, dim: int) -> Piece:
-    return Piece(
+def _cut(piece: FilePiece, start: int, size: int, at: int, dim: int) -> FilePiece:
+    return FilePiece(
         start=_with(piece.start, dim, start),
         shape=_with(piece.shape, dim, size),
         at=_with(piece.at, dim, at),

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memsaver.common.hash import GOLDEN, MUL1, MUL2, splitmix64
-from memsaver.common.layout import send_together
-from memsaver.common.machine import Impl, use_triton
+from memsaver.ops.hash import GOLDEN, MUL1, MUL2, splitmix64
+from memsaver.ops.layout import send_together
+from memsaver.system.machine import Impl, use_triton
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
 _BLOCK = 2048  # vocabulary entries of a program
@@ -246,7 +246,7 @@ def uniform_at(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _splitmix64(x):  # type: ignore[no-untyped-def]
-    """`memsaver.common.hash.splitmix64` of a uint64."""
+    """`memsaver.ops.hash.splitmix64` of a uint64."""
     x = (x + 1) * _GOLDEN
     x = (x ^ (x >> 30)) * _MUL1
     x = (x ^ (x >> 27)) * _MUL2

@@ -12,7 +12,7 @@ from typing import Any
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
 from kvcache.pools import HybridReqToTokenPool, RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
-from kvcache.tiers import Transfer
+from kvcache.tiers import HostTransfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,24 +154,24 @@ class PrefixBlocks:
     def forget(self, swapped: Swapped) -> None:
         """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
 
-    def gather(self, pages: int) -> bool:
+    def compact(self, pages: int) -> bool:
         """Moves what sequences hold to the first `pages` pages, evicts the rest; False: no room."""
         if self.cache is None:
-            return self.blocks.gather(pages) is not None
+            return self.blocks.compact(pages) is not None
         self.cache.evict(self.cache.evictable_size)
-        renamed = self.blocks.gather(pages)
+        renamed = self.blocks.compact(pages)
         if renamed is not None:
             self.cache.rename(renamed)
         return renamed is not None
 
-    def loads(self) -> tuple[Transfer, ...]:
+    def loads(self) -> tuple[HostTransfer, ...]:
         """Copies to the device under way, which a forward waits for."""
         return ()
 
     def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
         """See PreemptionCost.ran."""
 
-    def park(self, keep: bool) -> None:
+    def move_below(self, keep: bool) -> None:
         """Prepares for a pause of the pool. keep: the cached pages, where there is a place."""
         self.clear()
 

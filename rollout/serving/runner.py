@@ -23,18 +23,18 @@ from torch import Tensor
 
 from kvcache.allocators import to_device
 from kvcache.ops import RotaryTables
-from kvcache.tiers import Transfer
+from kvcache.tiers import HostTransfer
 from memsaver import MemorySaver
-from memsaver.common.machine import Impl, use_triton
-from memsaver.vmm import clear_workspaces
+from memsaver.memory import clear_workspaces
+from memsaver.system.machine import Impl, use_triton
 from rollout.model.decoder import DecoderWeights, ModelConfig, forward
-from rollout.model.mixers.base import Batch, Parts, RopeConfig, Sliding, rotary_tables
+from rollout.model.mixers.base import Batch, LayerParts, RopeConfig, Sliding, rotary_tables
 from rollout.model.mlp import MLP, Experts
 from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
 from rollout.ops.products import linear, row_invariant_products
 from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel
-from rollout.serving.kv_setup import Cache
+from rollout.serving.kv_cache import Cache
 from rollout.serving.samples import RoutedExperts, Sample, Step
 from rollout.types import CUDA_GRAPH
 from rollout.weights.store import WeightStore
@@ -150,7 +150,7 @@ class ModelRunner:
         rows: Tensor,
         plan: _Plan,
         shape: BatchShape | None,
-        loads: Sequence[Transfer] = (),
+        loads: Sequence[HostTransfer] = (),
     ) -> Batch:
         sliding = None
         if self._sliding is not None:
@@ -201,14 +201,16 @@ class ModelRunner:
         return logits[torch.tensor(rows, device=self.device)]
 
 
-def _parts(config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel) -> Parts:
+def _parts(
+    config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel
+) -> LayerParts:
     """Gathers what the mixers of a model are built from."""
 
     @functools.cache  # layers share tables
     def rotary(rope: RopeConfig, dim: int) -> RotaryTables:
         return rotary_tables(rope, dim, cache.table.max_context_len, cache.table.device)
 
-    return Parts(
+    return LayerParts(
         store=store,
         layout=cache.layout,
         pool=cache.pool,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import ReqHandle
-from kvcache.tiers import Transfer
+from kvcache.tiers import HostTransfer
 from rollout.serving.beam import BeamSearch
 from rollout.serving.prefix import Swapped
 from rollout.types import Completion, FinishReason, SamplingParams
@@ -177,7 +177,7 @@ class Step:
     decode: list[Sample]
     decode_slots: Any
     chunks: list[Chunk]
-    loads: tuple[Transfer, ...] = ()
+    loads: tuple[HostTransfer, ...] = ()
     arriving: list[Chunk] = field(default_factory=list)
 
     @property
@@ -202,7 +202,7 @@ class Step:
 
 
 @dataclass(kw_only=True)
-class Stats:
+class EngineStats:
     """Counts since the engine was made. computed_tokens: put through the model, answers included;
     prefix_hit_tokens: prompt tokens (answers of preempted samples included) that were not, because
     the prefix cache had them; loaded_tokens: of these, those that came from host or disk.

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kvcache import Ledger, ReqHandle, pages_across
-from memsaver.common.hash import splitmix64_int
+from memsaver.ops.hash import splitmix64_int
 from rollout.model.decoder import ModelConfig
 from rollout.serving.beam import Candidates, check_vocabulary
 from rollout.serving.prefix import PrefixBlocks
-from rollout.serving.samples import BeamGroup, Chunk, Sample, Stats, Step
+from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
 from rollout.types import FinishReason, SamplingParams
 
 
@@ -42,7 +42,7 @@ class Scheduler:
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.preemptions = 0
-        self.stats = Stats()
+        self.stats = EngineStats()
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

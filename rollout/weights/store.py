@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memsaver.common.layout import round_up, row_major
-from rollout.model.params import Group, Param, Piece, Stored, is_unused, spellings
+from memsaver.ops.layout import round_up, row_major
+from rollout.model.params import FilePiece, Param, ParamGroup, Stored, is_unused, spellings
 from rollout.types import WEIGHTS, Manifest, ModuleTensor, ParamSlice
-from rollout.weights.arena import WeightArena, dot, shorten
+from rollout.weights.pages import WeightPages, dot, shorten
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
@@ -28,17 +28,17 @@ def _align(nbytes: int) -> int:
     return round_up(nbytes, ALIGNMENT)
 
 
-def arena_nbytes(groups: Sequence[Group], dtype: torch.dtype) -> int:
+def arena_nbytes(groups: Sequence[ParamGroup], dtype: torch.dtype) -> int:
     """Bytes of the arena that holds `groups`, every group aligned."""
     return sum(_align(_elements(group.params) * dtype.itemsize) for group in groups)
 
 
-def _elements(parts: Iterable[Param | Piece | ParamSlice]) -> int:
+def _elements(parts: Iterable[Param | FilePiece | ParamSlice]) -> int:
     return sum(math.prod(part.shape) for part in parts)
 
 
 def build_manifest(
-    groups: Sequence[Group], aliases: dict[str, str], dtype: torch.dtype, base: int = 0
+    groups: Sequence[ParamGroup], aliases: dict[str, str], dtype: torch.dtype, base: int = 0
 ) -> Manifest:
     """Lay `groups` out from byte `base` (a multiple of ALIGNMENT) of the tag's arena.
 
@@ -107,7 +107,7 @@ def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
     return [(offset + filled * itemsize, rest * itemsize)] if rest else []
 
 
-class WeightStore(WeightArena):
+class WeightStore(WeightPages):
     """The engine's own weights: owns the arena, laid out for its kernels.
 
     Views handed out by `tensor` stay valid over pause and resume (same address), not their content.
@@ -115,7 +115,7 @@ class WeightStore(WeightArena):
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         aliases: dict[str, str],
         dtype: torch.dtype,
         saver: "MemorySaver",
@@ -152,7 +152,7 @@ class WeightStore(WeightArena):
             .view(where.shape)
         )
 
-    def products(self, groups: Sequence[Group]) -> list[tuple[Tensor, Tensor | None]]:
+    def products(self, groups: Sequence[ParamGroup]) -> list[tuple[Tensor, Tensor | None]]:
         """Return one weight [N, K] of each shape among `groups`, and the bias [N] added to it."""
         names = dict.fromkeys(group.fused or group.params[0].name for group in groups)
         found: dict[tuple[tuple[int, ...], bool], tuple[Tensor, Tensor | None]] = {}

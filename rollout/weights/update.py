@@ -1,11 +1,11 @@
-"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or adopt the
+"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or alias the
 trainer's pages.
 
-    state     begin  verify                   commit           adopt     abort       weights sleep
-    closed    open   -                        -                borrowed  closed      closed
-    open [4]  open   verified, or closed [1]  -                borrowed  closed      closed
-    verified  open   -                        closed, defined  borrowed  closed      closed
-    borrowed  - [2]  -                        -                borrowed  closed [3]  closed [3]
+    state     begin  verify                   commit           alias     abort       weights sleep
+    closed    open   -                        -                aliased  closed      closed
+    open [4]  open   verified, or closed [1]  -                aliased  closed      closed
+    verified  open   -                        closed, defined  aliased  closed      closed
+    aliased  - [2]  -                        -                aliased  closed [3]  closed [3]
 
 "-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says;
 no second try. [2] a StateError. [3] The pages go back to the trainer, and the weights sleep,
@@ -42,7 +42,7 @@ from rollout.types import (
     WeightUpdateError,
     WriteReceipt,
 )
-from rollout.weights.arena import BorrowedPages, ShadowPages, WeightArena
+from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
@@ -66,11 +66,11 @@ class _Open:
 
 class WeightUpdate:
     """The states above. The caller sees to it that no forward runs at `begin` without shadow,
-    `commit` or `adopt`.
+    `commit` or `alias`.
     """
 
     def __init__(
-        self, store: WeightArena, saver: "MemorySaver", on_new_weights: Callable[[], None]
+        self, store: WeightPages, saver: "MemorySaver", on_new_weights: Callable[[], None]
     ) -> None:
         """on_new_weights: what was computed so far is of other weights than what will be, called
         when that is so.
@@ -79,7 +79,7 @@ class WeightUpdate:
         self._saver = saver
         self._on_new_weights = on_new_weights
         self._shadow = ShadowPages(store, saver)
-        self._borrowed = BorrowedPages(store, saver)
+        self._aliased = TrainerPages(store, saver)
         self._watch = ContentWatch(saver)
         self._open: _Open | None = None
         self._spared = False  # the last update was to be a shadow update, and was not committed
@@ -185,7 +185,7 @@ class WeightUpdate:
         seconds = time.perf_counter() - started
         return CommitReceipt(version=version, digest=update.digest, seconds=seconds)
 
-    def adopt(
+    def alias(
         self,
         version: int,
         ticket: "Ticket",
@@ -211,13 +211,13 @@ class WeightUpdate:
         theirs, ours = self._shapes(buffers)
         if theirs != ours:
             raise ValueError(f"version {version} has buffers {theirs}, these weights {ours}")
-        self._borrowed.require_possible()
+        self._aliased.require_possible()
         self.before_sleep()
-        self._borrowed.empty()
-        self._poison(f"the adoption of version {version} did not finish")
+        self._aliased.empty()
+        self._poison(f"the alias of version {version} did not finish")
         self._on_new_weights()
         try:
-            self._borrowed.take(ticket)
+            self._aliased.take(ticket)
             if digest is not None and (read := self._store.digest()) != digest:
                 raise WeightUpdateError(
                     f"the pages of version {version} have digest {read}, the trainer says "
@@ -226,13 +226,13 @@ class WeightUpdate:
             self._store.set_buffers(buffers, f"version {version}")
             self._store.define(version)
         except BaseException as error:
-            self._poison(f"version {version} could not be adopted: {type(error).__name__}: {error}")
+            self._poison(f"version {version} could not be aliased: {type(error).__name__}: {error}")
             raise
         return CommitReceipt(version=version, digest=digest, seconds=time.perf_counter() - started)
 
     def require_own(self, action: str) -> None:
         """StateError while the weights lie in the trainer's pages."""
-        self._borrowed.require_own(action)
+        self._aliased.require_own(action)
 
     def abort(self, reason: str) -> None:
         """Close the update: see above what is served then.
@@ -247,7 +247,7 @@ class WeightUpdate:
         """Tells whether the weights are some version, in memory of the engine's own: a sleep can
         keep them.
         """
-        return self._store.version is not None and not self._borrowed.held
+        return self._store.version is not None and not self._aliased.held
 
     def before_sleep(self) -> None:
         """Rolls a shadow update back before the weights are paused. LeaseError: a writer maps its
@@ -259,7 +259,7 @@ class WeightUpdate:
 
     def on_sleep(self, level: int) -> None:
         """Follows a pause of the weights: an update that is open has lost what was written."""
-        if self._borrowed.give_back():
+        if self._aliased.give_back():
             self._poison("a sleep gave the trainer's pages back; sync or share the weights anew")
         elif level == 2:
             self._poison("the weights were discarded by sleep(level=2); commit a weight update")
@@ -282,7 +282,7 @@ class WeightUpdate:
     def _poison(self, reason: str) -> None:
         self._open, self._spared = None, False
         self._store.undefine(reason)
-        self._borrowed.give_back()
+        self._aliased.give_back()
 
     def _check_version(self, version: int) -> None:
         if version < self._store.last_version:

@@ -89,7 +89,7 @@ def tensors(
 def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) -> Figures:
     """between: pause and resume. "first pause": with nothing pinned."""
     with tensors(scale) as (saver, _):
-        saver.host_arena.trim()
+        saver.pinned_arena.trim()
         pause = partial(saver.pause, "params", release=release)
         resume = partial(saver.resume, "params")
         times = cycles(scale, pause, resume, between)
@@ -107,7 +107,7 @@ def clean(scale: Scale) -> Figures:
 
         def pause() -> None:
             saver.mark_clean("params", 1)
-            saver.pause("params", release="keep")
+            saver.pause("params", release="retain")
 
         pause()  # compiles the digest's kernel
         saver.resume("params")
@@ -124,7 +124,7 @@ def half_freed(scale: Scale) -> Figures:
         for number in list(made)[1::2]:
             del made[number]
         live = saver.report().tags["params"].live_bytes
-        saver.pause("params", release="keep")
+        saver.pause("params", release="retain")
         copied = saver.statistics()["copy"].nbytes
         saver.resume("params")
     return figures({"live": live, "copied": copied}, "bytes")
@@ -136,7 +136,7 @@ def many_cycles(scale: Scale) -> Figures:
     with tensors(scale, 22) as (saver, _):
         for _ in range(scale.choose(200, 3)):
             saver.pause("params")
-            pinned.append(saver.host_arena.committed_bytes / MIB)
+            pinned.append(saver.pinned_arena.committed_bytes / MIB)
             saver.resume("params")
     return figures({"pinned after 1": pinned[0], f"pinned after {len(pinned)}": pinned[-1]}, "MiB")
 
@@ -154,7 +154,7 @@ def swap(scale: Scale) -> Figures:
         saver.swap(pause="one", resume="two")
 
     def serial(away: str, back: str) -> None:
-        saver.pause(away, release="keep")
+        saver.pause(away, release="retain")
         saver.resume(back)
 
     turns = [("two", "one"), ("one", "two")] * 3
@@ -212,7 +212,7 @@ a_second = partial(common.others_write, nbytes=0)
 written = partial(common.others_write, nbytes=COUNT * TENSOR)
 CASES: dict[str, Case] = {
     "pinned copy": floor,
-    "host, extents kept": partial(to_the_host, "keep", at_once),
+    "host, extents kept": partial(to_the_host, "retain", at_once),
     "host, extents to the driver, resumed at once": partial(to_the_host, "driver", at_once),
     "the same, resumed a second later": partial(to_the_host, "driver", a_second),
     "the same, written by others meanwhile": partial(

@@ -30,15 +30,15 @@ def check(model: Any, inputs: list[list[int]], out: list[list[Completion]]) -> f
     ids, prompt = ids.to(model.device), len(inputs[0])
     logp = torch.log_softmax(model(ids).logits[:, prompt - 1 : -1].float(), -1)
     theirs = logp.gather(-1, ids[:, prompt:, None]).squeeze(-1).cpu()
-    gap = float((theirs - torch.tensor([each.logprobs for each in completions])).abs().mean())
-    assert gap < 0.05, f"the engine's log-probabilities differ by {gap} on average"
-    return gap
+    mismatch = float((theirs - torch.tensor([each.logprobs for each in completions])).abs().mean())
+    assert mismatch < 0.05, f"the engine's log-probabilities differ by {mismatch} on average"
+    return mismatch
 
 
 def measure(
     scale: Scale, sizes: tuple[int, int, int], folder: Path
 ) -> tuple[dict[str, float], float]:
-    """Milliseconds of each way, and the largest gap.
+    """Milliseconds of each way, and the largest mismatch.
 
     sizes: prompts, and tokens of each and of its answer.
     """
@@ -47,7 +47,7 @@ def measure(
     model = random_model(scale, folder, "0.5b", torch.bfloat16)
     torch.manual_seed(0)
     inputs = torch.randint(model.config.vocab_size, (batch, prompt)).tolist()
-    ms, gaps = dict[str, float](), []
+    ms, mismatches = dict[str, float](), []
     for name, graphs in (("engine", True), ("engine without CUDA graphs", False)):
         engine = Engine.from_pretrained(
             folder, device=scale.device, dtype=torch.bfloat16, max_running=batch,
@@ -61,7 +61,7 @@ def measure(
                 inputs,
                 SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True),
             )
-            gaps.append(check(model, inputs, generate()))
+            mismatches.append(check(model, inputs, generate()))
             ms[f"{name}, {kind}"] = milliseconds(generate)
         engine.saver.close()
         del engine, generate
@@ -77,7 +77,7 @@ def measure(
     ms["transformers.generate, sampled"] = milliseconds(
         lambda: model.generate(given, attention_mask=mask, **options)
     )
-    return ms, max(gaps)
+    return ms, max(mismatches)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -85,9 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
     scale = make_scale(args)
     sizes = batch, prompt, answer = (8, 8, 4) if scale.tiny else (256, 128, 128)
     with tempfile.TemporaryDirectory() as folder:
-        ms, gap = measure(scale, sizes, Path(folder))
+        ms, mismatch = measure(scale, sizes, Path(folder))
     rival = ms["transformers.generate, sampled"]
-    print(f"log-probabilities against a full forward in bf16: mean difference at most {gap:.4f}")
+    print(
+        f"log-probabilities against a full forward in bf16: mean difference at most {mismatch:.4f}"
+    )
     rows = [
         [name, each, f"{1e3 * batch * answer / each:,.0f}", rival / each]
         for name, each in ms.items()
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
         "new tokens/s",
         "x transformers",
     ]
-    report("bench_generate", head, rows, {"ms": ms, "gap": gap}, args.out)
+    report("bench_generate", head, rows, {"ms": ms, "mismatch": mismatch}, args.out)
 
 
 if __name__ == "__main__":

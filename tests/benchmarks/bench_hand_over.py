@@ -1,5 +1,5 @@
-"""The switch of one pair of Ray actors, stage by stage, everything parked: what leaves goes through
-the driver, then over to the other side. `make bench-hand-over`.
+"""The switch of one pair of Ray actors, stage by stage, everything offloaded: what leaves goes
+through the driver, then over to the other side. `make bench-hand-over`.
 
 Both ways have the same actors, one after the other, with answers, scores and an update in every
 step. Log-probabilities of both sides are compared there.
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from recipes.arguments import cycle_arguments, open_pair
-from recipes.recipe import Recipe
-from recipes.recipe.loading import load
+from recipes.config import Recipe
+from recipes.config.loading import load
 from recipes.setup.preparation import prepare
 from rollout import SamplingParams
 from tests.benchmarks.common import parser, report
 from trainer_bridge import Cycle, SequenceBatch
 
-TO_ROLLOUT = ["park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache"]
-BACK = ["sleep", "restore_params", "restore_optim"]
+TO_ROLLOUT = ["offload_optim", "wake_weights", "sync_weights", "offload_params", "wake_kv_cache"]
+BACK = ["sleep", "reload_params", "reload_optim"]
 TOTALS = {"to the rollout": TO_ROLLOUT, "back": BACK, "switch": TO_ROLLOUT + BACK}
 WAYS = {"driver": False, "handed over": True}
-PARKED = ["cycle.keep=[]", "cycle.overlap=[]", "cycle.alias=never"]
+OFFLOADED = ["cycle.resident=[]", "cycle.overlap=[]", "cycle.alias=never"]
 CASES = {  # a recipe, what is other there, answers, tokens of each
     "0.5B": ("qwen2.5-0.5b", [], 16, 128),
     "7B, KV pool of 37 GiB": ("qwen2.5-7b", ["engine.kv_tokens=700000"], 16, 64),
@@ -51,16 +51,16 @@ def step(cycle: Cycle, pair: Any, version: int, answers: int, tokens: int) -> fl
     cycle.to_train()
     trainer.update_actor(batch)
     pairs = zip(scores, found, strict=True)
-    gaps = [abs(a - b) for row, one in pairs for a, b in zip(row, one.logprobs, strict=True)]
-    return statistics.mean(gaps)
+    mismatches = [abs(a - b) for row, one in pairs for a, b in zip(row, one.logprobs, strict=True)]
+    return statistics.mean(mismatches)
 
 
 def measured(recipe: Recipe, folder: Path, steps: int, answers: int, tokens: int) -> Any:
     """Milliseconds by way and stage, medians of each way without its first two steps; and the
-    largest gap of a step.
+    largest mismatch of a step.
     """
     found: dict[str, dict[str, float]] = {}
-    gaps: list[float] = []
+    mismatches: list[float] = []
     with open_pair(prepare(recipe, folder)) as pair:
         for way, hand_over in WAYS.items():
             times: dict[str, list[float]] = defaultdict(list)
@@ -71,12 +71,12 @@ def measured(recipe: Recipe, folder: Path, steps: int, answers: int, tokens: int
             arguments = cycle_arguments(recipe) | {"hand_over": hand_over}
             cycle = Cycle(*pair, on_stage=passed, **arguments)
             for _ in range(steps):
-                gaps.append(step(cycle, pair, len(gaps) + 1, answers, tokens))
+                mismatches.append(step(cycle, pair, len(mismatches) + 1, answers, tokens))
                 print(way, {name: round(each[-1], 1) for name, each in times.items()}, flush=True)
             found[way] = {name: statistics.median(each[2:]) for name, each in times.items()}
             for total, stages in TOTALS.items():
                 found[way][total] = sum(found[way][stage] for stage in stages)
-    return found, max(gaps)
+    return found, max(mismatches)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,13 +89,13 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ["tiny"] if args.tiny else args.cases:
         recipe, changes, *sizes = CASES[name]
         with tempfile.TemporaryDirectory() as folder:
-            loaded = load(recipe, [*PARKED, *changes])
-            found, gap = measured(loaded, Path(folder), args.steps, *sizes)
-        results[name] = {**found, "gap": gap}
+            loaded = load(recipe, [*OFFLOADED, *changes])
+            found, mismatch = measured(loaded, Path(folder), args.steps, *sizes)
+        results[name] = {**found, "mismatch": mismatch}
         for stage in [*TO_ROLLOUT, *BACK, *TOTALS]:
             before, after = found["driver"][stage], found["handed over"][stage]
             rows.append([f"{name}: {stage}", before, after, after / before])
-        rows.append([f"{name}: log-probability gap", gap])
+        rows.append([f"{name}: log-probability mismatch", mismatch])
     report("bench_hand_over", ["ms", *WAYS, "ratio"], rows, results, args.out)
 
 

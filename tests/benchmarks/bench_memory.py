@@ -40,11 +40,11 @@ def kept(scale: Scale) -> Figures:
     other = saver.empty(total, torch.uint8, tag="other")
     saver.pause("other")
     for i in times.rounds:
-        times("pause", lambda: saver.pause("kv", release="keep"))
+        times("pause", lambda: saver.pause("kv", release="retain"))
         saver.resume("other")
         assert saver.report().pool_bytes == 0, "the other tag has other pages"
         other.fill_(100 + i)
-        saver.pause("other", release="keep")
+        saver.pause("other", release="retain")
         times("resume", lambda: saver.resume("kv"))
         assert all(bool((tensor == 100 + i).all()) for tensor in tensors), (
             "not the overwritten pages"
@@ -104,7 +104,7 @@ def handed_over(scale: Scale) -> Figures:
     nbytes = scale.choose(60 * GIB, 8 * MIB)
     saver, times = MemorySaver(scale.device), Times()
     tensor = saver.empty(nbytes, torch.uint8, tag="kv")
-    saver.pause(release="keep")  # in one extent; from here on in pieces
+    saver.pause(release="retain")  # in one extent; from here on in pieces
     saver.trim()
     other = Peer(_other, scale.device, nbytes)
     ticket = other.hear(120)

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases = {
         "kernel's own": kernel,
         "memsaver, driver": partial(saver, "driver"),
-        "memsaver, keep": partial(saver, "keep"),
+        "memsaver, keep": partial(saver, "retain"),
     }
     run_cases(
         "bench_memory_host", {name: partial(case, nbytes) for name, case in cases.items()}, args.out

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsaver.common.machine import Impl
+from memsaver.system.machine import Impl
 from rollout.ops.experts import Routing, Share, mix_experts
 from tests.benchmarks.common import Scale, device_us, make_scale, parser, report
 

@@ -29,7 +29,7 @@ from memsaver import MemorySaver
 from tests.benchmarks.bench_replay import describe, in_turn
 from tests.benchmarks.common import Scale, make_scale, parser, report, settle
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
-from trainer_bridge.training.experts import NAME, mix_experts
+from trainer_bridge.training.moe import NAME, mix_experts
 
 RUNS: dict[str, Callable[..., Tensor]] = {
     "transformers": grouped_mm_experts_forward,

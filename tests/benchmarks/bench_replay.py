@@ -2,8 +2,8 @@
 trained and served on one device. `make bench-replay`.
 
 256 prompts of 128 tokens and as many new ones each: generation with and without experts returned,
-the trainer's scores and update (bf16 masters) with and without replay, and the gap between both
-sides' log-probabilities, beside that of a dense model of the same width.
+the trainer's scores and update (bf16 masters) with and without replay, and the mismatch between
+both sides' log-probabilities, beside that of a dense model of the same width.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_batch(prompts: list[list[int]], answers: Answers) -> SequenceBatch:
     )
 
 
-def gap(trainer: Trainer, batch: SequenceBatch) -> float:
+def mismatch(trainer: Trainer, batch: SequenceBatch) -> float:
     assert batch.old_logprobs is not None
     rows = zip(trainer.compute_log_prob(batch), batch.old_logprobs, strict=True)
     apart = (torch.tensor(one) - torch.tensor(other) for one, other in rows)
@@ -106,11 +106,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = options.parse_args(arguments)
     scale = make_scale(args)
     layers = 2 if scale.tiny else args.layers
-    gaps, ms = dict[str, float](), dict[str, float]()
+    mismatches, ms = dict[str, float](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         trainer = made(scale, describe(scale, Path(folder), Qwen3Config, layers))
         prompts, answers, _ = serve(scale, trainer, returned=False, time=False)
-        gaps["dense"] = gap(trainer, make_batch(prompts, answers))
+        mismatches["dense"] = mismatch(trainer, make_batch(prompts, answers))
         trainer.close()
         trainer.saver.close()
         del trainer
@@ -121,8 +121,11 @@ def main(arguments: list[str] | None = None) -> None:
         own = make_batch(prompts, answers)
         routed = [each.routed_experts for (each,) in answers]
         replayed = dataclasses.replace(own, routed_experts=routed)
-        gaps |= {"experts, without": gap(trainer, own), "experts, with": gap(trainer, replayed)}
-        print(gaps, ms, flush=True)
+        mismatches |= {
+            "experts, without": mismatch(trainer, own),
+            "experts, with": mismatch(trainer, replayed),
+        }
+        print(mismatches, ms, flush=True)
         for name in ("compute_log_prob", "update_actor"):
             run = getattr(trainer, name)
             both = {f"{name}, without": partial(run, own), f"{name}, with": partial(run, replayed)}
@@ -130,12 +133,12 @@ def main(arguments: list[str] | None = None) -> None:
         trainer.close()
         trainer.saver.close()
     rows = [[name, value] for name, value in ms.items()]
-    rows += [[f"gap, mean, {name}", value] for name, value in gaps.items()]
+    rows += [[f"mismatch, mean, {name}", value] for name, value in mismatches.items()]
     report(
         "bench_replay",
         [f"{layers} layers", "ms, or nats"],
         rows,
-        {"ms": ms, "gaps": gaps},
+        {"ms": ms, "mismatches": mismatches},
         args.out,
     )
 

@@ -36,9 +36,7 @@ from tests.benchmarks.common import (
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
 from trainer_bridge.training import Runtime
 from trainer_bridge.training.batch import MicroBatch
-from trainer_bridge.training.optimizer import optimizer_step
-from trainer_bridge.training.packing import packs
-from trainer_bridge.training.scoring import (
+from trainer_bridge.training.losses import (
     add_gradients,
     micro_logprobs,
     ppo_clip,
@@ -46,6 +44,8 @@ from trainer_bridge.training.scoring import (
     token_logits,
     token_logprobs,
 )
+from trainer_bridge.training.optimizer import optimizer_step
+from trainer_bridge.training.packing import packs
 
 PROMPT, TEMPERATURE = 24, 1.0
 WAYS = ("end to end, MLPs again", "end to end", "padded", "padded, whole logits")

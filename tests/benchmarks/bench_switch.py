@@ -3,7 +3,7 @@
 
 The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512
 tokens, two Ray actors) is run twice: once with everything staying on the device, which 80 GB allow,
-once with everything parked. Then, in one process and without an engine, what scores wait for
+once with everything offloaded. Then, in one process and without an engine, what scores wait for
 parameters that come back as a whole, and unit by unit as the forward needs them; this alone:
 
     python -m tests.benchmarks.bench_switch --cases back --shape 7b
@@ -33,15 +33,22 @@ from tests.benchmarks.common import (
     write_config,
 )
 from trainer_bridge import Trainer, TrainerConfig
-from trainer_bridge.training import Wait
+from trainer_bridge.offload import Wait
 
 SYNC = ("sync_weights",)
-TO_ROLLOUT = ("empty_cache", "park_optim", "wake_weights", *SYNC, "park_params", "wake_kv_cache")
-TO_TRAIN = ("sleep", "restore_params", "restore_optim")
+TO_ROLLOUT = (
+    "empty_cache",
+    "offload_optim",
+    "wake_weights",
+    *SYNC,
+    "offload_params",
+    "wake_kv_cache",
+)
+TO_TRAIN = ("sleep", "reload_params", "reload_optim")
 WORK = ("generate_sequences", "compute_log_prob", "update_actor")
 CASES = {
     "everything stays": "[params,optim,weights,kv_cache,cuda_graph]",
-    "everything is parked": "[]",
+    "everything is offloaded": "[]",
 }
 
 STEPS, BACK = "steps", "back"
@@ -79,17 +86,17 @@ def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
     saver = MemorySaver(config.device)
     trainer = Trainer(config, saver)
     batch = make_batch(scale, sizes.get("vocab_size", 151936), lengths_vary=False)
-    trainer.park("optim")
+    trainer.offload("optim")
     scores, times = trainer.compute_log_prob(batch), Times(*scale.choose((5, 2), (1, 0)))
 
     def back(wait: Wait) -> None:
-        trainer.restore("params", wait=wait)
+        trainer.reload("params", wait=wait)
         assert trainer.compute_log_prob(batch) == scores
 
     for _ in times.rounds:
         times("params there", partial(trainer.compute_log_prob, batch))
         for name, wait in WAYS.items():
-            trainer.park("params")
+            trainer.offload("params")
             times(name, partial(back, wait))
     trainer.close()
     saver.close()
@@ -126,7 +133,7 @@ def _steps(args: argparse.Namespace, folder: Path) -> None:
             "eval.every=0",
         ]
     runs = {
-        name: stage_ms(recipe, [f"cycle.keep={keep}", *settings], folder / str(i))
+        name: stage_ms(recipe, [f"cycle.resident={keep}", *settings], folder / str(i))
         for i, (name, keep) in enumerate(CASES.items())
     }
     rows: list[list[object]] = []

@@ -2,7 +2,7 @@
 
 On one GPU, trainer and engine share it: bf16 -> bf16 at the whole Qwen2.5-7B shape, fp32 -> bf16 at
 half its layers, as a trainer's masters, gradients and moments in fp32 do not fit beside it
-otherwise. "parked": the trainer's copy comes from the host before. On two, FSDP2 over both: all
+otherwise. "offloaded": the trainer's copy comes from the host before. On two, FSDP2 over both: all
 layers. Every case checks what arrived. "one" and "two" stand for all cases of so many GPUs.
 
     python -m tests.benchmarks.bench_sync --shape qwen3-30b-a3b --layers 16
@@ -29,7 +29,7 @@ from tests.benchmarks.sync.base import SyncScale, sync_scale
 Case = Callable[[SyncScale], Figures]
 ONE: dict[str, Case] = {
     "memsaver": ours.one_gpu,
-    "parked": ours.parked,
+    "offloaded": ours.offloaded,
     "copies": rivals_one.copies,
     "IPC tensors": rivals_ipc.per_tensor,
     "IPC buckets": rivals_ipc.buckets,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
-from memsaver.vmm import make_backend
+from memsaver.memory import make_backend
 
 MIB, GIB = 1 << 20, 1 << 30
 REPEATS, WARMUP = 7, 2

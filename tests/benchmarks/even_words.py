@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from recipes.recipe import TaskSection
+from recipes.config import TaskSection
 from recipes.tasks import Problem, Score, Task
 
 WORDS = 150_000  # nearly all of Qwen2.5's vocabulary, so that nearly every token is a word

@@ -26,18 +26,18 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_kvcache": ([], {f"{name}, CPU" for name in bench_kvcache.CASES}),
     "bench_sync": (
         ["--shape", "qwen3-30b-a3b", "--cases", "one", "two"],
-        {"floors", "memsaver", "parked", "copies", "IPC buckets", *bench_sync.TWO},
+        {"floors", "memsaver", "offloaded", "copies", "IPC buckets", *bench_sync.TWO},
     ),
-    "bench_generate": ([], {"ms", "gap"}),
-    "bench_switch": ([], {"everything stays", "everything is parked"}),
+    "bench_generate": ([], {"ms", "mismatch"}),
+    "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_hand_over": (["--steps", "3"], {"tiny"}),
-    "bench_gap": ([], {"rows"}),
+    "bench_mismatch": ([], {"rows"}),
     "bench_score": ([], {"passes", "apart"}),
     "bench_optimizer": ([], {"update"}),
     "bench_vllm": ([], set()),
     "bench_moe": ([], {"tokens"}),
     "bench_moe_train": ([], {"ms", "experts"}),
-    "bench_replay": ([], {"ms", "gaps"}),
+    "bench_replay": ([], {"ms", "mismatches"}),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
 ON_GPU = {

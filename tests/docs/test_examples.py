@@ -41,8 +41,8 @@ def test_the_loop_learns_before_and_after(
     assert statistics.fmean(rewards[:3]) < 0.6 < 0.7 < statistics.fmean(rewards[-3:])
     if loop is plain_loop_with_cycle:
         (saver,) = savers
-        parked = [event.tag for event in saver.drain_events() if event.op == "pause"]
-        assert (parked.count("params"), parked.count("optim")) == (14, 14)
+        offloaded = [event.tag for event in saver.drain_events() if event.op == "pause"]
+        assert (offloaded.count("params"), offloaded.count("optim")) == (14, 14)
 
 
 def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
@@ -112,7 +112,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     with without_pictures():
         run = own_model.train(tmp_path / "model", tmp_path / "run", steps=1)
     (row,) = rows(run, "train")
-    assert row["gap_max"] < 5e-5, "trainer and rollout read different weights"
+    assert row["mismatch_max"] < 5e-5, "trainer and rollout read different weights"
 
 
 def test_a_task_of_ones_own_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import parse
+from recipes.config.loading import find_recipe, load
 from recipes.errors import RecipeError
-from recipes.recipe.loading import find_recipe, load
 from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 from tests.helpers.docs.preludes import PRELUDES, prelude
 

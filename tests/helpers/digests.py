@@ -2,7 +2,7 @@
 
 import torch
 
-from memsaver.common.hash import GOLDEN, MASK64, MUL32
+from memsaver.ops.hash import GOLDEN, MASK64, MUL32
 
 _INT_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MASK32 = (1 << 32) - 1

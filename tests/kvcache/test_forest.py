@@ -65,7 +65,7 @@ class Forest:
         elif step == "slide":
             self.slide(dice.sample(live, dice.randint(0, len(live))))
         elif step == "gather":
-            self.gather(dice.randint(0, self.pages))
+            self.compact(dice.randint(0, self.pages))
         elif step == "extend":
             batch = dice.sample(live, dice.randint(0, len(live)))
             self.extend(batch, [dice.choice([0, 1, 1, 1, 2, 5]) for _ in batch])
@@ -110,12 +110,12 @@ class Forest:
             self.seen["left"] += first - sequence.behind
             sequence.behind = first
 
-    def gather(self, pages: int) -> None:
+    def compact(self, pages: int) -> None:
         """Then nobody reads what comes after these pages."""
         if self.window or self.two:
             return
         before, allocator = self.real.state(self.model), self.real.allocator
-        renamed = self.real.manager.gather(pages)
+        renamed = self.real.manager.compact(pages)
         if self._held(full=True) > pages:
             assert renamed is None and self.real.state(self.model) == before
             return

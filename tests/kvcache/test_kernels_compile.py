@@ -9,7 +9,8 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvcache.ops import kv_write, move, quant, staging
+from kvcache.ops import kv_write, move, quant
+from kvcache.ops import staging_copy
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
 PLAIN = FP8 | dict(V_DIM=0, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
@@ -42,7 +43,7 @@ for kernel, element, constants in KERNELS:
     print("arithmetic", len(re.findall(r"\\bfma\\.|\\.ftz|e4m3|e5m2", ptx)))
 
 for unit in (16, 2):
-    sizes = dict(WORD=staging.WORDS[unit], VECTOR=2 if unit == 16 else 1)
+    sizes = dict(WORD=staging_copy.WORDS[unit], VECTOR=2 if unit == 16 else 1)
     staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit)
     staged |= dict(COLUMNS=128, CHUNKS=1, BLOCK=1024)
     copied = sizes | dict(UNIT=unit, BLOCK=move.BLOCK)
@@ -50,8 +51,8 @@ for unit in (16, 2):
     types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
     types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
     for kernel, warps, constants, arch in (
-        (staging.copy_kernel, staging.WARPS, staged | dict(TO_PAGES=False), 80),
-        (staging.copy_kernel, staging.WARPS, staged | dict(TO_PAGES=True), 80),
+        (staging_copy.copy_kernel, staging_copy.WARPS, staged | dict(TO_PAGES=False), 80),
+        (staging_copy.copy_kernel, staging_copy.WARPS, staged | dict(TO_PAGES=True), 80),
         (*copy, copied | dict(TO_HOST=True), 90),
         (*copy, copied | dict(TO_HOST=False), 90),
     ):

@@ -15,9 +15,9 @@ import torch
 
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, move, quant
-from kvcache.pools.attention import TokenPool
-from rollout.ops.attention import paged_attention
+from kvcache.pools.token_pools import TokenPool
 from rollout.ops.attention_plan import BatchShape, plan_attention
+from rollout.ops.paged_attention import paged_attention
 from tests.helpers.effort import some
 from tests.helpers.kvcache import pools
 

@@ -16,7 +16,7 @@ from kvcache.ops import kv_write, quant
 from kvcache.ops.expand import expand_pages, expand_triton
 from kvcache.ops.kv_write import set_kv_buffer, set_rows
 from kvcache.ops.move import move_rows
-from memsaver.common.machine import use_triton
+from memsaver.system.machine import use_triton
 from tests.helpers.effort import some
 from tests.helpers.kvcache.blocks import DEVICE
 

@@ -35,12 +35,12 @@ class World:
         self.saver.pause("other", content="host")
         self.saver.resume()
 
-    def borrow(self) -> None:
+    def alias(self) -> None:
         self.saver.pause("own", content="host")
-        self.saver.borrow("own", self.peer.share("theirs"))
+        self.saver.alias("own", self.peer.share("theirs"))
 
-    def end_borrow(self) -> None:
-        self.borrow()
+    def end_alias(self) -> None:
+        self.alias()
         self.watch.note("own")
         self.saver.pause("own", content="discard")
 
@@ -71,7 +71,7 @@ def world(device: str) -> Iterator[World]:
 
 LOST: dict[str, Callable[[World], object]] = {
     "discard": lambda world: world.there_and_back("discard"),
-    "keep": lambda world: world.there_and_back("discard", release="keep"),
+    "keep": lambda world: world.there_and_back("discard", release="retain"),
     "hand over": lambda world: world.there_and_back(
         "discard", release="hand_over", to=world.peer.pool_ticket()
     ),
@@ -80,8 +80,8 @@ LOST: dict[str, Callable[[World], object]] = {
     "exchange": lambda world: world.saver.exchange("other", "own"),
     "shrink": lambda world: world.resize(SIZE // 2),
     "shrink and grow": lambda world: world.resize(SIZE // 2, SIZE),
-    "borrow": World.borrow,
-    "end of borrow": World.end_borrow,
+    "alias": World.alias,
+    "end of alias": World.end_alias,
 }
 KEPT: dict[str, Callable[[World], object]] = {
     "host": lambda world: world.there_and_back("host"),
@@ -101,7 +101,7 @@ def test_an_operation_that_discards_content_is_noticed_until_it_is_noted(
     assert world.watch.lost("own") == ["own"] == world.watch.lost("own")
     world.watch.note("own", "other")
     assert world.watch.lost("own", "other") == []
-    missing = {"paused": SIZE, "end of borrow": SIZE, "shrink": SIZE // 2}.get(operation, 0)
+    missing = {"paused": SIZE, "end of alias": SIZE, "shrink": SIZE // 2}.get(operation, 0)
     assert world.saver.unbacked_bytes("own") <= missing
     assert bool(world.saver.unbacked_bytes("own")) == bool(missing)
 

@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.backup.on_host import Checksums
+from memsaver.content.on_host import Checksums
 from memsaver.debug import PausedGuard, paused_tag
 from tests.helpers.memsaver.savers import at_once
 

@@ -22,8 +22,8 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.errors import BackendError, LockTimeout, MemSaverError
-from memsaver.vmm import device_lock as module
-from memsaver.vmm.device_lock import DeviceLock, device_lock
+from memsaver.system import device_lock as module
+from memsaver.system.device_lock import DeviceLock, device_lock
 from tests.helpers.memsaver.savers import MIB, at_once
 from tests.helpers.peers import Peer
 
@@ -315,7 +315,7 @@ WORK: dict[str, Callable[[MemorySaver], Any]] = {
     "resume at least": lambda saver: (saver.pause("a"), saver.resume("a", at_least=MIB)),
     "resize": lambda saver: [saver.resize("c", nbytes) for nbytes in (2 * MIB, 3 * MIB)],
     "swap": lambda saver: (saver.pause("b"), saver.swap(pause="a", resume="b")),
-    "keep and trim": lambda saver: (saver.pause("a", release="keep"), saver.trim()),
+    "keep and trim": lambda saver: (saver.pause("a", release="retain"), saver.trim()),
     "exchange": lambda saver: saver.exchange("a", "b"),
 }
 

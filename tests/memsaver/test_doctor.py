@@ -18,13 +18,13 @@ import torch
 
 from memsaver import doctor
 from memsaver import doctor_gpu as gpu
-from memsaver.common import machine
 from memsaver.compat import IN_PROCESS
 from memsaver.doctor import CHECKS, Check, Row, examine, report, run_check
 from memsaver.doctor_gpu import Target, choose_target
+from memsaver.memory import make_backend
+from memsaver.memory.torch_allocator import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from memsaver.native import shim
-from memsaver.vmm import make_backend
-from memsaver.vmm.torch_usage import ALLOCATOR_HOOKS, GRAPH_REGISTER
+from memsaver.system import machine
 from tests.helpers.memory import open_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import python, until
 
@@ -232,8 +232,8 @@ SET = UNSET | {CUDA_CONF: "expandable_segments:True"}
 REGISTERED = "registered memory"
 UNHOOKED = dict.fromkeys((GRAPH_REGISTER, *ALLOCATOR_HOOKS))
 TMS = "/x/torch_memory_saver_hook_mode_preload.abi3.so"
-REFILL = "memsaver.tag.content.Refill.fill"
-HOOK = "memsaver.vmm.memfd.HostBackend.allocate_from"
+REFILL = "memsaver.tag.saving.Refill.fill"
+HOOK = "memsaver.memory.memfd.HostBackend.allocate_from"
 MISSING = raises(ModuleNotFoundError("no such module"))
 REFUSED = raises(PermissionError("not permitted"))
 DROPPED = {"socket.send_fds": drop_descriptors}

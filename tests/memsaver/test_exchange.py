@@ -12,7 +12,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.vmm.page_pool import imports
+from memsaver.memory.page_pool import imports
 from tests.helpers.memory import counted, family_bytes, settled_fds
 from tests.helpers.memsaver.savers import MIB
 

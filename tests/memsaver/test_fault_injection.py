@@ -67,7 +67,7 @@ class World:
         """All of the saver's is active, and nothing of the receiver's, which nobody leases any
         longer.
         """
-        if self.saver.report().tags["loose"].borrowed_bytes:
+        if self.saver.report().tags["loose"].aliased_bytes:
             self.saver.pause(content="discard")
         self.receiver.pause()
         self.saver.resume()
@@ -96,20 +96,20 @@ def two_tags(world: World) -> None:
         world.loose.append(piece.fill_(len(world.loose)))
 
 
-def can_borrow(world: World) -> None:
+def can_alias(world: World) -> None:
     world.saver.pause("loose")
     world.receiver.resume()
     world.theirs.fill_(5)
 
 
-def borrow(world: World) -> None:
-    world.saver.borrow("loose", world.receiver.share("theirs", writable=True))
+def alias(world: World) -> None:
+    world.saver.alias("loose", world.receiver.share("theirs", writable=True))
     assert [int(piece[-1]) for piece in world.loose] == [5] * len(world.loose)
 
 
-def borrowed(world: World) -> None:
-    can_borrow(world)
-    borrow(world)
+def aliased(world: World) -> None:
+    can_alias(world)
+    alias(world)
 
 
 def new_tag(world: World) -> None:
@@ -125,12 +125,12 @@ def nothing(world: World) -> None:
     pass
 
 
-def pause_keep(world: World) -> None:
-    world.saver.pause(release="keep")
+def pause_retain(world: World) -> None:
+    world.saver.pause(release="retain")
 
 
 def keep_one(world: World) -> None:
-    world.saver.pause("loose", release="keep")
+    world.saver.pause("loose", release="retain")
 
 
 def to_and_fro(world: World) -> None:
@@ -142,8 +142,8 @@ def to_and_fro(world: World) -> None:
     world.saver.resume("loose")
 
 
-def give_kept(world: World) -> None:
-    world.saver.release_kept(world.receiver.pool_ticket())
+def give_retained(world: World) -> None:
+    world.saver.release_retained(world.receiver.pool_ticket())
 
 
 OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = {
@@ -153,18 +153,18 @@ OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = 
     "new tag beside kept pages": (keep_one, new_tag),
     "region": (nothing, region),
     "pause": (nothing, lambda world: world.saver.pause()),
-    "pause, kept": (nothing, pause_keep),
+    "pause, kept": (nothing, pause_retain),
     "resume": (lambda world: world.saver.pause(), lambda world: world.saver.resume()),
-    "resume from the pool": (pause_keep, lambda world: world.saver.resume()),
+    "resume from the pool": (pause_retain, lambda world: world.saver.resume()),
     "exchange": (two_tags, lambda world: world.saver.exchange("one", "two")),
-    "borrow": (can_borrow, borrow),
-    "borrow, at the receiver": (can_borrow, borrow),
-    "borrow, at the peer": (can_borrow, borrow),
-    "pause, borrowed": (borrowed, lambda world: world.saver.pause(content="discard")),
-    "trim": (pause_keep, lambda world: world.saver.trim()),
+    "alias": (can_alias, alias),
+    "alias, at the receiver": (can_alias, alias),
+    "alias, at the peer": (can_alias, alias),
+    "pause, aliased": (aliased, lambda world: world.saver.pause(content="discard")),
+    "trim": (pause_retain, lambda world: world.saver.trim()),
     "attach": (nothing, attach_and_close),
     "attach, at the peer": (nothing, attach_and_close),
-    "hand over what is kept": (keep_one, give_kept),
+    "hand over what is kept": (keep_one, give_retained),
     "hand over": (nothing, to_and_fro),
     "hand over, at the receiver": (nothing, to_and_fro),
 }

@@ -14,7 +14,7 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.vmm.page_pool import imports
+from memsaver.memory.page_pool import imports
 from tests.helpers.memory import counted, machine_bytes, memfd_bytes, open_fds, settled_fds
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import ERROR, MIB, until
@@ -86,20 +86,20 @@ def test_what_is_kept_goes_over_as_far_as_is_wished_and_the_rest_to_the_driver(
     for part in range(4):
         mine.append(saver.empty(SIZE // 4, torch.uint8, tag=f"part{part}").fill_(9))
     before = held_by_both(device, other)
-    saver.pause(release="keep")
-    saver.release_kept(other.pool, most=SIZE // 2 + 1)
+    saver.pause(release="retain")
+    saver.release_retained(other.pool, most=SIZE // 2 + 1)
     saver.check_integrity()
     assert saver.report().committed_bytes == 0
     assert other.report().pool_bytes == other.report().committed_bytes == SIZE // 2
     assert before - held_by_both(device, other) == counted(SIZE // 2, device, 4)
     saver.resume()
-    saver.pause(release="keep")
-    saver.release_kept()
+    saver.pause(release="retain")
+    saver.release_retained()
     assert saver.report().committed_bytes == 0 and other.report().pool_bytes == SIZE // 2
     with pytest.raises(ValueError, match="cannot go to"):
         saver.resume()
-        saver.pause(release="keep")
-        saver.release_kept(memsaver.PoolTicket(**{**vars(other.pool), "device_key": "GPU-1"}))
+        saver.pause(release="retain")
+        saver.release_retained(memsaver.PoolTicket(**{**vars(other.pool), "device_key": "GPU-1"}))
     assert saver.report().pool_bytes == SIZE
 
 
@@ -110,8 +110,8 @@ def test_what_nobody_takes_over_goes_to_the_driver(fate: str, device: str) -> No
         before = held_by_both(device, other)
         if fate == "is gone":
             os.kill(other.pid, signal.SIGKILL)
-        saver.pause(release="keep")
-        saver.release_kept(other.pool)
+        saver.pause(release="retain")
+        saver.release_retained(other.pool)
         assert saver.report().committed_bytes == 0
         saver.check_integrity()
         if fate == "refuses":
@@ -166,7 +166,7 @@ def test_an_import_that_a_peer_kept_is_revoked_before_the_release(
     other.detach()
     assert other.held()[0] == 1
     before = held_by_both(device, other)
-    saver.pause(release="keep")
+    saver.pause(release="retain")
     saver.resume()
     assert other.held()[0] == 1 and held_by_both(device, other) == counted(before, device)
     saver.pause()
@@ -215,11 +215,11 @@ def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
     parts = [saver.empty(2 * MIB, torch.uint8, tag=f"part{i}").fill_(i) for i in range(40)]
     whole = saver.empty(80 * MIB, torch.uint8, tag="whole").fill_(1)
     saver.pause("whole")
-    saver.pause(release="keep")
+    saver.pause(release="retain")
     for extents in (40, 2):
         saver.resume("whole")
         assert saver.report().tags["whole"].extents == extents and saver.report().pool_bytes == 0
-        saver.pause("whole", release="keep")
+        saver.pause("whole", release="retain")
         assert saver.report().pool_bytes == whole.nbytes
         saver.check_integrity()
     saver.resume("whole")

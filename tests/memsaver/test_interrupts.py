@@ -66,16 +66,16 @@ def shared(world: World) -> None:
 
 
 def another(world: World) -> None:
-    """A second saver, one of whose tags is paused and may borrow."""
+    """A second saver, one of whose tags is paused and may alias."""
     guest = MemorySaver(world.saver.device)
     guest.empty(3 * world.unit, torch.uint8, tag="guest")
     guest.pause("guest")
     world.guests = [guest, world.saver.share("loose"), guest.pool_ticket()]
 
 
-def lend(world: World) -> None:
+def alias_tag(world: World) -> None:
     guest, ticket, _ = world.guests
-    guest.borrow("guest", ticket)
+    guest.alias("guest", ticket)
     guest.pause("guest")
 
 
@@ -107,7 +107,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "pause disk": (nothing, paused("file")),
     "pause discard": (nothing, paused("loose")),
     "pause all": (nothing, paused()),
-    "pause keep": (nothing, paused("loose", "other", release="keep")),
+    "pause keep": (nothing, paused("loose", "other", release="retain")),
     "hand over": (
         another,
         lambda world: world.saver.pause("other", release="hand_over", to=world.guests[2]),
@@ -115,7 +115,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "resume host": (paused("kept"), lambda world: world.saver.resume("kept")),
     "resume disk": (paused("file"), lambda world: world.saver.resume("file")),
     "resume kept pages": (
-        paused("loose", release="keep"),
+        paused("loose", release="retain"),
         lambda world: world.saver.resume("loose"),
     ),
     "resume all": (paused(), lambda world: world.saver.resume()),
@@ -127,12 +127,12 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
         paused("kept"),
         lambda world: world.saver.swap(pause="other", resume="kept", content="host"),
     ),
-    "borrow": (another, lend),
+    "alias": (another, alias_tag),
     "attach": (shared, lambda world: memsaver.attach(world.guests[0]).close()),
     "kept lease": (shared, use),
     "save": (nothing, lambda world: world.saver.save("kept", 1)),
     "empty": (nothing, more),
-    "trim": (paused("loose", release="keep"), lambda world: world.saver.trim()),
+    "trim": (paused("loose", release="retain"), lambda world: world.saver.trim()),
     "region": (nothing, region),
     "nested regions": (nothing, nested),
     "make and close": (nothing, lambda world: MemorySaver(world.saver.device).close()),
@@ -145,7 +145,7 @@ def goes_on(world: World, operation: str) -> None:
     saver.check_integrity()
     for guest in world.guests:
         if isinstance(guest, MemorySaver):
-            guest.pause()  # gives back what it has borrowed
+            guest.pause()  # gives back what it has aliased
     if operation != "kept lease":
         until(lambda: not saver.leases("loose"))
     swapped = [tag for tag in ("loose", "other") if not saver.is_paused(tag)]

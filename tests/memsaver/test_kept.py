@@ -18,8 +18,8 @@ import torch
 
 import memsaver
 from memsaver import Lease, LeaseCache, LeaseError, MemorySaver, StateError, Ticket
+from memsaver.memory.page_pool import imports
 from memsaver.sharing.client import peer_backend
-from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import counted, family_bytes
 from tests.helpers.memsaver.remote import remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, until
@@ -97,7 +97,7 @@ def _swapped(world: World) -> None:
 
 MOVES: dict[str, Callable[[World], Any]] = {
     "pause": lambda world: (world.saver.pause(), world.saver.resume()),
-    "keep": lambda world: (world.saver.pause(release="keep"), world.saver.resume()),
+    "keep": lambda world: (world.saver.pause(release="retain"), world.saver.resume()),
     "host": lambda world: (world.saver.pause(content="host"), world.saver.resume()),
     "resize": lambda world: (world.saver.resize("weights", 0), world.saver.resize("weights", SIZE)),
     "trim": _trimmed,

@@ -30,12 +30,12 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.common.machine import libc, workers
+from memsaver.memory.backend import dlpack_tensor
+from memsaver.memory.memfd import HostBackend
 from memsaver.native import shim
-from memsaver.vmm.backend import dlpack_tensor
-from memsaver.vmm.memfd import HostBackend
+from memsaver.system.machine import libc, workers
 from tests.helpers.memory import memfd_bytes, uncollected
-from tests.helpers.memsaver.arrivals import gated
+from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.memsaver.savers import MIB, ROOT, at_once, python, until
 from tests.helpers.peers import Peer
 
@@ -177,17 +177,17 @@ def test_content_on_its_way_is_not_waited_for_in_a_forked_child() -> None:
     tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
     saver.pause()
     with gated(saver) as gate:
-        arrival = saver.begin_resume()
+        prefetch = saver.begin_resume()
 
         def child() -> None:
             signal.alarm(20)
-            for wait in (arrival.wait, partial(arrival.wait, [tensor]), saver.resume):
+            for wait in (prefetch.wait, partial(prefetch.wait, [tensor]), saver.resume):
                 with pytest.raises(memsaver.StateError, match="forked child"):
                     wait()
 
         assert _exits(child) == 0
         gate.let(1)
-        arrival.wait()
+        prefetch.wait()
     assert bool((tensor == 7).all())
 
 
@@ -324,8 +324,8 @@ def test_no_host_memory_for_the_backup_changes_nothing(
 ) -> None:
     saver = memsaver.MemorySaver(device)
     tensor = saver.empty(8 << 20, torch.uint8, tag="one", content="host").fill_(1)
-    monkeypatch.setattr(saver.host_arena, "budget_bytes", saver.host_arena.committed_bytes)
-    free = saver.host_arena.committed_bytes - saver.host_arena.used_bytes
+    monkeypatch.setattr(saver.pinned_arena, "budget_bytes", saver.pinned_arena.committed_bytes)
+    free = saver.pinned_arena.committed_bytes - saver.pinned_arena.used_bytes
     larger = saver.empty(free + 1, torch.uint8, tag="two", content="host")
     with pytest.raises(memsaver.HostMemoryError, match="budget.*nothing was changed") as caught:
         saver.pause()
@@ -333,7 +333,7 @@ def test_no_host_memory_for_the_backup_changes_nothing(
     assert (
         not saver.is_paused("one") and not saver.is_paused("two") and int(tensor.sum()) == 8 << 20
     )
-    assert saver.host_arena.committed_bytes - saver.host_arena.used_bytes == free
+    assert saver.pinned_arena.committed_bytes - saver.pinned_arena.used_bytes == free
     saver.empty(10, tag="one")
     saver.pause(content="discard")
     del larger
@@ -378,13 +378,13 @@ def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
 class CopiesBeside(HostBackend):
     """Copies in a thread, as the backend of a GPU does."""
 
-    def copy_beside(self, transfers: Any, keeper: object, done: Any) -> None:
+    def copy_overlapped(self, transfers: Any, keeper: object, done: Any) -> None:
         work = workers("beside", 1).submit(self.feed, [transfers], lambda _: None, False)
-        self._beside.append(work)
+        self._overlapped.append(work)
 
     def synchronize(self, copies: bool = True) -> None:
         if copies:
-            wait(self._beside, 20)
+            wait(self._overlapped, 20)
         super().synchronize()
 
 
@@ -402,7 +402,7 @@ def test_a_saver_collected_by_the_thread_that_copies_for_it_is_given_back_after_
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its finalizers run there, and the device must not be at work on what they give back."""
-    monkeypatch.setattr("memsaver.vmm.memfd.HostBackend", CopiesBeside)
+    monkeypatch.setattr("memsaver.memory.memfd.HostBackend", CopiesBeside)
     go, copied = threading.Event(), list[int]()
     with uncollected():
         owner = Owner(device)
@@ -488,7 +488,7 @@ def test_regions_that_end_in_any_order_leave_the_innermost_open_one(device: str)
 def test_objects_that_live_until_the_interpreter_ends_end_without_a_word() -> None:
     code = """
 import gc, torch, memsaver
-from memsaver.vmm import host_memory
+from memsaver.memory import host_memory
 class Owner: pass
 owner = Owner()
 owner.me, owner.saver = owner, memsaver.MemorySaver(debug=True)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver.vmm import nvml
+from memsaver.system import gpu_processes
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 GIB = 1 << 30
@@ -72,7 +72,7 @@ class FakeNvml:
 
 @pytest.fixture(autouse=True)
 def fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "session", nvml.Session())
+    monkeypatch.setattr(gpu_processes, "session", gpu_processes.Session())
 
 
 Install = Callable[[FakeNvml], FakeNvml]
@@ -81,7 +81,7 @@ Install = Callable[[FakeNvml], FakeNvml]
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def put(fake: FakeNvml) -> FakeNvml:
-        monkeypatch.setattr(nvml, "load", lambda: fake)
+        monkeypatch.setattr(gpu_processes, "load", lambda: fake)
         return fake
 
     return put
@@ -109,74 +109,74 @@ def test_without_the_library_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -
     def absent() -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(nvml, "load", absent)
-    assert nvml.processes(UUID) is None
-    assert nvml.holders(UUID, 5, 0) == {nvml.UNKNOWN: 5}
-    assert nvml.holders(UUID, 0, 0) == {}
+    monkeypatch.setattr(gpu_processes, "load", absent)
+    assert gpu_processes.processes(UUID) is None
+    assert gpu_processes.holders(UUID, 5, 0) == {gpu_processes.UNKNOWN: 5}
+    assert gpu_processes.holders(UUID, 0, 0) == {}
 
 
 def test_an_init_that_is_refused_is_asked_for_once(install: Install) -> None:
     fake = install(FakeNvml([(OWN, GIB)]))
     fake.init_code = 9  # driver not loaded
-    assert nvml.processes(UUID) is None and nvml.processes(UUID) is None
+    assert gpu_processes.processes(UUID) is None and gpu_processes.processes(UUID) is None
     assert fake.inits == 1
 
 
 def test_threads_initialise_once(install: Install) -> None:
     fake = install(FakeNvml([(OWN, GIB)]))
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(nvml.processes, [UUID] * 8))
+        found = list(threads.map(gpu_processes.processes, [UUID] * 8))
     assert fake.inits == 1 and found == [{OWN: GIB}] * 8
 
 
 def test_an_unknown_device_and_a_refused_list(install: Install) -> None:
     fake = install(FakeNvml([(OWN, GIB)]))
-    assert nvml.processes("GPU-other") is None
+    assert gpu_processes.processes("GPU-other") is None
     fake.list_code = NO_PERMISSION
-    assert nvml.processes(UUID) is None
+    assert gpu_processes.processes(UUID) is None
     fake.list_code = 3  # not supported on this GPU
-    assert nvml.processes(UUID) == {}
+    assert gpu_processes.processes(UUID) == {}
 
 
 def test_lists_are_merged_and_old_drivers_lack_some(install: Install) -> None:
     fake = install(FakeNvml([(1, 10), (2, None), (3, 5), (3, 6)], [(1, 10), (2, 20)], [(4, None)]))
-    assert nvml.processes(UUID) == {1: 10, 2: 20, 3: 11, 4: None}
+    assert gpu_processes.processes(UUID) == {1: 10, 2: 20, 3: 11, 4: None}
     del fake.nvmlDeviceGetMPSComputeRunningProcesses_v3
-    assert nvml.processes(UUID) == {1: 10, 2: 20, 3: 11}
+    assert gpu_processes.processes(UUID) == {1: 10, 2: 20, 3: 11}
 
 
 def test_a_list_that_grows_between_the_calls(install: Install) -> None:
     fake = install(FakeNvml([(1, 10)]))
     fake.starting = [[(pid, 1) for pid in range(2, 40)]]
-    assert nvml.processes(UUID) == {1: 10, **dict.fromkeys(range(2, 40), 1)}
+    assert gpu_processes.processes(UUID) == {1: 10, **dict.fromkeys(range(2, 40), 1)}
     fake.starting = [[(1000 + turn, 1)] for turn in range(4)]  # one at a time finds room
-    assert len(nvml.processes(UUID) or {}) >= 40
+    assert len(gpu_processes.processes(UUID) or {}) >= 40
     fake.starting = [[(100 * turn + pid, 1) for pid in range(60)] for turn in range(1, 20)]
-    assert nvml.processes(UUID) is None  # it never stands still
+    assert gpu_processes.processes(UUID) is None  # it never stands still
 
 
 def test_processes_have_names(install: Install, other: subprocess.Popen[bytes]) -> None:
     install(FakeNvml([(OWN, 10 * GIB), (other.pid, 3 * GIB)], [(2**22 + 1, GIB)]))
-    found = nvml.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
+    found = gpu_processes.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
     first, *rest = found
     assert (
         first.startswith(f"process {other.pid} (python")
         and first.endswith("...)")
         and len(first) < 70
     )
-    assert rest == [ONE, nvml.OWN, nvml.HIDDEN]
+    assert rest == [ONE, gpu_processes.OWN, gpu_processes.HIDDEN]
     assert list(found.values()) == [3 * GIB, GIB, GIB // 2, GIB // 2]
 
 
 ONE, TWO = f"process {2**22 + 1}", f"process {2**22 + 2}"  # gone, or another user's
 # listed, GiB unaccounted and accounted
 HOLDERS: list[tuple[list[Entry], int, int, dict[str, int]]] = [
-    ([(OWN, 10 * GIB)], 1, 9, {nvml.OWN: 1}),
-    ([(OWN, 10 * GIB)], 1, 11, {nvml.HIDDEN: 1}),
-    ([(OWN, None), (2**22 + 1, GIB), (2**22 + 2, None)], 3, 1, {ONE: 1, nvml.UNKNOWN: 2}),
-    ([(OWN, 2 * GIB), (2**22 + 2, None)], 3, 1, {nvml.OWN: 1, nvml.HIDDEN: 2}),
+    ([(OWN, 10 * GIB)], 1, 9, {gpu_processes.OWN: 1}),
+    ([(OWN, 10 * GIB)], 1, 11, {gpu_processes.HIDDEN: 1}),
+    ([(OWN, None), (2**22 + 1, GIB), (2**22 + 2, None)], 3, 1, {ONE: 1, gpu_processes.UNKNOWN: 2}),
+    ([(OWN, 2 * GIB), (2**22 + 2, None)], 3, 1, {gpu_processes.OWN: 1, gpu_processes.HIDDEN: 2}),
     # ids of the host: this process is not among them
-    ([(1, 2 * GIB), (2, GIB)], 3, 1, {nvml.UNKNOWN: 3}),
+    ([(1, 2 * GIB), (2, GIB)], 3, 1, {gpu_processes.UNKNOWN: 3}),
     # a tag that is leased
     ([(OWN, 41 * GIB), (2**22 + 1, 41 * GIB), (2**22 + 2, GIB)], 3, 40, {ONE: 2, TWO: 1}),
 ]
@@ -191,7 +191,7 @@ def test_bytes_are_counted_once_and_nobody_is_named_wrongly(
     expected: dict[str, int],
 ) -> None:
     install(FakeNvml(listed))
-    found = nvml.holders(UUID, unaccounted * GIB, accounted * GIB)
+    found = gpu_processes.holders(UUID, unaccounted * GIB, accounted * GIB)
     assert found == {name: count * GIB for name, count in expected.items()}
 
 
@@ -201,10 +201,10 @@ def test_the_real_one_adds_up() -> None:
     tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    listed = nvml.processes(uuid)
+    listed = gpu_processes.processes(uuid)
     assert listed is None or all(used is None or used > 0 for used in listed.values())
     if listed and (used := listed.get(os.getpid())) is not None:
         assert used >= tensor.nbytes
-    found = nvml.holders(uuid, unaccounted=GIB, accounted=torch.cuda.memory_reserved(0))
+    found = gpu_processes.holders(uuid, unaccounted=GIB, accounted=torch.cuda.memory_reserved(0))
     assert sum(found.values()) == GIB and all(found.values())
-    assert nvml.processes("GPU-00000000-0000-0000-0000-000000000000") is None
+    assert gpu_processes.processes("GPU-00000000-0000-0000-0000-000000000000") is None

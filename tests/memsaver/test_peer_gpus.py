@@ -15,11 +15,11 @@ import torch
 
 import memsaver
 from memsaver import LeaseCache, LeaseError, Ticket
-from memsaver.common.digest import digest
-from memsaver.common.machine import device_key
+from memsaver.memory.backend import Backend
+from memsaver.memory.memfd import HostBackend
+from memsaver.ops.digest import digest
 from memsaver.sharing import client as peer
-from memsaver.vmm.backend import Backend
-from memsaver.vmm.memfd import HostBackend
+from memsaver.system.machine import device_key
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer

@@ -22,8 +22,8 @@ import torch
 
 import memsaver
 from memsaver import LeaseCache, MemorySaver
+from memsaver.memory.page_pool import imports
 from memsaver.sharing.client import owners
-from memsaver.vmm.page_pool import imports
 from tests.helpers.effort import rounds
 from tests.helpers.memory import (
     machine_bytes,
@@ -120,12 +120,12 @@ class Actor:
 
     def pause(self) -> None:
         tags = self.random.sample(list(TAGS), self.random.randrange(1, 5))
-        release = self.random.choice(("driver", "keep", "hand_over"))
+        release = self.random.choice(("driver", "retain", "hand_over"))
         to = self.random.choice(self.others).pool if release == "hand_over" else None
         self.saver.pause(*tags, release=release, to=to)
-        if release == "keep" and self.random.randrange(2):
+        if release == "retain" and self.random.randrange(2):
             most = self.random.choice((None, SIZES[0]))
-            self.saver.release_kept(self.random.choice(self.others).pool, most)
+            self.saver.release_retained(self.random.choice(self.others).pool, most)
 
     def resume(self) -> None:
         self.saver.resume()
@@ -168,7 +168,7 @@ class Actor:
         self.rest()  # on a GPU an extent that is half in use can only be let go of as a whole
         self.saver.resume()
         # to what the next rest needs; it had grown to what the worst cycle needed
-        self.saver.host_arena.trim()
+        self.saver.pinned_arena.trim()
         return self.saver.report().committed_bytes, process_bytes(self.device)
 
     def let_go(self) -> None:
@@ -200,7 +200,7 @@ class Actor:
         )
         held = {"bytes": nbytes, "imports": len(imports), "owners": len(owners), "fds": open_fds()}
         held |= {"maps": memory_maps(), "threads": threading.active_count()}
-        held |= {"pinned": self.saver.host_arena.committed_bytes + pinned}
+        held |= {"pinned": self.saver.pinned_arena.committed_bytes + pinned}
         return held | {key: status_bytes(key) for key in ("VmLck", "VmPin", "VmSize")}
 
 

@@ -17,9 +17,9 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.memory.page_pool import imports
 from memsaver.sharing import lease, rpc
 from memsaver.sharing.client import Owner, owners
-from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, at_once, busy, not_in_vain, until

@@ -11,9 +11,9 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.memory.page_pool import imports
 from memsaver.tag import transaction as switch
 from memsaver.tag.arena import Arena
-from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import counted, process_bytes
 from tests.helpers.memsaver.savers import MIB
 
@@ -203,7 +203,7 @@ def test_shapes_that_nothing_can_have(device: str) -> None:
     saver.check_integrity()
 
 
-@pytest.mark.parametrize("release", ["driver", "keep"])
+@pytest.mark.parametrize("release", ["driver", "retain"])
 @pytest.mark.parametrize("turn", [1, 2])
 def test_a_device_lock_that_times_out(
     turn: int, release: str, device: str, monkeypatch: pytest.MonkeyPatch

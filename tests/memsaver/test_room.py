@@ -14,8 +14,8 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
+from memsaver.memory.torch_allocator import releasable
 from memsaver.native import shim
-from memsaver.vmm.torch_usage import releasable
 from tests.helpers.memsaver.savers import ERROR, MIB
 
 pytestmark = pytest.mark.alone
@@ -114,7 +114,7 @@ def test_missing_bytes_are_those_that_the_page_pool_cannot_serve() -> None:
     saver.pause("a")
     tensors += [saver.empty(16 * MIB, torch.uint8, tag="b")]
     tensors += [saver.empty(8 * MIB, torch.uint8, tag="c")]
-    saver.pause("c", release="keep")
+    saver.pause("c", release="retain")
     with pytest.raises(memsaver.OutOfMemory, match=r"4\.0 MiB are missing") as caught:
         saver.resume("a")
     assert caught.value.missing_bytes == 4 * MIB

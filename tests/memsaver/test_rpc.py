@@ -72,7 +72,7 @@ def test_garbage_ends_the_connection(ends: Ends, garbage: bytes) -> None:
     with uncollected():
         socket.send_fds(ends.raw, [garbage], [0])
         assert ends.raw.recv(1) == b""
-    with pytest.raises(rpc.Closed):
+    with pytest.raises(rpc.ConnectionClosed):
         ends.end.call("anything", timeout=60)
 
 
@@ -86,13 +86,13 @@ class Server:
     """Stands for a ShareServer: no operation takes descriptors but ``give``, which fails."""
 
     def refuse(self, link: object, **arguments: Any) -> rpc.Reply:
-        raise rpc.Refused(str(sorted(arguments)))
+        raise rpc.CallRefused(str(sorted(arguments)))
 
     lease = unlease = offer = give = refuse
 
 
 @pytest.mark.parametrize("op", ["lease", "give", "nonsense"])
 def test_descriptors_that_nobody_takes_are_closed(op: str, fds: int) -> None:
-    with pytest.raises(rpc.Refused):
+    with pytest.raises(rpc.CallRefused):
         ShareServer.serve(Server(), None, op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
     assert open_fds() == fds

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
 from memsaver.tag.accounts import Recorder, Tags
 from tests.helpers.memory import counted, family_bytes, process_bytes, scribble
 from tests.helpers.memsaver.savers import MIB
@@ -178,7 +178,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_a_remedy(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # as where it is not installed
-    monkeypatch.delitem(sys.modules, "memsaver.vmm.cuda", raising=False)
+    monkeypatch.delitem(sys.modules, "memsaver.memory.cuda", raising=False)
     with pytest.raises(memsaver.BackendError, match=r"pip install 'memsaver\[cuda\]'"):
         memsaver.MemorySaver("cuda:0")
 

@@ -32,7 +32,7 @@ sizes = st.integers(1, 90_000)
 
 
 class SaverMachine(RuleBasedStateMachine):
-    """The model: per tag whether it is paused or borrows its pages, and per tensor its value (None:
+    """The model: per tag whether it is paused or aliases its pages, and per tensor its value (None:
     undefined).
     """
 
@@ -52,7 +52,7 @@ class SaverMachine(RuleBasedStateMachine):
             100_000 * self.scale, torch.uint8, tag="theirs", content="host"
         ).fill_(77)
         self.paused: dict[str, bool] = {}
-        self.borrowed: set[str] = set()
+        self.aliased: set[str] = set()
         self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back
         self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 60.0  # never needed
         self.kept = memsaver.LeaseCache()
@@ -97,7 +97,7 @@ class SaverMachine(RuleBasedStateMachine):
             assert self.paused[tag]
             return -1
         except memsaver.LeaseError:
-            assert tag in self.borrowed
+            assert tag in self.aliased
             return -1
         except memsaver.OutOfMemory as error:
             report, most = self.saver.report(), self.limit - nbytes - self.page
@@ -123,7 +123,7 @@ class SaverMachine(RuleBasedStateMachine):
     @rule(
         tag=tags,
         content=st.sampled_from([None, "host", "discard"]),
-        release=st.sampled_from(["driver", "keep", "hand_over"]),
+        release=st.sampled_from(["driver", "retain", "hand_over"]),
     )
     def pause(self, tag: str, content: str | None, release: str) -> None:
         if tag not in self.paused:
@@ -137,10 +137,10 @@ class SaverMachine(RuleBasedStateMachine):
             assert "would pass the limit" in str(error)
             return
         except ValueError:
-            assert tag in self.borrowed and (content or TAGS[tag]) == "host"
+            assert tag in self.aliased and (content or TAGS[tag]) == "host"
             return
-        if tag in self.borrowed:
-            self.borrowed.remove(tag)
+        if tag in self.aliased:
+            self.aliased.remove(tag)
         elif not self.paused[tag] and (content or TAGS[tag]) == "discard":
             for item in self.alive.values():
                 if item["tag"] == tag:
@@ -153,26 +153,26 @@ class SaverMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: getattr(self, "paused", None))
     @rule(number=st.integers(0, 2), ready=st.booleans(), back=st.booleans())
-    def borrow(self, number: int, ready: bool, back: bool) -> None:
+    def alias(self, number: int, ready: bool, back: bool) -> None:
         """number: of the tag. ready: it is paused first, and the peer awake. back: at once."""
         tag = sorted(self.paused)[number % len(self.paused)]
-        if ready and tag not in self.borrowed:
+        if ready and tag not in self.aliased:
             self.pause(tag, None, "driver")
             self.peer_wakes()
         most = self.peer.report().tags["theirs"].committed_bytes
         try:
-            self.saver.borrow(tag, self.peer.share("theirs"))
+            self.saver.alias(tag, self.peer.share("theirs"))
         except memsaver.StateError:
             assert not self.paused[tag]
         except memsaver.LeaseError:
-            assert tag in self.borrowed or not most
+            assert tag in self.aliased or not most
         except ValueError:
             assert self.asleep[tag] > most
         else:
             assert self.paused[tag]
             self.paused[tag] = False
-            self.borrowed.add(tag)
-        if back and tag in self.borrowed:
+            self.aliased.add(tag)
+        if back and tag in self.aliased:
             self.agrees()
             self.pause(tag, "discard", "driver")
 
@@ -191,7 +191,7 @@ class SaverMachine(RuleBasedStateMachine):
         except memsaver.OutOfMemory:
             return
         except memsaver.LeaseError:
-            assert {one, other} & self.borrowed
+            assert {one, other} & self.aliased
             return
         assert all(map(torch.equal, before, [self._bytes(tag, size) for tag in (other, one)]))
         for item in self.alive.values():
@@ -202,17 +202,17 @@ class SaverMachine(RuleBasedStateMachine):
         with memsaver.attach(self.saver.share(tag)) as lease:
             return lease.tensor((size,), torch.uint8).clone()
 
-    @rule(release=st.sampled_from(["driver", "keep", "hand_over"]))
+    @rule(release=st.sampled_from(["driver", "retain", "hand_over"]))
     def peer_sleeps(self, release: str) -> None:
         to = self.saver.pool_ticket() if release == "hand_over" else None
         with pytest.MonkeyPatch.context() as patch:
-            if self.borrowed:
+            if self.aliased:
                 patch.setattr(switch, "LEASE_GRACE_SECONDS", 0.01)
             try:
                 self.peer.pause(release=release, to=to)
             except memsaver.LeaseError as error:
                 assert "would pass the limit" in str(error) or (
-                    self.borrowed and "'theirs' by process" in str(error)
+                    self.aliased and "'theirs' by process" in str(error)
                 )
 
     @rule()
@@ -273,12 +273,12 @@ class SaverMachine(RuleBasedStateMachine):
                     item["value"] = value
                     seen.fill_(value)
         except memsaver.LeaseError:
-            assert self.paused[tag] or tag in self.borrowed
+            assert self.paused[tag] or tag in self.aliased
 
     @rule(key=tensors)
     def rewrite(self, key: int) -> None:
         item = self.alive.get(key)
-        if item and not self.paused[item["tag"]] and item["tag"] not in self.borrowed:
+        if item and not self.paused[item["tag"]] and item["tag"] not in self.aliased:
             item["value"] = (item["value"] or 0) * 7 % 251
             item["tensor"].fill_(item["value"])
 
@@ -294,18 +294,18 @@ class SaverMachine(RuleBasedStateMachine):
         for tag, paused in self.paused.items():
             assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
             assert report.tags[tag].live_bytes == self._held(tag)
-            assert bool(report.tags[tag].borrowed_bytes) == (tag in self.borrowed)
-            assert report.tags[tag].leases <= (not paused and tag not in self.borrowed), (
+            assert bool(report.tags[tag].aliased_bytes) == (tag in self.aliased)
+            assert report.tags[tag].leases <= (not paused and tag not in self.aliased), (
                 "at most the one that is kept"
             )
         for item in self.alive.values():
             discards = self.saver.discards(item["tag"])
-            if item["value"] is None or item["tag"] in self.borrowed:
+            if item["value"] is None or item["tag"] in self.aliased:
                 assert discards > item["discards"]
             else:
                 item["discards"] = discards
             assert item["tensor"].data_ptr() == item["address"]
-            if item["tag"] in self.borrowed:
+            if item["tag"] in self.aliased:
                 assert bool((item["tensor"] == 77).all())
             elif not self.paused[item["tag"]] and item["value"] is not None:
                 assert bool((item["tensor"] == item["value"]).all())

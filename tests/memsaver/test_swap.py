@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.tag import content as swap_module
-from memsaver.vmm import page_pool as page_pool_module
+from memsaver.memory import page_pool as page_pool_module
+from memsaver.tag import saving as swap_module
 from tests.helpers.memory import counted, process_bytes
 from tests.helpers.memsaver.savers import MIB, every_call
 
@@ -40,7 +40,7 @@ class World:
                 tensor.copy_(_numbers(len(tensor), number + 3 + len(tag), ord(tag)))
             self.tensors[tag], self.expected[tag] = made, [tensor.clone() for tensor in made]
             if tag == "b":
-                self.saver.pause("b", release="keep")
+                self.saver.pause("b", release="retain")
                 self.saver.trim()
 
     @property

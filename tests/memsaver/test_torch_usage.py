@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.vmm.torch_usage import outside_tags
+from memsaver.memory.torch_allocator import outside_tags
 
 
 def segment(address: int, total: int, allocated: int, pool: tuple[int, int]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.common.machine import workers
-from memsaver.vmm import torch_usage
+from memsaver.memory import torch_allocator
+from memsaver.system.machine import workers
 from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds
 from tests.helpers.memsaver.savers import until
@@ -201,7 +201,7 @@ def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> 
                 torch.ones(3 << 20, device=device),
                 *(torch.ones(1000 + step % 7, device=device) for _ in "abc"),
             ]
-        saver.pause("weights", release=("driver", "keep")[step % 2])
+        saver.pause("weights", release=("driver", "retain")[step % 2])
         saver.resume("weights")
         held.add((saver.report().committed_bytes, open_fds()))
         maps.append(memory_maps())
@@ -255,11 +255,11 @@ def test_workspaces_that_graphs_of_others_hold_are_never_freed(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     clear = partial(cleared.append, "all")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    monkeypatch.setattr(torch_usage, "_workspaces_in_graphs", False)
-    torch_usage.clear_workspaces()
+    monkeypatch.setattr(torch_allocator, "_workspaces_in_graphs", False)
+    torch_allocator.clear_workspaces()
     assert cleared == ["all"]
-    torch_usage.hold_workspaces()
-    torch_usage.clear_workspaces()
+    torch_allocator.hold_workspaces()
+    torch_allocator.clear_workspaces()
     assert cleared == ["all"]
 
 
@@ -267,7 +267,7 @@ def test_workspaces_that_graphs_of_others_hold_are_never_freed(
 def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
     """By default CUDA refuses that in all threads, and the capture has failed by then."""
     saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0").add_(0)
-    arena, graph = saver.host_arena, torch.cuda.CUDAGraph()
+    arena, graph = saver.pinned_arena, torch.cuda.CUDAGraph()
     before = arena.committed_bytes
     with torch.cuda.graph(graph):
         numbers.add_(1)
@@ -282,7 +282,7 @@ def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-@pytest.mark.parametrize("way", ["arrivals", "beside", "another thread's"])
+@pytest.mark.parametrize("way", ["prefetches", "beside", "another thread's"])
 def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> None:
     """In mode "global" CUDA refuses waiting for an event in every thread, and ends the capture."""
     saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0").add_(0)
@@ -298,12 +298,12 @@ def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> Non
         saver.resume("t")
 
     with ThreadPoolExecutor(1) as another:
-        if way == "arrivals":
+        if way == "prefetches":
             saver.pause("t")
         thread = another if way == "another thread's" else workers(way, 1)
         moved = thread.submit(go.wait, 60)  # the copies come behind it
-        if way == "arrivals":
-            arrival = saver.begin_resume("t")
+        if way == "prefetches":
+            prefetch = saver.begin_resume("t")
         elif way == "beside":
             saver.save("t", 1)
         else:
@@ -315,8 +315,8 @@ def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> Non
         moved.result(60)
     graph.replay()
     assert numbers.tolist() == [1] * 8
-    if way == "arrivals":
-        arrival.wait()
+    if way == "prefetches":
+        prefetch.wait()
     saver.pause("t")  # which keeps the copy that `save` made
     saver.resume("t")
     assert bool((tensor == 7).all())

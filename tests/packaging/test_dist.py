@@ -111,7 +111,7 @@ def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: li
     (shim,) = names - sources(tracked)
     assert shim.startswith("memsaver/native/_shim.") and shim.endswith(".so")
     assert names >= sources(tracked)
-    assert {"recipes/tiny.yaml", "recipes/recipe/shapes.yaml"} <= names
+    assert {"recipes/tiny.yaml", "recipes/config/shapes.yaml"} <= names
     assert "memsaver/native/cpu_hook.cpp" in names
 
 
@@ -126,4 +126,4 @@ def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:
     words += ["grpo.prompts_per_step=8", "grpo.samples_per_prompt=4"]
     run(environment / "bin" / "memsaver", "run", *words, "--run-dir", "run", cwd=tmp_path)
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert row["step"] == 1 and row["gap_max"] < 5e-5
+    assert row["step"] == 1 and row["mismatch_max"] < 5e-5

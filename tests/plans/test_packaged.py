@@ -31,7 +31,7 @@ LIKE_ANOTHER |= {"qwen3-30b-a3b-8xh200", "qwen3-30b-a3b-cut"}
 )
 def test_every_recipe_and_plan_is_planned_and_fits_its_gpus(file: Path) -> None:
     # if it fits handed over, what is decided fits (test_switch.py)
-    plan = plan_of(recipes.load(file, ["cycle.keep=[]"]), file.stem, gpu=None)
+    plan = plan_of(recipes.load(file, ["cycle.resident=[]"]), file.stem, gpu=None)
     assert plan.fits, plan.needs
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
 
@@ -45,7 +45,7 @@ def test_a_staged_wake_up_of_32b_leaves_more_to_the_pool(
     """At 0.8 an unstaged one is short at the sync."""
     recipe = recipes.load(
         "qwen2.5-32b-8xh100",
-        ["cycle.keep=[]", f"engine.mem_fraction_static={fraction}"],
+        ["cycle.resident=[]", f"engine.mem_fraction_static={fraction}"],
     )
     plan = plan_of(recipe, "32b", gpu="h100-80gb:8", staged=staged)
     fits = {stage.stage: stage.device_bytes <= plan.room for stage in plan.stages}

@@ -17,13 +17,13 @@ from rich.console import Console
 
 import recipes
 from recipes.cli import main
+from recipes.config import Recipe, switching
 from recipes.planner.allocator import Log, repeated_layers, replay, with_layers
 from recipes.planner.command import plan_of, print_plan
 from recipes.planner.dry_run import dry_run
-from recipes.planner.plan import Plan, Shortage, plan_switch, remedied
+from recipes.planner.memory_plan import MemoryPlan, Shortage, plan_switch, remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.planner.tracing import EngineSizes
-from recipes.recipe import Recipe, switching
 from recipes.setup.preparation import prepare
 from tests.helpers.recipes.runs import SMALL, SMALL_PPO
 
@@ -57,25 +57,25 @@ FULL, LINEAR = "full_attention", "linear_attention"
 # Most MiB of the device, by stage, in each of these on lent machines (2026-11-22;
 # docs/benchmarks.md).
 MEASURED = [
-    "qwen2.5-0.5b cycle.keep=[] cycle.overlap=[] --gpu h100-80gb",
-    "qwen2.5-0.5b model.shape=smollm2-135m cycle.keep=[] cycle.overlap=[] --gpu h100-80gb",
-    "qwen2.5-7b cycle.keep=[] cycle.alias=never cycle.overlap=[] --gpu h200-141gb",
+    "qwen2.5-0.5b cycle.resident=[] cycle.overlap=[] --gpu h100-80gb",
+    "qwen2.5-0.5b model.shape=smollm2-135m cycle.resident=[] cycle.overlap=[] --gpu h100-80gb",
+    "qwen2.5-7b cycle.resident=[] cycle.alias=never cycle.overlap=[] --gpu h200-141gb",
 ]
 MEASURED_MIB = {
     "wake_weights": (4936.4, 2870.4, 31268.4),
     "sync_weights": (4936.4, 2870.4, 31268.4),
-    "park_params": (4936.4, 2870.4, 31268.4),
+    "offload_params": (4936.4, 2870.4, 31268.4),
     "wake_kv_cache": (3896.4, 3838.4, 18612.4),
     "generate_sequences": (3970.4, 3890.4, 18680.4),
     "sleep": (3970.4, 3890.4, 18680.4),
-    "restore_params": (3992.4, 2612.4, 16742.4),
+    "reload_params": (3992.4, 2612.4, 16742.4),
 }
 # To be measured anew: since then the trainer makes no logits of the whole vocabulary.
 UNMEASURED = {
-    "park_optim",
+    "offload_optim",
     "compute_log_prob",
     "compute_reward",
-    "restore_optim",
+    "reload_optim",
     "compute_advantages",
     "update_actor",
 }
@@ -227,13 +227,13 @@ def test_a_plan_needs_what_a_run_is_refused_for(tmp_path: Path) -> None:
 
 def test_a_remedy_is_one_that_helps_when_it_is_planned() -> None:
     """Of what leaves as much missing, makes more missing elsewhere, or cannot be, none is said."""
-    recipe = recipes.load("tiny", ["cycle.keep=[]"])
+    recipe = recipes.load("tiny", ["cycle.resident=[]"])
     ways = [("trainer.micro_batch_size", 1), ("lora.rank", 8), ("sampling.max_tokens", 1)]
     ways += [("trainer.optimizer_offload", True), ("trainer.threads", 0)]
     short = Shortage(GIB, "update_actor is short of 1.0 GiB", "take a larger GPU", ways)
     planned = plan_of(recipe, "tiny", gpu=None)
 
-    def replan(changed: Recipe) -> Plan:
+    def replan(changed: Recipe) -> MemoryPlan:
         if changed.lora.rank:
             raise recipes.RecipeError("no such layers")
         host = {"host": short} if changed.trainer.optimizer_offload else {}
@@ -252,9 +252,12 @@ LONG += ["engine.kv_tokens=65536", "cycle.alias=never"]
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ([*LONG, "cycle.keep=[params]", "trainer.micro_batch_size=64"], "trainer.micro_batch_size"),
-        ([*LONG, "cycle.keep=[params]", "engine.kv_tokens=16000000"], "engine.kv_tokens"),
-        ([*LONG, "cycle.keep=[]", "trainer.optimizer_offload=true", "cluster.host_gib=4"], ""),
+        (
+            [*LONG, "cycle.resident=[params]", "trainer.micro_batch_size=64"],
+            "trainer.micro_batch_size",
+        ),
+        ([*LONG, "cycle.resident=[params]", "engine.kv_tokens=16000000"], "engine.kv_tokens"),
+        ([*LONG, "cycle.resident=[]", "trainer.optimizer_offload=true", "cluster.host_gib=4"], ""),
     ],
 )
 def test_every_remedy_that_is_printed_leaves_less_missing(words: list[str], key: str) -> None:
@@ -269,7 +272,7 @@ def test_every_remedy_that_is_printed_leaves_less_missing(words: list[str], key:
 
 
 def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone() -> None:
-    """What is kept for the backward pass is as much more as its elements are wider."""
+    """What is resident for the backward pass is as much more as its elements are wider."""
     fields = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
     fields |= {"num_hidden_layers": 2, "moe_intermediate_size": 64}
     given = {"prompt_tokens": 9, "workspace_bytes": 0, "room": GIB}
@@ -288,7 +291,7 @@ def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
     plan = plan_of(recipe, "tiny-ppo", gpu=None)
     by_name = {stage.stage: stage for stage in plan.stages}
     assert {"compute_ref_log_prob", "compute_values"} <= by_name.keys()
-    assert {"update_critic", "restore_critic_optim"} <= by_name.keys()
+    assert {"update_critic", "reload_critic_optim"} <= by_name.keys()
     assert by_name["compute_values"].tags["critic"] > 0 == by_name["compute_values"].tags["params"]
     assert plan.fits
 

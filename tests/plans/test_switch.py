@@ -19,26 +19,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recipes
+from recipes.config import CycleSection
+from recipes.config.loading import recipe_text
+from recipes.logs.run_folder import RunFolder
 from recipes.planner.command import plan_beside, plan_of
-from recipes.planner.plan import Plan, StagePlan, Switch, decide, describe
+from recipes.planner.memory_plan import MemoryPlan, StagePlan, Switch, decide, describe
 from recipes.planner.sizes import GIB, Gpu
-from recipes.recipe import CycleSection
-from recipes.recipe.loading import recipe_text
 from recipes.run import deciding
 from recipes.setup.models import meta_model
-from recipes.setup.preparation import pool_grows, prepare, rank_kept, with_alias_decided
-from recipes.watch.run_folder import RunFolder
+from recipes.setup.preparation import pool_grows, prepare, rank_kv_layout, with_alias_decided
 
 SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}
 ALONE["train"] = (*SAVED, "adapters")
-RECIPE = recipes.load("tiny", ["cycle.keep=auto"])
+RECIPE = recipes.load("tiny", ["cycle.resident=auto"])
 # 1.2 GiB of parameters, 2.4 of moments, in two layers
-FEW = ["tiny", "device=auto", "cycle.keep=auto", "cycle.alias=auto", "trainer.micro_batch_size=1"]
+FEW = [
+    "tiny",
+    "device=auto",
+    "cycle.resident=auto",
+    "cycle.alias=auto",
+    "trainer.micro_batch_size=1",
+]
 FEW += ["model.config.hidden_size=2048", "model.config.vocab_size=150000", "engine.kv_tokens=256"]
 
 
-def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
+def made_up(sizes: dict[str, int], cache: int, total: int) -> MemoryPlan:
     """In GiB, everything handed over; torch's cache is training's."""
     stages = []
     for stage, tags in ALONE.items():
@@ -56,10 +62,10 @@ def made_up(sizes: dict[str, int], cache: int, total: int) -> Plan:
         stages.append(StagePlan(stage=stage, **rest))
     gpu = Gpu("any", total * GIB, 0, 0, GIB, measured=False)
     facts: Any = {"host_bytes": 0, "kv_tokens": 0, "most_kv_tokens": 0, "notes": ()}
-    return Plan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
+    return MemoryPlan(name="any", gpu=gpu, devices=1, stages=tuple(stages), **facts)
 
 
-def decided(plan: Plan) -> Switch:
+def decided(plan: MemoryPlan) -> Switch:
     return describe(plan, RECIPE, decide(plan, RECIPE))
 
 
@@ -73,20 +79,20 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
     chosen = decide(made_up(sizes, cache, total), RECIPE)
     room = total - 0.25 - 0.03 * total
 
-    def fits(keep: tuple[str, ...]) -> bool:
-        whole = len(keep) == len(sizes)
+    def fits(resident: tuple[str, ...]) -> bool:
+        whole = len(resident) == len(sizes)
         peaks = [
-            sum(sizes.get(tag, 0) for tag in {*tags, *keep})
+            sum(sizes.get(tag, 0) for tag in {*tags, *resident})
             + (cache if whole or stage == "train" else 0)
             for stage, tags in ALONE.items()
         ]
         return max(peaks) <= room
 
-    def saved(keep: tuple[str, ...]) -> int:
-        return sum(sizes[tag] for tag in SAVED if tag in keep)
+    def saved(resident: tuple[str, ...]) -> int:
+        return sum(sizes[tag] for tag in SAVED if tag in resident)
 
     subsets = chain.from_iterable(combinations(sizes, count) for count in range(len(sizes) + 1))
-    fitting = [keep for keep in subsets if fits(keep)]
+    fitting = [resident for resident in subsets if fits(resident)]
     assert fits(chosen) if fitting else chosen == ()
     assert saved(chosen) == max(map(saved, fitting), default=0)
 
@@ -94,10 +100,10 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
 def test_adapters_go_with_the_parameters() -> None:
     sizes = {"params": 2, "adapters": 1, "optim": 1, "weights": 2, "kv_cache": 1}
     roomy = decided(made_up(sizes, cache=1, total=80))
-    assert set(roomy.keep) == {*SAVED, *DROPPED} and roomy.lines[1] == "leaves: nothing"
+    assert set(roomy.resident) == {*SAVED, *DROPPED} and roomy.lines[1] == "leaves: nothing"
     # with torch's cache, which stays where nothing leaves, all of it would take 8 of 7.5
     tight = decided(made_up(sizes, cache=1, total=8))
-    assert tight.lines[0].startswith("stays: params 3.0") and set(SAVED) <= {*tight.keep}
+    assert tight.lines[0].startswith("stays: params 3.0") and set(SAVED) <= {*tight.resident}
     assert "leaves: " in tight.lines[1] and "adapters" not in tight.lines[1]
 
 
@@ -107,7 +113,7 @@ def test_what_is_handed_over_gains_what_was_measured(nbytes: float, gain: float,
     """At the sizes of both measurements, and just below where it begins to gain."""
     sizes = dict.fromkeys((*SAVED, *DROPPED), 50)
     plan, handed = made_up(sizes, cache=1, total=80), int(nbytes * GIB)
-    recipe = replace(RECIPE, cycle=CycleSection(keep=[], hand_over=wish))
+    recipe = replace(RECIPE, cycle=CycleSection(resident=[], hand_over=wish))
     driver = describe(plan, recipe, [])
     assert not driver.hand_over and "driver" not in " ".join(driver.lines)
     switch = describe(plan, recipe, [], handed_over=handed)
@@ -120,7 +126,7 @@ def test_what_is_handed_over_gains_what_was_measured(nbytes: float, gain: float,
 
 def test_no_more_is_gained_than_the_driver_takes() -> None:
     plan = made_up(dict.fromkeys((*SAVED, *DROPPED), 5), cache=0, total=80)
-    recipe = replace(RECIPE, cycle=CycleSection(keep=[]))
+    recipe = replace(RECIPE, cycle=CycleSection(resident=[]))
     gained = [describe(plan, recipe, [], handed_over=n * GIB).seconds for n in (0, 15, 1000)]
     assert gained[0] - gained[1] == gained[0] - gained[2] == pytest.approx(20 * 1.6e-3)
 
@@ -129,9 +135,9 @@ def test_a_run_hands_over_what_its_cycle_would_and_says_why() -> None:
     """Moments go to the weights, parameters to the pool, all of the engine's to the parameters:
     each no more than fits. The key overrides.
     """
-    words = [*FEW[1:], "cycle.keep=[]", "cycle.overlap=[]", "cycle.alias=never"]
+    words = [*FEW[1:], "cycle.resident=[]", "cycle.overlap=[]", "cycle.alias=never"]
 
-    def planned(*more: str) -> Plan:
+    def planned(*more: str) -> MemoryPlan:
         return plan_of(recipes.load("tiny", [*words, *more]), "any", gpu="h100-80gb")
 
     plan = planned()
@@ -150,8 +156,8 @@ def test_a_run_hands_over_what_its_cycle_would_and_says_why() -> None:
 
 
 def test_an_optimizer_on_the_host_is_planned_there() -> None:
-    """12 bytes a parameter for good, and 2 of the parameters while they are parked."""
-    words = ["cycle.keep=[]", "cycle.alias=never", "model.dtype=bfloat16", "cluster.host_gib=8"]
+    """12 bytes a parameter for good, and 2 of the parameters while they are offloaded."""
+    words = ["cycle.resident=[]", "cycle.alias=never", "model.dtype=bfloat16", "cluster.host_gib=8"]
     recipe = recipes.load(FEW[0], [*FEW[1:], *words, "trainer.optimizer_offload=true"])
     plan = plan_of(recipe, "host", gpu="h100-80gb")
     params = max(stage.tags["params"] for stage in plan.stages)
@@ -161,7 +167,7 @@ def test_an_optimizer_on_the_host_is_planned_there() -> None:
         assert stage.host == pytest.approx(6 * params + away, rel=0.01)  # whole pages, alignment
     assert plan.host_bytes == pytest.approx(7 * params + 4 * GIB, rel=0.01)
     assert len(plan.needs) == 1 and "the host is short of" in plan.needs[0]
-    assert "set cycle.keep=[params]" in plan.needs[0]
+    assert "set cycle.resident=[params]" in plan.needs[0]
 
 
 def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
@@ -169,12 +175,12 @@ def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
     roomy = plan_of(recipe, "roomy", gpu="h100-80gb").switch
     tight = plan_of(recipe, "tight", gpu=str(13 * GIB))
     assert roomy is not None and tight.switch is not None and tight.fits
-    assert set(roomy.keep) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
+    assert set(roomy.resident) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
     assert roomy.lines[1] == "leaves: nothing" and "own pages" not in roomy.lines[0]
-    assert not {"params", "optim"} <= {*tight.switch.keep}
+    assert not {"params", "optim"} <= {*tight.switch.resident}
     assert "kept whole, update_actor would take" in tight.switch.lines[1]
     assert tight.switch.seconds > 5 * roomy.seconds > 0
-    assert tight.as_json()["switch"]["keep"] == tight.switch.keep
+    assert tight.as_json()["switch"]["resident"] == tight.switch.resident
 
 
 @pytest.mark.parametrize(
@@ -186,7 +192,7 @@ def test_on_one_device_the_engine_serves_pages_of_its_own_dtype(
     more: list[str], alias: str, tmp_path: Path
 ) -> None:
     assert prepare(recipes.load("tiny", ["cycle.alias=auto", *more]), tmp_path).recipe.cycle == (
-        CycleSection(keep=[], alias=alias)
+        CycleSection(resident=[], alias=alias)
     )
     if alias == "never":
         with pytest.raises(
@@ -207,7 +213,7 @@ def test_a_run_has_its_switch_planned_beside_it_and_is_told_what_does_not_fit(
     with plan_beside(tmp_path, 80 * GIB, CycleSection(alias="always")) as plan:
         decided = plan()
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["switch"]["keep"] == decided.keep and "optim" in decided.keep
+    assert written["switch"]["resident"] == decided.resident and "optim" in decided.resident
     assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
     assert not written["fits"] and "too small for one request of" in written["needs"][0]
     assert decided.lines[-1] == f"does not fit: {written['needs'][0]}"
@@ -222,11 +228,11 @@ def test_a_run_without_a_plan_says_why_and_does_what_its_keys_say(
     reasons = {"/bin/false": "exit status 1", str(hangs): "it took more than 0.1 s"}
     for python, why in reasons.items():
         monkeypatch.setattr("sys.executable", python)
-        for cycle in (CycleSection(), CycleSection(keep=["params"], overlap=["optim"])):
+        for cycle in (CycleSection(), CycleSection(resident=["params"], overlap=["optim"])):
             patience = 0.1 if python == str(hangs) else 60.0
             with plan_beside(tmp_path, 80 * GIB, cycle, patience) as plan:
                 decided = plan()
-            assert decided.keep == cycle.named and not decided.hand_over
+            assert decided.resident == cycle.named and not decided.hand_over
             assert decided.overlap == ([] if cycle.overlap == "auto" else ["optim"])
             assert decided.lines[0].endswith(f"there is no plan: {why}")
 
@@ -240,7 +246,7 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     gpu = SimpleNamespace(total_memory=20 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
     setup: Any = SimpleNamespace(recipe=with_alias_decided(recipe, tmp_path), device="cuda:0")
-    kept = []
+    resident = []
     for outside in (2 * GIB, 12 * GIB):
         monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
         with deciding(setup, RunFolder(tmp_path), monitor) as plan:
@@ -248,34 +254,34 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
         written = json.loads((tmp_path / "plan.json").read_text())
         assert written["outside"]["measured"] == outside and decided.overlap == []
         assert {stage["used_bytes"] > outside for stage in written["stages"]} == {True}
-        kept.append(decided.keep)
+        resident.append(decided.resident)
         assert decided.lines[0].startswith("stays: ")
-    assert kept[0] == ["params", "optim", "weights", "kv_cache", "cuda_graph"]
-    assert "optim" not in kept[1]
-    named = {"keep": ["params"], "hand_over": "always"}
+    assert resident[0] == ["params", "optim", "weights", "kv_cache", "cuda_graph"]
+    assert "optim" not in resident[1]
+    named = {"resident": ["params"], "hand_over": "always"}
     setup.recipe = replace(recipe, cycle=replace(recipe.cycle, **named))
     with deciding(setup, RunFolder(tmp_path), monitor) as plan:
         decided = plan()
-    assert (decided.keep, decided.overlap, decided.hand_over) == (["params"], [], True)
+    assert (decided.resident, decided.overlap, decided.hand_over) == (["params"], [], True)
 
 
 @pytest.mark.parametrize(
     ("words", "planned"),
     [
         ("", True),
-        ("cycle.keep=[optim] cycle.overlap=[]", True),
-        ("cycle.keep=[optim] cycle.overlap=[] cycle.hand_over=never", False),
-        ("cycle.keep=[optim] cycle.overlap=[params]", False),
-        ("cycle.keep=[optim] cycle.hand_over=never", True),
-        ("engine.kind=vllm cycle.keep=[optim] cycle.hand_over=never", False),
-        ("engine.kind=vllm cycle.keep=[optim]", True),
+        ("cycle.resident=[optim] cycle.overlap=[]", True),
+        ("cycle.resident=[optim] cycle.overlap=[] cycle.hand_over=never", False),
+        ("cycle.resident=[optim] cycle.overlap=[params]", False),
+        ("cycle.resident=[optim] cycle.hand_over=never", True),
+        ("engine.kind=vllm cycle.resident=[optim] cycle.hand_over=never", False),
+        ("engine.kind=vllm cycle.resident=[optim]", True),
     ],
 )
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
 def test_a_run_is_planned_where_a_key_is_left_to_auto(
     words: str, planned: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipes.load("tiny", ["device=auto", "cycle.keep=auto", *words.split()])
+    recipe = recipes.load("tiny", ["device=auto", "cycle.resident=auto", *words.split()])
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
     found = object()
@@ -287,7 +293,7 @@ def test_a_run_is_planned_where_a_key_is_left_to_auto(
     if device == "cuda:0" and planned:
         assert decided is found
     else:
-        assert decided.keep == (recipe.keepable_tags() if not words else ["optim"])
+        assert decided.resident == (recipe.keepable_tags() if not words else ["optim"])
         assert not decided.hand_over
 
 
@@ -300,16 +306,19 @@ def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
 
 def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_weights() -> None:
     """8 GiB of keys and values leave, and none of the moments needs to wait for the bus."""
-    words = [*FEW[1:], "cycle.alias=never", "engine.kv_tokens=16000000", "cycle.keep=[params]"]
+    words = [*FEW[1:], "cycle.alias=never", "engine.kv_tokens=16000000", "cycle.resident=[params]"]
     words += ["cycle.overlap=auto"]
 
-    def planned(*more: str) -> tuple[Plan, Switch]:
+    def planned(*more: str) -> tuple[MemoryPlan, Switch]:
         plan = plan_of(recipes.load("tiny", [*words, *more]), "any", gpu=str(14 * GIB))
         assert plan.switch is not None
         return plan, plan.switch
 
     (plan, beside), (_, serial) = planned(), planned("cycle.overlap=[]")
-    assert beside.keep == serial.keep and (beside.overlap, serial.overlap) == (("optim",), ())
+    assert beside.resident == serial.resident and (beside.overlap, serial.overlap) == (
+        ("optim",),
+        (),
+    )
     assert beside.lines[2] == (
         "beside work: optim while answers are made, back while they are scored: optim"
     )
@@ -318,10 +327,10 @@ def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_w
 
 
 def test_an_overlap_that_is_named_is_planned_also_where_it_does_not_fit() -> None:
-    words = ["cycle.overlap=[params,optim]", "cycle.keep=[]", "cycle.alias=never"]
+    words = ["cycle.overlap=[params,optim]", "cycle.resident=[]", "cycle.alias=never"]
     plan = plan_of(recipes.load("tiny", words), "short", gpu=str(2 * GIB))
     assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
-    assert "begin_park" in {stage.stage for stage in plan.stages}
+    assert "begin_offload" in {stage.stage for stage in plan.stages}
     assert any("is short of" in need for need in plan.needs)
 
 
@@ -336,4 +345,4 @@ def test_an_overlap_that_is_named_is_planned_also_where_it_does_not_fit() -> Non
 def test_a_pool_of_one_size_gets_its_memory_before_it_wakes(more: str, grows: bool) -> None:
     recipe = recipes.load("tiny", more.split())
     config = meta_model(recipe.model.random_fields()).config
-    assert pool_grows(recipe, rank_kept(recipe, config, torch.float32)) == grows
+    assert pool_grows(recipe, rank_kv_layout(recipe, config, torch.float32)) == grows

@@ -9,10 +9,10 @@ import pytest
 
 import recipes
 from recipes.cli import main
-from recipes.recipe import TAGS
-from recipes.recipe.sections import TRAINED
+from recipes.config import TAGS
+from recipes.config.sections import TRAINED
 from trainer_bridge import tags
-from trainer_bridge.cycle import KEEPABLE
+from trainer_bridge.cycle import RESIDENT_TAGS
 
 TINY = Path(recipes.__file__).parent / "tiny.yaml"
 
@@ -78,9 +78,9 @@ def test_overrides_apply_in_order_and_keep_the_rest() -> None:
     recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.max_tokens=5", "seed=${steps}"])
     assert (recipe.steps, recipe.sampling.max_tokens, recipe.seed) == (4, 5, 4)
     assert recipe.sampling.temperature == plain.sampling.temperature
-    assert plain.cycle.keep == plain.eval.also_digits == []  # lists are replaced whole
-    assert recipes.load("tiny", ["cycle.keep=[kv_cache]"]).cycle.keep == ["kv_cache"]
-    assert recipes.load("tiny", ["cycle.keep=auto"]).cycle.keep == "auto"
+    assert plain.cycle.resident == plain.eval.also_digits == []  # lists are replaced whole
+    assert recipes.load("tiny", ["cycle.resident=[kv_cache]"]).cycle.resident == ["kv_cache"]
+    assert recipes.load("tiny", ["cycle.resident=auto"]).cycle.resident == "auto"
     assert recipes.load("smollm2-135m", ["eval.also_digits=[3,2]"]).eval.also_digits == [3, 2]
     for frozen in (recipe, recipe.sampling):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -97,4 +97,4 @@ def test_a_path_takes_the_place_of_a_random_model() -> None:
 
 
 def test_the_tags_that_may_be_kept_are_the_cycles() -> None:
-    assert KEEPABLE == TAGS and TRAINED == tags.TRAINED
+    assert RESIDENT_TAGS == TAGS and TRAINED == tags.TRAINED

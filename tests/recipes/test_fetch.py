@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
+from recipes.config.loading import load
 from recipes.errors import RunError
-from recipes.recipe.loading import load
 from recipes.setup import models
 from recipes.setup.models import (
     Source,

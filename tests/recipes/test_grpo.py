@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import recipes
 from recipes.generation import evaluate, pick_problems, sampling_seed
 from recipes.grpo import compute_advantages, signal_of
-from recipes.loop import logprob_gap
+from recipes.loop import logprob_mismatch
 from recipes.ppo import explained_variance, token_rewards, whiten
 from recipes.setup.models import toy_tokenizer
 from recipes.tasks import Problem, Score, Task
@@ -108,11 +108,11 @@ def test_every_group_is_centred_and_scaled_by_itself(
 
 
 def test_the_gap_is_over_tokens_and_each_has_a_partner() -> None:
-    mean, largest = logprob_gap([[-1.0], [-1.0, -2.0, -3.0]], [[-1.5], [-1.0, -2.25, -3.25]])
+    mean, largest = logprob_mismatch([[-1.0], [-1.0, -2.0, -3.0]], [[-1.5], [-1.0, -2.25, -3.25]])
     assert mean == pytest.approx(0.25)
     assert largest == 0.5
     with pytest.raises(ValueError, match="zip"):
-        logprob_gap([[-1.0, -2.0]], [[-1.0]])
+        logprob_mismatch([[-1.0, -2.0]], [[-1.0]])
 
 
 def test_prompts_are_a_function_of_seed_and_step() -> None:
@@ -198,7 +198,7 @@ def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
         name="parrot",
         train=problems(("a", "a")),
         held_out=problems(("a", "a"), ("b", "a"), ("b", "b")),
-        train_beside={"2_digits": problems(("a", "b"))},
+        also_train={"2_digits": problems(("a", "b"))},
         beside={
             "2_digits": problems(("b", "b"), ("b", "b"), ("a", "b")),
             "3_digits": problems(("a", "b")),
@@ -219,4 +219,4 @@ def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
         "exact_match_3_digits": 0.0,
         "problems": 2,
     }
-    assert evaluate(Parrot(), setup) == {**expected, "trained_beside": ["2_digits"]}
+    assert evaluate(Parrot(), setup) == {**expected, "also_trained": ["2_digits"]}

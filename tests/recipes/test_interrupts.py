@@ -1,4 +1,6 @@
-"""Signals end a run; handlers are only borrowed, and only where Python lets a thread have them."""
+"""Signals end a run; handlers are only replaced for a while, and only where Python lets a thread
+have them.
+"""
 
 from __future__ import annotations
 

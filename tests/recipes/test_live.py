@@ -8,8 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from recipes.watch.history import Run
-from recipes.watch.monitor import LiveView, LogView, describe, sparkline, time_left
+from recipes.logs.history import Run
+from recipes.logs.monitor import LiveView, LogView, describe, sparkline, time_left
 from tests.helpers.recipes.folders import eval_row, train_row
 
 ROW = train_row(3)
@@ -34,7 +34,7 @@ def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
     expected = "held-out exact match 0.500 of 16, 2 digits 0.125, 3 digits 0.000 after 2 updates"
     assert describe(evaluated) == expected
-    told = describe({**evaluated, "trained_beside": ["2_digits"]})
+    told = describe({**evaluated, "also_trained": ["2_digits"]})
     assert "2 digits 0.125, 3 digits (untrained) 0.000" in told
 
 
@@ -101,7 +101,8 @@ def test_the_panel_shows_step_stage_reward_gap_and_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["no space in [/data/runs]", "set cycle.keep=[params,optim]", "[bold]x[/bold]", "\\[a]"]
+    "text",
+    ["no space in [/data/runs]", "set cycle.resident=[params,optim]", "[bold]x[/bold]", "\\[a]"],
 )
 def test_what_looks_like_markup_is_shown_as_it_is(text: str) -> None:
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 import recipes
 from kvcache import layout
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
 from recipes import run
-from recipes.recipe import Recipe
-from recipes.recipe.loading import PACKAGE, leaves, load, recipe_text
-from recipes.recipe.sections import shapes
+from recipes.config import Recipe
+from recipes.config.loading import PACKAGE, leaves, load, recipe_text
+from recipes.config.sections import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS

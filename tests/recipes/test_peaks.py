@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from memsaver import MemorySaver, Usage
-from recipes.watch.monitor import Monitor, Peaks, View
-from recipes.watch.run_folder import RunFolder
+from recipes.logs.monitor import Monitor, Peaks, View
+from recipes.logs.run_folder import RunFolder
 
 
 def usage(tags: dict[str, int], torch: int = 0, peak: int = 0, used: int | None = None) -> Usage:
@@ -37,7 +37,7 @@ def collect(stages: list[str], **sides: list[Usage]) -> dict[str, Any]:
 
 def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
     found = collect(
-        ["train", "park"],
+        ["train", "offload"],
         trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)],
     )
     assert found["train"] == {
@@ -46,13 +46,13 @@ def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
         "device_bytes": 102,  # 100 now, and torch held 2 more in between
         "tags": {"params": 10},
     }
-    assert found["park"]["processes"] == {"trainer": 15}
-    assert found["park"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
+    assert found["offload"]["processes"] == {"trainer": 15}
+    assert found["offload"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
 
 
 def test_pages_that_leave_the_page_pool_for_a_tag_count_once() -> None:
     found = collect(
-        ["park", "wake"],
+        ["offload", "wake"],
         rollout=[usage({"the page pool": 10}, used=50), usage({"weights": 12}, 1, 1, used=53)],
     )["wake"]
     assert found["processes"] == {"rollout": 13} and found["device_bytes"] == 53
@@ -98,11 +98,11 @@ def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_g
 
 def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else() -> None:
     saver = MemorySaver(device="cpu")
-    kept = saver.empty((1 << 16,), tag="kv_cache")
-    assert saver.take_usage() == usage({"kv_cache": kept.nbytes})
+    resident = saver.empty((1 << 16,), tag="kv_cache")
+    assert saver.take_usage() == usage({"kv_cache": resident.nbytes})
     saver.pause("kv_cache", content="host")
     found = saver.take_usage()
-    assert found.tags == {"kv_cache": 0} and found.host_bytes >= kept.nbytes
+    assert found.tags == {"kv_cache": 0} and found.host_bytes >= resident.nbytes
     saver.close()
 
 

@@ -86,12 +86,12 @@ def test_the_recipe_reaches_trainer_and_engine(
         "alias": False,
     }
     plain = prepare(recipes.load("tiny"), tmp_path)
-    undecided = prepare(recipes.load("tiny", ["cycle.keep=auto"]), tmp_path)
+    undecided = prepare(recipes.load("tiny", ["cycle.resident=auto"]), tmp_path)
     assert trainer_config(undecided).leaving == ()
-    ppo = ["algorithm=ppo", "ppo.kl_coef=0.1", "cycle.keep=[critic]", "cycle.alias=never"]
+    ppo = ["algorithm=ppo", "ppo.kl_coef=0.1", "cycle.resident=[critic]", "cycle.alias=never"]
     everything = prepare(recipes.load("tiny-ppo", ppo), tmp_path)
     assert trainer_config(everything).leaving == ("params", "optim", "critic_optim", "reference")
-    served = prepare(recipes.load("tiny", ["cycle.keep=[]", "cycle.alias=always"]), tmp_path)
+    served = prepare(recipes.load("tiny", ["cycle.resident=[]", "cycle.alias=always"]), tmp_path)
     assert trainer_config(served).leaving == ("optim",)
     vllm = replace(plain.recipe.engine, kind="vllm", options={"async_scheduling": False})
     hosted = replace(plain, recipe=replace(plain.recipe, engine=vllm, device="cuda:0"))
@@ -266,7 +266,7 @@ def test_a_chat_template_that_takes_no_prompt_is_one_line(
 
 LONG = """
 from dataclasses import replace
-from recipes.recipe import TaskSection
+from recipes.config import TaskSection
 from recipes.tasks import Problem, make_task
 
 def long(section):

@@ -55,7 +55,7 @@ def assert_same(row: Row, alone: Row) -> None:
     # worst order, means by 1e-6; gradients of 1e4 summands by 1e-4 of their norm, which is about 1.
     for key in ("loss", "grad_norm", "entropy", "approx_kl"):
         assert row[key] == pytest.approx(alone[key], abs=1e-4), key
-    assert row["gap_max"] <= 5e-5  # see test_run
+    assert row["mismatch_max"] <= 5e-5  # see test_run
 
 
 def assert_shared(row: Row, alone: Row) -> None:
@@ -114,8 +114,8 @@ def test_a_mixture_divided_by_expert_learns(ray_cluster: RayCluster, tmp_path: P
     words += ["model.config.moe_intermediate_size=32", "grpo.router_replay=true", "steps=3"]
     sizes = ["engine.tensor_parallel_size=2", "engine.expert_parallel=2"]
     assert main(["run", *TWO, *words, *sizes, "--run-dir", str(tmp_path)]) == 0
-    gaps = [row["gap_max"] for row in rows(tmp_path) if row["kind"] == "train"]
-    assert len(gaps) == 3 and max(gaps) <= 5e-5  # see test_run
+    mismatches = [row["mismatch_max"] for row in rows(tmp_path) if row["kind"] == "train"]
+    assert len(mismatches) == 3 and max(mismatches) <= 5e-5  # see test_run
 
 
 @pytest.mark.extended  # the restart itself: test_restarts.py

@@ -13,9 +13,9 @@ import pytest
 
 from recipes.cli import main
 from recipes.errors import LostWorker, RunError
+from recipes.logs.monitor import Monitor, View
+from recipes.logs.run_folder import RunFolder
 from recipes.run import start_run
-from recipes.watch.monitor import Monitor, View
-from recipes.watch.run_folder import RunFolder
 from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.trainer import Trainer

@@ -21,11 +21,11 @@ import transformers
 
 from kvcache.pools import TokenPool
 from recipes.cli import main
+from recipes.config.loading import load
 from recipes.generation import evaluate
-from recipes.recipe.loading import load
+from recipes.logs.history import read_run
+from recipes.logs.run_folder import RunFolder
 from recipes.run import continue_run, start_run
-from recipes.watch.history import read_run
-from recipes.watch.run_folder import RunFolder
 from tests.helpers.effort import rounds
 from tests.helpers.ray_cluster import until
 from tests.helpers.recipes.runs import (
@@ -42,16 +42,16 @@ from trainer_bridge.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 STAGES = [
     *(
-        "park_optim",
+        "offload_optim",
         "wake_weights",
         "sync_weights",
-        "park_params",
+        "offload_params",
         "wake_kv_cache",
         "generate_sequences",
     ),
     "sleep",
-    *("restore_params", "compute_log_prob", "compute_reward"),
-    *("restore_optim", "compute_advantages", "update_actor"),
+    *("reload_params", "compute_log_prob", "compute_reward"),
+    *("reload_optim", "compute_advantages", "update_actor"),
 ]
 REPLAY = "grpo.router_replay=true"
 LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
@@ -61,7 +61,7 @@ EXPERTS += ["model.config.norm_topk_prob=true", "trainer.router_aux_loss_coef=0.
 # Log-probabilities of fp32 by two implementations. A logit of magnitude 8 has an ulp of 5e-7; a few
 # dozen roundings (two layers, norm, head, softmax) lead to this at the worst token, and their mean
 # stays near one ulp.
-GAP_MAX, GAP_MEAN = 5e-5, 1e-5
+MISMATCH_MAX, MISMATCH_MEAN = 5e-5, 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -111,26 +111,28 @@ def test_a_mixture_of_experts_learns_the_task(replay: bool, tmp_path: Path) -> N
     train = rows(tmp_path / "run", "train")
     rewards = [row["reward"] for row in train]
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
-    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
+    assert 0 < max(row["mismatch_max"] for row in train) <= MISMATCH_MAX
 
 
 def test_the_engines_routing_is_replayed(tmp_path: Path) -> None:
-    """Of a model without near ties it is the trainer's own; the gap to that is reported, too."""
+    """Of a model without near ties it is the trainer's own; the mismatch to that is reported,
+    too.
+    """
     few = ["steps=3", "eval.every=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2"]
     start_run("tiny", [*few, *EXPERTS, REPLAY], tmp_path / "run")
     train = rows(tmp_path / "run", "train")
-    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
-    assert ["gap_mean_unreplayed" in row for row in train] == [True, False, True]
-    assert 0 < train[0]["gap_max_unreplayed"] <= GAP_MAX
+    assert 0 < max(row["mismatch_max"] for row in train) <= MISMATCH_MAX
+    assert ["mismatch_mean_unreplayed" in row for row in train] == [True, False, True]
+    assert 0 < train[0]["mismatch_max_unreplayed"] <= MISMATCH_MAX
     assert "compute_log_prob_unreplayed" in train[0]["stages"]
 
 
 def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:
     train = rows(tiny, "train")
     tokens = sum(row["tokens"] for row in train)
-    assert sum(row["gap_mean"] * row["tokens"] for row in train) / tokens <= GAP_MEAN
+    assert sum(row["mismatch_mean"] * row["tokens"] for row in train) / tokens <= MISMATCH_MEAN
     # Zero would mean that one of them was not asked.
-    assert 0 < max(row["gap_max"] for row in train) <= GAP_MAX
+    assert 0 < max(row["mismatch_max"] for row in train) <= MISMATCH_MAX
 
 
 def test_every_step_has_its_stages_and_memory_changes_hands(tiny: Path) -> None:
@@ -178,20 +180,20 @@ def test_kept_tags_stay_and_change_no_number(
     leaves no trace.
     """
     kept = tmp_path / "kept"
-    words = ["cycle.keep=[optim,weights]", "cycle.hand_over=always"]
+    words = ["cycle.resident=[optim,weights]", "cycle.hand_over=always"]
     start_run("tiny", [*SMALL, "steps=2", *words], kept)
     for row in rows(kept, "train"):
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
         assert rollout["params"] == train["kv_cache"] == 0
-    words = ["cycle.keep=[]", "cycle.overlap=[params,optim]", "cycle.hand_over=auto"]
+    words = ["cycle.resident=[]", "cycle.overlap=[params,optim]", "cycle.hand_over=auto"]
     continue_run(kept, None, ["steps=3", *words])
     row = rows(kept, "train")[-1]
     beside = row["stages"]
     assert 0 < row["hidden_seconds"] < row["step_seconds"]
-    assert "begin_park" in beside and "begin_restore" in beside and "restore_params" in beside
-    assert "park_params" not in beside and "park_optim" not in beside
-    words = ["steps=5", "cycle.keep=auto", "cycle.alias=auto", "cycle.overlap=[]"]
+    assert "begin_offload" in beside and "prefetch" in beside and "reload_params" in beside
+    assert "offload_params" not in beside and "offload_optim" not in beside
+    words = ["steps=5", "cycle.resident=auto", "cycle.alias=auto", "cycle.overlap=[]"]
     continue_run(kept, None, words)
     row = rows(kept, "train")[-1]
     last = row["memory"]
@@ -231,7 +233,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     assert trace(folder) and has_pictures(folder)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "recipes.watch.run_folder.RunFolder.write_pictures", lambda folder: "no pictures today"
+            "recipes.logs.run_folder.RunFolder.write_pictures", lambda folder: "no pictures today"
         )
         continue_run(folder)
     assert same_rows(folder, straight)
@@ -371,7 +373,7 @@ def test_help_and_usage(
 
 JUDGED = """
 from dataclasses import replace
-from recipes.recipe import TaskSection
+from recipes.config import TaskSection
 from recipes.tasks import make_task
 
 answers = 0

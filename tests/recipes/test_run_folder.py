@@ -21,12 +21,12 @@ from matplotlib.figure import Figure
 
 import recipes
 from memsaver import Event
+from recipes.logs import run_folder
+from recipes.logs.history import Run
+from recipes.logs.plots import draw_evaluations, draw_reward
+from recipes.logs.run_folder import RunFolder, claimed
 from recipes.run import continue_run, start_run
 from recipes.setup.models import toy_tokenizer
-from recipes.watch import run_folder
-from recipes.watch.history import Run
-from recipes.watch.plots import draw_evaluations, draw_reward
-from recipes.watch.run_folder import RunFolder, claimed
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
 from tests.helpers.recipes.runs import PNG
@@ -243,7 +243,7 @@ def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
     """Also where only the later session of a run evaluated that kind."""
     evaluations = [
         eval_row(0, 0.25),
-        eval_row(1, 0.5, exact_match_2_digits=0.125, trained_beside=[]),
+        eval_row(1, 0.5, exact_match_2_digits=0.125, also_trained=[]),
     ]
     axes = Figure().subplots()
     draw_evaluations(axes, evaluations)
@@ -286,8 +286,8 @@ def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder
 def test_missing_matplotlib_is_a_sentence(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "recipes.watch.plots", None)
-    monkeypatch.delattr(recipes.watch, "plots", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "recipes.logs.plots", None)
+    monkeypatch.delattr(recipes.logs, "plots", raising=False)
     assert "pip install 'memsaver[plots]'" in folder.write_pictures()
 
 

@@ -14,21 +14,21 @@ from tests.helpers.recipes.runs import SMALL, SMALL_PPO, MakeRun, rows, same_row
 
 STAGES = [
     *(
-        "park_optim",
-        "park_critic",
-        "park_critic_optim",
+        "offload_optim",
+        "offload_critic",
+        "offload_critic_optim",
         "wake_weights",
         "sync_weights",
-        "park_params",
+        "offload_params",
     ),
     *("wake_kv_cache", "generate_sequences", "sleep"),
-    *("restore_reference", "compute_ref_log_prob", "park_reference"),
-    *("restore_critic", "compute_values", "park_critic"),
-    *("restore_params", "compute_log_prob", "compute_reward"),
+    *("reload_reference", "compute_ref_log_prob", "offload_reference"),
+    *("reload_critic", "compute_values", "offload_critic"),
+    *("reload_params", "compute_log_prob", "compute_reward"),
     *(
-        "restore_optim",
-        "restore_critic",
-        "restore_critic_optim",
+        "reload_optim",
+        "reload_critic",
+        "reload_critic_optim",
         "compute_advantages",
         "update_critic",
     ),
@@ -88,7 +88,7 @@ def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(
     words = [*SMALL_PPO, "ppo.epochs=2", "ppo.mini_batches=2", "ppo.critic_warmup_steps=1"]
     straight, halves = make_run("tiny-ppo", *words, "steps=3"), tmp_path / "halves"
     shutil.copytree(make_run("tiny-ppo", *words, "steps=2"), halves)
-    continue_run(halves, None, ["steps=3", "cycle.keep=[reference,critic]"])
+    continue_run(halves, None, ["steps=3", "cycle.resident=[reference,critic]"])
     assert same_rows(halves, straight)
     first, second, third = rows(straight, "train")
     assert "loss" not in first and "loss" in second
@@ -114,7 +114,7 @@ def test_grpo_with_a_reference_pays_for_the_distance(make_run: MakeRun) -> None:
 
 ADAPTERS = ["lora.rank=8", "trainer.learning_rate=5e-3", "grpo.kl_coef=1e-3"]
 ADAPTERS += ["grpo.prompts_per_step=24", "steps=14"]
-ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.keep=[weights]"]
+ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.resident=[weights]"]
 
 
 def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(
@@ -131,8 +131,8 @@ def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(
         assert 0 < train["adapters"] < train["params"] and train["optim"] == 2 * train["adapters"]
         assert "reference" not in train
     tokens = sum(row["tokens"] for row in adapted)
-    assert 0 < sum(row["gap_mean"] * row["tokens"] for row in adapted) / tokens <= 1e-5
-    assert max(row["gap_max"] for row in adapted) <= 5e-5
+    assert 0 < sum(row["mismatch_mean"] * row["tokens"] for row in adapted) / tokens <= 1e-5
+    assert max(row["mismatch_max"] for row in adapted) <= 5e-5
     distances = [row["kl_to_reference"] for row in adapted]
     assert distances[0] == 0 < 0.01 < distances[-1]
     # An untrained model gets half a reward for one word of 17: 0.03, and 384 samples' mean is

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from recipes.cli import main
+from recipes.config import FieldError, TaskSection
 from recipes.errors import RecipeError, ScorerError
-from recipes.recipe import FieldError, TaskSection
 from recipes.setup.models import decode, encode_prompt, toy_tokenizer
 from recipes.tasks import (
     TOY_WORDS,

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 import recipes
 from recipes.cli import main
-from recipes.recipe import Recipe, loading
-from recipes.recipe.loading import find_recipe, load, recipe_text
+from recipes.config import Recipe, loading
+from recipes.config.loading import find_recipe, load, recipe_text
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import prepare
 from recipes.tasks import TOY_WORDS

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.ops import attention as attention_module
-from rollout.ops.attention import paged_attention
+from rollout.ops import paged_attention as attention_module
 from rollout.ops.attention_plan import (
     MAX_BUCKET_TOKENS,
     BatchShape,
@@ -19,6 +18,7 @@ from rollout.ops.attention_plan import (
     plan_decode,
     plan_torch,
 )
+from rollout.ops.paged_attention import paged_attention
 from tests.helpers.effort import some
 from tests.helpers.rollout.answers import CLOSE
 

@@ -62,7 +62,7 @@ class Meddler:
 
     def keep(self, tag: str) -> None:
         """The pages of the twin come behind the tag."""
-        self.saver.pause(tag, f"twin of {tag}", content="discard", release="keep")
+        self.saver.pause(tag, f"twin of {tag}", content="discard", release="retain")
         self.saver.resume(tag)
         self.saver.resume()
 
@@ -212,13 +212,13 @@ def test_part_of_the_weights_is_not_updated_where_the_rest_was_discarded(path: P
 def test_adopted_pages_that_others_gave_back_are_not_served(path: Path) -> None:
     engine = Engine.from_pretrained(path)
     owner = Owner(engine)
-    owner.lend(engine, 1, seed=1)
+    owner.alias(engine, 1, seed=1)
     assert answers(engine) == expected(1)
     engine.saver.pause("weights")
     engine.saver.resume("weights")
     with pytest.raises(StateError, match="'weights' was discarded"):
         answers(engine)
-    owner.lend(engine, 2, seed=1)
+    owner.alias(engine, 2, seed=1)
     assert answers(engine) == expected(1)
 
 

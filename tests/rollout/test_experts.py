@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memsaver.common.machine import Impl
+from memsaver.system.machine import Impl
 from rollout.model.params import held
 from rollout.ops.experts import Routing, Share, mix_experts
 from tests.helpers.compiler import compile_alone

@@ -261,7 +261,7 @@ def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(
         engine.wake_up(partly=bool(turn))
         if turn:
             saver.limit_bytes = saver.report().committed_bytes + (1 << 21)
-        engine.wind_down()
+        engine.shrink()
         seen.append(pool.size)  # a GPU's, larger than all that is wanted, shrinks at once
         assert ids(engine.generate(prompts, params, watch)) == expected
         saver.limit_bytes = None
@@ -287,7 +287,7 @@ def test_a_pool_that_cannot_give_back_stays_as_it_is(
         raise error
 
     monkeypatch.setattr(engine.saver, "resize", fail)
-    engine.wind_down()
+    engine.shrink()
     assert answers(engine) == before and len(asked) == 1
     engine.check_integrity()
     assert engine.kv_pool.size == 1 << 12 and not engine.cache.withheld_pages

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache.pools import TokenPool
-from kvcache.tiers import HostKVCache, Transfer
+from kvcache.tiers import HostKVCache, HostTransfer
 from rollout import Engine, SamplingParams
 from rollout.model.mixers.attention import Attention
 from tests.helpers.rollout.answers import GREEDY, check, random_prompts, run
@@ -18,7 +18,7 @@ from tests.helpers.rollout.tiers import blocks_of, failing, tiered
 from tests.helpers.rollout.updates import tiny
 
 
-class Late(Transfer):
+class Late(HostTransfer):
     """A copy to the device whose rows come when they are waited for.
 
     Until then the target holds NaN.
@@ -58,12 +58,12 @@ class LateCopies:
         monkeypatch.setattr(self.host, "load_to_device", self._load)
         monkeypatch.setattr(self.host, "backup_from_device_all_layer", self._after_loads)
 
-    def _load(self, host_slots: Any, device_slots: torch.Tensor) -> Transfer:
+    def _load(self, host_slots: Any, device_slots: torch.Tensor) -> HostTransfer:
         self._load_now(host_slots, device_slots).wait()
         self.loads.append(Late(self.host.pool, device_slots))
         return self.loads[-1]
 
-    def _after_loads(self, host_slots: Any, device_slots: torch.Tensor) -> Transfer:
+    def _after_loads(self, host_slots: Any, device_slots: torch.Tensor) -> HostTransfer:
         for load in self.loads:  # a page that was read may be written now
             load.wait()
         return self._backup(host_slots, device_slots)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.serving.tiered_blocks import (
+from rollout.serving.tiers import (
     LEAST_BYTES,
     LEAST_TOKENS,
     START,

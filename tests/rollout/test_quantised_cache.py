@@ -14,8 +14,8 @@ from kvcache.ops.rotary import rotate
 from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from rollout import Completion, Engine, SamplingParams
 from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV
-from rollout.ops.attention import paged_attention
 from rollout.ops.attention_plan import BatchShape, plan_attention
+from rollout.ops.paged_attention import paged_attention
 from tests.helpers import models
 from tests.helpers.effort import some
 from tests.helpers.kernels import decode_fp8_bytes

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memsaver.vmm import empty_torch_cache
+from memsaver.memory import empty_torch_cache
 from rollout import Engine, SamplingParams
 from rollout.serving.runner import ladder
 from tests.helpers.memory import Scribbler, process_bytes

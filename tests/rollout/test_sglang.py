@@ -120,7 +120,7 @@ def test_refusals(rollout: SglangRollout, trainer: Trainer) -> None:
     with pytest.raises(ValueError, match="SGLang's weights have no second pages"):
         rollout.begin_update(99, shadow=True)
     with pytest.raises(StateError, match="alias=False"):
-        rollout.adopt_update(99, None, "")  # type: ignore[arg-type]
+        rollout.alias_update(99, None, "")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 tokens and max_tokens=127 exceed SGLang's 128"):
         answers(rollout, SamplingParams(max_tokens=127))
     for wrong, words in {

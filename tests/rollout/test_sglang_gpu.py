@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from memsaver import MemorySaver, StateError
+from memsaver.memory.torch_allocator import empty_torch_cache
 from memsaver.native import shim
-from memsaver.vmm.torch_usage import empty_torch_cache
 from rollout import Completion, SamplingParams
 from rollout.sglang import SglangRollout
 from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
@@ -74,7 +74,7 @@ class Pair:
                 noise = torch.empty_like(shard).normal_(0, 0.1, generator=generator)
                 shard.copy_(noise if shard.ndim > 1 or name.endswith("bias") else 1 + noise)
         self.rollout.wake_up()
-        self.trainer.restore()
+        self.trainer.reload()
         self.trainer.sync_weights(version)
         return version
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.common.machine import Impl
+from memsaver.system.machine import Impl
 from rollout.model.params import Split, one, shard_groups
 from rollout.types import Manifest
-from rollout.weights import arena as weights_module
+from rollout.weights import pages as weights_module
 from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
 from tests.helpers.rollout.splits import decoder_splits

@@ -17,7 +17,7 @@ import pytest
 from kvcache import ReqHandle
 from kvcache.tiers import WritePolicy
 from rollout.serving.prefix import Swapped
-from rollout.serving.tiered_blocks import Victim
+from rollout.serving.tiers import Victim
 from tests.helpers.effort import rounds, some
 from tests.helpers.rollout.tiered_world import LAYERS, PAGES, PS, World
 
@@ -93,7 +93,9 @@ def test_weights_that_change_now_and_then(
 def test_weights_that_change_at_every_step(
     policy: WritePolicy, device: str, tmp_path: Path
 ) -> None:
-    """Samples run across changes, are swapped, parked and preempted; nothing is ever found."""
+    """Samples run across changes, are swapped, moved below the device and preempted; nothing is
+    ever found.
+    """
     dice = random.Random(policy)
     world = World(
         device, dice, 24, write_policy=policy, disk_directory=tmp_path, disk_bytes=40 * 8192

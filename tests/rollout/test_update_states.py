@@ -63,7 +63,7 @@ class Under:
 
 class UpdateMachine(RuleBasedStateMachine):
     """`content`: what is served, None while undefined. `spared`: an abort now has nothing to
-    poison. `borrowed`: the weights lie in the owner's pages.
+    poison. `aliased`: the weights lie in the owner's pages.
     """
 
     @initialize()
@@ -73,7 +73,7 @@ class UpdateMachine(RuleBasedStateMachine):
         self.size = self.engine.report().tags[WEIGHTS].committed_bytes
         self.content: Content | None = Content(0, 0)
         self.version = 0
-        self.asleep = self.spared = self.borrowed = False
+        self.asleep = self.spared = self.aliased = False
         self.owner = Owner(self.engine)
         self.under: Under | None = None
 
@@ -89,12 +89,12 @@ class UpdateMachine(RuleBasedStateMachine):
     def begin(self, older: int, more: int, shadow: bool, some: bool) -> None:
         version = self.version - 1 if older else self.version + more
         names = NAMES if some else None
-        refused = self.asleep or self.borrowed or older or (some and self.content is None)
+        refused = self.asleep or self.aliased or older or (some and self.content is None)
         if self.under is None:
             self.spared = shadow
         if refused:
             with pytest.raises(
-                StateError if self.asleep or self.borrowed or not older else ValueError
+                StateError if self.asleep or self.aliased or not older else ValueError
             ):
                 self.engine.begin_update(version, shadow=shadow, names=names)
             return
@@ -148,21 +148,21 @@ class UpdateMachine(RuleBasedStateMachine):
         seed=SEEDS,
         claim=st.sampled_from([None, "right", "wrong"]),
     )
-    def adopt(self, older: int, seed: int, claim: str | None) -> None:
+    def alias(self, older: int, seed: int, claim: str | None) -> None:
         layout = self.engine.manifest.layout_hash
         if older:
             with pytest.raises(ValueError, match="older"):
-                self.engine.adopt_update(self.version - 1, self.owner.ticket(), layout)
+                self.engine.alias_update(self.version - 1, self.owner.ticket(), layout)
             return
         digest = self.owner.fill(seed)
-        self.under, self.spared, self.borrowed = None, False, claim != "wrong"
+        self.under, self.spared, self.aliased = None, False, claim != "wrong"
         if claim == "wrong":
             with pytest.raises(WeightUpdateError, match="digest"):
-                self.engine.adopt_update(self.version + 1, self.owner.ticket(), layout, digest ^ 1)
+                self.engine.alias_update(self.version + 1, self.owner.ticket(), layout, digest ^ 1)
             self.content = None
         else:
             self.version += 1
-            self.engine.adopt_update(
+            self.engine.alias_update(
                 self.version, self.owner.ticket(), layout, digest if claim else None
             )
             self.content = Content(seed, seed)
@@ -184,8 +184,8 @@ class UpdateMachine(RuleBasedStateMachine):
         self.asleep = True
         if self.under is not None:
             self.close()
-        if level == 2 or self.borrowed:
-            self.content, self.spared, self.borrowed = None, False, False
+        if level == 2 or self.aliased:
+            self.content, self.spared, self.aliased = None, False, False
 
     @rule()
     def wake_up(self) -> None:
@@ -195,7 +195,7 @@ class UpdateMachine(RuleBasedStateMachine):
     @precondition(active)
     @rule()
     def load(self) -> None:
-        if self.borrowed:
+        if self.aliased:
             with pytest.raises(StateError, match="the weights lie in the trainer's pages"):
                 self.engine.load(checkpoint())
             return
@@ -208,7 +208,7 @@ class UpdateMachine(RuleBasedStateMachine):
         """What is left of an update that ends without a commit, or of a poisoned engine."""
         self.spared = self.under is not None and self.under.offer.shadow
         if not self.spared:
-            self.content, self.borrowed = None, False
+            self.content, self.aliased = None, False
         self.under = None
 
     @invariant()
@@ -227,8 +227,8 @@ class UpdateMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_lent_as_long_as_they_are_served(self) -> None:
-        assert self.owner.saver.leases("params") == self.borrowed
-        assert (self.engine.report().tags[WEIGHTS].borrowed_bytes > 0) == self.borrowed
+        assert self.owner.saver.leases("params") == self.aliased
+        assert (self.engine.report().tags[WEIGHTS].aliased_bytes > 0) == self.aliased
 
     @invariant()
     def shadow_pages_are_there_when_needed_only(self) -> None:

@@ -189,7 +189,7 @@ def test_while_requests_run_nothing_that_they_use_is_changed(engine: Engine, own
             calls: list[Callable[[], Any]] = [
                 engine.sleep,
                 lambda: engine.begin_update(1),
-                lambda: engine.adopt_update(1, owner.ticket(), engine.manifest.layout_hash),
+                lambda: engine.alias_update(1, owner.ticket(), engine.manifest.layout_hash),
             ]
         elif generated == 9:
             engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
@@ -202,7 +202,7 @@ def test_while_requests_run_nothing_that_they_use_is_changed(engine: Engine, own
             said.append(str(caught.value))
 
     assert ids(engine.generate(PROMPTS, GREEDY, on_progress=meddle)) == [[each] for each in before]
-    whats = ["begin a weight update", "adopt weights", "commit a weight update"]
+    whats = ["begin a weight update", "alias weights", "commit a weight update"]
     assert said[0].startswith("cannot sleep with unfinished requests: 3.0, 4.0, 5.0")
     assert all(
         text.startswith(f"cannot {what} while requests run: 3.0, 4.0, 5.0")
@@ -263,7 +263,7 @@ def test_what_was_verified_is_over_once_its_pages_are_written_anew(
     before = answers(engine)
     engine.verify_update(write(engine.begin_update(1, shadow=True), seed=1))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("rollout.weights.arena.ShadowPages.copy_all", lambda pages: 1 / 0)
+        patch.setattr("rollout.weights.pages.ShadowPages.copy_all", lambda pages: 1 / 0)
         engine.begin_update(1, shadow=True, names=NORMS)
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.commit_update(1)
@@ -281,7 +281,7 @@ def test_the_pages_are_served_where_the_weights_were(
     pointers, held, own = addresses(engine), family_bytes(device), weight_bytes(engine)[0]
     size = owner.saver.report().committed_bytes
     for version in (1, 2, 3):
-        owner.lend(
+        owner.alias(
             engine, version, seed=version, digest=owner.fill(version) if version == 2 else None
         )
         assert weight_bytes(engine) == (0, size) and owner.saver.leases("params") == 1
@@ -297,7 +297,7 @@ def test_the_pages_are_served_where_the_weights_were(
 @pytest.mark.parametrize("how", ["level 1", "level 2", "abort"])
 def test_they_go_back_and_own_memory_comes_again(engine: Engine, owner: Owner, how: str) -> None:
     own = weight_bytes(engine)[0]
-    owner.lend(engine, 1, seed=1)
+    owner.alias(engine, 1, seed=1)
     with pytest.raises(LeaseError, match="params"):
         owner.saver.pause()
     if how == "abort":
@@ -320,19 +320,19 @@ def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner, path: Pat
     before, own = answers(engine), weight_bytes(engine)
     ticket, layout = owner.ticket(), engine.manifest.layout_hash
     with pytest.raises(ValueError, match="version 2 is older than the engine's version 3"):
-        engine.adopt_update(2, ticket, layout)
+        engine.alias_update(2, ticket, layout)
     with pytest.raises(
         ValueError, match="laid out as other, these weights as .*layout=engine.manifest"
     ):
-        engine.adopt_update(4, ticket, "other")
+        engine.alias_update(4, ticket, "other")
     with (
         attach(engine.saver.share(WEIGHTS)),
         pytest.raises(LeaseError, match="'weights' by process"),
     ):
-        engine.adopt_update(4, ticket, layout)
+        engine.alias_update(4, ticket, layout)
     assert answers(engine) == before and weight_bytes(engine) == own and engine.weights_version == 3
     receipt = write(engine.begin_update(4, shadow=True), seed=1)
-    owner.lend(engine, 4, seed=2)
+    owner.alias(engine, 4, seed=2)
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.verify_update(receipt)
     assert not shadow_bytes(engine)
@@ -356,8 +356,8 @@ def test_other_tensors_on_the_tag_forbid_both(path: Path, first: bool) -> None:
         StateError, match="shadow pages need .* place the other tensors on another tag"
     ):
         engine.begin_update(1, shadow=True)
-    with pytest.raises(StateError, match="borrowed pages need tag weights for the weights alone"):
-        engine.adopt_update(1, Owner(engine).ticket(), engine.manifest.layout_hash)
+    with pytest.raises(StateError, match="aliased pages need tag weights for the weights alone"):
+        engine.alias_update(1, Owner(engine).ticket(), engine.manifest.layout_hash)
     assert engine.report().committed_bytes == committed and answers(engine)
 
 
@@ -395,10 +395,10 @@ def test_after_other_failures_it_is_poisoned_and_holds_nothing(
         engine.sleep(tags=[WEIGHTS])
     owner.fill(1)
     with pytest.raises(kind, match=what):
-        engine.adopt_update(1, ticket(owner), engine.manifest.layout_hash, claimed)
+        engine.alias_update(1, ticket(owner), engine.manifest.layout_hash, claimed)
     assert weight_bytes(engine) == (0, 0) and owner.saver.leases("params") == 0
     engine.wake_up()
-    with pytest.raises(StateError, match=f"version 1 could not be adopted: {kind.__name__}"):
+    with pytest.raises(StateError, match=f"version 1 could not be aliased: {kind.__name__}"):
         answers(engine)
     update(engine, 1, seed=2)
     assert answers(engine) == expected(2)

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from memsaver import LeaseError, StateError, attach
 from rollout import SamplingParams, WeightUpdateError
 from rollout.actor import build_engine
-from rollout.hosted.layout import Landed, boxes, record
+from rollout.hosted.load_recorder import Landed, boxes, record
 from rollout.types import KV_CACHE, WEIGHTS, VerifyReceipt, WriteReceipt
 from rollout.vllm import VllmRollout
 from rollout.vllm.rollout import vllm_params
@@ -184,7 +184,7 @@ def test_refusals(make: Callable[..., tuple[VllmRollout, str]]) -> None:
     with pytest.raises(ValueError, match="no second pages"):
         rollout.begin_update(1, shadow=True)
     with pytest.raises(StateError, match=r"alias=False"):
-        rollout.adopt_update(1, None, "")  # type: ignore[arg-type]
+        rollout.alias_update(1, None, "")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown tags"):
         rollout.sleep(tags=["weight"])
     with pytest.raises(ValueError, match="sleep level=3"):

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver, StateError
-from memsaver.vmm.torch_usage import empty_torch_cache
+from memsaver.memory.torch_allocator import empty_torch_cache
 from rollout import Completion, SamplingParams
 from rollout.types import KV_CACHE, WEIGHTS
 from rollout.vllm import VllmRollout
@@ -110,7 +110,7 @@ class Pair:
                 noise = torch.empty_like(shard).normal_(0, 0.1, generator=generator)
                 shard.copy_(noise if shard.ndim > 1 or name.endswith("bias") else 1 + noise)
         self.rollout.wake_up()
-        self.trainer.restore()
+        self.trainer.reload()
         self.trainer.sync_weights(version)
         return version
 

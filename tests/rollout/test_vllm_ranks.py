@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from memsaver import StateError
 from rollout import SamplingParams
-from rollout.hosted.layout import check_taken
+from rollout.hosted.load_recorder import check_taken
 from rollout.types import RankError
 from rollout.vllm import VllmRollout
 from tests.helpers.ranks import results, start_ranks
@@ -102,7 +102,7 @@ def start(rank: int, path: str, size: int) -> dict[str, Any]:
             VllmRollout.from_pretrained(path, **given, tensor_parallel_size=3)
         rollout = VllmRollout.from_pretrained(path, **given, tensor_parallel_size=size)
     llm = rollout.engine.llm
-    assert llm.seat == (str(rank), str(4 + rank)) and "LOCAL_RANK" not in os.environ
+    assert llm.address == (str(rank), str(4 + rank)) and "LOCAL_RANK" not in os.environ
     options = {name: llm.options[name] for name in ("seed", "disable_custom_all_reduce")}
     return {**options, "sync": synced(rollout, path)}
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
-from memsaver.common.digest import digest
+from memsaver.ops.digest import digest
 from rollout.model.decoder import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.types import WEIGHTS
-from rollout.weights import arena as weights_module
+from rollout.weights import pages as weights_module
 from rollout.weights.store import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.helpers.trainer_bridge.models import make_batch
 from tests.helpers.trainer_bridge.tolerance import assert_within, rounding
 from trainer_bridge import CriticConfig, SequenceBatch, TrainerConfig
-from trainer_bridge.training.batch import MicroBatch, deal, lay_out
-from trainer_bridge.training.scoring import kl_k3, ppo_clip, token_logprobs, value_clip
+from trainer_bridge.training.batch import MicroBatch, dispatch, lay_out
+from trainer_bridge.training.losses import kl_k3, ppo_clip, token_logprobs, value_clip
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_ranks_share_the_sequences_in_equal_steps(
     count: int, world: int, size: int, packed: bool
 ) -> None:
     batch = make_batch(count, seed=count)
-    shares = [deal(batch, rank, world, size, packed=packed) for rank in range(world)]
+    shares = [dispatch(batch, rank, world, size, packed=packed) for rank in range(world)]
     assert len({tuple(map(len, share)) for share in shares}) == 1, (
         "collectives of the ranks would not match"
     )
@@ -99,18 +99,18 @@ def test_ranks_share_the_sequences_in_equal_steps(
 
 
 @pytest.mark.parametrize(
-    ("packed", "dealt"),
+    ("packed", "dispatched"),
     [
         (False, [[9, 8], [4, 4, 4, 4], [3, 3], [2, 2]]),
         (True, [[4, 4, 4, 4, 2], [9, 8], [3, 3, 2]]),  # the fullest first
     ],
 )
-def test_more_of_short_sequences_go_together(packed: bool, dealt: list[list[int]]) -> None:
+def test_more_of_short_sequences_go_together(packed: bool, dispatched: list[list[int]]) -> None:
     """Padded, only of nearly one length."""
     lengths = [3, 9, 2, 4, 4, 4, 8, 3, 4, 2]
     batch = SequenceBatch(prompt_ids=[[0]] * 10, response_ids=[[0] * (n - 1) for n in lengths])
-    chunks = deal(batch, 0, 1, 2, packed=packed)
-    assert [[lengths[row] for row in chunk] for chunk in chunks] == dealt
+    chunks = dispatch(batch, 0, 1, 2, packed=packed)
+    assert [[lengths[row] for row in chunk] for chunk in chunks] == dispatched
 
 
 @settings(max_examples=30)
@@ -121,14 +121,14 @@ def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(
     batch = SequenceBatch(
         prompt_ids=[[0]] * len(lengths), response_ids=[[0] * (n - 1) for n in lengths]
     )
-    dealt = deal(batch, 0, 1, size, packed=True)
-    micros = [lay_out(batch, rows, CPU, size, packed=True) for rows in dealt]
+    dispatched = dispatch(batch, 0, 1, size, packed=True)
+    micros = [lay_out(batch, rows, CPU, size, packed=True) for rows in dispatched]
     tokens = [micro.input_ids.shape[1] for micro in micros]
     unit = 8 * math.ceil(max(lengths) * min(size, 16) / 16 / 8)
     assert tokens == sorted(tokens, reverse=True)
     assert all(count % unit == 0 for count in tokens)
     assert sum(tokens) < sum(lengths) + len(tokens) * unit
-    assert [row for micro in micros for row in micro.rows if row >= 0] == [*chain(*dealt)]
+    assert [row for micro in micros for row in micro.rows if row >= 0] == [*chain(*dispatched)]
 
 
 def asked(micro: MicroBatch) -> list[tuple[int, int, int]]:

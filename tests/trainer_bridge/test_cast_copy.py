@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memsaver.common.digest import digest
-from memsaver.common.layout import grids, row_major
-from memsaver.common.machine import Impl
+from memsaver.ops.digest import digest
+from memsaver.ops.layout import grids, row_major
+from memsaver.system.machine import Impl
 from tests.helpers.digests import by_definition, element
 from trainer_bridge.sync import cast_copy as cast_copy_module
 from trainer_bridge.sync.cast_copy import CastCopy, OnPart, Placement, all_finite, cast_copy

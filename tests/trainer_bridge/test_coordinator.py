@@ -14,7 +14,7 @@ from rollout import SamplingParams
 from tests.helpers.trainer_bridge.models import config
 from trainer_bridge import open_ray
 from trainer_bridge.coordinator import actor_arguments
-from trainer_bridge.remote.actor import RemoteRollout, deal_prompts
+from trainer_bridge.remote.actor import RemoteRollout, dispatch_prompts
 from trainer_bridge.remote.group import RemoteActor, connected, cores
 
 ray = pytest.importorskip("ray")
@@ -76,19 +76,19 @@ def test_every_prompt_is_dealt_once_and_nobody_has_much_more_to_do() -> None:
     work = [
         len(prompt) + each.n * each.max_tokens for prompt, each in zip(prompts, params, strict=True)
     ]
-    dealt = deal_prompts(prompts, params, 3)
+    dealt = dispatch_prompts(prompts, params, 3)
     assert sorted(number for numbers in dealt for number in numbers) == list(range(41))
-    assert dealt == [sorted(numbers) for numbers in dealt] == deal_prompts(prompts, params, 3)
+    assert dealt == [sorted(numbers) for numbers in dealt] == dispatch_prompts(prompts, params, 3)
     loads = [sum(work[number] for number in numbers) for numbers in dealt]
     assert max(loads) - min(loads) <= min(work) + max(work) // 10
 
 
 def test_what_answers_take_counts_and_beams_too() -> None:
-    assert deal_prompts([[1]], [SamplingParams()], 3) == [[0], [], []]
+    assert dispatch_prompts([[1]], [SamplingParams()], 3) == [[0], [], []]
     prompts = [[0], [0], [0] * 8, [0] * 8]
     params = [SamplingParams(max_tokens=50, n=2), SamplingParams(max_tokens=10, beam_width=10)]
     params += [SamplingParams(max_tokens=2)] * 2
-    assert deal_prompts(prompts, params, 2) == [[0, 2], [1, 3]]
+    assert dispatch_prompts(prompts, params, 2) == [[0, 2], [1, 3]]
 
 
 def test_nobody_adds_up_the_progress_of_replicas() -> None:

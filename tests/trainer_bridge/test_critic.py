@@ -1,4 +1,6 @@
-"""Critic and reference against plain transformers and torch.optim, and what parking them costs."""
+"""Critic and reference against plain transformers and torch.optim, and what offloading them
+costs.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def test_random_models_begin_alike_in_any_precision(
         write_model(tmp_path, family), random_init=True, seed=4, param_dtype="bfloat16", **BOTH
     )
     assert trainer.critic is not None and trainer.reference is not None
-    trainer.restore()
+    trainer.reload()
     critic = dict(trainer.critic.model.named_parameters())
     frozen = dict(trainer.reference.named_parameters())
     for name, shard in trainer.shards().items():
@@ -152,50 +154,50 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})
 
 
-def test_parking_what_has_not_changed_copies_nothing(
+def test_offloading_what_has_not_changed_copies_nothing(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer, batch = make_trainer(model_path, device=device, **BOTH), value_batch(4)
     saver = trainer.saver
     assert saver is not None
 
-    def parked(tag: str) -> int:
-        """Bytes that were copied out by parking the tag."""
+    def offloaded(tag: str) -> int:
+        """Bytes that were copied out by offloading the tag."""
         before = copied(trainer)
-        trainer.park(tag)
+        trainer.offload(tag)
         assert saver.report().tags[tag].committed_bytes == 0
         return copied(trainer) - before
 
     live = {tag: entry.live_bytes for tag, entry in saver.report().tags.items()}
     assert live["critic_optim"] >= 2 * live["critic"] * 0.99 and live["reference"] == live["params"]
     assert saver.report().tags["reference"].committed_bytes == 0, (
-        "the reference is parked when it is made"
+        "the reference is offloaded when it is made"
     )
     first = trainer.compute_log_prob(batch)
     for tag in ("params", "critic", "critic_optim"):
-        assert parked(tag) == live[tag]
+        assert offloaded(tag) == live[tag]
     for _ in range(2):
         for tag, score in (
             ("reference", trainer.compute_ref_log_prob),
             ("critic", trainer.compute_values),
             ("params", trainer.compute_log_prob),
         ):
-            trainer.restore(tag)
+            trainer.reload(tag)
             score(batch)
-            assert parked(tag) == 0, tag
-    trainer.restore("params", "critic", "critic_optim")
+            assert offloaded(tag) == 0, tag
+    trainer.reload("params", "critic", "critic_optim")
     trainer.update_actor(batch)
     trainer.update_critic(batch)
-    trainer.restore("reference")
+    trainer.reload("reference")
     assert trainer.compute_ref_log_prob(batch) == first != trainer.compute_log_prob(batch), (
         "what the policy was"
     )
     assert trainer.compute_ref_log_prob(batch, 1.7) != first
     values = trainer.compute_values(batch)
-    assert [parked(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], (
+    assert [offloaded(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], (
         "they have changed"
     )
-    trainer.restore("critic")
+    trainer.reload("critic")
     assert trainer.compute_values(batch) == values
 
 
@@ -210,17 +212,17 @@ def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> N
         with pytest.raises(StateError, match=f"has no {missing}; make the trainer with {missing}="):
             call(batch)
     with pytest.raises(ValueError, match="unknown tag 'critic'; the trainer has 'params', 'optim'"):
-        plain.park("critic")
+        plain.offload("critic")
     with pytest.raises(
-        StateError, match=r"compute_ref_log_prob\(\) needs tag 'reference', which is parked"
+        StateError, match=r"compute_ref_log_prob\(\) needs tag 'reference', which is offloaded"
     ):
         trainer.compute_ref_log_prob(batch)
-    trainer.park("critic_optim")
+    trainer.offload("critic_optim")
     trainer.compute_values(batch)
     for call in (trainer.update_critic, lambda batch: trainer.save_checkpoint("nowhere")):
-        with pytest.raises(StateError, match="needs tag 'critic_optim', which is parked"):
+        with pytest.raises(StateError, match="needs tag 'critic_optim', which is offloaded"):
             call(batch)
-    trainer.restore("critic_optim")
+    trainer.reload("critic_optim")
     with pytest.raises(
         ValueError, match="update_critic needs a SequenceBatch with values and returns"
     ):

@@ -15,12 +15,12 @@ from tests.helpers.effort import rounds
 from trainer_bridge import ActorDied, Cycle, CycleError, RankFailed
 from trainer_bridge.cycle import POISONING, TRANSITIONS
 from trainer_bridge.errors import SyncError
+from trainer_bridge.offload import Wait
 from trainer_bridge.sync.weight_sync import SyncReceipt
-from trainer_bridge.training import Wait
 
-TO_ROLLOUT = ["park_optim", "wake_weights", "sync_weights", "park_params", "wake_kv_cache"]
-TO_TRAIN = ["sleep", "restore_params", "restore_optim"]
-ALIAS = ["park_optim", "sync_weights", "wake_kv_cache", "sleep", "restore_optim"]
+TO_ROLLOUT = ["offload_optim", "wake_weights", "sync_weights", "offload_params", "wake_kv_cache"]
+TO_TRAIN = ["sleep", "reload_params", "reload_optim"]
+ALIAS = ["offload_optim", "sync_weights", "wake_kv_cache", "sleep", "reload_optim"]
 TRAINED = ("params", "optim", "critic", "critic_optim")
 THEIRS = {"weights", "kv_cache", "cuda_graph"}
 
@@ -69,22 +69,22 @@ class FakeTrainer:
     def empty_cache(self) -> None:
         self.world.at("empty_cache")
 
-    def park(self, *tags: str, wait: bool = True, into: str = "") -> None:
+    def offload(self, *tags: str, wait: bool = True, into: str = "") -> None:
         assert len(tags) == 1 or not wait
         self.world.note(tags[0], into)
         for tag in tags:
-            self.world.at(f"park_{tag}")
+            self.world.at(f"offload_{tag}")
             if tag == "params" and "weights" in self.world.held:
                 assert self.world.version is not None, (
                     "parameters given up before the rollout confirmed"
                 )
             self.world.held.remove(tag)
 
-    def restore(self, *tags: str, wait: Wait = True) -> None:
+    def reload(self, *tags: str, wait: Wait = True) -> None:
         self.world.beside |= set() if wait else set(tags)
         self.world.ahead |= set(tags) if wait == "memory" else set()
         for tag in tags if wait else ():
-            self.world.at(f"restore_{tag}")
+            self.world.at(f"reload_{tag}")
             self.world.take(tag)
 
     def sync_weights(self, version: int) -> SyncReceipt:
@@ -92,9 +92,9 @@ class FakeTrainer:
         self.world.version, self.world.reason = None, "update not committed"
         return self._served(version)
 
-    def share_weights(self, version: int) -> SyncReceipt:
+    def alias_weights(self, version: int) -> SyncReceipt:
         assert "params" in self.world.held and "weights" not in self.world.held
-        self.world.version, self.world.reason = None, "pages not adopted"
+        self.world.version, self.world.reason = None, "pages not aliased"
         return self._served(version)
 
     def _served(self, version: int) -> SyncReceipt:
@@ -123,8 +123,8 @@ class FakeRollout:
         for tag in tags:
             self.world.take(tag)
 
-    def wind_down(self) -> None:
-        self.world.at("wind_down")
+    def shrink(self) -> None:
+        self.world.at("shrink")
 
     def prepare_sleep(self) -> None:
         self.world.prepared += 1
@@ -149,7 +149,7 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
     assert world.reason == "asleep at level 1"
     assert [name for name, _, _ in seen] == TO_ROLLOUT + TO_TRAIN
     assert world.prepared == 1
-    for options in ({"keep": ["weights"]}, {"alias": True}, {"sleep_level": 2}):
+    for options in ({"resident": ["weights"]}, {"alias": True}, {"sleep_level": 2}):
         pair(world, **{"sleep_level": 1, **options})
     assert world.prepared == 1, "of weights that no host memory keeps"
     times = [time for _, start, end in seen for time in (start, end)]
@@ -157,41 +157,46 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
 
 
 MODELS, LENT = {"critic": True, "reference": True}, {"alias": True}
-GO = "wake_weights sync_weights park_params wake_kv_cache sleep"
+GO = "wake_weights sync_weights offload_params wake_kv_cache sleep"
 LENDING = "sync_weights wake_kv_cache sleep"
 KEEPING = "wake_weights sync_weights wake_kv_cache sleep"  # params
 ROUNDS: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "params", f"park_optim {GO} restore_params restore_optim"),
+    ({}, "params", f"offload_optim {GO} reload_params reload_optim"),
     (
         MODELS,
         "reference critic params params",
-        f"park_optim park_critic park_critic_optim {GO} restore_reference park_reference "
-        "restore_critic park_critic restore_params restore_optim restore_critic "
-        "restore_critic_optim",
+        f"offload_optim offload_critic offload_critic_optim {GO} reload_reference "
+        "offload_reference "
+        "reload_critic offload_critic reload_params reload_optim reload_critic "
+        "reload_critic_optim",
     ),
     (
         {"reference": True},
         "params reference",
-        f"park_optim {GO} restore_params park_params restore_reference park_reference "
-        "restore_params restore_optim",
+        f"offload_optim {GO} reload_params offload_params reload_reference offload_reference "
+        "reload_params reload_optim",
     ),
     (
-        {**MODELS, "keep": ("reference", "critic", "params")},
+        {**MODELS, "resident": ("reference", "critic", "params")},
         "reference critic params",
-        f"park_optim park_critic_optim {KEEPING} restore_reference restore_optim "
-        "restore_critic_optim",
+        f"offload_optim offload_critic_optim {KEEPING} reload_reference reload_optim "
+        "reload_critic_optim",
     ),
-    ({"keep": ("params", "optim")}, "", f"empty_cache {KEEPING}"),
-    ({"keep": ("params",)}, "", f"park_optim {KEEPING} restore_optim"),
+    ({"resident": ("params", "optim")}, "", f"empty_cache {KEEPING}"),
+    ({"resident": ("params",)}, "", f"offload_optim {KEEPING} reload_optim"),
     (
-        {"keep": ("kv_cache", "cuda_graph")},
+        {"resident": ("kv_cache", "cuda_graph")},
         "params",
-        f"park_optim {GO} restore_params restore_optim",
+        f"offload_optim {GO} reload_params reload_optim",
     ),
-    ({"keep": ("params", "optim", *THEIRS)}, "", KEEPING),
-    (LENT, "params", f"park_optim {LENDING} restore_optim"),
-    ({**LENT, "keep": ("optim",)}, "params", f"empty_cache {LENDING}"),
-    ({**LENT, "keep": ("params", "kv_cache")}, "params", f"park_optim {LENDING} restore_optim"),
+    ({"resident": ("params", "optim", *THEIRS)}, "", KEEPING),
+    (LENT, "params", f"offload_optim {LENDING} reload_optim"),
+    ({**LENT, "resident": ("optim",)}, "params", f"empty_cache {LENDING}"),
+    (
+        {**LENT, "resident": ("params", "kv_cache")},
+        "params",
+        f"offload_optim {LENDING} reload_optim",
+    ),
 ]
 
 
@@ -200,11 +205,11 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
     options: dict[str, Any], models: str, stages: str
 ) -> None:
     """What is kept never leaves, and comes once; models score one at a time."""
-    alias, keep = options.get("alias", False), set(options.get("keep", ()))
-    world, seen = World(options.get("critic", False), roomy=alias or bool(keep)), list[str]()
+    alias, resident = options.get("alias", False), set(options.get("resident", ()))
+    world, seen = World(options.get("critic", False), roomy=alias or bool(resident)), list[str]()
     trained, served = frozenset(world.held), THEIRS - ({"weights"} if alias else set())
     cycle = pair(world, seen, **options)
-    kept = keep | ({"params"} if alias else set())
+    kept = resident | ({"params"} if alias else set())
     for version in (1, 2):
         begun = len(seen)
         assert cycle.to_rollout(version).version == version == world.version
@@ -216,7 +221,7 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
         cycle.to_train()
         assert world.held == trained | kept
         assert seen[begun:] == [
-            s for s in stages.split() if version == 1 or s.removeprefix("restore_") not in kept
+            s for s in stages.split() if version == 1 or s.removeprefix("reload_") not in kept
         ]
 
 
@@ -226,8 +231,8 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
         ({}, "optim: weights, params: kv_cache, rollout: params"),
         (MODELS, "critic_optim: weights, params: kv_cache, rollout: params"),
         (LENT, "optim: kv_cache"),
-        ({"keep": ("params", "optim")}, ""),
-        ({"keep": ("kv_cache", "cuda_graph")}, "optim: weights, rollout: params"),
+        ({"resident": ("params", "optim")}, ""),
+        ({"resident": ("kv_cache", "cuda_graph")}, "optim: weights, rollout: params"),
         ({"overlap": ("optim",)}, ""),
         ({"hand_over": False}, ""),
     ],
@@ -246,9 +251,9 @@ def test_what_leaves_goes_to_what_the_other_side_takes_next(
         assert ", ".join(world.into) == into
 
 
-@pytest.mark.parametrize(("keep", "into"), [((), "params"), (("params",), "optim")])
-def test_what_comes_back_first_takes_what_the_rollout_had(keep: tuple[str], into: str) -> None:
-    cycle = pair(world := World(roomy=True), hand_over=True, keep=keep)
+@pytest.mark.parametrize(("resident", "into"), [((), "params"), (("params",), "optim")])
+def test_what_comes_back_first_takes_what_the_rollout_had(resident: tuple[str], into: str) -> None:
+    cycle = pair(world := World(roomy=True), hand_over=True, resident=resident)
     cycle.to_rollout(1)
     cycle.to_train()
     assert world.into[-1] == f"rollout: {into}"
@@ -270,18 +275,18 @@ def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str
 @pytest.mark.parametrize(
     ("options", "leave", "comes"),
     [
-        ({"overlap": ("params", "optim")}, "wake_kv_cache begin_park", {"optim"}),
-        ({"overlap": ("optim",)}, "park_params wake_kv_cache begin_park", {"optim"}),
-        ({"overlap": ("params",), "keep": ("optim",)}, "wake_kv_cache begin_park", set()),
-        ({"overlap": ("params", "optim"), "keep": ("params", "optim")}, "wake_kv_cache", set()),
+        ({"overlap": ("params", "optim")}, "wake_kv_cache begin_offload", {"optim"}),
+        ({"overlap": ("optim",)}, "offload_params wake_kv_cache begin_offload", {"optim"}),
+        ({"overlap": ("params",), "resident": ("optim",)}, "wake_kv_cache begin_offload", set()),
+        ({"overlap": ("params", "optim"), "resident": ("params", "optim")}, "wake_kv_cache", set()),
         (
             {"overlap": ("optim", "critic_optim"), "critic": True},
-            "park_params wake_kv_cache begin_park",
+            "offload_params wake_kv_cache begin_offload",
             set(),
         ),
     ],
 )
-def test_what_leaves_beside_work_leaves_behind_the_kv_cache_and_comes_with_the_policys_score(
+def test_overlapped_tags_leave_behind_the_kv_cache_and_return_with_the_score(
     options: dict[str, Any], leave: str, comes: set[str]
 ) -> None:
     """A stage that copies would stand between the sync and the answers."""
@@ -291,28 +296,28 @@ def test_what_leaves_beside_work_leaves_behind_the_kv_cache_and_comes_with_the_p
     cycle.to_rollout(1)
     stages = [s for s in seen if "critic" not in s and s != "empty_cache"]
     assert stages == f"wake_weights sync_weights {leave}".split()
-    assert world.held == THEIRS | set(options.get("keep", ()))
-    assert world.partly == ("begin_park" in leave)
+    assert world.held == THEIRS | set(options.get("resident", ()))
+    assert world.partly == ("begin_offload" in leave)
     cycle.to_score()
     assert world.beside == comes
     cycle.to_train()
     assert world.held >= trained
-    assert world.ahead == {*options["overlap"]}.difference(options.get("keep", ()))
+    assert world.ahead == {*options["overlap"]}.difference(options.get("resident", ()))
 
 
 def test_what_scores_comes_back_beside_the_last_answers_if_it_left_beside_work() -> None:
     world, seen = World(roomy=True), list[str]()
     cycle = pair(world, seen, overlap=("params", "optim"))
-    with pytest.raises(StateError, match=r"begin_return\(\) in state 'train'"):
-        cycle.begin_return()
+    with pytest.raises(StateError, match=r"prefetch\(\) in state 'train'"):
+        cycle.prefetch()
     cycle.to_rollout(1)
-    cycle.begin_return()
-    assert world.beside == {"params"} and seen[-1] == "begin_restore"
+    cycle.prefetch()
+    assert world.beside == {"params"} and seen[-1] == "prefetch"
     cycle.to_score()
     assert "params" in world.held  # whether it came early or not
     cycle = pair(world := World(roomy=True), seen, overlap=("optim",))
     cycle.to_rollout(1)
-    cycle.begin_return()
+    cycle.prefetch()
     assert world.beside == set()
 
 
@@ -323,12 +328,13 @@ def test_overlap_is_for_what_is_trained() -> None:
 
 def test_what_cannot_be_kept_is_refused() -> None:
     known = "params, optim, critic, critic_optim, reference, weights"
-    with pytest.raises(ValueError, match=rf"keep names unknown tags \['kv'\]; known: {known}"):
-        pair(World(), keep=["kv", "params"])
+    with pytest.raises(ValueError, match=rf"resident names unknown tags \['kv'\]; known: {known}"):
+        pair(World(), resident=["kv", "params"])
     with pytest.raises(
-        ValueError, match="keep names 'weights', but with alias the trainer gets these pages back"
+        ValueError,
+        match="resident names 'weights', but with alias the trainer gets these pages back",
     ):
-        pair(World(), alias=True, keep=["weights"])
+        pair(World(), alias=True, resident=["weights"])
 
 
 VERBS = ("to_rollout", "to_score", "to_train")
@@ -425,7 +431,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(
         stage=st.sampled_from(
-            [*TO_ROLLOUT, *TO_TRAIN, "restore_critic", "park_critic_optim", "park_reference"]
+            [*TO_ROLLOUT, *TO_TRAIN, "reload_critic", "offload_critic_optim", "offload_reference"]
         )
     )
     def break_next(self, stage: str) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from memsaver.common.machine import Impl
+from memsaver.system.machine import Impl
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
-from trainer_bridge.training.experts import mix_experts
+from trainer_bridge.training.moe import mix_experts
 
 # Tokens, choices, experts, width.
 SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (40, 8, 128, 2056), (33, 2, 64, 16)])

@@ -21,7 +21,7 @@ from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
 from trainer_bridge import SequenceBatch
 from trainer_bridge.training.batch import lay_out
-from trainer_bridge.training.experts import NAME, LoadBalance, expert_routers
+from trainer_bridge.training.moe import NAME, LoadBalance, expert_routers
 
 COEFFICIENT = 0.5
 MIXTURES: dict[str, dict[str, Any]] = {

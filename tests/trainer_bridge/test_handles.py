@@ -8,10 +8,10 @@ import pytest
 
 from rollout import Engine, Rollout
 from trainer_bridge import Trainer
-from trainer_bridge.cycle import TrainerSide
+from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 
-SIDES = [(Rollout, RemoteRollout, Engine), (TrainerSide, RemoteTrainer, Trainer)]
+SIDES = [(Rollout, RemoteRollout, Engine), (TrainerProtocol, RemoteTrainer, Trainer)]
 ASKED = [
     (name, handle, real)
     for protocol, handle, real in SIDES

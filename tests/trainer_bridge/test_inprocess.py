@@ -34,8 +34,8 @@ from tests.helpers.trainer_bridge.layouts import (
 )
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
-from trainer_bridge.sync.page_share import byte_offsets
-from trainer_bridge.training.runtime import side_by_side
+from trainer_bridge.sync.alias import byte_offsets
+from trainer_bridge.training.device import side_by_side
 
 ENGINE = {"kv_tokens": 512, "page_size": 16}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
@@ -49,7 +49,7 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A park under a loan gives up at once."""
+    """An offload under a loan gives up at once."""
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
 
 
@@ -102,10 +102,10 @@ def test_params_come_back_as_the_last_answers_leave_room(
         room = sum(held[tag].committed_bytes for tag in ("params", "optim"))
         room += engine.saver.report().tags["weights"].live_bytes
         room += held["params"].committed_bytes // 2
-        monkeypatch.setattr("memsaver.vmm.memfd.available_memory", free)
+        monkeypatch.setattr("memsaver.memory.memfd.available_memory", free)
         cycle = Cycle(trainer, engine, overlap=["params", "optim"])
         cycle.to_rollout(1)
-        cycle.begin_return()
+        cycle.prefetch()
         assert ids(engine.generate(prompts, params, watch)) == expected
         fullest = max(size for _, size in seen)
         assert all(paused for paused, size in seen if size == fullest)
@@ -140,7 +140,7 @@ def test_a_sync_that_breaks_poisons_the_engine(
             engine.generate(PROMPTS, SAMPLED)
         monkeypatch.undo()
         engine.sleep(level=2)
-        trainer.restore()
+        trainer.reload()
         Cycle(trainer, engine).to_rollout(2)
         assert engine.unavailable_reason() is None, "a sync that commits heals"
 
@@ -245,11 +245,11 @@ def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: 
         engine.wake_up()
         assert len(engine.generate([[5, 6, 7]], SAMPLED)[0][0].token_ids) == 12
         engine.sleep(level=2)
-        trainer.restore()
+        trainer.reload()
         assert trainer.compute_log_prob(batch) == scores
 
 
-# ---------------------------------------------------------------- pages that are lent
+# ---------------------------------------------------------------- pages that are aliased
 
 
 @pytest.mark.parametrize(("family", "shape", "dtype"), KINDS)
@@ -275,7 +275,7 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
             cycle.to_rollout(version)
             assert committed(trainer) == {"params": full["params"], "optim": 0}
             tag = engine.report().tags["weights"]
-            assert (tag.committed_bytes, tag.borrowed_bytes) == (0, full["params"])
+            assert (tag.committed_bytes, tag.aliased_bytes) == (0, full["params"])
             if device == "cpu":
                 assert (
                     family_bytes(device) == held - full["optim"] + engine.report().committed_bytes
@@ -284,7 +284,7 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
             cycle.to_score()
             assert committed(trainer) == {"params": full["params"], "optim": 0}
             assert committed(engine) == asleep
-            assert engine.report().tags["weights"].borrowed_bytes == 0 and trainer.saver is not None
+            assert engine.report().tags["weights"].aliased_bytes == 0 and trainer.saver is not None
             assert trainer.saver.leases("params") == 0
             assert trainer.compute_log_prob(make_batch(2)) == ours
             cycle.to_train()
@@ -300,7 +300,7 @@ def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
     with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
         resting = []
         for version in range(60):
-            trainer.share_weights(version, verify=version % 20 == 0)
+            trainer.alias_weights(version, verify=version % 20 == 0)
             engine.sleep(level=2)
             if version in (9, 59):
                 resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
@@ -309,11 +309,11 @@ def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
         assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]
 
 
-def test_lent_parameters_are_neither_changed_nor_parked(
+def test_lent_parameters_are_neither_changed_nor_offloaded(
     device: str, model_path: str, tmp_path: Path
 ) -> None:
     with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
-        cycle = Cycle(trainer, engine, alias=True, keep=["optim"])
+        cycle = Cycle(trainer, engine, alias=True, resident=["optim"])
         trainer.save_checkpoint(str(tmp_path / "step"))
         cycle.to_rollout(1)
         before = tokens_of(engine)
@@ -326,7 +326,7 @@ def test_lent_parameters_are_neither_changed_nor_parked(
             ):
                 change()
         with pytest.raises(LeaseError, match="'params'"):
-            trainer.park("params")
+            trainer.offload("params")
         trainer.save_checkpoint(str(tmp_path / "step"))
         assert tokens_of(engine) == before
         cycle.to_train()
@@ -335,8 +335,8 @@ def test_lent_parameters_are_neither_changed_nor_parked(
         cycle.to_rollout(2)
         assert tokens_of(engine) == before
         cycle.to_train()
-        trainer.park()
-        trainer.restore()
+        trainer.offload()
+        trainer.reload()
 
 
 def test_versions_may_go_by_pages_and_by_copies_in_turns(model_path: str) -> None:
@@ -344,7 +344,7 @@ def test_versions_may_go_by_pages_and_by_copies_in_turns(model_path: str) -> Non
         seen = []
         for version in range(1, 5):
             if version % 2:
-                trainer.share_weights(version)
+                trainer.alias_weights(version)
             else:
                 engine.wake_up(["weights"])
                 trainer.sync_weights(version)
@@ -353,9 +353,9 @@ def test_versions_may_go_by_pages_and_by_copies_in_turns(model_path: str) -> Non
             engine.sleep(level=2)
         assert seen == seen[:1] * 4
         with pytest.raises(ValueError, match="version 2 is stale: version 3 has been shared"):
-            trainer.share_weights(2)
+            trainer.alias_weights(2)
         with pytest.raises(ValueError, match="version 3 is older than the engine's version 4"):
-            trainer.share_weights(3)
+            trainer.alias_weights(3)
 
 
 def swapped(layout: Manifest) -> Manifest:
@@ -376,17 +376,17 @@ def test_the_first_share_reads_back_and_notices(
     trainer = make_trainer(model_path, device=device, layout=swapped(engine.manifest))
     trainer.connect([engine])
     with pytest.raises(WeightUpdateError, match="pages of version 1 have digest"):
-        trainer.share_weights(1)
+        trainer.alias_weights(1)
     engine.wake_up()
     with pytest.raises(
         StateError, match="weights undefined: WeightUpdateError: the pages of version 1 have digest"
     ):
         tokens_of(engine)
-    trainer.park()
-    trainer.restore()
-    trainer.share_weights(1, verify=False)  # layouts' hashes are all that is compared
+    trainer.offload()
+    trainer.reload()
+    trainer.alias_weights(1, verify=False)  # layouts' hashes are all that is compared
     with pytest.raises(WeightUpdateError, match="pages of version 2 have digest"):
-        trainer.share_weights(2)
+        trainer.alias_weights(2)
     engine.saver.close()
 
 
@@ -394,13 +394,13 @@ def test_all_engines_adopt_or_none(model_path: str, make_trainer: Callable[..., 
     engines = [Engine.from_pretrained(model_path, load_weights=False, **ENGINE) for _ in range(2)]
     trainer = make_trainer(model_path, layout=engines[0].manifest)
     trainer.connect(engines)
-    assert len(trainer.share_weights(1).digests) == 2
+    assert len(trainer.alias_weights(1).digests) == 2
     assert tokens_of(engines[0]) == tokens_of(engines[1])
     assert trainer.saver is not None and trainer.saver.leases("params") == 2
     engines[1].saver.empty((4,), tag="weights2")
     engines[1].store.last_version = 9
     with pytest.raises(ValueError, match="version 2 is older than the engine's version 9"):
-        trainer.share_weights(2)
+        trainer.alias_weights(2)
     assert trainer.saver.leases("params") == 0
     for engine in engines:
         with pytest.raises(StateError, match="version 2 is older"):
@@ -421,7 +421,7 @@ def test_what_needs_a_layout_says_so(
     with pytest.raises(
         StateError, match=r"make the trainer with layout=engine.manifest, and call connect"
     ):
-        trainer.share_weights(1)
+        trainer.alias_weights(1)
     with pytest.raises(ValueError, match="layout is for one rank with a MemorySaver"):
         make_trainer(model_path, saver=False, layout=engine.manifest)
     with pytest.raises(
@@ -447,7 +447,7 @@ def test_parameters_that_are_not_first_on_their_tag_are_not_lent(model_path: str
             ValueError,
             match=r"lies at byte 256 of tag 'params', the layout says 0; allocate nothing",
         ):
-            trainer.share_weights(1)
+            trainer.alias_weights(1)
         assert saver.leases("params") == 0 and committed(engine)["weights"] > 0, (
             "the engine was asked"
         )
@@ -538,7 +538,7 @@ def test_an_engine_that_dies_has_lent_pages_no_longer(
             model_path, device=device, layout=engines[0].weight_layout().manifest
         )
         trainer.connect(engines)
-        trainer.share_weights(1)
+        trainer.alias_weights(1)
         for engine in engines:
             engine.wake_up()
         first, second = map(tokens_of, engines)
@@ -546,15 +546,15 @@ def test_an_engine_that_dies_has_lent_pages_no_longer(
         engines[0].peer.kill()
         assert engines[0].peer.dies_within(10)
         with pytest.raises(LeaseError, match=f"'params' by process {engines[1].peer.pid}"):
-            trainer.park("params")
+            trainer.offload("params")
         with pytest.raises((Gone, BrokenPipeError)):
-            trainer.share_weights(2)
+            trainer.alias_weights(2)
         assert tokens_of(engines[1]) == first, "an engine that was not asked yet was disturbed"
         engines[1].sleep(level=2)
-        trainer.park("params")
-        trainer.restore("params")
+        trainer.offload("params")
+        trainer.reload("params")
         trainer.connect(engines[1:])
-        assert trainer.share_weights(3).version == 3
+        assert trainer.alias_weights(3).version == 3
     finally:
         for engine in engines:
             engine.peer.bury()

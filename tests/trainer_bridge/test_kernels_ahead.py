@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver.common.machine import WarmUp
+from memsaver.system.machine import WarmUp
 from tests.helpers.compiler import compile_alone
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, Trainer, open_inprocess
-from trainer_bridge.training.runtime import to_compile
+from trainer_bridge.training.device import to_compile
 
 CPU = torch.device("cpu")
 # Triton asks a driver for the GPU, and a hook whether to compile: it is told no, and nothing is
@@ -29,11 +29,11 @@ import json, sys, tempfile, torch, triton
 from pathlib import Path
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
-from memsaver.common.digest import Digest
+from memsaver.ops.digest import Digest
 from trainer_bridge import TrainerConfig
 from trainer_bridge.ops.token_scores import token_scores
 from trainer_bridge.sync.cast_copy import CastCopy, Placement
-from trainer_bridge.training.runtime import to_compile
+from trainer_bridge.training.device import to_compile
 
 stub = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
 stub.get_current_target = lambda: GPUTarget("cuda", 90, 32)
@@ -122,7 +122,7 @@ def test_a_job_that_fails_is_logged_and_the_next_one_is_done(
 
 
 def test_python_ends_after_the_job_under_way() -> None:
-    code = "import time, torch\nfrom memsaver.common.machine import WarmUp\n"
+    code = "import time, torch\nfrom memsaver.system.machine import WarmUp\n"
     code += "done = lambda name: (time.sleep(0.5), print(name))\n"
     code += "WarmUp([lambda: done(1), lambda: done(2)], torch.device('cpu'))"
     assert compile_alone(code).split() == ["1"]
@@ -149,7 +149,7 @@ def test_a_first_step_compiles_nothing_that_was_compiled_ahead(
 ) -> None:
     import triton
 
-    from memsaver.common import segments_triton
+    from memsaver.ops import segments_triton
     from trainer_bridge.ops import token_scores
 
     compiled: list[tuple[str, str, bool]] = []

@@ -37,8 +37,8 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_scores,
 )
 from trainer_bridge import LoraConfig, Trainer
-from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.shards import local_shard
+from trainer_bridge.sync.writer import LowRank
 
 Make = Callable[..., Trainer]
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
@@ -449,7 +449,7 @@ def test_targets_that_the_model_has_not_are_refused(model_path: str, make_traine
 
 def test_what_needs_adapters_or_excludes_them_says_so(model_path: str, make_trainer: Make) -> None:
     adapted = make_trainer(model_path, lora=LORA)
-    adapted.park("params")
+    adapted.offload("params")
     with pytest.raises(StateError, match=r"save_adapters\(\) needs tag 'params'"):
         adapted.save_adapters("nowhere")
     trainer = make_trainer(model_path)

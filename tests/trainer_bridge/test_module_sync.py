@@ -193,7 +193,7 @@ def test_trainer_serves_router_bias_in_its_own_pages(
     trainer = make_trainer(path, layout=engine.manifest)
     trainer.connect([engine])
     trainer.model.get_buffer(BIAS).fill_(0.5)
-    for version, send in ((1, trainer.sync_weights), (2, trainer.share_weights)):
+    for version, send in ((1, trainer.sync_weights), (2, trainer.alias_weights)):
         trainer.model.get_buffer(BIAS).mul_(2)
         send(version)
         assert engine.store.buffers[BIAS].tolist() == [0.5 * 2**version] * 8

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from rollout.model.params import Group, one, stack
+from rollout.model.params import ParamGroup, one, stack
 from rollout.types import Manifest, ModuleTensor
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.layouts import (
@@ -28,7 +28,7 @@ from tests.helpers.trainer_bridge.layouts import (
     parameters,
     piece,
 )
-from trainer_bridge.sync.plan import Plan, Planner, SourceShard, Target
+from trainer_bridge.sync.plan import Planner, SourceShard, SyncPlan, Target
 from trainer_bridge.sync.shards import aligned_dims, fsdp_shards, local_box
 
 Shapes = dict[str, tuple[int, ...]]
@@ -47,11 +47,13 @@ def make_plan(
     targets: list[Target],
     places: list[str],
     names: list[str] | None = None,
-) -> Plan:
+) -> SyncPlan:
     return Planner(shards, places).plan(targets, names)
 
 
-def plan_of(shards: list[SourceShard], *targets: Manifest, names: list[str] | None = None) -> Plan:
+def plan_of(
+    shards: list[SourceShard], *targets: Manifest, names: list[str] | None = None
+) -> SyncPlan:
     world = max((shard.rank for shard in shards), default=0) + 1
     return make_plan(
         shards, [Target(manifest=each, place="cpu") for each in targets], ["cpu"] * world, names
@@ -299,7 +301,7 @@ def test_own_device_comes_first_then_each_rank_begins_elsewhere() -> None:
 
 def shared_by(
     names_dims: dict[str, int], shapes: dict[str, tuple[int, ...]], layouts: list[Manifest]
-) -> Plan:
+) -> SyncPlan:
     world = len(layouts)
     places = [f"GPU-{i}" for i in range(world)]
     shards = [
@@ -429,7 +431,7 @@ def measured(pipe: Connection) -> None:
     )
 
 
-def layer(name: str) -> list[Group]:
+def layer(name: str) -> list[ParamGroup]:
     attention, mlp = f"{name}self_attn.", f"{name}mlp."
     heads = [
         (f"{attention}{n}_proj.weight", (rows, 4096))

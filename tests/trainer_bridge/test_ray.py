@@ -57,7 +57,7 @@ def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed
         assert len({os.getpid(), *pids}) == 3
         copy(trainer, rollout)
         keep(trainer, tmp_path)
-        lend(trainer, rollout, pids, device)
+        alias(trainer, rollout, pids, device)
         be_silent(trainer)
         die(trainer, rollout)
     wait_gone(pids)
@@ -102,10 +102,10 @@ def keep(trainer: RemoteTrainer, folder: Path) -> None:
     assert trainer.load_checkpoint(str(folder / "step")) == {"n": 2}
     assert {event.op for event in trainer.drain_events()} >= {"pause", "resume"}
     with pytest.raises(ValueError, match="unknown tag 'weights'"):
-        trainer.park("weights")
+        trainer.offload("weights")
 
 
-def lend(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device: str) -> None:
+def alias(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device: str) -> None:
     """Two rounds in which the rollout serves the trainer's own pages, with an update between."""
     full, seen = trainer.report().tags["params"].committed_bytes, []
     cycle = Cycle(trainer, rollout, alias=True)
@@ -118,7 +118,7 @@ def lend(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device
         )
         cycle.to_train()
         assert (
-            rollout.report().committed_bytes == rollout.report().tags["weights"].borrowed_bytes == 0
+            rollout.report().committed_bytes == rollout.report().tags["weights"].aliased_bytes == 0
         )
         trainer.update_actor(make_batch(4))
     assert seen[0] != seen[1]
@@ -170,7 +170,7 @@ def test_a_rollout_killed_when_half_is_written(
             cycle.to_rollout(1)
         assert isinstance(caught.value.cause, ActorDied)
         assert "the rollout could not be told" in caught.value.__notes__[-1]
-        trainer.restore()
+        trainer.reload()
         assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
     wait_gone(pids)
     until(lambda: family_bytes("cpu") <= before)  # of a GPU, processes that are gone hold nothing
@@ -198,7 +198,7 @@ def test_a_side_killed_at_any_moment_of_hand_overs_takes_nothing_along(
                     rollout.generate(PROMPTS, SAMPLED)
                     cycle.to_train()
             if victim == "rollout":
-                trainer.restore()
+                trainer.reload()
                 assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
                 held = sum(tag.committed_bytes for tag in trainer.report().tags.values())
             else:

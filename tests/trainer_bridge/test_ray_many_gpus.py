@@ -81,12 +81,12 @@ def test_two_gpus_serve_what_one_trainer_holds(
         trainer.save_checkpoint(str(tmp_path / "step"))
     alone = Engine.from_pretrained(model_path, device="cuda:0", kv_tokens=256)
     assert seen[0] == tokens(alone)
-    restored = Trainer(settings)
-    restored.load_checkpoint(str(tmp_path / "step"))
-    restored.connect([alone])
-    restored.sync_weights(1)
+    reloaded = Trainer(settings)
+    reloaded.load_checkpoint(str(tmp_path / "step"))
+    reloaded.connect([alone])
+    reloaded.sync_weights(1)
     assert seen[1] == tokens(alone)
-    restored.close()
+    reloaded.close()
 
 
 def syncs(rank: int, path: str, count: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from rollout.actor_base import ActorBase
 from tests.helpers.ray_cluster import RayCluster
 from trainer_bridge import ActorDied, ActorTimeout, RankFailed
 from trainer_bridge.errors import SyncError
-from trainer_bridge.remote.actor import RemoteRollout, deal_prompts
+from trainer_bridge.remote.actor import RemoteRollout, dispatch_prompts
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup
 
 pytestmark = pytest.mark.ray
@@ -83,14 +83,14 @@ def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
         group.call_one("report")
 
 
-def test_replicas_answer_what_they_are_dealt_in_the_order_of_the_prompts(
+def test_replicas_answer_what_they_are_dispatched_in_the_order_of_the_prompts(
     ranks: list[RemoteActor],
 ) -> None:
     """Of an engine of two ranks, each twice here, both are asked and the first one answers."""
     prompts = [[1] * length for length in (3, 9, 4, 5, 8)]
     params = [SamplingParams(max_tokens=number + 1) for number in range(5)]
-    dealt = deal_prompts(prompts, params, 2)
-    expected = [(int(number in dealt[1]), prompts[number], number + 1) for number in range(5)]
+    dispatched = dispatch_prompts(prompts, params, 2)
+    expected = [(int(number in dispatched[1]), prompts[number], number + 1) for number in range(5)]
     assert {rank for rank, *_ in expected} == {0, 1}
     first, second = ranks
     assert RemoteRollout(ranks, SECONDS).generate(prompts, params) == expected

@@ -22,9 +22,9 @@ from tests.helpers.trainer_bridge.small import SHAPES, columns, full, shards, wh
 from tests.helpers.trainer_bridge.targets import PageTarget
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge import Trainer
-from trainer_bridge.sync.rank_copies import DerivedCopies, LowRank, RankCopies
 from trainer_bridge.sync.shards import local_shard, torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
+from trainer_bridge.sync.writer import DerivedCopies, LowRank, RankCopies
 
 Make = Callable[..., PageTarget]
 
@@ -100,7 +100,7 @@ def test_derived_weights_are_written_in_pieces_of_any_size(
 ) -> None:
     """One row, five rows or all at once, from one shard into two tensor-parallel column slices."""
     monkeypatch.setattr(
-        "trainer_bridge.sync.rank_copies.DerivedCopies",
+        "trainer_bridge.sync.writer.DerivedCopies",
         partial(DerivedCopies, scratch_bytes=scratch),
     )
     draw = torch.Generator().manual_seed(5)
@@ -225,6 +225,6 @@ def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
     with pytest.raises(ValueError, match="version 2 is stale: version 3 has been written"):
         trainer.sync_weights(2)
     assert torch.equal(target.arena, before) and target.version == 3
-    trainer.park("params")
+    trainer.offload("params")
     with pytest.raises(memsaver.StateError, match=r"sync_weights\(\) needs tag 'params'"):
         trainer.sync_weights(4)

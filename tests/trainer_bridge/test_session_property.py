@@ -37,9 +37,9 @@ from tests.helpers.trainer_bridge.sync_cases import (
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.rank_copies import DerivedCopies, LowRank
 from trainer_bridge.sync.shards import SourceShard
 from trainer_bridge.sync.weight_sync import SyncReceipt
+from trainer_bridge.sync.writer import DerivedCopies, LowRank
 
 PATIENCE = 60.0  # seconds that ranks wait for each other
 
@@ -281,7 +281,7 @@ def test_pages_are_the_tensors_sliced_and_a_failure_is_everybodys(data: st.DataO
     world = World(layout)
     bounded = partial(DerivedCopies, scratch_bytes=layout.scratch)
     try:
-        with mock.patch("trainer_bridge.sync.rank_copies.DerivedCopies", bounded):
+        with mock.patch("trainer_bridge.sync.writer.DerivedCopies", bounded):
             world.run(data.draw(st.lists(steps(layout), min_size=1, max_size=4)))
     finally:
         world.close()

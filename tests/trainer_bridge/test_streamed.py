@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memsaver
 from memsaver import HostMemoryError, StateError
-from memsaver.vmm import pinned_memory
+from memsaver.memory import pinned_arena
 from tests.helpers.trainer_bridge.models import (
     config,
     describe,
@@ -188,7 +188,7 @@ def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
     trainer.update_actor(batch)
 
 
-def test_nothing_of_it_is_on_the_device_or_parked_and_the_critic_is(
+def test_nothing_of_it_is_on_the_device_or_offloaded_and_the_critic_is(
     model_path: str, make_trainer: Make
 ) -> None:
     critic = CriticConfig(learning_rate=5e-3)
@@ -200,15 +200,15 @@ def test_nothing_of_it_is_on_the_device_or_parked_and_the_critic_is(
     tags = trainer.saver.report().tags
     assert "optim" not in tags and 2 * elements <= tags["params"].live_bytes < 2.1 * elements
     assert tags["critic"].live_bytes >= 4 * (elements - 96 * 32)
-    trainer.park()
+    trainer.offload()
     tags = trainer.saver.report().tags
     assert {tag.state for tag in tags.values()} == {"paused"}
     with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'params'"):
         trainer.update_actor(make_batch(2))
-    trainer.restore("params", "critic", "critic_optim")
-    with pytest.raises(StateError, match="needs tag 'optim', which is parked"):
+    trainer.reload("params", "critic", "critic_optim")
+    with pytest.raises(StateError, match="needs tag 'optim', which is offloaded"):
         trainer.update_actor(make_batch(2))
-    trainer.restore("optim")
+    trainer.reload("optim")
     batch = value_batch(4)
     assert trainer.update_critic(batch) == twin.update_critic(batch)
     assert trainer.update_actor(batch) == twin.update_actor(batch)
@@ -225,7 +225,7 @@ def test_an_engine_serves_the_rounded_weights_in_the_trainers_own_pages(
         for version in (1, 2):
             receipt = cycle.to_rollout(version)
             assert receipt.nbytes == 0
-            assert engine.report().tags["weights"].borrowed_bytes
+            assert engine.report().tags["weights"].aliased_bytes
             served = {each.name: engine.store.tensor(each.name) for each in engine.manifest.slices}
             assert_same_bits(
                 {name: each.clone() for name, each in served.items()}, trainer.shards()
@@ -236,7 +236,7 @@ def test_an_engine_serves_the_rounded_weights_in_the_trainers_own_pages(
 
 
 def test_a_host_that_is_too_small_is_told(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory, "available_memory", lambda: 0)
+    monkeypatch.setattr(pinned_arena, "available_memory", lambda: 0)
     with pytest.raises(HostMemoryError, match="optimizer's state of .* optimizer_offload=False"):
         Trainer(config(model_path, **OFFLOAD), memsaver.MemorySaver())
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memsaver.common.machine import Impl
+from memsaver.system.machine import Impl
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 from tests.helpers.trainer_bridge.models import (
@@ -28,7 +28,7 @@ from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.ops import token_scores as token_scores_module
 from trainer_bridge.ops.token_scores import ScoringHead, score_in_head, token_scores
 from trainer_bridge.training.batch import lay_out
-from trainer_bridge.training.scoring import micro_logprobs, token_logits, token_logprobs
+from trainer_bridge.training.losses import micro_logprobs, token_logits, token_logprobs
 
 WIDTH = 64
 # Tokens, words, bytes of a slice; 1: slices as small as can be, here three.

@@ -1,4 +1,4 @@
-"""The trainer against plain transformers and torch.optim, what parking does to it, and how it
+"""The trainer against plain transformers and torch.optim, what offloading does to it, and how it
 begins at random.
 """
 
@@ -200,7 +200,7 @@ def test_mixed_precision_keeps_full_precision_masters(model_path: str, make_trai
     assert any((shard != shard.bfloat16()).any() for shard in mixed.shards().values())
 
 
-def test_parking_keeps_every_bit_and_every_address(
+def test_offloading_keeps_every_bit_and_every_address(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, device=device)
@@ -213,15 +213,15 @@ def test_parking_keeps_every_bit_and_every_address(
     addresses = {name: shard.data_ptr() for name, shard in trainer.shards().items()}
     assert trainer.saver is not None
     live = {tag: trainer.saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
-    trainer.park("optim")
-    trainer.park("params")
-    trainer.park()
+    trainer.offload("optim")
+    trainer.offload("params")
+    trainer.offload()
     for tag, nbytes in live.items():
         report = trainer.saver.report().tags[tag]
         assert (report.state, report.committed_bytes, report.backup_bytes) == ("paused", 0, nbytes)
     scribble(16 << 20, device)
-    trainer.restore("params")
-    trainer.restore()
+    trainer.reload("params")
+    trainer.reload()
     assert_same_bits(bits(trainer), before)
     assert addresses == {name: shard.data_ptr() for name, shard in trainer.shards().items()}
     for batch in batches[1:]:
@@ -230,7 +230,7 @@ def test_parking_keeps_every_bit_and_every_address(
     assert_same_bits(bits(trainer), bits(twin))
 
 
-def test_what_is_parked_and_restored_beside_other_work_keeps_every_bit_and_whoever_needs_it_waits(
+def test_overlapped_offload_and_reload_keep_every_bit_and_users_wait(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, device=device)
@@ -238,14 +238,14 @@ def test_what_is_parked_and_restored_beside_other_work_keeps_every_bit_and_whoev
     assert trainer.saver is not None
     for step in range(3):
         batch = make_batch(5, seed=step)
-        trainer.park("optim", "params", wait=False)
-        trainer.restore("params")  # waits: what was begun holds its tags
+        trainer.offload("optim", "params", wait=False)
+        trainer.reload("params")  # waits: what was begun holds its tags
         assert trainer.saver.is_paused("optim")
         scribble(16 << 20, device)
-        trainer.restore("optim")
-        trainer.park("params", "optim", wait=False)
-        trainer.restore("params", wait=False)  # behind what leaves
-        trainer.restore("optim", wait=False)
+        trainer.reload("optim")
+        trainer.offload("params", "optim", wait=False)
+        trainer.reload("params", wait=False)  # behind what leaves
+        trainer.reload("optim", wait=False)
         assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
         for side in (trainer, twin):
             side.update_actor(batch)
@@ -266,23 +266,23 @@ def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_not
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.saver, "pause", fail(RuntimeError("no host")))
-        trainer.park("params", wait=False)
+        trainer.offload("params", wait=False)
         with pytest.raises(RuntimeError, match="no host"):
             trainer.compute_log_prob(batch)
-    assert trainer.compute_log_prob(batch) == scores  # it was not parked
-    trainer.park()
+    assert trainer.compute_log_prob(batch) == scores  # it was not offloaded
+    trainer.offload()
     short = OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
     with monkeypatch.context() as patch:
         patch.setattr(trainer.saver, "begin_resume", fail(short))
-        trainer.restore("params", wait=False)  # a wish: no room is no error
-        trainer.restore("optim", wait=False)
-        with pytest.raises(StateError, match="'params', which is parked"):
+        trainer.reload("params", wait=False)  # a wish: no room is no error
+        trainer.reload("optim", wait=False)
+        with pytest.raises(StateError, match="'params', which is offloaded"):
             trainer.compute_log_prob(batch)
-    trainer.restore()
+    trainer.reload()
     assert trainer.compute_log_prob(batch) == scores
 
 
-def test_a_park_that_fails_halfway_leaves_parked_what_was_paused(
+def test_a_offload_that_fails_halfway_leaves_offloaded_what_was_paused(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
@@ -297,12 +297,12 @@ def test_a_park_that_fails_halfway_leaves_parked_what_was_paused(
 
     with monkeypatch.context() as patch:
         patch.setattr(saver, "pause", fail)
-        trainer.park("params", "optim", wait=False)
+        trainer.offload("params", "optim", wait=False)
         with pytest.raises(RuntimeError, match="no host"):
             trainer.compute_log_prob(batch)
-    with pytest.raises(StateError, match="'params', which is parked"):
+    with pytest.raises(StateError, match="'params', which is offloaded"):
         trainer.compute_log_prob(batch)
-    trainer.restore("params", wait="memory")
+    trainer.reload("params", wait="memory")
     assert trainer.compute_log_prob(batch) == scores and not saver.is_paused("optim")
 
 
@@ -314,7 +314,7 @@ def test_content_that_others_discarded_is_not_computed_with(
     trainer = make_trainer(model_path, **config)
     batch, saver = make_batch(2), trainer.saver
     assert saver is not None
-    trainer.restore()
+    trainer.reload()
     calls = {
         "reference": partial(trainer.compute_ref_log_prob, batch),
         "params": partial(trainer.compute_log_prob, batch),
@@ -324,14 +324,14 @@ def test_content_that_others_discarded_is_not_computed_with(
     learn: Callable[[], Any] = partial(trainer.save_checkpoint, str(tmp_path / "again"))
     trainer.save_checkpoint(str(tmp_path / "saved"))
     saver.pause(tag)  # with content: all is as before
-    with pytest.raises(StateError, match=f"'{tag}', which is parked"):
+    with pytest.raises(StateError, match=f"'{tag}', which is offloaded"):
         calls.get(tag, learn)()
     saver.resume(tag)
     assert {name: call() for name, call in calls.items()} == scores
     saver.pause(tag, content="discard")
     saver.resume(tag)
-    trainer.park()
-    trainer.restore()
+    trainer.offload()
+    trainer.reload()
     with pytest.raises(StateError, match=rf"tag '{tag}': .* was discarded .* load_checkpoint\(\)"):
         calls.get(tag, learn)()
     trainer.load_checkpoint(str(tmp_path / "saved"))
@@ -350,10 +350,10 @@ def test_what_comes_back_beside_other_work_comes_when_there_is_room(
     scores, saver = trainer.compute_log_prob(batch), trainer.saver
     assert saver is not None
     for _ in range(2):
-        trainer.park()
+        trainer.offload()
         saver.limit_bytes = 1
-        trainer.restore("params", wait=False)
-        trainer.restore("optim", wait=False)
+        trainer.reload("params", wait=False)
+        trainer.reload("optim", wait=False)
         time.sleep(0.15)
         assert saver.is_paused("params")
         saver.limit_bytes = None
@@ -363,51 +363,51 @@ def test_what_comes_back_beside_other_work_comes_when_there_is_room(
             time.sleep(0.01)
         assert not saver.is_paused("params")
     assert trainer.compute_log_prob(batch) == scores
-    trainer.park()
+    trainer.offload()
     saver.limit_bytes = 1
-    trainer.restore("params", wait=False)
+    trainer.reload("params", wait=False)
     trainer.close()  # does not wait for room
     assert saver.is_paused("params")
 
 
 @pytest.mark.parametrize("saver", [True, False])
-def test_what_needs_a_parked_tag_says_so(
+def test_what_needs_a_offloaded_tag_says_so(
     saver: bool, model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer, batch = make_trainer(model_path, saver=saver), make_batch(2)
-    trainer.park("optim")
-    with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'optim', which is parked"):
+    trainer.offload("optim")
+    with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'optim', which is offloaded"):
         trainer.update_actor(batch)
     with pytest.raises(StateError, match="save_checkpoint.*'optim'"):
         trainer.save_checkpoint(str(tmp_path / "c"))
     scores = trainer.compute_log_prob(batch)
-    trainer.park("params")
+    trainer.offload("params")
     with pytest.raises(StateError, match=r"compute_log_prob\(\) needs tag 'params'"):
         trainer.compute_log_prob(batch)
-    trainer.restore()
+    trainer.reload()
     assert trainer.compute_log_prob(batch) == scores
     trainer.update_actor(batch)
     with pytest.raises(ValueError, match="unknown tag 'weights'"):
-        trainer.park("weights")
+        trainer.offload("weights")
     assert saver or (trainer.report(), trainer.drain_events()) == (None, [])
 
 
-def test_a_restore_that_fails_leaves_the_tags_parked(
+def test_a_reload_that_fails_leaves_the_tags_offloaded(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     scores = trainer.compute_log_prob(batch)
-    trainer.park()
+    trainer.offload()
 
     def fail(*tags: str) -> None:
         raise OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
 
     with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
         patch.setattr(trainer.saver, "resume", fail)
-        trainer.restore()
-    with pytest.raises(StateError, match="parked"):
+        trainer.reload()
+    with pytest.raises(StateError, match="offloaded"):
         trainer.compute_log_prob(batch)
-    trainer.restore()
+    trainer.reload()
     assert trainer.compute_log_prob(batch) == scores
 
 

@@ -1,5 +1,5 @@
-"""Two processes on gloo do what one does: scores, steps, parking, checkpoints, and a sync that both
-write.
+"""Two processes on gloo do what one does: scores, steps, offloading, checkpoints, and a sync that
+both write.
 
 Sizes that two does not divide, so that the second rank's shards are shorter and padded by FSDP.
 """
@@ -17,7 +17,7 @@ import torch
 
 import memsaver
 from rollout import Engine
-from tests.helpers.memsaver.arrivals import gated
+from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.models import (
@@ -112,12 +112,12 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
     return result | {"synced": sync(other, path)}
 
 
-def parked(trainer: Trainer) -> int:
-    """Bytes copied to the host when all is parked; it is restored then."""
+def offloaded(trainer: Trainer) -> int:
+    """Bytes copied to the host when all is offloaded; it is reloaded then."""
     before = copied(trainer)
-    trainer.park()
+    trainer.offload()
     moved = copied(trainer) - before
-    trainer.restore()
+    trainer.reload()
     return moved
 
 
@@ -129,7 +129,7 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     settings = dataclasses.replace(trainer.config, lora=LORA)
     other = Trainer(settings, memsaver.MemorySaver(), shard_dims=columns)
     engines = connected(other, path)
-    result: dict[str, Any] = {"first": other.sync_weights(1), "moved": [parked(other)]}
+    result: dict[str, Any] = {"first": other.sync_weights(1), "moved": [offloaded(other)]}
     result |= {"metrics": learn(other), "learned": bits(other, whole=True), "weights": whole(other)}
     params: Any = dict(other.model.named_parameters())
     hand = []
@@ -141,7 +141,7 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
         base, at = other.shards()[name], (slice(row, row + rows), slice(column, column + width))
         hand.append((name, at, torch.add(base, b[at[0]] @ a[:, at[1]], alpha=LORA.scale)))
     before = bits(other)
-    result["moved"].append(parked(other))  # after updates
+    result["moved"].append(offloaded(other))  # after updates
     assert_same_bits(bits(other), before)
     other.save_checkpoint(f"{out}/adapters")
     report = other.report()
@@ -204,20 +204,20 @@ def drawn(path: str) -> dict[str, Any]:
 
 def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[str, Any]:
     """A trainer that has critic and reference: what they say and learn, before and after they were
-    parked.
+    offloaded.
     """
     trainer = Trainer(
         config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver
     )
     assert trainer.critic is not None
-    trainer.restore("reference")
+    trainer.reload("reference")
     before = trainer.compute_ref_log_prob(make_batch(COUNTS[0]))
     learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
     values = trainer.compute_values(make_batch(COUNTS[0]))
-    trainer.park()
+    trainer.offload()
     # Takes what was freed; a rank can have no process of its own.
     torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
-    trainer.restore()
+    trainer.reload()
     assert trainer.compute_values(make_batch(COUNTS[0])) == values
     assert trainer.compute_ref_log_prob(make_batch(COUNTS[0])) == before
     return {
@@ -244,14 +244,14 @@ def worker(rank: int, path: str, out: str) -> None:
         "weights": whole(trainer),
     }
     before = bits(trainer), trainer.compute_log_prob(make_batch(3))
-    trainer.park()
+    trainer.offload()
     # Takes what was freed; a rank can have no process of its own.
     torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     with gated(saver, 200) as gate, ThreadPoolExecutor(1) as thread:
-        trainer.restore(wait="memory")
+        trainer.reload(wait="memory")
         thread.submit(gate.trickle)
         assert trainer.compute_log_prob(make_batch(3)) == before[1]  # each unit as it arrives
-        trainer.restore()
+        trainer.reload()
     assert_same_bits(bits(trainer), before[0])
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
     result["columns"] = columns_sharded(trainer, path)

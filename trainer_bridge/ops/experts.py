@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memsaver.common.machine import Impl, use_triton
+from memsaver.system.machine import Impl, use_triton
 from rollout.ops.norm_and_activation import silu_mul
 
 _BLOCK = 2048  # elements of a row at a time
 
 
-class Pairs(NamedTuple):
+class ExpertRows(NamedTuple):
     """Holds the pairs of T tokens and their k choices in the order of their experts.
 
     number: int64 [T * k], the pair (token * k + choice) in each place. place: int64 [T, k], of each
@@ -31,23 +31,23 @@ class Pairs(NamedTuple):
     ends: Tensor
 
 
-def sort_pairs(ids: Tensor, experts: int) -> Pairs:
+def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
     """Sorts pairs by expert, tokens in order, without waiting. ids: int64 [T, k] < `experts`."""
     ordered, number = ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     place = torch.empty_like(number)
     place.scatter_(0, number, torch.arange(len(number), device=ids.device))
-    return Pairs(number, place.view(ids.shape), ends)
+    return ExpertRows(number, place.view(ids.shape), ends)
 
 
-def spread(x: Tensor, pairs: Pairs, impl: Impl = "auto") -> Tensor:
+def spread(x: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
     """Returns [T * k, H]: the token of each place. x: [T, H]."""
     out: Tensor = _Spread.apply(x, pairs, impl)
     return out
 
 
-def combine(y: Tensor, weights: Tensor, pairs: Pairs, impl: Impl = "auto") -> Tensor:
+def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
     """Returns [T, H]: the sum of each token's rows of `y`, weighed.
 
     y: [T * k, H], by place. weights: [T, k], of y's dtype or fp32. The weighed row is rounded to
@@ -65,7 +65,7 @@ def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pairs: Pairs, impl: Impl) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pairs: ExpertRows, impl: Impl) -> Tensor:
         ctx.save_for_backward(pairs.place)
         ctx.impl = impl
         return x.index_select(0, pairs.number // pairs.place.shape[1])
@@ -78,7 +78,7 @@ class _Spread(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, pairs: Pairs, impl: Impl) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl) -> Tensor:
         ctx.save_for_backward(y, weights, pairs.number)
         ctx.impl = impl
         return token_sum(y, pairs.place, weights, impl)

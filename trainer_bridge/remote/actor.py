@@ -16,15 +16,15 @@ from torch import Tensor
 
 from memsaver import MemorySaver
 from rollout import Engine
-from rollout.actor_base import ActorBase, Seat
+from rollout.actor_base import ActorBase, RankAddress
 from rollout.protocols import Progress
 from rollout.serving import for_each
 from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig
+from trainer_bridge.offload import reserve_offload
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
-from trainer_bridge.sync.consensus import group_consensus
+from trainer_bridge.sync.agree import group_consensus
 from trainer_bridge.trainer import Trainer
-from trainer_bridge.training.offload import reserve_parked
 
 
 class TrainerActor(ActorBase):
@@ -37,19 +37,19 @@ class TrainerActor(ActorBase):
         self.config = config
 
     def reserve(self, ranks: int) -> None:
-        """Begin to obtain host memory for what will be parked, as one of so many ranks."""
+        """Begin to obtain host memory for what will be offloaded, as one of so many ranks."""
         self._saver = MemorySaver(device=self.config.device)
-        reserve_parked(self.config, ranks, self._saver)
+        reserve_offload(self.config, ranks, self._saver)
 
     def build(
         self,
         layout: Manifest | None = None,
         shard_dims: Mapping[str, int] | None = None,
-        seat: Seat | None = None,
+        address: RankAddress | None = None,
     ) -> None:
-        """Make the trainer. seat: this one's among several ranks. The rest is `Trainer`'s."""
-        self._join(seat, self.config.device)
-        self._key = None if seat is None else seat.key
+        """Make the trainer. address: this one's among several ranks. The rest is `Trainer`'s."""
+        self._join(address, self.config.device)
+        self._key = None if address is None else address.key
         saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
@@ -70,10 +70,12 @@ class RemoteTrainer(RemoteGroup):
         self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None
     ) -> None:
         """Make the trainer of every rank, all at the same time."""
-        self.call_each("build", [(layout, shard_dims, seat) for seat in seats(self)])
+        self.call_each("build", [(layout, shard_dims, address) for address in addresses(self)])
 
     def reserve(self) -> None:
-        """Have every rank begin to obtain host memory for what will be parked; waits for nobody."""
+        """Have every rank begin to obtain host memory for what will be offloaded; waits for
+        nobody.
+        """
         for rank in self.ranks:
             rank.start("reserve", len(self.ranks))
 
@@ -86,13 +88,13 @@ class RemoteTrainer(RemoteGroup):
     compute_values = on_every_rank(Trainer.compute_values)
     update_actor = on_every_rank(Trainer.update_actor)
     update_critic = on_every_rank(Trainer.update_critic)
-    park = on_every_rank(Trainer.park)
-    restore = on_every_rank(Trainer.restore)
+    offload = on_every_rank(Trainer.offload)
+    reload = on_every_rank(Trainer.reload)
     empty_cache = on_every_rank(Trainer.empty_cache)
-    as_partner = on_one_rank(Trainer.as_partner)
+    as_peer = on_one_rank(Trainer.as_peer)
     hand_over_to = on_one_rank(Trainer.hand_over_to)
     sync_weights = on_every_rank(Trainer.sync_weights)
-    share_weights = on_every_rank(Trainer.share_weights)
+    alias_weights = on_every_rank(Trainer.alias_weights)
     save_checkpoint = on_every_rank(Trainer.save_checkpoint)
     load_checkpoint = on_every_rank(Trainer.load_checkpoint)
     save_adapters = on_every_rank(Trainer.save_adapters)
@@ -117,24 +119,24 @@ class RemoteRollout(RemoteGroup):
 
     def build(self) -> None:
         """Make the engine of every rank, all at the same time."""
-        found: list[Seat | None] = []
+        found: list[RankAddress | None] = []
         for engine in self._engines:
-            found += seats(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
-        self.call_each("build", [(seat,) for seat in found])
+            found += addresses(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
+        self.call_each("build", [(address,) for address in found])
 
     sleep = on_every_rank(Engine.sleep)
     wake_up = on_every_rank(Engine.wake_up)
-    wind_down = on_every_rank(Engine.wind_down)
+    shrink = on_every_rank(Engine.shrink)
     prepare_sleep = on_every_rank(Engine.prepare_sleep)
     served_version = on_every_rank(Engine.served_version)
     abort_update = on_every_rank(Engine.abort_update)
-    as_partner = on_one_rank(Engine.as_partner)
+    as_peer = on_one_rank(Engine.as_peer)
     hand_over_to = on_one_rank(Engine.hand_over_to)
     weight_layout = on_one_rank(Engine.weight_layout)
     begin_update = on_one_rank(Engine.begin_update)
     verify_update = on_one_rank(Engine.verify_update)
     commit_update = on_one_rank(Engine.commit_update)
-    adopt_update = on_one_rank(Engine.adopt_update)
+    alias_update = on_one_rank(Engine.alias_update)
     report = on_one_rank(Engine.report)
     drain_events = on_one_rank(Engine.drain_events)
     take_usage = on_one_rank(Engine.take_usage)
@@ -159,8 +161,8 @@ class RemoteRollout(RemoteGroup):
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """The prompts are dealt over the replicas; answers come in the order of the prompts. A
-        replica that refuses one counts those that it was dealt.
+        """The prompts are dispatched over the replicas; answers come in the order of the prompts. A
+        replica that refuses one counts those that it was dispatched.
 
         on_progress runs in the actor: pass something picklable that sends the numbers on.
         ValueError with several replicas, whose numbers nobody adds up.
@@ -169,20 +171,20 @@ class RemoteRollout(RemoteGroup):
         if on_progress is not None and len(self._engines) > 1:
             text = f"on_progress is for one engine, these are {len(self._engines)} replicas"
             raise ValueError(f"{text}; leave it away")
-        dealt = deal_prompts(prompts, each, len(self._engines))
+        dispatched = dispatch_prompts(prompts, each, len(self._engines))
         args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
-        for engine, numbers in zip(self._engines, dealt, strict=True):
+        for engine, numbers in zip(self._engines, dispatched, strict=True):
             mine = [prompts[number] for number in numbers], [each[number] for number in numbers]
             for rank in engine if numbers else ():
                 args[rank] = (*mine, on_progress if rank == engine.start else None)
         answers = self.call_each("generate", args)
         found: dict[int, list[Completion]] = {}
-        for engine, numbers in zip(self._engines, dealt, strict=True):
+        for engine, numbers in zip(self._engines, dispatched, strict=True):
             found |= zip(numbers, answers[engine.start] or (), strict=True)
         return [found[number] for number in range(len(prompts))]
 
 
-def deal_prompts(
+def dispatch_prompts(
     prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
 ) -> list[list[int]]:
     """Returns every replica's prompts by number, ascending; the same for the same requests.
@@ -192,16 +194,16 @@ def deal_prompts(
     """
     requests = zip(prompts, params, strict=True)
     work = [len(ids) + max(each.n, each.beam_width) * each.max_tokens for ids, each in requests]
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    dispatched: list[list[int]] = [[] for _ in range(replicas)]
     load = [0] * replicas
     for number in sorted(range(len(work)), key=lambda number: (-work[number], number)):
         least = load.index(min(load))
-        dealt[least].append(number)
+        dispatched[least].append(number)
         load[least] += work[number]
-    return [sorted(numbers) for numbers in dealt]
+    return [sorted(numbers) for numbers in dispatched]
 
 
-def seats(ranks: RemoteGroup) -> list[Seat | None]:
+def addresses(ranks: RemoteGroup) -> list[RankAddress | None]:
     """Returns where each rank joins the others; None for one alone. Rank 0 opens the store."""
     if len(ranks.ranks) == 1:
         return [None]
@@ -209,6 +211,6 @@ def seats(ranks: RemoteGroup) -> list[Seat | None]:
     size, seconds = len(ranks.ranks), ranks.timeout
     key = secrets.token_bytes(32)
     return [
-        Seat(host=host, port=port, rank=rank, size=size, seconds=seconds, key=key)
+        RankAddress(host=host, port=port, rank=rank, size=size, seconds=seconds, key=key)
         for rank in range(size)
     ]

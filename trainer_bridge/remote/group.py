@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product, starmap
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from memsaver.common.signals import held
+from memsaver.system.interrupts import held
 from rollout.types import RankError
 from trainer_bridge.errors import (
     ActorDied,

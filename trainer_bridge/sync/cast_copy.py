@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memsaver.common.digest import digest
-from memsaver.common.layout import blocks, grids
-from memsaver.common.machine import Impl, use_triton
-from memsaver.common.segments import Segment, SegmentTable
+from memsaver.ops.digest import digest
+from memsaver.ops.layout import blocks, grids
+from memsaver.ops.segments import Segment, SegmentTable
+from memsaver.system.machine import Impl, use_triton
 from trainer_bridge.sync.plan import Copy
 from trainer_bridge.sync.shards import dot, torch_dtype
 

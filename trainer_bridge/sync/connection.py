@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from memsaver.common.machine import device_key
+from memsaver.system.machine import device_key
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.plan import Plan
+from trainer_bridge.sync.plan import SyncPlan
 
 _log = logging.getLogger("memsaver")
 _SECONDS = timedelta(seconds=60)  # for one message, where the group has no gloo of its own
@@ -326,7 +326,7 @@ class Connection:
 def obstacle(place: str, target: str) -> str | None:
     """Tells why this process, its device at `place`, cannot map pages at `target`; None: it can.
 
-    Places are as of `memsaver.common.machine.place_of`; one without a host is on this one. Of a
+    Places are as of `memsaver.system.machine.place_of`; one without a host is on this one. Of a
     GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, _, mine), (other, _, theirs) = place.rpartition("/"), target.rpartition("/")
@@ -342,7 +342,7 @@ def obstacle(place: str, target: str) -> str | None:
     return None if reaches else f"{mine} cannot reach {theirs}"
 
 
-def obstacles(place: str, plan: Plan) -> dict[int, str]:
+def obstacles(place: str, plan: SyncPlan) -> dict[int, str]:
     """Returns the targets whose pages this rank, at `place`, cannot map, and why."""
     places = {target.place for target in plan.targets}
     found = {where: obstacle(place, where) for where in places}
@@ -352,7 +352,7 @@ def obstacles(place: str, plan: Plan) -> dict[int, str]:
 
 
 def connect(
-    plan: Plan,
+    plan: SyncPlan,
     speakers: Sequence[int],
     blocked: Sequence[Mapping[int, str]],
     *,
@@ -394,7 +394,7 @@ def connect(
 
 
 def _wire(
-    plan: Plan,
+    plan: SyncPlan,
     routes: Routes,
     blocked: Sequence[Mapping[int, str]],
     device: torch.device,
@@ -417,7 +417,7 @@ def _wire(
     return make_wire(group, ranks, plan.places, device, host=bool(routes.handled))
 
 
-def _all_sizes(plan: Plan) -> dict[Pair, int]:
+def _all_sizes(plan: SyncPlan) -> dict[Pair, int]:
     sizes: Counter[Pair] = Counter()
     for rank in range(len(plan.places)):
         for copy in plan.copies(rank):

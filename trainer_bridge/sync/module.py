@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.common.machine import place_of
+from memsaver.system.machine import place_of
 from rollout.model import stored_buffers
-from rollout.protocols import SyncTarget
-from trainer_bridge.sync.consensus import Alone, group_consensus
+from rollout.protocols import UpdatableEngine
+from trainer_bridge.sync.agree import Alone, group_consensus
 from trainer_bridge.sync.shards import SourceShard, dtensor_shards
 from trainer_bridge.sync.weight_sync import WeightSync
 
@@ -60,7 +60,7 @@ class Shards:
 
 def module_sync(
     params: nn.Module | Mapping[str, Tensor],
-    targets: Sequence[SyncTarget],
+    targets: Sequence[UpdatableEngine],
     *,
     transport: str = "auto",
 ) -> WeightSync:

@@ -16,7 +16,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from memsaver.common.layout import row_major
+from memsaver.ops.layout import row_major
 from rollout.model import Stored, spellings
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.errors import listed
@@ -85,7 +85,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class SyncPlan:
     """The copies of all ranks: together they write every byte of every slice of every target
     exactly once.
 
@@ -127,9 +127,9 @@ class Planner:
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
         """places: the device of every rank. A shard may be given twice: ranks just join lists."""
         self._sources = Sources(shards, places)
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, SyncPlan] = {}
 
-    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> Plan:
+    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> SyncPlan:
         """names: only these parameters are written, by either side's names; None: all.
 
         Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes,
@@ -167,7 +167,7 @@ class _Planning:
         slices = chain.from_iterable(manifest.slices for manifest in self._manifests)
         self._anywhere = {piece.name for piece in slices}
 
-    def plan(self, layout_hash: str) -> Plan:
+    def plan(self, layout_hash: str) -> SyncPlan:
         slices: dict[tuple[str, Box], list[tuple[ParamSlice, str]]] = defaultdict(list)
         for manifest in self._manifests:
             for name, piece in self._named_slices(manifest):
@@ -188,7 +188,7 @@ class _Planning:
             self._parts += [
                 _Part(name, piece, tuple(self._like[layout]), dealt) for piece, layout in pieces
             ]
-        return Plan(
+        return SyncPlan(
             layout_hash=layout_hash,
             targets=self._targets,
             places=self._sources.places,

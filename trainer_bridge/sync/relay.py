@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memsaver.common.layout import row_major
-from rollout.protocols import SyncTarget
+from memsaver.ops.layout import row_major
+from rollout.protocols import UpdatableEngine
 from rollout.types import PackedBox
 from trainer_bridge.sync.cast_copy import CastCopy, placements
 from trainer_bridge.sync.connection import Connection, Posted
-from trainer_bridge.sync.plan import Copy, Plan
-from trainer_bridge.sync.rank_copies import DerivedCopies, LowRank, Written
+from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import torch_dtype
+from trainer_bridge.sync.writer import DerivedCopies, LowRank, Written
 
 MESSAGE_BYTES = 64 << 20
 _ALIGNMENT = 16  # of a box in a message: what the kernels like
@@ -214,10 +214,10 @@ class Relay:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SyncPlan,
         connection: Connection,
         sources: Mapping[str, Tensor],
-        handles: Mapping[int, SyncTarget],
+        handles: Mapping[int, UpdatableEngine],
         *,
         rank: int,
         derived: Collection[str],

@@ -149,9 +149,9 @@ def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
     """Returns the shards of all ranks of `param`'s mesh, under their numbers in the world.
 
     A mesh need not hold all ranks: with FSDP2 over tensor parallel, a norm's mesh is one column of
-    ranks, and the ranks of another column find themselves only. Plan from the shards that all ranks
-    found; the same one twice does no harm. A ValueError says what is no box, or that this rank's
-    tensor is not the box that its placements ask for.
+    ranks, and the ranks of another column find themselves only. SyncPlan from the shards that all
+    ranks found; the same one twice does no harm. A ValueError says what is no box, or that this
+    rank's tensor is not the box that its placements ask for.
     """
     mesh = param.device_mesh
     global_shape, mesh_shape = tuple(param.shape), tuple(mesh.mesh.shape)

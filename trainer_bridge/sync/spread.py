@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from memsaver.common.layout import row_major
+from memsaver.ops.layout import row_major
 from trainer_bridge.sync.shards import Box, Ints, SourceShard, difference, dot, uncovered
 
 

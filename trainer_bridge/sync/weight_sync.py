@@ -29,16 +29,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from rollout.protocols import SyncTarget
+from rollout.protocols import UpdatableEngine
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
+from trainer_bridge.sync.agree import Alone, Consensus
 from trainer_bridge.sync.cast_copy import OnPart, all_finite
 from trainer_bridge.sync.connection import IpcTicket, connect, obstacles
-from trainer_bridge.sync.consensus import Alone, Consensus
-from trainer_bridge.sync.plan import Plan, Planner, Target
-from trainer_bridge.sync.rank_copies import LowRank, RankCopies, Written
+from trainer_bridge.sync.plan import Planner, SyncPlan, Target
 from trainer_bridge.sync.relay import MESSAGE_BYTES, Relay
 from trainer_bridge.sync.shards import SourceShard
+from trainer_bridge.sync.writer import LowRank, RankCopies, Written
 
 T = TypeVar("T")
 _MASK64 = (1 << 64) - 1
@@ -77,7 +77,7 @@ class _Round:
     """One sync under way. opened: targets that are to be told if it fails."""
 
     version: int
-    opened: list[SyncTarget] = field(default_factory=list)
+    opened: list[UpdatableEngine] = field(default_factory=list)
     copies: RankCopies | None = None
     relay: Relay | None = None
     leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -109,7 +109,7 @@ class WeightSync:
         self,
         shards: Sequence[SourceShard],
         sources: Callable[[], Mapping[str, Tensor]],
-        targets: Sequence[SyncTarget],
+        targets: Sequence[UpdatableEngine],
         consensus: Consensus | None = None,
         *,
         place: str,
@@ -295,7 +295,7 @@ class WeightSync:
         )
 
     def _tables(
-        self, plan: Plan, sources: Mapping[str, Tensor], derived: Collection[str]
+        self, plan: SyncPlan, sources: Mapping[str, Tensor], derived: Collection[str]
     ) -> tuple[RankCopies, Relay | None]:
         rank, routes = self._consensus.rank, self._connection.routes
         direct = routes.direct(rank) if routes.indirect else None
@@ -431,7 +431,7 @@ def _abort(state: _Round, error: BaseException) -> None:
     abort_all(state.opened, error)
 
 
-def abort_all(opened: Sequence[SyncTarget], error: BaseException) -> None:
+def abort_all(opened: Sequence[UpdatableEngine], error: BaseException) -> None:
     """Tell the targets of a sync that failed; what cannot be told is noted on the error."""
     for target in opened:
         try:

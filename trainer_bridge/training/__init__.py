@@ -1,14 +1,12 @@
 """Holds what a training step takes: model, losses, optimizer, adapters, critic, checkpoints."""
 
 from trainer_bridge.training.checkpoint import read_values
+from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.model import check_layout, lora_target_names
-from trainer_bridge.training.offload import Wait
 from trainer_bridge.training.packing import packed_attention
-from trainer_bridge.training.runtime import Runtime
 
 __all__ = [
     "Runtime",
-    "Wait",
     "check_layout",
     "lora_target_names",
     "packed_attention",

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memsaver.common.layout import round_up, send_together
+from memsaver.ops.layout import round_up, send_together
 from rollout.types import COLDEST
 from trainer_bridge.training.packing import Packing
 
@@ -176,7 +176,7 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature={temperature} {rule}")
 
 
-def deal(
+def dispatch(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
     """Deals this rank sequences in chunks of no more tokens than `size` of the batch's longest: of
@@ -220,8 +220,8 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 def lay_out(
     batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
 ) -> MicroBatch:
-    """Returns the micro batch of `rows`, which `deal` dealt in chunks of `size`: end to end, or
-    padded.
+    """Returns the micro batch of `rows`, which `dispatch` dispatched in chunks of `size`: end to
+    end, or padded.
 
     The causal mask hides what lies to the right, so padding needs no mask of its own. End to end, a
     filler rounds the tokens up to sixteenths of the largest chunk: an allocator that cuts up what

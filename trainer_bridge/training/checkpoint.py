@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from memsaver.common.machine import exchange_names, replace_text, sync
-from memsaver.common.plain import all_gather_plain
+from memsaver.system.machine import exchange_names, replace_text, sync
+from memsaver.system.sealed import all_gather_plain
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 
 _VALUES = "values.json"

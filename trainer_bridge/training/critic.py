@@ -6,10 +6,10 @@ from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens
+from trainer_bridge.training.device import Runtime
+from trainer_bridge.training.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.training.model import build_model
 from trainer_bridge.training.optimizer import Schedule, build_optimizer, optimizer_step
-from trainer_bridge.training.runtime import Runtime
-from trainer_bridge.training.scoring import add_gradients, score_tokens, token_logits, value_clip
 
 
 class Critic:

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from memsaver.common.digest import digest
-from memsaver.common.hash import MASK64, hash_text
-from memsaver.common.plain import all_gather_plain
+from memsaver.ops.digest import digest
+from memsaver.ops.hash import MASK64, hash_text
+from memsaver.system.sealed import all_gather_plain
 from rollout.model import (
     Stored,
     checkpoint_files,

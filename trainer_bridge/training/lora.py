@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.common.machine import replace_text
+from memsaver.system.machine import replace_text
 from trainer_bridge.config import LoraConfig
-from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.shards import local_shard, shard_box
+from trainer_bridge.sync.writer import LowRank
 from trainer_bridge.training import checkpoint
 
 NAMES = ("lora_a", "lora_b")

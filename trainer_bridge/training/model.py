@@ -22,17 +22,16 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from memsaver import MemorySaver
-from memsaver.common.hash import hash_text
+from memsaver.ops.hash import hash_text
 from rollout.model import stored_buffers
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
 from trainer_bridge.ops.token_scores import score_in_head
-from trainer_bridge.sync.page_share import byte_offsets
+from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
-from trainer_bridge.training.experts import NAME as EXPERTS
-from trainer_bridge.training.experts import check_widths, register_experts, route_in_fp32
+from trainer_bridge.training.device import Runtime, side_by_side
 from trainer_bridge.training.initial import CheckpointFiles, check_directory
 from trainer_bridge.training.lora import (
     NAMES,
@@ -42,11 +41,12 @@ from trainer_bridge.training.lora import (
     is_adapter,
     target_names,
 )
+from trainer_bridge.training.moe import NAME as EXPERTS
+from trainer_bridge.training.moe import check_widths, register_experts, route_in_fp32
 from trainer_bridge.training.packing import pack_if_possible
-from trainer_bridge.training.runtime import Runtime, side_by_side
 
 _NOISES = ("drop", "jitter")
-Arrive = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
+AwaitContent = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 
 
 def build_model(
@@ -328,22 +328,22 @@ def shards_in_order(model: nn.Module) -> list[Tensor]:
     return [*chain.from_iterable(map(_shards, _groups(model)))]
 
 
-def await_shards(model: nn.Module, arrive: Arrive) -> None:
-    """Calls `arrive` before each unit's forward: what it gathers, and on which streams."""
+def await_shards(model: nn.Module, await_content: AwaitContent) -> None:
+    """Calls `await_content` before each unit's forward: what it gathers, and on which streams."""
     for group in _groups(model):
         for module in group.modules:
-            hook = partial(_await, group, arrive)
+            hook = partial(_await, group, await_content)
             module.register_forward_pre_hook(hook, prepend=True)  # before FSDP's
 
 
-def _await(group: Any, arrive: Arrive, module: nn.Module, args: object) -> None:
+def _await(group: Any, await_content: AwaitContent, module: nn.Module, args: object) -> None:
     streams = []
     if group.device.type == "cuda":
         streams = [
             torch.cuda.current_stream(group.device),
             group.comm_ctx.all_gather_copy_in_stream,
         ]
-    arrive(_shards(group), streams)
+    await_content(_shards(group), streams)
 
 
 def _shards(group: Any) -> list[Tensor]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from memsaver import MemorySaver
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
-from trainer_bridge.training.runtime import Runtime, side_by_side
+from trainer_bridge.training.device import Runtime, side_by_side
 
 CHUNK = 32 << 20  # elements: copies this long run at the link's rate, and the ends cost little
 _SLOTS = 3  # chunks on the device: one comes, one is updated, one goes
@@ -24,7 +24,7 @@ _ALIGN = 64  # elements: vectors of a kernel then end where they would in a whol
 _ROWS = ("master", "exp_avg", "exp_avg_sq")
 
 
-class _Piece(NamedTuple):
+class _Slice(NamedTuple):
     """A part of a shard in a chunk: of which parameter, and where it lies in both."""
 
     param: int
@@ -101,7 +101,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         }
         after = self._step + 1
 
-        def work(slot: Tensor, pieces: Sequence[_Piece]) -> None:
+        def work(slot: Tensor, pieces: Sequence[_Slice]) -> None:
             self._update(
                 group, after, grads, slot, [each for each in pieces if each.param in grads]
             )
@@ -116,7 +116,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         step: Tensor,
         grads: Mapping[int, Tensor],
         slot: Tensor,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[_Slice],
     ) -> None:
         if not pieces:
             return
@@ -138,13 +138,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         )
         self._round(slot, pieces)
 
-    def _round(self, slot: Tensor, pieces: Sequence[_Piece]) -> None:
+    def _round(self, slot: Tensor, pieces: Sequence[_Slice]) -> None:
         if pieces:
             weights = [self._weights[each.param][each.in_shard] for each in pieces]
             torch._foreach_copy_(weights, _parts(slot[0], pieces))
 
     def _pass(
-        self, work: Callable[[Tensor, Sequence[_Piece]], None], inward: int, outward: int
+        self, work: Callable[[Tensor, Sequence[_Slice]], None], inward: int, outward: int
     ) -> None:
         """Has `work` called with every chunk, fp32 [3, chunk] on the device, and its pieces.
 
@@ -176,22 +176,22 @@ class StreamedAdamW(torch.optim.Optimizer):
             side.synchronize()  # before the slots are freed, and the host reads
 
 
-def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Piece]]:
+def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Slice]]:
     """Returns the pieces of every chunk: tensors of these sizes begin at `starts`, in order."""
     total = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
-    chunks: list[list[_Piece]] = [[] for _ in range(0, total, chunk)]
+    chunks: list[list[_Slice]] = [[] for _ in range(0, total, chunk)]
     for param, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         at = 0
         while at < size:
             number, first = divmod(start + at, chunk)
             length = min(size - at, chunk - first)
-            piece = _Piece(param, slice(at, at + length), slice(first, first + length))
+            piece = _Slice(param, slice(at, at + length), slice(first, first + length))
             chunks[number].append(piece)
             at += length
     return chunks
 
 
-def _parts(row: Tensor, pieces: Sequence[_Piece]) -> list[Tensor]:
+def _parts(row: Tensor, pieces: Sequence[_Slice]) -> list[Tensor]:
     return [row[each.in_chunk] for each in pieces]
 
 

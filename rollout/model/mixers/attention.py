@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvcache.staging import heads_per_rank
 from rollout.model.layer_kv import layer_kv
-from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
-from rollout.model.params import Group, Split, Splits, one, stack
+from rollout.model.mixers.base import Batch, LayerParts, MixerConfig, RopeConfig
+from rollout.model.params import ParamGroup, Split, Splits, one, stack
 from rollout.ops.norm_and_activation import rms_norm
 from rollout.ops.products import linear
 
@@ -59,7 +59,7 @@ class AttentionConfig(MixerConfig):
         """Rows of q_proj in heads: a query each, and a gate behind it where outputs are gated."""
         return self.num_heads * (2 if self.output_gate else 1)
 
-    def groups(self, hidden_size: int, layer: str) -> list[Group]:
+    def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attn = layer + "self_attn."
         qkv = (("q_proj", self.query_rows * self.head_dim), ("k_proj", kv), ("v_proj", kv))
@@ -99,14 +99,14 @@ class AttentionConfig(MixerConfig):
             num_kv_heads=heads_per_rank(size, self.num_kv_heads),
         )
 
-    def build(self, index: int, parts: Parts) -> Attention:
+    def build(self, index: int, parts: LayerParts) -> Attention:
         return Attention(self, index, parts)
 
 
 class Attention:
     """Weights are views; they stay valid over pause and resume."""
 
-    def __init__(self, config: AttentionConfig, index: int, parts: Parts) -> None:
+    def __init__(self, config: AttentionConfig, index: int, parts: LayerParts) -> None:
         self.config = config
         name, store = f"model.layers.{index}.self_attn.", parts.store
         self._qkv = store.tensor(name + "qkv_proj.weight")

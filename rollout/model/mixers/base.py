@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
-from kvcache.tiers import Transfer
+from kvcache.tiers import HostTransfer
 from rollout.model.layer_kv import DoubleSparsity
-from rollout.model.params import Group, Splits
+from rollout.model.params import ParamGroup, Splits
 from rollout.ops.attention_plan import AttentionPlan, BatchShape
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Batch:
     plan: AttentionPlan
     shape: BatchShape | None
     sliding: Sliding | None = None
-    loads: Sequence[Transfer] = ()
+    loads: Sequence[HostTransfer] = ()
 
 
 Mixer = Callable[[Tensor, Batch], Tensor]
@@ -64,7 +64,7 @@ class MixerConfig(ABC):
     capturable = True  # whether a CUDA graph can hold a decode step
 
     @abstractmethod
-    def groups(self, hidden_size: int, layer: str) -> list[Group]:
+    def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
         """Its parameters in memory order; names begin with `layer`, "model.layers.3." say."""
 
     @abstractmethod
@@ -76,12 +76,12 @@ class MixerConfig(ABC):
         """Returns it with the heads of one of `size` ranks, which `splits` can share."""
 
     @abstractmethod
-    def build(self, index: int, parts: Parts) -> Mixer:
+    def build(self, index: int, parts: LayerParts) -> Mixer:
         """The mixer of layer `index`, over views of the weight store."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class LayerParts:
     """Holds what mixers are built from.
 
     store: the weights. layout: what each layer keeps; tokens in `pool`, states of linear layers in

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcache.pools import HybridReqToTokenPool
-from rollout.model.mixers.base import Batch, MixerConfig, Parts
-from rollout.model.params import Group, Split, Splits, one, stack
+from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
+from rollout.model.params import ParamGroup, Split, Splits, one, stack
 from rollout.ops.attention_plan import BatchShape
 from rollout.ops.norm_and_activation import rms_norm
 from rollout.ops.products import linear
@@ -52,7 +52,7 @@ class DeltaNetConfig(MixerConfig):
         """Value heads a key head."""
         return self.num_value_heads // self.num_key_heads
 
-    def groups(self, hidden_size: int, layer: str) -> list[Group]:
+    def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
         net, channels, values = layer + "linear_attn.", sum(self.widths), self.widths[2]
         inputs = (("in_proj_qkvz", channels + values), ("in_proj_ba", 2 * self.num_value_heads))
         return [
@@ -87,7 +87,7 @@ class DeltaNetConfig(MixerConfig):
             num_value_heads=self.num_value_heads // size,
         )
 
-    def build(self, index: int, parts: Parts) -> DeltaNet:
+    def build(self, index: int, parts: LayerParts) -> DeltaNet:
         return DeltaNet(self, index, parts)
 
 
@@ -98,7 +98,7 @@ class DeltaNet:
     of its tokens once.
     """
 
-    def __init__(self, config: DeltaNetConfig, index: int, parts: Parts) -> None:
+    def __init__(self, config: DeltaNetConfig, index: int, parts: LayerParts) -> None:
         self.config = config
         name, store = f"model.layers.{index}.linear_attn.", parts.store
         self._in = store.tensor(name + "in_proj.weight")

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvcache.ops import rotate_heads
 from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import layer_kv
-from rollout.model.mixers.base import Batch, MixerConfig, Parts, RopeConfig
-from rollout.model.params import Group, Split, Splits, one, stack
+from rollout.model.mixers.base import Batch, LayerParts, MixerConfig, RopeConfig
+from rollout.model.params import ParamGroup, Split, Splits, one, stack
 from rollout.ops.norm_and_activation import rms_norm
 from rollout.ops.products import linear
 
@@ -79,7 +79,7 @@ class MLAConfig(MixerConfig):
         """Columns of the first product: queries or their latent, the latent row, the rotary key."""
         return self.q_rank or self.query_width, self.kv_rank, self.rope_dim
 
-    def groups(self, hidden_size: int, layer: str) -> list[Group]:
+    def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
         attn = layer + "self_attn."
         first = (
             (f"{attn}{'q_a_proj' if self.q_rank else 'q_proj'}", self.widths[0]),
@@ -117,7 +117,7 @@ class MLAConfig(MixerConfig):
     def of_rank(self, size: int) -> MLAConfig:
         return replace(self, num_heads=self.num_heads // size)
 
-    def build(self, index: int, parts: Parts) -> LatentAttention:
+    def build(self, index: int, parts: LayerParts) -> LatentAttention:
         return LatentAttention(self, index, parts)
 
 
@@ -133,7 +133,7 @@ def _refuse_unsupported(config: Any) -> None:
 class LatentAttention:
     """Weights are views, the halves of `kv_b_proj` too; they stay valid over pause and resume."""
 
-    def __init__(self, config: MLAConfig, index: int, parts: Parts) -> None:
+    def __init__(self, config: MLAConfig, index: int, parts: LayerParts) -> None:
         self.config = config
         name, store = f"model.layers.{index}.self_attn.", parts.store
         self._first = store.tensor(name + "qkv_a_proj.weight")

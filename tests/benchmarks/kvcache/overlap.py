@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rollout import Engine, KVTiers, SamplingParams
-from rollout.serving.tiered_blocks import TieredBlocks
+from rollout.serving.tiers import TieredBlocks
 from tests.benchmarks.common import Figure, Figures, Scale, Times, figures
 from tests.benchmarks.kvcache import trace
 from tests.benchmarks.kvcache.engines import random_engine
@@ -96,9 +96,9 @@ def _times(scale: Scale, engine: Engine, prefix: list[int], prompts: Prompts) ->
     """
     blocks, before, times = _blocks(engine), engine.stats, Times()
     for _ in times.rounds:
-        blocks.park(keep=True)  # what a sleep does before it gives memory back
+        blocks.move_below(keep=True)  # what a sleep does before it gives memory back
         times(BOTH, partial(_answer, engine, next(prompts)))
-        blocks.park(keep=True)
+        blocks.move_below(keep=True)
         load = blocks.tiers.match_prefix(prefix).transfer
         load.synchronize()
         times.rows[LOAD].append(load.seconds * 1e3)
@@ -122,7 +122,7 @@ def _trace(scale: Scale, engine: Engine, prompt: list[int]) -> Figures:
     """AssertionError unless most layers are loaded while an earlier one is computed; the trace is
     kept even then.
     """
-    _blocks(engine).park(keep=True)
+    _blocks(engine).move_below(keep=True)
     layers = engine.model.num_layers
     with tempfile.TemporaryDirectory() as folder:
         path = (scale.out or Path(folder)) / "load_overlap.json"

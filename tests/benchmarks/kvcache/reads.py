@@ -10,8 +10,8 @@ from kvcache import KVCacheConfig, KVPool, MLACacheConfig
 from kvcache.config import FP4_DTYPE, TokenConfig
 from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import FP4KV, FP8KV
-from rollout.ops.attention import attend
 from rollout.ops.attention_plan import BatchShape, KVReader, StoredKV, plan_attention
+from rollout.ops.paged_attention import attend
 from tests.benchmarks.common import Figures, Scale, device_us, share
 from tests.benchmarks.kvcache.pools import PAGE_SIZE, pool_config, pool_of, shuffled_slots
 

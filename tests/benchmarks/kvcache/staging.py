@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import pool_layers
-from memsaver.common.machine import Impl
+from memsaver.system.machine import Impl
 from tests.benchmarks.common import MIB, Figures, Scale, device_us, share
 from tests.benchmarks.kvcache.pools import DIM, LAYERS, PAGE_SIZE, make_pool, shuffled_slots
 

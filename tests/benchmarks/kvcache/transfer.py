@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import HeadSlice, head_writers, heads_per_rank, pool_layers
 from memsaver import MemorySaver, Ticket, attach
 from rollout.disagg import MappedReader, MappedWriter

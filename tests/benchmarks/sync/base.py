@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from recipes.recipe.sections import shapes as known_shapes
+from recipes.config.sections import shapes as known_shapes
 from recipes.setup.models import meta_model
 from tests.benchmarks.common import GIB, MIB, TINY, Figure, Figures, Scale, figures
 from tests.helpers.peers import Failed, Gone, Peer, server

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import memsaver
-from memsaver.common.layout import row_major
-from memsaver.common.machine import place_of
+from memsaver.ops.layout import row_major
+from memsaver.system.machine import place_of
 from rollout import Engine
 from rollout.actor_base import open_store
 from tests.benchmarks.common import (
@@ -42,7 +42,7 @@ from tests.benchmarks.sync.base import (
 )
 from trainer_bridge import LoraConfig, TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.sync.consensus import StoreConsensus
+from trainer_bridge.sync.agree import StoreConsensus
 from trainer_bridge.sync.shards import SourceShard, dot, fsdp_shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
@@ -105,7 +105,7 @@ def _by_pages(scale: SyncScale, source: Source) -> Figures:
     ):
         receipts = []
         for version in range(scale.repeats + WARMUP):
-            receipts.append(trainer.share_weights(version))
+            receipts.append(trainer.alias_weights(version))
             rollout.sleep(level=2)
     first, *_ = receipts
     steady = statistics.median(receipt.seconds for receipt in receipts[WARMUP:]) * 1e3
@@ -113,7 +113,7 @@ def _by_pages(scale: SyncScale, source: Source) -> Figures:
     return figures({f"{name}, first time, digests read": first.seconds * 1e3, name: steady})
 
 
-def parked(scale: SyncScale) -> Figures:
+def offloaded(scale: SyncScale) -> Figures:
     """The first source, frozen under adapters, so that a GPU has room for no more than the model
     twice: its copy on the host comes back, and is synced whole.
     """
@@ -125,12 +125,12 @@ def parked(scale: SyncScale) -> Figures:
         open_ray(_trainer(scale, source, folder, **frozen), ENGINE) as (trainer, rollout),
     ):
         for version in times.rounds:
-            trainer.park()
+            trainer.offload()
             rollout.sleep(level=2)
-            times("restored", trainer.restore)
+            times("reloaded", trainer.reload)
             times("woken", partial(rollout.wake_up, ["weights"]))
             times("synced", partial(trainer.sync_weights, version))
-    name = f"{source}: memsaver, from a parked trainer"
+    name = f"{source}: memsaver, from an offloaded trainer"
     whole = {name: sum(times.medians.values())}
     return figures(whole) + figures(times.medians, "ms of it", f"{name}: ")
 

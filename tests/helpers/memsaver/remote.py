@@ -14,8 +14,8 @@ import torch
 
 import memsaver
 from memsaver import LeaseCache, MemorySaver, MemSaverError, PoolTicket, Ticket
+from memsaver.memory.page_pool import imports
 from memsaver.sharing import rpc
-from memsaver.vmm.page_pool import imports
 from tests.helpers.memory import open_fds
 from tests.helpers.memsaver.savers import not_in_vain
 from tests.helpers.peers import Peer
@@ -86,9 +86,9 @@ class Side:
         with self.kept.use(ticket) as lease:
             lease.tensor((lease.nbytes,), torch.uint8).fill_(value)
 
-    def borrow(self, ticket: Ticket) -> tuple[int, int] | None:
+    def alias(self, ticket: Ticket) -> tuple[int, int] | None:
         self.saver.pause()
-        self.saver.borrow("t", ticket)
+        self.saver.alias("t", ticket)
         return self.look()
 
     def pause_in_child(self) -> int:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import psutil
 
 from recipes.cli import main
-from recipes.watch.monitor import Monitor
+from recipes.logs.monitor import Monitor
 from tests.helpers.faults import wait_gone
 
 

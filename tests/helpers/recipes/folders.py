@@ -6,20 +6,20 @@ import json
 
 import recipes
 from memsaver import Event
-from recipes.watch.run_folder import RunFolder
+from recipes.logs.run_folder import RunFolder
 
 MIB = 2**20
 SESSION = 1000.0  # time.time() at which the first step begins
 STAGES = {  # seconds of each stage of every step
-    "park_optim": 0.01, "wake_weights": 0.01, "sync_weights": 0.04, "park_params": 0.02,
+    "offload_optim": 0.01, "wake_weights": 0.01, "sync_weights": 0.04, "offload_params": 0.02,
     "wake_kv_cache": 0.02, "generate_sequences": 0.5, "sleep": 0.01, "restore_params": 0.01,
     "compute_reward": 0.01, "compute_log_prob": 0.1, "restore_optim": 0.02,
     "compute_advantages": 0.01, "update_actor": 0.24,
 }  # fmt: skip
 HELD = {  # after a stage: owner, tag, MiB on the device, MiB kept on the host
-    "park_optim": ("trainer", "optim", 0, 8),
+    "offload_optim": ("trainer", "optim", 0, 8),
     "wake_weights": ("rollout", "weights", 4, 0),
-    "park_params": ("trainer", "params", 0, 4),
+    "offload_params": ("trainer", "params", 0, 4),
     "wake_kv_cache": ("rollout", "kv_cache", 32, 0),
     "sleep": ("rollout", "kv_cache", 0, 0),
     "restore_params": ("trainer", "params", 4, 0),
@@ -34,8 +34,8 @@ def train_row(step, **more):
         "step": step,
         "reward": 0.1 * step,
         "exact_match": 0.05 * step,
-        "gap_mean": 1e-6,
-        "gap_max": 1e-5,
+        "mismatch_mean": 1e-6,
+        "mismatch_max": 1e-5,
         "loss": 0.25,
         "response_length": 2.5,
         "tokens": 200,

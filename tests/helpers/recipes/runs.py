@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from recipes.logs.run_folder import RunFolder
 from recipes.run import start_run
-from recipes.watch.run_folder import RunFolder
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ("grpo.prompts_per_step=8", "grpo.samples_per_prompt=4", "eval.every=2")

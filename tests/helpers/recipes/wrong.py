@@ -124,8 +124,8 @@ OUT_OF_RANGE = {
     "eval.also_digits": wrong(
         "eval.also_digits=[0]", "also_digits=[0]: must be different numbers of at least 1"
     ),
-    "cycle.keep": wrong(
-        "cycle.keep=[params,wieghts]", "keep=[params,wieghts]: names unknown tags wieghts"
+    "cycle.resident": wrong(
+        "cycle.resident=[params,wieghts]", "resident=[params,wieghts]: names unknown tags wieghts"
     ),
     "cycle.overlap": wrong(
         "cycle.overlap=[reference]", "overlap=[reference]: names unknown tags reference; known: par"
@@ -283,9 +283,9 @@ CONTRADICTIONS = [
         "set trainer.optimizer_offload=false",
     ),
     wrong(
-        "trainer.optimizer_offload=true cycle.keep=[params,optim]",
+        "trainer.optimizer_offload=true cycle.resident=[params,optim]",
         "optim is there with trainer.optimizer_offload=false only",
-        "keep=[params]",
+        "resident=[params]",
     ),
     wrong("lora.alpha=8", "lora.alpha=8: has no effect with lora.rank=0"),
     wrong("lora.target_modules=[q_proj]", "has no effect with lora.rank=0"),
@@ -333,7 +333,11 @@ CONTRADICTIONS = [
         "checkpoint.max_restarts=2 checkpoint.every=0",
         "max_restarts=2: needs checkpoints to go on from",
     ),
-    wrong("cycle.keep=[optim,critic]", "critic is there with algorithm=ppo only", "keep=[optim]"),
+    wrong(
+        "cycle.resident=[optim,critic]",
+        "critic is there with algorithm=ppo only",
+        "resident=[optim]",
+    ),
     wrong("cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
     wrong(
         "cycle.overlap=[optim] cycle.hand_over=always",
@@ -358,11 +362,11 @@ CONTRADICTIONS = [
     wrong("cycle.overlap=some", "must be auto, or a list of words, as [params, optim]"),
     wrong("grpo.router_replay=true", "the model has no experts to choose"),
     wrong("model.fp32_router=true", "the model has no experts to choose"),
-    wrong("cycle.keep=[reference]", "reference is there with grpo.kl_coef above 0"),
+    wrong("cycle.resident=[reference]", "reference is there with grpo.kl_coef above 0"),
     wrong(
-        "algorithm=ppo cycle.keep=[reference,critic]",
+        "algorithm=ppo cycle.resident=[reference,critic]",
         "reference is there with ppo.kl_coef",
-        "keep=[critic]",
+        "resident=[critic]",
     ),
 ]
 IDLE = {"ppo": "algorithm=grpo", "grpo": "algorithm=ppo"}  # sections that do not count with it

@@ -18,7 +18,7 @@ from rollout import KVTiers, SamplingParams
 from rollout.serving.prefix import Swapped
 from rollout.serving.samples import Sample
 from rollout.serving.scheduler import Scheduler
-from rollout.serving.tiered_blocks import TieredBlocks, Victim
+from rollout.serving.tiers import TieredBlocks, Victim
 from tests.helpers.rollout.poison import fill
 
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
@@ -165,7 +165,7 @@ class World:
             self.blocks.new_weights()
         elif what == "pause":
             self.scheduler.preempt_all()
-            self.blocks.park(keep=True)
+            self.blocks.move_below(keep=True)
             assert self.blocks.blocks.available_pages == PAGES
             self.forget_device()
         elif what == "abort" and self.scheduler.unfinished:

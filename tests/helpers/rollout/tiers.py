@@ -12,7 +12,7 @@ import torch
 
 from kvcache.pools import TokenPool
 from rollout import Engine, KVTiers
-from rollout.serving.tiered_blocks import TieredBlocks
+from rollout.serving.tiers import TieredBlocks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.poison import fill
 

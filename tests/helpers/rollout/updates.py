@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memsaver import MemorySaver, Ticket, attach
-from memsaver.common.digest import digest
-from memsaver.common.layout import row_major
+from memsaver.ops.digest import digest
+from memsaver.ops.layout import row_major
 from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
 from rollout.types import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import build_tiny, greedy
@@ -133,9 +133,9 @@ class Owner:
             torch.cuda.synchronize()
         return total % 2**64
 
-    def lend(self, engine: Engine, version: int, seed: int, **how: Any) -> None:
+    def alias(self, engine: Engine, version: int, seed: int, **how: Any) -> None:
         read = self.fill(seed)
-        receipt = engine.adopt_update(
+        receipt = engine.alias_update(
             version, self.ticket(), **{"layout_hash": self.manifest.layout_hash, **how}
         )
         assert receipt.version == version == engine.weights_version
@@ -146,6 +146,6 @@ class Owner:
 
 
 def weight_bytes(engine: Engine) -> tuple[int, int]:
-    """(own, borrowed)"""
+    """(own, aliased)"""
     tag = engine.report().tags[WEIGHTS]
-    return tag.committed_bytes, tag.borrowed_bytes
+    return tag.committed_bytes, tag.aliased_bytes

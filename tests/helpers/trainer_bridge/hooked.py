@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer_bridge.sync.consensus import StoreConsensus, T
+from trainer_bridge.sync.agree import StoreConsensus, T
 
 STAGES = ("prepare", "open", "write", "verify", "commit")
 MOMENTS = ("before", "inside", "done", "said", "decided")

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memsaver.common.machine import place_of
+from memsaver.system.machine import place_of
 from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
+from trainer_bridge.sync.agree import group_consensus
 from trainer_bridge.sync.connection import Transport
-from trainer_bridge.sync.consensus import group_consensus
-from trainer_bridge.sync.rank_copies import LowRank
 from trainer_bridge.sync.shards import torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
+from trainer_bridge.sync.writer import LowRank
 
 SMALL = 80  # bytes of a message: a row of `embed` is 16, all of it 160
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.model.params import Group, Param, one, shard_groups, stack
+from rollout.model.params import Param, ParamGroup, one, shard_groups, stack
 from rollout.types import Manifest, ParamSlice
 from rollout.weights.store import build_manifest
 from tests.helpers.digests import element
@@ -55,7 +55,7 @@ def manifest(
 
 def decoder_groups(
     *, hidden: int, vocab: int, heads: int, kv_heads: int, inner: int, tied: bool
-) -> list[Group]:
+) -> list[ParamGroup]:
     """One layer, dense and with 3 experts."""
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     rows = {"q": heads * HEAD_DIM, "k": kv_heads * HEAD_DIM, "v": kv_heads * HEAD_DIM}
@@ -79,7 +79,7 @@ def decoder_groups(
 
 
 def manifests(
-    groups: Sequence[Group],
+    groups: Sequence[ParamGroup],
     size: int,
     dtype: torch.dtype,
     base: int = 0,
@@ -96,7 +96,7 @@ def manifests(
     ]
 
 
-def parameters(groups: Sequence[Group]) -> dict[str, tuple[int, ...]]:
+def parameters(groups: Sequence[ParamGroup]) -> dict[str, tuple[int, ...]]:
     """Shapes by name, of groups that are not shared yet."""
     params: list[Param] = [param for group in groups for param in group.params]
     return {param.name: param.shape for param in params}

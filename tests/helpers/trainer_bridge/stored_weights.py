@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memsaver import MemorySaver, attach
-from rollout.model.params import Group
+from rollout.model.params import ParamGroup
 from rollout.types import WEIGHTS_SHADOW, ParamSlice, WeightLayout, WeightOffer
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
@@ -19,11 +19,11 @@ from tests.helpers.trainer_bridge.targets import UNTOUCHED
 
 
 class StoredWeights:
-    """A SyncTarget. Bytes that belong to no parameter and no padding hold UNTOUCHED."""
+    """A UpdatableEngine. Bytes that belong to no parameter and no padding hold UNTOUCHED."""
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         aliases: Mapping[str, str],
         dtype: torch.dtype,
         place: str,

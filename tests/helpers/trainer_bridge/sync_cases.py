@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from rollout.model.params import Group
+from rollout.model.params import ParamGroup
 from tests.helpers.trainer_bridge.hooked import STAGES
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, parameters
 from trainer_bridge.sync.shards import SourceShard, local_box
@@ -108,7 +108,7 @@ def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list
 
 def model_of(
     draw: st.DrawFn,
-) -> tuple[list[Group], dict[str, tuple[int, ...]], dict[str, str], bool]:
+) -> tuple[list[ParamGroup], dict[str, tuple[int, ...]], dict[str, str], bool]:
     """Groups of a decoder, whole shapes by the trainer's names, the rollout's name -> the
     trainer's, tied.
     """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from memsaver.common.machine import place_of
+from memsaver.system.machine import place_of
 from rollout.types import (
     CommitReceipt,
     Manifest,
@@ -27,10 +27,10 @@ from rollout.types import (
 )
 from rollout.weights.update import write_boxes
 from tests.helpers.trainer_bridge.layouts import digest_of
-from trainer_bridge.sync.consensus import StoreConsensus
-from trainer_bridge.sync.rank_copies import LowRank
+from trainer_bridge.sync.agree import StoreConsensus
 from trainer_bridge.sync.shards import SourceShard, torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
+from trainer_bridge.sync.writer import LowRank
 
 UNTOUCHED = 0xA5
 

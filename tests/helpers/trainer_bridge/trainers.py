@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.protocols import SyncTarget
+from rollout.protocols import UpdatableEngine
 from tests.helpers.peers import Peer, server
 from tests.helpers.trainer_bridge.hooked import HookedConsensus
 from trainer_bridge.sync.shards import fsdp_shards
@@ -73,7 +73,7 @@ class TrainerRank(Peer):
     of its sync.
     """
 
-    def __init__(self, target: SyncTarget, lock: threading.Lock, **setting: Any) -> None:
+    def __init__(self, target: UpdatableEngine, lock: threading.Lock, **setting: Any) -> None:
         """setting: as `_Trainer` takes it."""
         calls, theirs = server.Pipe()
         super().__init__(_trainer, theirs, setting)
@@ -90,7 +90,7 @@ class TrainerRank(Peer):
         self.process.close()
 
 
-def serve(calls: Connection, target: SyncTarget, lock: threading.Lock) -> None:
+def serve(calls: Connection, target: UpdatableEngine, lock: threading.Lock) -> None:
     """Call the target as the rank asks, until it has gone."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -166,7 +166,7 @@ class _Trainer:
 
 
 class _RemoteTarget:
-    """A SyncTarget in the test's process."""
+    """A UpdatableEngine in the test's process."""
 
     def __init__(self, calls: Connection, at: Any) -> None:
         self._calls = calls

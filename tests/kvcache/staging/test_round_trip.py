@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.ops import staging
-from kvcache.ops.staging import Writers, gather_staged, scatter_staged, staged_bytes
+from kvcache.ops import staging_copy
+from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.staging import (
     HeadSlice,
@@ -140,8 +140,8 @@ def check_scatter(
 @pytest.mark.parametrize("impl", IMPLS)
 def test_many_blocks_long_rows_and_no_tokens(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows longer than a program, more blocks than the grid takes: programs go round."""
-    monkeypatch.setattr(staging, "MAX_BLOCK", 32)
-    monkeypatch.setattr(staging, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(staging_copy, "MAX_BLOCK", 32)
+    monkeypatch.setattr(staging_copy, "MAX_BLOCKS", 3)
     torch.manual_seed(1)
     k, v = noise(1, 9, 4, 10, itemsize=1), noise(1, 9, 4, 3, itemsize=1)
     loc = locations(8, 1, 3, 5)

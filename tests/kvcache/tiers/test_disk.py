@@ -16,7 +16,7 @@ import torch
 
 from kvcache.tiers import DiskTier, page_hashes
 from memsaver import BackendError
-from memsaver.backup import on_disk
+from memsaver.content import on_disk
 from tests.helpers.disks import read_only
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer

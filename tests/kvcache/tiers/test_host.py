@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
-from kvcache.tiers import HostCacheConfig, HostKVCache, Transfer, host
+from kvcache.tiers import HostCacheConfig, HostKVCache, HostTransfer, host
 from memsaver import HostMemoryError
-from memsaver.common.machine import Impl
-from memsaver.vmm import pinned_memory
+from memsaver.memory import pinned_arena
+from memsaver.system.machine import Impl
 from tests.helpers.effort import pairwise
 from tests.helpers.kvcache import pools
 
@@ -118,7 +118,7 @@ def test_a_layer_is_loaded_alone_and_layers_in_order(
     with pytest.raises(ValueError, match=r"layer 2 is not copied here"):
         transfer.wait(2)
     transfer.synchronize()
-    assert transfer.done and Transfer(range(1), {}).done
+    assert transfer.done and HostTransfer(range(1), {}).done
     cache.load_to_device(host_slots, target).wait(0)
     one_by_one = [(range(layer, layer + 1), False) for layer in range(LAYERS)]
     assert copied == [(range(LAYERS), True), (range(1, 2), False), *one_by_one]
@@ -264,7 +264,7 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) ->
     ):
         with pytest.raises(ValueError, match=message):
             HostCacheConfig(ratio=ratio, size_bytes=size, layout=layout)  # type: ignore[arg-type]
-    monkeypatch.setattr(pinned_memory, "available_memory", lambda: 0)
+    monkeypatch.setattr(pinned_arena, "available_memory", lambda: 0)
     with pytest.raises(
         HostMemoryError, match=r"more than the .* that may be taken .* make the tier smaller"
     ):
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) ->
 
 def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     given = []
-    original = pinned_memory.give_back
+    original = pinned_arena.give_back
     cache = make("mha", device)
     view = cache.plan.parts[0].host[0, 0]
     address = view.data_ptr()
@@ -282,7 +282,7 @@ def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> N
         given.extend([arguments[1]] if arguments[0] == address else [])
         original(*arguments)
 
-    monkeypatch.setattr(pinned_memory, "give_back", spy)
+    monkeypatch.setattr(pinned_arena, "give_back", spy)
     del cache
     gc.collect()
     assert not given, "somebody still looks at it"

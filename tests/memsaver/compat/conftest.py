@@ -11,15 +11,15 @@ import torch
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator
+from memsaver.memory import torch_allocator
 from memsaver.native import cuda_hook
-from memsaver.vmm import torch_usage
 from tests.helpers.memory import Scribbler
 
 
 @pytest.fixture(autouse=True)
 def _forgets_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process holds from an installation on is not held in other tests."""
-    monkeypatch.setattr(torch_usage, "_workspaces_in_graphs", False)
+    monkeypatch.setattr(torch_allocator, "_workspaces_in_graphs", False)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def clears_workspaces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
     def clears() -> bool:
         cleared.clear()
-        torch_usage.empty_torch_cache(torch.device("cuda:0"))
+        torch_allocator.empty_torch_cache(torch.device("cuda:0"))
         return bool(cleared)
 
     return clears

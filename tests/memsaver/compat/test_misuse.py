@@ -20,7 +20,7 @@ from memsaver import compat
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess
 from memsaver.errors import StateError
-from memsaver.vmm.torch_usage import GRAPH_REGISTER
+from memsaver.memory.torch_allocator import GRAPH_REGISTER
 from tests.helpers.memsaver.savers import ROOT, python
 
 NAMES = ("torch_memory_saver", "vllm.device_allocator.cumem")

@@ -24,8 +24,8 @@ from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator, cumem_available
 from memsaver.errors import StateError
+from memsaver.memory.torch_allocator import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from memsaver.native import cuda_hook
-from memsaver.vmm.torch_usage import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import python
 

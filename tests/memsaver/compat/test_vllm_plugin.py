@@ -41,8 +41,8 @@ for _ in range(2):
     register()
 from vllm.device_allocator import get_mem_allocator_instance
 print("theirs" if hasattr(get_mem_allocator_instance(), "own") else "ours")
-from memsaver.vmm import torch_usage
-print("held" if torch_usage._workspaces_in_graphs else "not held")
+from memsaver.memory import torch_allocator
+print("held" if torch_allocator._workspaces_in_graphs else "not held")
 if importlib.util.find_spec("vllm.device_allocator.sleep_mode_backend"):
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as factory
     print(factory._registry)

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 import recipes
-from memsaver.common.layout import round_up
+from memsaver.ops.layout import round_up
+from recipes.config.sections import shapes
 from recipes.planner.sizes import GIB, engine_sizes, find_gpu
 from recipes.planner.tracing import PAGE
-from recipes.recipe.sections import shapes
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from rollout import Engine
 from tests.helpers.ranks import results, start_ranks

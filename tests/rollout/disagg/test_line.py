@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from memsaver.common.plain import Forged
+from memsaver.system.sealed import Forged
 from rollout.disagg import accept, dial
 from rollout.disagg.line import Address, Closed, Hello, Line, Peers, Refused
 from rollout.types import PeerLostError

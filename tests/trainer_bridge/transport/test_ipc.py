@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.common.machine import place_of
+from memsaver.system.machine import place_of
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.small import full, shards, whole

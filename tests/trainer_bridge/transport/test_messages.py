@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsaver.common.layout import row_major
+from memsaver.ops.layout import row_major
 from rollout.weights.update import write_boxes
 from trainer_bridge.sync.cast_copy import CastCopy, placements
 from trainer_bridge.sync.plan import Copy

@@ -23,13 +23,13 @@ class RequestOutput(SimpleNamespace):
 
 
 class LLM:
-    """calls: what was asked of its sleep mode, in order. seat: where it was told to be."""
+    """calls: what was asked of its sleep mode, in order. address: where it was told to be."""
 
     def __init__(self, model: str, **options: Any) -> None:
         self.options, self.calls = options, list[Any]()
         config, group = AutoConfig.from_pretrained(model), None
         if options.get("distributed_executor_backend") == "external_launcher":
-            self.seat = os.environ["RANK"], os.environ["LOCAL_RANK"]
+            self.address = os.environ["RANK"], os.environ["LOCAL_RANK"]
             if dist.is_initialized():
                 parallel_state.share_engines(options["tensor_parallel_size"])
                 ranks = parallel_state.get_tp_group()

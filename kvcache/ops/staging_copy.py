@@ -1,0 +1,260 @@
+"""Pages to staged bytes and back, in Triton or torch.
+
+k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.staging.pool_layers`), of
+any strides but a contiguous last dimension, of any element size: bytes are moved as they are. loc:
+int64 `[n]`, any stride. Staged bytes are uint8, for one writer `[K0..KL-1, V0..VL-1][token][head]`,
+the writers of a range one after the other. All on one device; slots are not range-checked and
+nothing synchronises there. Errors are ValueError, before anything is written.
+
+The kernel has a program a layer (keys, then values) and block of tokens. It moves units, the widest
+that divide all addresses, strides and rows, 16 bytes at most.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache.ops.move import WORDS, unit_pointer
+from memsaver.system.machine import Impl, use_triton
+
+MAX_BLOCK = 1024  # units a program
+# programs in the second dimension of a CUDA grid; where there is more to do, they go round
+MAX_BLOCKS = 65535
+WARPS = 8
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Whose heads lie in a staged range, in order: (first head in the pool, heads).
+
+    table: int64 `[writers, 3]` on the device: first head, heads, heads staged before.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    table: torch.Tensor
+
+    @staticmethod
+    def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
+        """Synchronises: not for every transfer. ValueError where two writers share a head."""
+        ends = list(itertools.accumulate(count for _, count in heads))
+        pairs = zip(heads, ends, strict=True)
+        rows = [(first, count, end - count) for (first, count), end in pairs]
+        taken = set[int]().union(*(range(first, first + count) for first, count in heads))
+        wrong = any(first < 0 or count < 1 for first, count in heads)
+        if not rows or len(taken) != ends[-1] or wrong:
+            raise ValueError(
+                f"writers (first head, heads) {list(heads)} must be some, "
+                "and have no head in common"
+            )
+        return Writers(tuple(heads), torch.tensor(rows, device=device))
+
+    @property
+    def total(self) -> int:
+        """Heads of all writers."""
+        return sum(count for _, count in self.heads)
+
+
+def staged_bytes(k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int) -> int:
+    """Bytes that `tokens` tokens of `heads` heads take in all layers."""
+    return k.shape[0] * tokens * heads * sum(_row_bytes(k, v))
+
+
+def gather_staged(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    head_start: int,
+    num_heads: int,
+    staged: torch.Tensor,
+    impl: Impl = "auto",
+) -> None:
+    """Fills `staged` with `num_heads` heads from `head_start` of slots `loc`, in all layers.
+
+    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long.
+    """
+    _check(k, v, loc, staged, [(head_start, num_heads)])
+    if len(loc) == 0:
+        return
+    k, v = (t.view(torch.uint8)[:, :, head_start : head_start + num_heads] for t in (k, v))
+    if use_triton(impl, k.device):
+        _copy_triton(k, v, loc, staged, [num_heads])
+        return
+    for pages, part in zip((k, v), _parts(staged, k, v, len(loc), num_heads), strict=True):
+        part.copy_(pages[:, loc])
+
+
+def scatter_staged(
+    staged: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    writers: Writers,
+    impl: Impl = "auto",
+) -> None:
+    """Puts what the writers staged into slots `loc`; heads without a writer here stay.
+
+    staged: as of `gather_staged`, all writers'. A slot named twice holds any of its rows.
+    """
+    _check(k, v, loc, staged, writers.heads)
+    if writers.table.device != k.device:
+        raise ValueError(f"writers on {writers.table.device} must be on the pool's {k.device}")
+    if len(loc) == 0:
+        return
+    k, v = k.view(torch.uint8), v.view(torch.uint8)
+    if use_triton(impl, k.device):
+        _copy_triton(k, v, loc, staged, [count for _, count in writers.heads], writers.table)
+        return
+    at = 0
+    for first, count in writers.heads:
+        size = staged_bytes(k, v, len(loc), count)
+        parts = _parts(staged[at : at + size], k, v, len(loc), count)
+        for pages, part in zip((k, v), parts, strict=True):
+            pages[:, loc, first : first + count] = part
+        at += size
+
+
+def _parts(
+    staged: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One writer's bytes as keys `[L, tokens, heads, bytes]` and values alike."""
+    keys, values = staged.split([k.shape[0] * tokens * heads * row for row in _row_bytes(k, v)])
+    shape = (k.shape[0], tokens, heads, -1)
+    return keys.view(shape), values.view(shape)
+
+
+def _row_bytes(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+    return k.shape[3] * k.element_size(), v.shape[3] * v.element_size()
+
+
+def _check(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    staged: torch.Tensor,
+    heads: Sequence[tuple[int, int]],
+) -> None:
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or 0 in (k.shape[3], v.shape[3]):
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [layers, slots, heads, width] alike"
+        )
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError(f"rows must be contiguous; k has strides {k.stride()}, v {v.stride()}")
+    if loc.dtype != torch.int64 or loc.ndim != 1:
+        raise ValueError(f"loc must be int64 [n], got {loc.dtype} of shape {tuple(loc.shape)}")
+    if not k.device == v.device == loc.device == staged.device:
+        raise ValueError(
+            f"k, v, loc and staged are on {k.device}, {v.device}, "
+            f"{loc.device} and {staged.device}, not one"
+        )
+    for first, count in heads:
+        if first < 0 or count < 1 or first + count > k.shape[2]:
+            raise ValueError(f"heads {first} to {first + count} are not in a pool of {k.shape[2]}")
+    wanted = staged_bytes(k, v, len(loc), sum(count for _, count in heads))
+    if staged.dtype != torch.uint8 or staged.shape != (wanted,) or not staged.is_contiguous():
+        raise ValueError(
+            f"staged must be contiguous uint8 [{wanted}], "
+            f"got {staged.dtype} of shape {tuple(staged.shape)} and strides {staged.stride()}"
+        )
+
+
+def _copy_triton(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    loc: torch.Tensor,
+    staged: torch.Tensor,
+    counts: Sequence[int],
+    writers: torch.Tensor | None = None,
+) -> None:
+    """k and v: uint8. Copies what writers of so many heads each (`counts`) staged into slots `loc`;
+    writers: the table of `Writers`. Without one, copies all heads of k and v to `staged`.
+    """
+    layers, tokens, unit = k.shape[0], len(loc), math.gcd(16, staged.data_ptr())
+    for pages in (k, v):
+        unit = math.gcd(unit, pages.data_ptr(), pages.shape[3], *pages.stride()[:3])
+    widest = max(counts) * max(k.shape[3], v.shape[3]) // unit
+    columns = min(MAX_BLOCK, triton.next_power_of_2(widest))
+    chunks = triton.cdiv(widest, columns)
+    blocks = triton.cdiv(tokens, MAX_BLOCK // columns) * chunks
+    # of layer, slot and head
+    strides = [stride // unit for stride in (*k.stride()[:3], *v.stride()[:3])]
+    with torch.cuda.device_of(k):
+        copy_kernel[(len(counts) * 2 * layers, min(blocks, MAX_BLOCKS))](
+            k.data_ptr(), v.data_ptr(), staged.data_ptr(), loc, loc.stride(0), layers, tokens,
+            k.shape[2], writers, *strides, K_UNITS=k.shape[3] // unit, V_UNITS=v.shape[3] // unit,
+            WORD=WORDS[unit], VECTOR=2 if unit == 16 else 1, COLUMNS=columns, CHUNKS=chunks,
+            BLOCK=MAX_BLOCK, TO_PAGES=writers is not None, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy_layer(  # type: ignore[no-untyped-def]
+    pages, staged, loc, loc_stride, tokens, heads, slot_stride, head_stride,
+    UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
+):  # fmt: skip
+    """A layer of keys or values of a writer: `pages` at its first head, `staged` at its token."""
+    lane = tl.arange(0, BLOCK)
+    word = tl.arange(0, VECTOR)[None, :]
+    block = tl.program_id(1).to(tl.int64)
+    while block // CHUNKS * (BLOCK // COLUMNS) < tokens:
+        token = block // CHUNKS * (BLOCK // COLUMNS) + lane // COLUMNS
+        column = (block % CHUNKS).to(tl.int32) * COLUMNS + lane % COLUMNS
+        inside = (token < tokens) & (column < heads * UNITS)
+        slot = tl.load(loc + token * loc_stride, mask=inside, other=0).to(tl.int64)
+        head = (column // UNITS).to(tl.int64)
+        in_pages = slot * slot_stride + head * head_stride + column % UNITS
+        in_stage = token * heads * UNITS + column
+        page_at = pages + in_pages[:, None] * VECTOR + word
+        stage_at = staged + in_stage[:, None] * VECTOR + word
+        if TO_PAGES:
+            tl.store(page_at, tl.load(stage_at, mask=inside[:, None]), mask=inside[:, None])
+        else:
+            tl.store(stage_at, tl.load(page_at, mask=inside[:, None]), mask=inside[:, None])
+        block += tl.num_programs(1)
+
+
+_NUMBERS = [
+    "k", "v", "staged", "loc_stride", "layers", "tokens", "heads",
+    "k_layer", "k_slot", "k_head", "v_layer", "v_slot", "v_head",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def copy_kernel(  # type: ignore[no-untyped-def]
+    k, v, staged, loc, loc_stride, layers, tokens, heads, writers,
+    k_layer, k_slot, k_head, v_layer, v_slot, v_head,
+    K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
+):  # fmt: skip
+    """k, v, staged: addresses. Strides of pages in units. The grid's first dimension goes over
+    writers, where there are some, then their parts: keys of each layer, then values.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    tokens = tokens.to(tl.int64)  # as all offsets: pools and buffers may pass 2**31
+    stage = unit_pointer(staged, WORD, VECTOR)
+    if TO_PAGES:
+        writer = writers + program // (2 * layers) * 3
+        first_head, mine, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
+        stage += before * tokens * layers * (K_UNITS + V_UNITS) * VECTOR
+    else:
+        first_head, mine = 0, heads.to(tl.int64)
+    part, rows = program % (2 * layers), tokens * mine
+    if part < layers:
+        pages = unit_pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
+        _copy_layer(
+            pages, stage + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, mine,
+            k_slot, k_head, K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
+        )  # fmt: skip
+    else:
+        layer = part - layers
+        pages = unit_pointer(v, WORD, VECTOR) + (layer * v_layer + first_head * v_head) * VECTOR
+        before_values = rows * (layers * K_UNITS + layer * V_UNITS)
+        _copy_layer(
+            pages, stage + before_values * VECTOR, loc, loc_stride, tokens, mine,
+            v_slot, v_head, V_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
+        )  # fmt: skip

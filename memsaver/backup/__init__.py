@@ -1,8 +1,0 @@
-"""Keeps the content of paused tags."""
-
-from memsaver.backup.on_disk import BLOCK, BlockFile, DiskBackup, explained
-from memsaver.backup.on_host import HostBackup
-
-Backup = HostBackup | DiskBackup
-
-__all__ = ["BLOCK", "Backup", "BlockFile", "DiskBackup", "HostBackup", "explained"]

@@ -1,0 +1,8 @@
+"""Keeps the content of paused tags."""
+
+from memsaver.content.on_disk import BLOCK, BlockFile, DiskBackup, explained
+from memsaver.content.on_host import HostBackup
+
+Backup = HostBackup | DiskBackup
+
+__all__ = ["BLOCK", "Backup", "BlockFile", "DiskBackup", "HostBackup", "explained"]

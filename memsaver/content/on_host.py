@@ -1,0 +1,177 @@
+"""Keeps the content of a paused tag in host memory; digests of a tag's live ranges, and copies that
+a pause need not make again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from memsaver.content.on_disk import DiskBackup
+from memsaver.errors import BackendError
+from memsaver.memory.backend import Backend, Waitable
+from memsaver.memory.pinned_arena import PinnedArena
+from memsaver.ops.digest import Digest
+from memsaver.ops.layout import Ranges, joined, round_up
+from memsaver.system.interrupts import Finalizer
+
+_ALIGNMENT = 64
+Run = tuple[int, int, int]
+"""(offset in the tag, host address, nbytes)"""
+
+
+class HostBackup:
+    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena, for its life."""
+
+    def __init__(self, ranges: Ranges, arena: PinnedArena) -> None:
+        self.ranges = tuple(ranges)
+        self.nbytes = sum(nbytes for _, nbytes in ranges)
+        self._pieces = arena.take(sum(_aligned(nbytes) for _, nbytes in joined(ranges)))
+        self.host_bytes, self.disk_bytes = self.nbytes, 0
+        Finalizer(self, arena.give, self._pieces)
+
+    def save(self, backend: Backend, base: int) -> None:
+        """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
+        backend.copy(self._out(base))
+
+    def start_save(
+        self, backend: Backend, base: int, done: Callable[[float], None]
+    ) -> Waitable | None:
+        """Saves after what the current stream has queued; done: see `Backend.copy_overlapped`."""
+        return backend.copy_overlapped(self._out(base), self, done)
+
+    def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:
+        """Start to bring back what lies in these bytes of the tag, which have just been mapped."""
+        transfers = [(base + offset, host, size) for offset, host, size in self.part(at, nbytes)]
+        return backend.start_copy(transfers, inward=True)
+
+    def restore(self, backend: Backend, base: int, end: int) -> None:
+        """Nothing is left to do: ``fill`` has brought it."""
+
+    def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
+        """uint8 tensors over the saved bytes from ``offset`` on; good while this backup lives."""
+        found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
+        return [_view(address, size, self) for address, size in found]
+
+    def _out(self, base: int) -> list[tuple[int, int, int]]:
+        return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
+
+    def runs(self) -> Iterator[Run]:
+        """Yields runs, contiguous in the tag and in one piece of the arena, in order of the tag."""
+        pieces = iter(self._pieces)
+        host, room = 0, 0
+        for offset, nbytes in joined(self.ranges):
+            while nbytes:
+                if not room:
+                    host, room = next(pieces)
+                size = min(nbytes, room)
+                yield offset, host, size
+                offset, nbytes = offset + size, nbytes - size
+                host, room = host + _aligned(size), room - _aligned(size)
+
+    def part(self, first: int, nbytes: int) -> Iterator[Run]:
+        """Yields what of the runs lies in these bytes of the tag."""
+        for offset, host, size in self.runs():
+            start, end = max(offset, first), min(offset + size, first + nbytes)
+            if start < end:
+                yield start, host + start - offset, end - start
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounds up so that every range begins where a tensor may."""
+    return round_up(nbytes, _ALIGNMENT)
+
+
+def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    # The memory stays as long as a tensor looks at it.
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+View = Callable[[int, int], torch.Tensor]
+"""``view(offset, nbytes)``: these bytes of the tag, as a uint8 tensor where they are."""
+
+_WORD = 4
+_BYTES = 1 << 62  # numbers of single bytes, apart from those of words
+
+
+def fingerprint(ranges: Ranges, view: View) -> Digest:
+    """One digest of all ranges (offset, nbytes), to be run as often as their addresses hold."""
+    parts = (_parts(offset, view(offset, nbytes)) for offset, nbytes in joined(ranges))
+    return Digest([*itertools.chain.from_iterable(parts)])
+
+
+def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Splits into whole words and odd bytes; each element is numbered by its place in the tag."""
+    words = data.numel() // _WORD * _WORD
+    parts = [(data[:words].view(torch.int32), offset // _WORD)] if words else []
+    return parts + ([(data[words:], _BYTES + offset + words)] if words < data.numel() else [])
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """A digest of each range: taken before a pause that keeps content, compared after a resume."""
+
+    tag: str
+    digests: Mapping[tuple[int, int], int]
+
+    @classmethod
+    def take(cls, tag: str, ranges: Ranges, view: View) -> Checksums:
+        return cls(tag, {item: fingerprint([item], view).run() for item in ranges})
+
+    def verify(self, view: View, end: int) -> None:
+        """Raise ``BackendError`` where a range changed; ranges beyond ``end`` were trimmed."""
+        there = {item: digest for item, digest in self.digests.items() if sum(item) <= end}
+        changed = [
+            item for item, digest in there.items() if fingerprint([item], view).run() != digest
+        ]
+        if changed:
+            offset, nbytes = changed[0]
+            raise BackendError(
+                f"content of tag {self.tag!r} changed across a pause: "
+                f"{nbytes} bytes at offset {offset} differ ({len(changed)} of {len(there)} "
+                "ranges); define it anew, and look for what wrote to its backup"
+            )
+
+
+@dataclass
+class CleanCopy:
+    """version: what the owner calls the content. digest: of it, begun when it was copied."""
+
+    backup: HostBackup | DiskBackup
+    version: Hashable
+    digest: Digest
+    copying: Waitable | None = None
+    _expected: int | None = None
+
+    def finish(self) -> None:
+        """Wait for the copy, which reads the tag's memory."""
+        if self.copying is not None:
+            self.copying.synchronize()
+            self.copying = None
+
+    def settle(self) -> None:
+        """Wait for the copy and its digest."""
+        self.finish()
+        if self._expected is None:
+            self._expected = self.digest.result()
+
+    def begin_check(self, version: Hashable | None, content: str, committed: int) -> bool:
+        """Is it said to be the content of a tag of ``committed`` bytes? Then ``holds`` follows."""
+        kind = HostBackup if content == "host" else DiskBackup
+        if version is None or version != self.version or not isinstance(self.backup, kind):
+            return False
+        if any(offset + nbytes > committed for offset, nbytes in self.backup.ranges):
+            return False
+        self.settle()
+        self.digest.start()
+        return True
+
+    def holds(self, ranges: list[tuple[int, int]]) -> bool:
+        """Is it the content? The owner said so by the version; other writers show in the digest."""
+        return self.digest.result() == self._expected and tuple(ranges) == self.backup.ranges

@@ -1,0 +1,327 @@
+"""Defines what backends offer, and the parts both share: extents and mappings through the shim, and
+tensors over memory at an address by DLPack, version 0 (dmlc/dlpack, include/dlpack/dlpack.h): torch
+takes the device as it is told, and tells when they are dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from memsaver.errors import BackendError, StateError
+from memsaver.native import shim
+from memsaver.ops.layout import round_up
+from memsaver.system.interrupts import held
+
+if TYPE_CHECKING:
+    from memsaver.memory.pinned_arena import PinnedArena
+
+
+_CPU, _CUDA, _UINT = 1, 2, 1
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_keep = ctypes.pythonapi.Py_IncRef
+_keep.restype, _keep.argtypes = None, [ctypes.py_object]
+
+
+def dlpack_tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> torch.Tensor:
+    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``; it keeps ``keeper``."""
+    shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
+    kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
+    managed = _Managed(_Tensor(address, kind, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)
+    kept = managed, shape, strides, keeper
+    managed.context = id(kept)
+    managed.deleter = ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p)
+    with held():  # from here on the tensor's, which lets go of it
+        _keep(kept)
+        return torch.utils.dlpack.from_dlpack(
+            _capsule(ctypes.addressof(managed), b"dltensor", None)
+        )
+
+
+PIECE = 64 << 20
+"""Bytes that are copied at a time beside other work: 1.3 ms over a GPU's link."""
+
+Transfer = tuple[int, int, int]
+"""(to, from, nbytes)"""
+
+
+class ShortOfMemory(Exception):
+    """An extent could not be made; the saver turns this into an attributed ``OutOfMemory``."""
+
+    def __init__(self, cause: shim.Cause) -> None:
+        super().__init__(f"code {cause.code}, driver {cause.driver}")
+        self.cause = cause
+
+
+class Waitable(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class Backend(ABC):
+    """Physical memory and addresses of one device: what differs is abstract, the rest goes through
+    the shim, which is the only way to extents, mappings and the byte limit. Sizes are bytes; what
+    is mapped, multiples of ``granularity``.
+    """
+
+    device: torch.device
+    device_key: str
+    unit: int
+    total_bytes: int
+
+    def __init__(
+        self,
+        kind: int,
+        granularity: int,
+        limit_bytes: int | None,
+        driver: shim.Driver | None = None,
+    ) -> None:
+        self.granularity = granularity
+        self._overlapped: list[Future[None]] = []  # what ``copy_overlapped`` has begun
+        self._driver = driver  # keeps the argument structures alive
+        limit = shim.NO_LIMIT if limit_bytes is None else limit_bytes
+        phys = shim.library().ms_phys_new(
+            kind, granularity, limit, ctypes.byref(driver) if driver else None
+        )
+        if not phys:
+            raise MemoryError("no host memory for the saver's tables")
+        self.phys: int = phys
+
+    @property
+    def limit_bytes(self) -> int | None:
+        limit: int = shim.library().ms_phys_limit(self.phys)
+        return None if limit >= shim.NO_LIMIT else limit
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | None) -> None:
+        shim.library().ms_phys_set_limit(self.phys, shim.NO_LIMIT if nbytes is None else nbytes)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of all extents this backend made and has not released."""
+        committed: int = shim.library().ms_phys_committed(self.phys)
+        return committed
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be made now, as limit and device tell; torch's cache counts as free."""
+        limit, free = self.limit_bytes, self.device_free_bytes + self.cached_bytes
+        return free if limit is None else min(free, limit - self.committed_bytes)
+
+    @property
+    @abstractmethod
+    def device_free_bytes(self) -> int:
+        """Bytes of the device that nobody holds."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that torch gives back to the device when its cache is emptied."""
+        return 0
+
+    @property
+    def put_off_bytes(self) -> int:
+        """Bytes of tensors that have died, and that torch does not use again yet."""
+        return 0
+
+    @abstractmethod
+    def free_put_off(self) -> None: ...
+
+    def round_up(self, nbytes: int) -> int:
+        """Rounds up to whole pages."""
+        return round_up(nbytes, self.granularity)
+
+    def create(self, nbytes: int) -> shim.Extent:
+        """A new extent; the page pool makes room where it must. Raises ``ShortOfMemory``."""
+        made = shim.create(self.phys, nbytes)
+        if isinstance(made, shim.Cause):
+            raise ShortOfMemory(made)
+        return made
+
+    def release(self, handle: int, nbytes: int) -> None:
+        """Give an extent back; ``nbytes`` is 0 for an imported one."""
+        self._check("release", shim.library().ms_release(self.phys, handle, nbytes))
+
+    def export_fd(self, handle: int) -> int:
+        """A descriptor of an extent's memory, the caller's; it keeps the memory alive."""
+        fd = ctypes.c_int()
+        self._check("export", shim.library().ms_export(self.phys, handle, ctypes.byref(fd)))
+        return fd.value
+
+    def import_fd(self, fd: int) -> int:
+        """A handle of the memory that ``fd`` stands for; takes ``fd``, also when it raises."""
+        handle = ctypes.c_uint64()
+        self._check("import", shim.library().ms_import(self.phys, fd, ctypes.byref(handle)))
+        return handle.value
+
+    def map(self, address: int, nbytes: int, handle: int, writable: bool = True) -> None:
+        self._check(
+            "map", shim.library().ms_map(self.phys, address, nbytes, handle, 0, int(writable))
+        )
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        self._check("set access", shim.library().ms_set_access(self.phys, address, nbytes))
+
+    @property
+    def forked(self) -> bool:
+        """Is this a forked child of the process that made it? Its memory did not come along."""
+        return bool(shim.library().ms_forked(self.phys))
+
+    def require_own_process(self) -> None:
+        """Raise ``StateError`` in a forked child."""
+        if self.forked:
+            raise StateError(
+                "this is a forked child, where the saver is inert; make a MemorySaver of its own"
+            )
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Unmaps; does nothing in a forked child, which may have something of its own there."""
+        self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
+
+    @abstractmethod
+    def error_name(self, code: int) -> str: ...
+    @abstractmethod
+    def reserve(self, nbytes: int) -> int: ...
+    @abstractmethod
+    def unreserve(self, address: int, nbytes: int) -> None: ...
+    @abstractmethod
+    def bind_thread(self) -> None: ...
+    def allow_captures(self) -> contextlib.AbstractContextManager[None]:
+        """Allow this thread's calls inside while another thread captures a graph."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def synchronize(self, copies: bool = True) -> None:
+        """Wait for the device's work, and for what ``copy_overlapped`` has begun. copies: a
+        finalizer does not wait for that: it may run in the thread that copies (`after_copies`).
+        """
+
+    def after_copies(self, call: Callable[[], None]) -> bool:
+        """Have ``call`` called, by the last of the threads that copy now; False: none does."""
+        running = [copy for copy in self._overlapped if not copy.done()]
+        for copy in running[-1:]:
+            copy.add_done_callback(lambda _: call())
+        return bool(running)
+
+    @property
+    @abstractmethod
+    def capturing(self) -> bool: ...
+    @abstractmethod
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
+    @abstractmethod
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
+    @abstractmethod
+    def allocate_from(
+        self, slot: int, make_room: Callable[[int], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Send this thread's torch allocations to an arena. make_room: a saver's method,
+        called with the slot, where that can be, for one that failed; True: it is tried again.
+        """
+
+    @abstractmethod
+    def free_dead_blocks(self, slot: int) -> None: ...
+    @property
+    @abstractmethod
+    def pinned_arena(self) -> PinnedArena: ...
+    @abstractmethod
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
+    @abstractmethod
+    def start_copy(
+        self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
+    ) -> Waitable | None: ...
+    @abstractmethod
+    def copy_overlapped(
+        self,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
+    ) -> Waitable | None:
+        """Begins to copy (to, from, nbytes) each, after what is queued on the current stream, so
+        that others' copies go between; `synchronize` waits for it, too. keeper: lives until then.
+        done: is told the seconds that the copy took, in whatever thread, unless it failed.
+        """
+
+    @abstractmethod
+    def feed(
+        self,
+        pieces: Iterable[Sequence[Transfer]],
+        queued: Callable[[Waitable | None], None],
+        inward: bool,
+    ) -> None:
+        """Copies one piece after the other, so that others' copies go between; all is done when it
+        returns. inward: towards the device. queued: is told of every piece what to wait for; None:
+        it is done.
+        """
+
+    @abstractmethod
+    def reclaim(self) -> None: ...
+    @abstractmethod
+    def other_holders(self) -> dict[str, int]: ...
+
+    def inject_fault(self, after: int, error: int) -> int:
+        """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's
+        ``error`` number.
+
+        Returns how many calls were made since the last injection. The shim's own calls count like
+        Python's.
+        """
+        calls: int = shim.library().ms_inject(self.phys, after, error)
+        return calls
+
+    @contextlib.contextmanager
+    def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:
+        """Counts and times every driver call outside of the shim, which fails where injected."""
+        started, error = time.perf_counter_ns(), shim.library().ms_fault(self.phys)
+        try:
+            self._check(operation.name.lower(), error)
+            yield
+        except BaseException:
+            error = error or -1
+            raise
+        finally:
+            elapsed = time.perf_counter_ns() - started
+            shim.library().ms_record(self.phys, operation, nbytes, elapsed, error)
+
+    def _check(self, what: str, code: int) -> None:
+        if code:
+            raise BackendError(f"{what} on {self.device} failed: {self.error_name(code)}")
+
+
+class Reservation:
+    """An address range without memory; ``close`` is its exact undo."""
+
+    def __init__(self, backend: Backend, nbytes: int) -> None:
+        self._backend = backend
+        self.nbytes = nbytes
+        self.address = backend.reserve(nbytes)
+
+    def close(self) -> None:
+        self._backend.unreserve(self.address, self.nbytes)

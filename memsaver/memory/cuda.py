@@ -1,0 +1,327 @@
+"""GPU memory through CUDA's virtual memory management."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import cache
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from memsaver.errors import BackendError
+from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable, dlpack_tensor
+from memsaver.memory.pinned_arena import PinnedArena
+from memsaver.memory.torch_allocator import outside_tags, releasable
+from memsaver.native import cuda_hook, shim
+from memsaver.native.shim import Operation
+from memsaver.system import gpu_processes
+from memsaver.system.machine import device_key, workers
+
+# Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
+# and others' few bytes wait for it all.
+_QUEUED = 2
+
+_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _value(what: str, result: tuple[Any, ...]) -> Any:
+    code = result[0]
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"{what} failed: {_error_text(int(code))}")
+    return result[1] if len(result) > 1 else None
+
+
+def _error_text(code: int) -> str:
+    name = driver.cuGetErrorName(driver.CUresult(code))[1]
+    text = driver.cuGetErrorString(driver.CUresult(code))[1]
+    return f"{(name or b'?').decode()} ({(text or b'?').decode()})"
+
+
+def _allocation_prop(index: int) -> Any:
+    prop = driver.CUmemAllocationProp()
+    prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = index
+    prop.requestedHandleTypes = _FD
+    return prop
+
+
+def _access_desc(index: int) -> Any:
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = index
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+def _pieces(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    for to, source, nbytes in transfers:
+        for at in range(0, nbytes, PIECE):
+            yield [(to + at, source + at, min(PIECE, nbytes - at))]
+
+
+def _relax_captures() -> driver.CUstreamCaptureMode:
+    """Allow, in this thread, calls that the driver refuses by default while any thread captures a
+    graph, and that end the capture; return the mode before.
+    """
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    return _value("capture mode", driver.cuThreadExchangeStreamCaptureMode(relaxed))
+
+
+@contextlib.contextmanager
+def _allow_captures() -> Iterator[None]:
+    before = _relax_captures()
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+class CudaPinner:
+    """Page-locks host memory, for every GPU of the process."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        portable = driver.CU_MEMHOSTREGISTER_PORTABLE
+        with _allow_captures():
+            _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, portable))
+
+    def unpin(self, address: int) -> None:
+        with _allow_captures():
+            _value("unpinning host memory", driver.cuMemHostUnregister(address))
+
+
+@cache
+def _host_arena() -> PinnedArena:
+    return PinnedArena(CudaPinner())
+
+
+class _Span:
+    """An address range that ``torch.as_tensor`` can wrap; torch keeps it as long as the storage."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class _BegunCopy:
+    """A copy that a thread makes."""
+
+    def __init__(self, copying: Future[None]) -> None:
+        self._copying = copying
+
+    def synchronize(self) -> None:
+        self._copying.result()
+
+
+class CudaBackend(Backend):
+    """One GPU, known by its UUID."""
+
+    unit = 512  # the block size of torch's caching allocator
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._prop, self._access = _allocation_prop(index), _access_desc(index)
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()  # makes the primary context
+        granularity = _value(
+            "granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended)
+        )
+        super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
+        properties = torch.cuda.get_device_properties(self.device)
+        self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self.device_key = device_key(self.device)
+        self.total_bytes = properties.total_memory // granularity * granularity
+
+    def _entry_points(self) -> shim.Driver:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ["cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess"]
+        names += ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemcpyAsync"]
+        names += ["cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode"]
+        names += ["cuStreamIsCapturing", "cuStreamSynchronize"]
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        with torch.cuda.device(self.device):
+            context = int(_value("asking for the context", driver.cuCtxGetCurrent()))
+        return shim.Driver(*addresses, context, self._prop.getPtr(), self._access.getPtr())
+
+    def reserve(self, nbytes: int) -> int:
+        with self._call(Operation.RESERVE, nbytes):
+            reserved = driver.cuMemAddressReserve(nbytes, self.granularity, 0, 0)
+            return int(_value("reserving addresses", reserved))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        with self._call(Operation.UNRESERVE, nbytes):
+            _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
+
+    def bind_thread(self) -> None:
+        """Make the device's primary context current in a thread of our own, whose calls end no
+        graph that another thread captures from here on.
+        """
+        torch.cuda.set_device(self.device)
+        _relax_captures()
+
+    def allow_captures(self) -> contextlib.AbstractContextManager[None]:
+        return _allow_captures()
+
+    def synchronize(self, copies: bool = True) -> None:
+        if copies:
+            wait(self._overlapped)  # what became of them, their owners are told
+        with self._call(Operation.SYNCHRONIZE):
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def capturing(self) -> bool:
+        """Is this thread capturing a graph, which waiting for the device would end in an error?"""
+        return torch.cuda.is_current_stream_capturing()
+
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """uint8 tensor ``[nbytes]`` over an address, and the object that lives with its storage."""
+        owner = _Span(address, nbytes)
+        return torch.as_tensor(owner, device=self.device), owner
+
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which
+        its storage keeps.
+
+        It says that it is on this device, whichever GPU the memory is of: torch asks the driver for
+        that, and copies, where ``view`` is used.
+        """
+        return dlpack_tensor(address, nbytes, self.device, keeper)
+
+    def allocate_from(
+        self, slot: int, make_room: Callable[[int], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Send this thread's torch allocations to an arena. None is tried again: torch holds the
+        lock of its own cache meanwhile.
+        """
+        return cuda_hook.allocate_from(slot, self.device)
+
+    def free_dead_blocks(self, slot: int) -> None:
+        """Frees what torch keeps of ended regions, whose tensors have died since."""
+        cuda_hook.free_dead_blocks(slot, self.device)
+
+    @property
+    def pinned_arena(self) -> PinnedArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """Copies (to, from, nbytes) each; done when it returns. Waits for no other stream."""
+        code = self._queue_copy(transfers, self._copies[0])
+        self._copies[0].synchronize()
+        self._check("copy", code)
+
+    def start_copy(
+        self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
+    ) -> torch.cuda.Event:
+        """Copies after what is queued on the current stream; the event tells when it is done.
+        inward: towards the device.
+        """
+        stream = self._copies[inward]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if code := self._queue_copy(transfers, stream):
+            # what was queued before the one that failed: the caller unmaps its memory
+            stream.synchronize()
+        self._check("copy", code)
+        return stream.record_event()
+
+    def copy_overlapped(
+        self,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
+    ) -> Waitable:
+        queued = torch.cuda.current_stream(self.device).record_event()
+        self._overlapped = [each for each in self._overlapped if not each.done()]
+        self._overlapped.append(
+            workers("beside", 1).submit(self._piece_by_piece, queued, transfers, keeper, done)
+        )
+        return _BegunCopy(self._overlapped[-1])
+
+    def _piece_by_piece(
+        self,
+        queued: torch.cuda.Event,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
+    ) -> None:
+        self.bind_thread()
+        queued.synchronize()
+        started = time.perf_counter()
+        self.feed(_pieces(transfers), lambda _: None, inward=False)
+        done(time.perf_counter() - started)
+
+    def feed(
+        self,
+        pieces: Iterable[Sequence[Transfer]],
+        queued: Callable[[Waitable | None], None],
+        inward: bool,
+    ) -> None:
+        stream, running = self._copies[inward], deque[torch.cuda.Event]()
+        try:
+            for piece in pieces:
+                self._check("copy", self._queue_copy(piece, stream))
+                running.append(stream.record_event())
+                queued(running[-1])
+                if len(running) == _QUEUED:
+                    running.popleft().synchronize()
+        finally:
+            stream.synchronize()
+
+    def _queue_copy(
+        self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream
+    ) -> int:
+        """The driver's code; it takes a stream of the current device only."""
+        with torch.cuda.device(self.device):
+            return shim.copy(self.phys, transfers, stream.cuda_stream)
+
+    @property
+    def device_free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    @property
+    def cached_bytes(self) -> int:
+        if cuda_hook.others_open():
+            return 0
+        return releasable(torch.cuda.memory_snapshot(include_traces=False), self.device.index)
+
+    @property
+    def put_off_bytes(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        active = int(stats["active_bytes"]["all"]["current"])
+        return active - torch.cuda.memory_allocated(self.device)
+
+    def free_put_off(self) -> None:
+        if not self.forked:
+            cuda_hook.free_put_off(self.device)
+
+    def reclaim(self) -> None:
+        """Give torch's cached blocks back to the driver."""
+        with cuda_hook.outside_regions():
+            cuda_hook.empty_cache(self.device)
+
+    def other_holders(self) -> dict[str, int]:
+        """Tells who else holds memory of this GPU: torch outside of tags, and what neither this
+        saver nor torch accounts for.
+        """
+        free, total = torch.cuda.mem_get_info(self.device)
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        outside = outside_tags(segments, self.device.index)
+        own = self.committed_bytes + sum(outside.values())
+        rest = gpu_processes.holders(self.device_key, max(0, total - free - own), own)
+        return outside | rest
+
+    def error_name(self, code: int) -> str:
+        return _error_text(code)

@@ -1,0 +1,221 @@
+"""Host memory: memfd extents mapped into a PROT_NONE reservation, and torch's CPU allocations of a
+thread, sent to an arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+
+import torch
+
+from memsaver.errors import BackendError
+from memsaver.memory.backend import Backend, Transfer, Waitable
+from memsaver.memory.pinned_arena import PinnedArena
+from memsaver.native import shim
+from memsaver.native.shim import Operation
+from memsaver.system.machine import MAP_FAILED, available_memory, libc, workers
+
+_MAP_NORESERVE = 0x4000
+_THREADS = min(8, os.cpu_count() or 1)
+_CHUNK = 8 << 20  # bytes: less is not worth another thread
+
+
+class _Functions(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("alloc", "free_any", "make_room")]
+
+
+_rooms: dict[int, weakref.WeakMethod[Callable[[int], bool]]] = {}  # by slot
+_interrupts = threading.local()  # .noted: what a signal's handler raised in ``_make_room``
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+def _make_room(slot: int) -> bool:
+    """An interrupt cannot pass through torch: the region raises it at its end."""
+    try:
+        make_room = _rooms[slot]()
+        return make_room is not None and make_room(slot)
+    except BaseException as error:
+        _interrupts.noted = error
+        return False
+
+
+@cache
+def _hook() -> ctypes.CDLL:
+    """Install the hook, once per process; raises ``CompilerError`` when it cannot be built."""
+    lib = ctypes.CDLL(str(shim.cpu_hook_library()))
+    lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
+    lib.ms_hook_enter.restype, lib.ms_hook_leave.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    table = shim.library()
+    pointers = [
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (table.ms_alloc, table.ms_free_any, _make_room)
+    ]
+    lib.ms_hook_install(_Functions(*pointers))
+    return lib
+
+
+@contextlib.contextmanager
+def _allocate_from(slot: int) -> Iterator[None]:
+    """This thread's torch CPU allocations go to ``slot``, until any thread leaves."""
+    hook = _hook()
+    region = hook.ms_hook_enter(slot)
+    try:
+        yield
+    finally:
+        hook.ms_hook_leave(region)
+        if (interrupt := _interrupts.__dict__.pop("noted", None)) is not None:
+            raise interrupt
+
+
+@cache
+def _host_arena() -> PinnedArena:
+    return PinnedArena(None)
+
+
+os.register_at_fork(after_in_child=_host_arena.cache_clear)  # its memory does not come along
+
+
+def _divided(
+    transfers: Sequence[tuple[int, int, int]], parts: int
+) -> list[list[tuple[int, int, int]]]:
+    """Divides transfers into chunks, dealt out to ``parts`` lists."""
+    out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    turns = itertools.cycle(out)
+    for to, source, nbytes in transfers:
+        for at in range(0, nbytes, _CHUNK):
+            next(turns).append((to + at, source + at, min(_CHUNK, nbytes - at)))
+    return out
+
+
+class HostBackend(Backend):
+    """The backend without a GPU: same semantics on shared-memory pages of the kernel."""
+
+    unit = 64  # c10's alignment of CPU tensors
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__(shim.HOST, mmap.PAGESIZE, limit_bytes)
+        self.device = torch.device("cpu")
+        self.device_key = "cpu"
+        self.total_bytes = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+    def reserve(self, nbytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        with self._call(Operation.RESERVE, nbytes):
+            address = libc().mmap(None, nbytes, 0, flags, -1, 0)
+            if address == MAP_FAILED:
+                raise BackendError(
+                    f"reserving {nbytes} bytes of addresses: {self.error_name(ctypes.get_errno())}"
+                )
+        return int(address)
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        if self.forked:
+            return  # the range was left out of the child, which may have something of its own there
+        with self._call(Operation.UNRESERVE, nbytes):
+            if libc().munmap(address, nbytes):
+                raise BackendError(
+                    f"giving addresses back failed: {self.error_name(ctypes.get_errno())}"
+                )
+
+    def bind_thread(self) -> None:
+        """Nothing to bind: host calls need no context."""
+
+    def synchronize(self, copies: bool = True) -> None:
+        """Nothing to wait for: CPU operations have ended when they return."""
+        with self._call(Operation.SYNCHRONIZE):
+            pass
+
+    @property
+    def capturing(self) -> bool:
+        """There are no graphs."""
+        return False
+
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """uint8 tensor ``[nbytes]`` over an address, and the object that lives with its storage."""
+        owner = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(owner, dtype=torch.uint8), owner
+
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which
+        its storage keeps.
+        """
+        tensor, owner = self.view(address, nbytes)
+        owner.keeper = keeper  # type: ignore[attr-defined]
+        return tensor
+
+    def allocate_from(
+        self, slot: int, make_room: Callable[[int], bool]
+    ) -> contextlib.AbstractContextManager[None]:
+        _rooms[slot] = weakref.WeakMethod(make_room)
+        return _allocate_from(slot)
+
+    def free_dead_blocks(self, slot: int) -> None:
+        """None are kept: torch frees what is dead at once."""
+
+    @property
+    def pinned_arena(self) -> PinnedArena:
+        return _host_arena()
+
+    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+        """Copies (to, from, nbytes) each, by several threads; done when it returns."""
+        groups = [group for group in _divided(transfers, _THREADS) if group]
+        if len(groups) == 1:
+            codes = [shim.copy(self.phys, groups[0])]
+        else:
+            codes = list(workers("copy").map(partial(shim.copy, self.phys), groups))
+        self._check("copy", max(codes, default=0))
+
+    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
+        """Copies like ``copy``: nothing is queued on the host."""
+        self.copy(transfers)
+
+    def copy_overlapped(
+        self,
+        transfers: Sequence[tuple[int, int, int]],
+        keeper: object,
+        done: Callable[[float], None],
+    ) -> None:
+        started = time.perf_counter()
+        self.copy(transfers)
+        done(time.perf_counter() - started)
+
+    def feed(
+        self,
+        pieces: Iterable[Sequence[Transfer]],
+        queued: Callable[[Waitable | None], None],
+        inward: bool,
+    ) -> None:
+        for piece in pieces:
+            self.copy(piece)
+            queued(None)
+
+    @property
+    def device_free_bytes(self) -> int:
+        return available_memory()
+
+    def free_put_off(self) -> None:
+        """Nothing is put off: there are no streams."""
+
+    def reclaim(self) -> None:
+        """Nothing cached outside the tags."""
+
+    def other_holders(self) -> dict[str, int]:
+        return {}
+
+    def error_name(self, code: int) -> str:
+        hint = ""
+        if code == errno.EMFILE:
+            hint = "; raise the limit of open files (ulimit -n)"
+        elif code == errno.ENOMEM:
+            hint = "; the machine or vm.max_map_count is exhausted"
+        return f"{errno.errorcode.get(code, code)} ({os.strerror(code)}){hint}"

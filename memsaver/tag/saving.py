@@ -1,0 +1,314 @@
+"""Content on its way out of a tag, to host memory or a file, unless a kept copy still holds it.
+
+A paused tag's memory coming back piece by piece, each filled while the next is fetched; one tag
+out and another in, extent by extent into the first's memory, both directions busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+
+import numpy
+import torch
+
+from memsaver.content import Backup, DiskBackup, HostBackup
+from memsaver.errors import BackendError, HostMemoryError, StateError
+from memsaver.memory.backend import Backend, Waitable
+from memsaver.memory.page_pool import LARGEST, PagePool
+from memsaver.native import shim
+from memsaver.system.device_lock import undone_under
+from memsaver.tag.arena import Arena
+
+
+class Saving:
+    """Saves for one saver, which holds its lock around every call."""
+
+    def __init__(
+        self, backend: Backend, debug: bool, disk_dir: Path, tags: Iterable[Arena]
+    ) -> None:
+        """debug: note checksums of what is saved.
+
+        disk_dir: for content "disk". tags: all of the saver's.
+        """
+        self.disk_dir = disk_dir
+        self._backend = backend
+        self._checksums = debug
+        self._tags = tags
+
+    def save(self, arena: Arena, content: str) -> Backup:
+        backup, fresh = self.prepare(arena, content)
+        if fresh:
+            try:
+                backup.save(self._backend, arena.address)
+            except BaseException:
+                arena.forget_clean_copy()
+                raise
+        return backup
+
+    def prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
+        """Tells where the content goes, and whether it must be copied there: not if a clean copy
+        still holds it.
+        """
+        copy, claim = arena.clean_copy, (arena.version, content, arena.stats.committed)
+        try:
+            if copy is not None and not copy.begin_check(*claim):
+                copy = None
+        except BackendError:  # it was not made
+            copy = None
+        ranges = _saved_ranges(arena)  # while the check runs
+        if self._checksums:
+            arena.take_sums(ranges)
+        if copy is not None and copy.holds(ranges):
+            return copy.backup, False
+        arena.forget_clean_copy()
+        backup = self._new_backup(ranges, content)
+        if arena.version is not None:
+            arena.keep_clean_copy(backup, arena.version, ranges).settle()
+        return backup, True
+
+    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
+        """Makes room for it, before anything is copied; clean copies give way."""
+        host = self._backend.pinned_arena
+        for last in (False, True):
+            try:
+                return (
+                    HostBackup(ranges, host)
+                    if content == "host"
+                    else DiskBackup(ranges, host, self.disk_dir)
+                )
+            except HostMemoryError:
+                if last or not self._drop_clean_copies():
+                    raise
+        raise AssertionError
+
+    def _drop_clean_copies(self) -> bool:
+        """Drops the clean copies of active tags; True if there was one."""
+        found = [arena for arena in self._tags if arena.clean_copy is not None and not arena.paused]
+        for arena in found:
+            arena.forget_clean_copy()
+        return bool(found)
+
+    def start(
+        self, arena: Arena, version: Hashable, done: Callable[[float], None]
+    ) -> Waitable | None:
+        """Copy an active tag's content to the host while work goes on that does not write it.
+        done: see `Backend.copy_overlapped`.
+        """
+        ranges = _saved_ranges(arena)
+        arena.forget_clean_copy()
+        backup = self._new_backup(ranges, "host")
+        assert isinstance(backup, HostBackup)
+        copy = arena.keep_clean_copy(backup, version, ranges)
+        try:
+            copy.copying = backup.start_save(self._backend, arena.address, done)
+        except BaseException:
+            arena.forget_clean_copy()
+            raise
+        return copy.copying
+
+
+def live_ranges(arena: Arena) -> list[tuple[int, int]]:
+    """(offset, nbytes) of what is in use.
+
+    Under torch's caching allocator: the live blocks inside its segments.
+    """
+    blocks = shim.blocks(arena.slot)
+    if arena.backend.device.type != "cuda":
+        return blocks
+    inside: dict[int, list[tuple[int, int]]] = {}
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        offset = segment["address"] - arena.address
+        if 0 <= offset < arena.reservation.nbytes:
+            inside[offset] = _live_blocks(segment, arena.address)
+    return [*itertools.chain.from_iterable(inside.get(block[0], [block]) for block in blocks)]
+
+
+def _saved_ranges(arena: Arena) -> list[tuple[int, int]]:
+    """(offset, nbytes) of the live content, where there is memory behind it."""
+    end = arena.stats.committed
+    return [(at, min(nbytes, end - at)) for at, nbytes in live_ranges(arena) if at < end]
+
+
+def _live_blocks(segment: dict, base: int) -> list[tuple[int, int]]:
+    live, address = [], segment["address"]
+    for block in segment["blocks"]:
+        if block["state"].startswith("active"):
+            live.append((address - base, block["requested_size"]))
+        address += block["size"]
+    return live
+
+
+def read_saved(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
+    """Returns content on the CPU, of the tensor's dtype and shape; see ``MemorySaver.saved``."""
+    if arena.backup is None:
+        raise StateError(
+            f"tag {arena.tag!r} holds no saved content; pause it with content='host' or 'disk'"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            "the saved content of a tensor that is not contiguous cannot be given; ask for its base"
+        )
+    views = arena.backup.views(tensor.data_ptr() - arena.address, tensor.nbytes)
+    if sum(view.numel() for view in views) != tensor.nbytes:
+        raise StateError("the tensor was not alive, or had no memory, when its tag was paused")
+    if zero_copy and (len(views) != 1 or arena.backup.disk_bytes):
+        raise ValueError(
+            "zero_copy needs content that is saved in host memory in one piece; use zero_copy=False"
+        )
+    flat = views[0] if zero_copy else _gathered(views, tensor.nbytes)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def _gathered(views: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+    """Copies one after the other, into memory that is on no tag even if a region is open."""
+    flat = torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
+    done = 0
+    for view in views:
+        flat[done : done + len(view)] = view
+        done += len(view)
+    return flat
+
+
+class Refill:
+    """Extents mapped behind a paused tag one by one, each filled from the host once it is there."""
+
+    def __init__(
+        self, backend: Backend, into: Arena, undo: contextlib.ExitStack, late: bool = False
+    ) -> None:
+        """late: the content comes, and is checked, when the memory is there (`Prefetch`)."""
+        self._backend, self._into, self._undo, self._late = backend, into, undo, late
+        self._events: list[Waitable] = []
+        self.placed: list[shim.Extent] = []
+        self.missing = into.committed_when_paused
+
+    def put(self, extents: Sequence[shim.Extent]) -> None:
+        """Puts extents of at most ``missing`` bytes behind those that are there."""
+        at = self._into.committed_when_paused - self.missing
+        self.placed += self._into.map(extents, at, self._undo)
+        nbytes = sum(extent.nbytes for extent in extents)
+        self.missing -= nbytes
+        if nbytes and not self._late:
+            self.fill(at, nbytes)
+
+    def fill(self, at: int, nbytes: int) -> None:
+        if (backup := self._into.backup) is None:
+            return
+        if event := backup.fill(self._backend, self._into.address, at, nbytes):
+            self._events.append(event)
+            self._undo.callback(event.synchronize)  # before the unmapping
+
+    def finish(self) -> None:
+        """All memory is there, and the content unless it is late, as far as debug mode knows."""
+        shim.set_extents(self._into.slot, self.placed)
+        self._undo.callback(shim.set_extents, self._into.slot, [])
+        for event in self._events:
+            event.synchronize()
+        if (backup := self._into.backup) is not None:
+            backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
+        if not self._late:
+            self._into.verify()
+
+
+def goes_piecewise(sizes: Sequence[int], needed: int) -> bool:
+    """Can extents of these sizes serve ``needed`` bytes so that at most LARGEST bytes more than
+    must be are held?
+
+    Not if they are too large to fit one after the other: an extent cannot be split.
+    """
+    head = min(needed, LARGEST)
+    return head + _unserved(sizes, needed - head) <= max(0, needed - sum(sizes)) + LARGEST
+
+
+def _unserved(sizes: Sequence[int], needed: int) -> int:
+    """Tells what is left of ``needed`` if whole extents of these sizes serve it, in their order."""
+    for size in sizes:
+        needed -= size if size <= needed else 0
+    return needed
+
+
+class Swap:
+    """``out`` is active and frozen, ``into`` is paused; the device has nothing to do with either.
+
+    What ``run`` raises has changed nothing: extents that had gone over come back, their content
+    from the copy.
+    """
+
+    def __init__(
+        self, backend: Backend, pool: PagePool, lock: contextlib.AbstractContextManager[object]
+    ) -> None:
+        self._backend, self._pool, self._lock = backend, pool, lock
+
+    def run(
+        self, out: Arena, copy: HostBackup | None, fresh: bool, into: Arena
+    ) -> list[shim.Extent]:
+        """copy: for the content of ``out``, which is not in it yet if it is ``fresh``.
+
+        Returns the extents of ``out`` that ``into`` had no use for; nothing maps them.
+        """
+        leaving = shim.extents(out.slot)
+        with undone_under(self._lock) as undo:
+            undo.callback(self._backend.synchronize)  # whatever is still being copied
+            copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
+            refill = Refill(self._backend, into, undo)
+            with self._lock:
+                # first: short of memory, nothing was changed
+                head, tail = self._own(leaving, refill.missing, undo)
+                refill.put(head)
+            left = []
+            for extent, event in zip(leaving, copied, strict=True):
+                if event is not None:
+                    event.synchronize()
+                with self._lock:
+                    self._take_away(out, copy, extent, undo)
+                    if extent.nbytes > refill.missing:
+                        left.append(extent)
+                    else:
+                        refill.put([extent])
+            if tail:
+                with self._lock:
+                    refill.put(tail)
+            refill.finish()
+            shim.set_extents(out.slot, [])
+            undo.pop_all()
+        return left
+
+    def _start_out(
+        self, out: Arena, copy: HostBackup | None, extent: shim.Extent
+    ) -> Waitable | None:
+        if copy is None:
+            return None
+        runs = copy.part(extent.offset, extent.nbytes)
+        return self._backend.start_copy(
+            [(host, out.address + at, nbytes) for at, host, nbytes in runs]
+        )
+
+    def _own(
+        self, leaving: Sequence[shim.Extent], needed: int, undo: contextlib.ExitStack
+    ) -> tuple[list[shim.Extent], list[shim.Extent]]:
+        """Obtains what ``into`` gets beside the extents of ``out``; raises ``ShortOfMemory``.
+
+        That is at most LARGEST bytes for a head start, so that the way in need not wait for the way
+        out; and what those extents cannot serve.
+        """
+        head = self._pool.obtain_most(min(needed, LARGEST), undo)
+        left = _unserved(
+            [extent.nbytes for extent in leaving], needed - sum(extent.nbytes for extent in head)
+        )
+        return head, self._pool.obtain(left, undo)
+
+    def _take_away(
+        self, out: Arena, copy: HostBackup | None, extent: shim.Extent, undo: contextlib.ExitStack
+    ) -> None:
+        address = out.address + extent.offset
+        self._backend.unmap(address, extent.nbytes)
+
+        def put_back() -> None:
+            self._backend.map(address, extent.nbytes, extent.handle)
+            self._backend.set_access(address, extent.nbytes)
+            runs = copy.part(extent.offset, extent.nbytes) if copy is not None else ()
+            self._backend.copy([(out.address + at, host, nbytes) for at, host, nbytes in runs])
+
+        undo.callback(put_back)

@@ -1,0 +1,297 @@
+"""Weights as they lie in an arena: what is where, whether they are some version, their digest.
+
+Pages beside the store's own: second ones, into which a version is written while the one before is
+still served; and the trainer's, where nothing is written or copied, and two tags show one memory.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from memsaver import ContentWatch, MemorySaver, StateError, Ticket
+from memsaver.content_watch import lost_by_others
+from memsaver.ops.digest import BytesDigest
+from memsaver.ops.layout import grids, row_major
+from memsaver.ops.segments import Segment
+from rollout.types import WEIGHTS_SHADOW, Manifest, ParamSlice
+
+
+class WeightPages:
+    """Bytes of a tag that a manifest describes, whoever made the tensors there.
+
+    `version` is None while the content is undefined, also where others have discarded it;
+    `undefined_reason` then says why. `last_version` is the last one that was defined. `buffers`:
+    what the model computes with beside the parameters (router biases), which a sleep never loses,
+    and an update may replace.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shapes: Mapping[str, tuple[int, ...]],
+        arena: Tensor,
+        base: int,
+        tag: str,
+        saver: MemorySaver,
+    ) -> None:
+        """shapes: of the checkpoint's parameters, whole, tied ones once. arena: uint8, from byte
+        `base` of the tag's addresses on, at least to the end of the manifest.
+        """
+        self.tag = tag
+        self.manifest = manifest
+        self.param_nbytes = sum(math.prod(p.shape) * _dtype(p).itemsize for p in manifest.slices)
+        self._arena, self._base = arena, base
+        self.buffers: dict[str, Tensor] = {}
+        self._shapes = dict(shapes)
+        self.last_version = 0
+        self._version: int | None = None
+        self._reason = "the weights were never loaded; commit a weight update"
+        self._watch = ContentWatch(saver, tag)
+        self._digest: tuple[frozenset[str], BytesDigest] | None = None
+
+    @property
+    def arena(self) -> Tensor:
+        """uint8: all of the weights, padding included."""
+        return self._arena
+
+    @property
+    def version(self) -> int | None:
+        return None if self._watch.lost(self.tag) else self._version
+
+    @property
+    def undefined_reason(self) -> str:
+        if self._version is not None and (lost := self._watch.lost(self.tag)):
+            return f"{lost_by_others(lost, 'engine')}; commit a weight update"
+        return self._reason
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """Names of the checkpoint's parameters, tied ones once; also of those of which this rank
+        stores nothing.
+        """
+        return self._shapes.keys()
+
+    def define(self, version: int) -> None:
+        for offset, nbytes in self.manifest.zeros:
+            self._arena[offset - self._base : offset - self._base + nbytes].zero_()
+        self._version = self.last_version = version
+        self._reason = ""
+        self._watch.note(self.tag)
+
+    def undefine(self, reason: str) -> None:
+        self._version, self._reason = None, reason
+
+    def set_buffers(self, values: Mapping[str, Tensor], source: str) -> None:
+        """Replace buffers that the model has; a ValueError names one of another shape."""
+        for name, value in values.items():
+            buffer = self.buffers[name]
+            if value.shape != buffer.shape:
+                text = f"{name} has shape {tuple(value.shape)}, config.json asks for"
+                raise ValueError(f"{source}: {text} {tuple(buffer.shape)}")
+            buffer.copy_(value)
+
+    def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
+        """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU,
+        and one wait.
+
+        arena: uint8, as long as the store's own: other pages with the same layout. names: of these
+        parameters (or tied names) only. A ValueError names those that the model does not have.
+        """
+        arena = self._arena if arena is None else arena
+        if arena.shape != self._arena.shape:
+            raise ValueError(
+                f"the weights are {self._arena.numel()} bytes, other pages of them "
+                f"{tuple(arena.shape)}"
+            )
+        wanted = frozenset(
+            self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
+        )
+        if unknown := sorted(wanted - self._shapes.keys()):
+            raise ValueError(
+                f"the model has no parameter {shorten(unknown)}; use names of the manifest"
+            )
+        # offsets are fixed: tables are made once
+        if self._digest is None or self._digest[0] != wanted:
+            pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
+            segments = chain.from_iterable(_segments(piece, self._base) for piece in pieces)
+            self._digest = wanted, BytesDigest(list(segments), self._arena.device)
+        return self._digest[1].run(arena)
+
+    def box(self, piece: ParamSlice) -> Tensor:
+        """View of a slice, with its strides."""
+        strides = piece.strides or row_major(piece.shape)
+        place = self._arena[piece.offset - self._base :]
+        whole = place[: place.numel() // _dtype(piece).itemsize * _dtype(piece).itemsize]
+        return whole.view(_dtype(piece)).as_strided(piece.shape, strides)
+
+
+def dot(position: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(at * stride for at, stride in zip(position, strides, strict=True))
+
+
+def shorten(names: Iterable[str], limit: int = 5) -> str:
+    """The first names, and how many more there are."""
+    names = list(names)
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _dtype(piece: ParamSlice) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    return dtype
+
+
+def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
+    """The elements of a slice, with their numbers in the whole parameter; byte offsets count from
+    byte `base`.
+    """
+    dtype = _dtype(piece)
+    numbers = row_major(piece.global_shape)
+    first = piece.index_base + dot(piece.start, numbers)
+    for grid in grids(piece.shape, piece.strides or row_major(piece.shape), numbers):
+        yield Segment(
+            dtype=dtype,
+            target=piece.offset - base + grid.starts[0] * dtype.itemsize,
+            count=grid.width,
+            index_base=first + grid.starts[1],
+            rows=grid.rows,
+            target_pitch=grid.pitches[0],
+            index_pitch=grid.pitches[1],
+        )
+
+
+class ShadowPages:
+    """Pages of as many bytes as the store's arena, at the same offset of a tag of their own.
+
+    They have memory from `take` to `give_back`. Their address is the same each time: tables that
+    hold it are made once.
+    """
+
+    def __init__(self, store: WeightPages, saver: MemorySaver) -> None:
+        self._store = store
+        self._saver = saver
+        self._arena: Tensor | None = None
+
+    @property
+    def arena(self) -> Tensor:
+        """uint8, as long as the store's."""
+        assert self._arena is not None
+        return self._arena
+
+    def take(self) -> None:
+        """Put memory behind the pages, content undefined.
+
+        OutOfMemory, StateError: nothing was changed.
+        """
+        if self._arena is None:
+            self._arena = self._make()
+        elif self._saver.is_paused(WEIGHTS_SHADOW):
+            self._saver.resume(WEIGHTS_SHADOW)
+
+    def _make(self) -> Tensor:
+        whole, tag = self._store.arena, self._store.tag
+        if not self._saver.offset_of(whole):
+            arena = self._saver.empty((whole.nbytes,), torch.uint8, tag=WEIGHTS_SHADOW)
+            tags = self._saver.report().tags
+            if tags[WEIGHTS_SHADOW].live_bytes == tags[tag].live_bytes:
+                return arena
+            del arena
+            self._saver.trim(WEIGHTS_SHADOW)
+        raise StateError(
+            f"shadow pages need tag {tag} for the weights alone; place the other tensors on "
+            f"another tag"
+        )
+
+    def copy_all(self) -> None:
+        """Copy the weights that are served, for an update that writes some of them only; waits."""
+        self.arena.copy_(self._store.arena)
+        if self.arena.is_cuda:  # another process goes on to write
+            torch.cuda.current_stream(self.arena.device).synchronize()
+
+    def ticket(self) -> Ticket:
+        return self._saver.share(WEIGHTS_SHADOW, writable=True)
+
+    def exchange(self) -> None:
+        """Makes the store's addresses show what was written, and these what was served. Waits for
+        the device's work. LeaseError where a process maps either: nothing was changed.
+        """
+        self._saver.exchange(self._store.tag, WEIGHTS_SHADOW)
+
+    def give_back(self) -> None:
+        """The memory goes back to the driver; nothing happens without. LeaseError: a writer still
+        maps it.
+        """
+        if self._arena is not None:
+            self._saver.pause(WEIGHTS_SHADOW, content="discard")
+
+
+class TrainerPages:
+    """Another saver's pages behind the store's addresses, in place of its own memory, from `take`
+    to `give_back`.
+    """
+
+    def __init__(self, store: WeightPages, saver: MemorySaver) -> None:
+        self._store = store
+        self._saver = saver
+        self._alone = False
+        self._taken = False
+        self._watch = ContentWatch(saver)
+
+    @property
+    def held(self) -> bool:
+        """Tells whether the tag is active with aliased pages."""
+        return self._taken and not self._watch.lost(self._store.tag)
+
+    def require_possible(self) -> None:
+        """StateError where other tensors lie on the tag: they would show the trainer's bytes."""
+        # asked once: a report costs milliseconds where torch's caches are large
+        if not self._alone:
+            arena, tag = self._store.arena, self._store.tag
+            if (
+                self._saver.offset_of(arena)
+                or self._saver.report().tags[tag].live_bytes != arena.nbytes
+            ):
+                raise StateError(
+                    f"aliased pages need tag {tag} for the weights alone; place the other "
+                    f"tensors on another tag"
+                )
+            self._alone = True
+
+    def require_own(self, action: str) -> None:
+        """StateError while the weights lie in aliased pages."""
+        if self.held:
+            raise StateError(
+                f"cannot {action}: the weights lie in the trainer's pages; "
+                f"sleep(tags=[{self._store.tag!r}]) gives them back, wake_up takes memory "
+                "of the engine's own"
+            )
+
+    def empty(self) -> None:
+        """Give back what is behind the tag, own memory or aliased.
+
+        LeaseError: a process maps it; nothing changed.
+        """
+        self._saver.pause(self._store.tag, content="discard")
+        self._taken = False
+
+    def take(self, ticket: Ticket) -> None:
+        """Put the pages behind the tag, which is empty.
+
+        ValueError, LeaseError: they cannot be had; nothing changed.
+        """
+        self._saver.alias(self._store.tag, ticket)
+        self._taken = True
+        self._watch.note(self._store.tag)
+
+    def give_back(self) -> bool:
+        """Gives aliased pages back; True when there were any, and the tag sleeps then."""
+        # a tag that others paused and resumed has memory of its own, which stays
+        if not self.held and not (self._taken and self._saver.is_paused(self._store.tag)):
+            return False
+        self.empty()
+        return True

@@ -1,0 +1,133 @@
+"""The digest: its definition, additivity, and what it notices."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memsaver.ops import digest as digest_module
+from memsaver.ops.digest import BytesDigest, Digest, digest
+from memsaver.ops.hash import MASK64, splitmix64, splitmix64_int
+from memsaver.ops.segments import Segment
+from memsaver.system.machine import Impl
+from tests.helpers.digests import by_definition
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+def values(dtype: torch.dtype, n: int = 300) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def test_definition_is_pinned() -> None:
+    """Trainer, kernels and stored receipts of other processes rely on exactly these numbers."""
+    # the published first output of splitmix64 seeded with 0
+    assert splitmix64_int(0) == 0xE220A8397B1DCDAF
+    assert digest(torch.tensor([1.0, -2.5]), 3) == 0x887538070FB31AB7
+    assert digest(torch.tensor([1.0, -2.5], dtype=torch.bfloat16), 3) == 0xB424D20C37A943B7
+    assert digest(torch.tensor([], dtype=torch.float32), 3) == 0
+
+
+@settings(max_examples=40)
+@given(
+    n=st.integers(1, 500),
+    cut=st.integers(0, 500),
+    base=st.integers(0, 2**50),
+    chunk=st.integers(1, 200),
+)
+def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int) -> None:
+    x = values(torch.bfloat16, n)
+    cut = min(cut, n)
+    whole = digest(x, base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_module, "CHUNK", chunk)
+        assert (digest(x[:cut], base) + digest(x[cut:], base + cut)) % 2**64 == whole
+
+
+def test_equal_blocks_moved_by_powers_of_two_differ() -> None:
+    blocks = [torch.full((256,), value, dtype=torch.bfloat16) for value in (0.0, 1.0)]
+    bases = [0, *(1 << n for n in range(8, 34))]
+    assert len({digest(block, base) for block in blocks for base in bases}) == len(blocks) * len(
+        bases
+    )
+
+
+def test_many_tensors_are_digested_as_one(device: str) -> None:
+    """On a GPU this is the kernel against the reference."""
+    whole = torch.cat([values(torch.bfloat16, n) for n in (7, 300, 4096)]).to(device)
+    cuts = [0, 7, 300, 1000, 1000, len(whole)]
+    parts = [(whole[a:b], 5 + a) for a, b in pairwise(cuts)]
+    many = Digest(parts)
+    assert many.run() == digest(whole, 5, impl="torch") == digest(whole, 5)
+    whole[3] += 1
+    assert many.run() == digest(whole, 5, impl="torch"), "it must look again"
+    assert Digest([]).run() == 0
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(0, 12),
+    width=st.integers(0, 12),
+    gap=st.integers(0, 3),
+    pitch=st.integers(0, 40),
+    base=st.integers(0, 2**45),
+    chunk=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_grid_is_its_elements(
+    rows: int, width: int, gap: int, pitch: int, base: int, chunk: int, dtype: torch.dtype
+) -> None:
+    """Rows with gaps, numbers with gaps (or none, or overlapping), in blocks of any size."""
+    grid = values(dtype, rows * (width + gap)).view(rows, width + gap)[:, :width]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_module, "CHUNK", chunk)
+        assert digest(grid, base, index_pitch=pitch) == by_definition(grid, base, pitch)
+        flat = grid.contiguous().view(-1)
+        assert digest(flat, base) == by_definition(flat, base)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_any_bytes_of_a_layout_are_digested(impl: Impl, device: str) -> None:
+    """Grids and runs by their places in it; the same tables for other memory."""
+    grid = Segment(
+        dtype=torch.bfloat16,
+        target=64,
+        count=40,
+        index_base=7,
+        rows=30,
+        target_pitch=48,
+        index_pitch=100,
+    )
+    run = Segment(dtype=torch.float32, target=4096, count=333, index_base=2**40)
+    many = BytesDigest([grid, run], torch.device(device), impl)
+    for seed in (1, 2):
+        data = torch.randint(
+            0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+        rows = data[64 : 64 + 30 * 48 * 2].view(torch.bfloat16).view(30, 48)[:, :40]
+        expected = by_definition(rows, 7, 100) + by_definition(
+            data[4096 : 4096 + 4 * 333].view(torch.float32), 2**40
+        )
+        assert many.run(data.to(device)) == expected % 2**64
+    assert BytesDigest([], torch.device(device), impl).run(data.to(device)) == 0
+    for wrong in (data[: 4096 + 4 * 333 - 1], data.view(torch.int32), data.view(2, -1).t()):
+        with pytest.raises(ValueError, match="reads 5428 bytes"):
+            many.run(wrong)
+
+
+def test_refuses_wide_elements_and_strides() -> None:
+    for dtype in (torch.float64, torch.int64, torch.complex64):
+        with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
+            digest(torch.zeros(3, dtype=dtype), 0)
+    with pytest.raises(ValueError, match="contiguous tensor"):
+        digest(torch.zeros(4, 4).t()[:, :2], 0)
+    for rows in (torch.zeros(4, 4).t(), torch.zeros(4), torch.zeros(2, 2, 2)):
+        with pytest.raises(ValueError, match="contiguous rows"):
+            digest(rows, 0, index_pitch=4)
+
+
+def test_tensor_hash_equals_integer_hash() -> None:
+    i = torch.tensor([0, 1, 5, 2**62, -1, -(2**63)])
+    assert [v & MASK64 for v in splitmix64(i).tolist()] == [splitmix64_int(v) for v in i.tolist()]

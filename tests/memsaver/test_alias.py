@@ -1,0 +1,362 @@
+"""A tag shows another saver's pages: two tags, one memory; what it must not do with them, and that
+they go back however peer or owner ends: counted exactly. (Driver calls that fail:
+test_fault_injection.)
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import MemorySaver
+from memsaver.memory.page_pool import imports
+from tests.helpers.memory import counted, family_bytes, memory_maps, open_fds
+from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
+from tests.helpers.memsaver.savers import MIB, until
+
+pytestmark = pytest.mark.alone
+SIZE = 6 * MIB  # the owner's: in pieces of 4 and 2 MiB
+THEIRS = [0, 1, 1, 2, 2, 3, 3]
+"""What the peer's tensors show of the owner's."""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause under a lease gives up at once."""
+    monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
+
+
+class World:
+    """An owner whose tag "params" shows 0, 1, 2 ...
+
+    at every MiB, a peer whose paused tag "weights" is smaller.
+    """
+
+    def __init__(self, device: str, content: str = "discard", **options: Any) -> None:
+        self.owner, self.saver = MemorySaver(device), MemorySaver(device, **options)
+        self.params = self.owner.empty(SIZE, torch.uint8, tag="params", elastic=True)
+        self.params.view(6, -1).copy_(torch.arange(6, dtype=torch.uint8)[:, None])
+        self.first = self.saver.empty(MIB, torch.uint8, tag="weights", content=content).fill_(77)
+        self.rest = self.saver.empty(3 * MIB, torch.uint8, tag="weights", content=content).fill_(78)
+        self.saver.pause("weights")
+
+    def alias(self, writable: bool = True) -> None:
+        self.saver.alias("weights", self.owner.share("params", writable))
+
+    @property
+    def leases(self) -> int:
+        return self.owner.report().tags["params"].leases
+
+    def seen(self) -> list[int]:
+        return [
+            int(self.first[-1]),
+            *(int(row[at]) for row in self.rest.view(3, -1) for at in (0, -1)),
+        ]
+
+    def check(self) -> None:
+        self.owner.check_integrity()
+        self.saver.check_integrity()
+
+    def close(self) -> None:
+        self.check()
+        self.saver.close()
+        self.owner.close()
+
+
+@pytest.fixture
+def world(device: str) -> Iterator[World]:
+    world = World(device)
+    yield world
+    world.close()
+
+
+def test_both_tags_show_the_same_memory(world: World, device: str) -> None:
+    addresses, held = (world.first.data_ptr(), world.rest.data_ptr()), family_bytes(device)
+    world.saver.drain_events()
+    for value in (100, 101):
+        world.alias()
+        world.check()
+        assert world.seen()[1:] == THEIRS[1:] and family_bytes(device) == counted(held, device, 2)
+        report = world.saver.report()
+        tag = report.tags["weights"]
+        assert (tag.state, tag.aliased_bytes, tag.committed_bytes, tag.live_bytes) == (
+            "active",
+            SIZE,
+            0,
+            4 * MIB,
+        )
+        assert report.committed_bytes == 0 and tag.last_resume_seconds > 0
+        assert world.leases == 1 and world.owner.report().committed_bytes == SIZE
+        assert torch.equal(world.saver.backed_view(world.rest), world.rest)
+        world.first.fill_(value)
+        assert world.params[: MIB + 1].tolist()[-2:] == [value, 1]
+        world.params[0] = 50
+        assert int(world.first[0]) == 50
+        assert (world.first.data_ptr(), world.rest.data_ptr()) == addresses
+        world.saver.pause("weights")
+        world.check()
+        assert world.saver.is_paused("weights") and family_bytes(device) == counted(held, device, 2)
+        assert world.leases == world.saver.report().tags["weights"].aliased_bytes == 0
+        events = [(event.op, event.tag) for event in world.saver.drain_events()]
+        assert events == [("alias", "weights"), ("pause", "weights")]
+    world.owner.pause()
+    assert held - family_bytes(device) == counted(SIZE, device)
+    world.saver.resume("weights")
+    world.rest.fill_(3)
+    tag = world.saver.report().tags["weights"]
+    assert (tag.committed_bytes, tag.aliased_bytes, tag.extents) == (4 * MIB, 0, 1)
+
+
+def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str) -> None:
+    """Each with nothing changed, so that the same tag aliases after it."""
+    saver, ticket = world.saver, world.owner.share("params")
+    little = world.owner.empty(2 * MIB, torch.uint8, tag="small").fill_(1)
+    other_device = memsaver.Ticket(**{**vars(ticket), "device_key": "GPU-1"})
+    active = saver.empty(MIB, torch.uint8, tag="active").fill_(1)
+    refusals: list[tuple[str, memsaver.Ticket, type[Exception], str]] = [
+        ("nobody's", ticket, memsaver.TagError, "unknown tag"),
+        ("active", ticket, memsaver.StateError, "the tag is active; pause it first"),
+        ("weights", other_device, ValueError, "pages of GPU-1 cannot serve"),
+        (
+            "weights",
+            saver.share("active"),
+            ValueError,
+            "'active' is a tag of the same saver; use exchange",
+        ),
+        (
+            "weights",
+            memsaver.Ticket(**{**vars(ticket), "token": ""}),
+            memsaver.LeaseError,
+            "unknown ticket",
+        ),
+        (
+            "weights",
+            memsaver.Ticket(**{**vars(ticket), "socket_name": "x"}),
+            memsaver.LeaseError,
+            "not answer",
+        ),
+        (
+            "weights",
+            world.owner.share("small"),
+            ValueError,
+            "needs 4.0 MiB.*tag 'small' has 2.0 MiB",
+        ),
+    ]
+    for tag, bad, kind, text in refusals:
+        with pytest.raises(kind, match=text):
+            saver.alias(tag, bad)
+        world.check()
+    narrow = World(device, reserve_bytes=4 * MIB)
+    with pytest.raises(ValueError, match="has addresses for 4.0 MiB; tag 'params' has 6.0 MiB"):
+        narrow.alias()
+    narrow.close()
+    world.owner.pause("params")
+    with pytest.raises(memsaver.LeaseError, match="'params' is paused"):
+        world.alias()
+    world.owner.resume("params")
+    assert world.leases == world.owner.report().tags["small"].leases == 0
+    world.params.fill_(9)
+    world.alias()
+    assert world.seen() == [9] * 7 and int(active[-1]) == int(little[-1]) == 1
+
+
+def test_tensors_that_died_need_no_pages(world: World) -> None:
+    world.rest = world.first[:1]
+    gc.collect()
+    small = world.owner.empty(2 * MIB, torch.uint8, tag="small").fill_(9)
+    world.saver.alias("weights", world.owner.share("small"))
+    assert int(world.first[-1]) == int(small[0]) == 9
+    world.saver.pause()
+
+
+REFUSED: dict[str, Callable[[MemorySaver], Any]] = {
+    "resize": lambda saver: saver.resize("weights", MIB),
+    "exchange": lambda saver: saver.exchange("weights", "spare"),
+    "swap": lambda saver: saver.swap(pause="weights", resume="asleep"),
+    "save": lambda saver: saver.save("weights", 1),
+    "mark_clean": lambda saver: saver.mark_clean("weights", 1),
+    "share it at its owner": lambda saver: saver.share("weights"),
+    "allocate": lambda saver: saver.empty(10, tag="weights"),
+    "allocate on": lambda saver: saver.empty(10, tag="weights", elastic=True),
+    "cannot allocate": lambda saver: saver.region("weights").__enter__(),
+    "alias": lambda saver: saver.alias("weights", saver.share("spare")),
+}
+
+
+def test_what_a_aliased_tag_refuses(world: World) -> None:
+    for tag in ("spare", "asleep"):
+        world.saver.empty(SIZE, torch.uint8, tag=tag).fill_(1)
+    world.saver.pause("asleep")
+    ticket = world.saver.share("weights")
+    world.alias()
+    for what, do in REFUSED.items():
+        with pytest.raises(
+            memsaver.LeaseError, match=rf"{what}.*are aliased.*another saver's tag 'params'"
+        ):
+            do(world.saver)
+        world.check()
+        assert world.seen() == THEIRS
+    with pytest.raises(memsaver.LeaseError, match="aliased its pages; share them at their owner"):
+        memsaver.attach(ticket)  # of before: no way round
+    world.saver.trim()
+    world.saver.resume()
+    assert world.seen() == THEIRS
+    for end in (world.owner.pause, lambda: world.owner.resize("params", MIB), world.owner.close):
+        with pytest.raises(
+            memsaver.LeaseError,
+            match=f"'params' by process {os.getpid()}; .*what aliased the pages",
+        ):
+            end()
+    world.check()
+    assert world.seen() == THEIRS
+    world.saver.pause("weights")
+    world.owner.pause()
+
+
+def test_mappings_are_writable_as_the_ticket_says() -> None:
+    world = World("cpu")
+    for writable, rights in ((False, "r--s"), (True, "rw-s")):
+        world.alias(writable)
+        start = f"{world.first.data_ptr():x}-"
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        assert [line.split()[1] for line in lines if line.startswith(start)] == [rights]
+        assert world.seen() == THEIRS
+        world.saver.pause()
+    world.close()
+
+
+def test_debug_mode_knows_that_there_is_memory(device: str) -> None:
+    world = World(device, debug=True)
+    for _ in range(2):
+        with pytest.raises(memsaver.StateError, match="paused"):
+            world.rest.sum()
+        world.alias()
+        assert int(world.rest[-1]) == 3
+        world.saver.pause()
+    world.close()
+
+
+def _bytes(device: str) -> int:
+    """That are held, where they can be counted exactly whatever torch and other processes do."""
+    return family_bytes(device) if device == "cpu" else 0
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_saver_that_ends_gives_it_back(device: str, how: str) -> None:
+    World(device).close()  # loads what the first use loads
+    gc.collect()
+    floor = len(imports), _bytes(device)
+    world = World(device)
+    world.alias()
+    if how == "close":
+        world.saver.close()
+    cycle: list[Any] = [world.first, world.rest, world.saver]
+    cycle.append(cycle)
+    del cycle, world.saver, world.first, world.rest
+    assert how == "close" or world.leases == 1
+    gc.collect()
+    until(lambda: not world.leases)  # a thread tells the owner
+    world.owner.pause()
+    world.owner.check_integrity()
+    assert (len(imports), _bytes(device)) == floor
+    world.owner.close()
+
+
+@pytest.fixture
+def owner(device: str) -> Iterator[RemoteSaver]:
+    """The owner, in another process."""
+    with remote_saver(device, nbytes=SIZE, elastic=True) as owner:
+        yield owner
+
+
+@pytest.fixture
+def peer(device: str) -> Iterator[tuple[MemorySaver, torch.Tensor]]:
+    saver = MemorySaver(device)
+    weights = saver.empty(4 * MIB, torch.uint8, tag="weights").fill_(77)
+    saver.pause()
+    yield saver, weights
+    saver.close()
+
+
+AliasPeer = tuple[MemorySaver, torch.Tensor]
+
+
+def test_another_process_lends(fds: int, owner: RemoteSaver, peer: AliasPeer) -> None:
+    floor, (saver, weights), resting, maps = len(imports), peer, set(), []
+    for value in range(10, 15):
+        owner.fill(value)
+        saver.alias("weights", owner.ticket)
+        saver.check_integrity()
+        assert int(weights[-1]) == value
+        weights.fill_(value + 100)
+        saver.backend.synchronize()
+        assert owner.look()[0] == value + 100 and owner.report().tags["t"].leases == 1
+        saver.pause("weights")
+        resting.add(
+            (
+                owner.report().tags["t"].leases,
+                owner.exports(),
+                owner.held(),
+                open_fds(),
+                len(imports),
+            )
+        )
+        maps.append(memory_maps())
+    assert len(resting) == 1 and resting.pop()[:2] == (0, 2), "exported or imported more than once"
+    assert maps[-1] <= maps[0] + 8
+    saver.alias("weights", owner.ticket)
+    with pytest.raises(memsaver.LeaseError, match=f"leased: 't' by process {os.getpid()}"):
+        owner.pause()
+    saver.pause("weights")
+    owner.pause()
+    assert len(imports) == floor, "revoked when the memory left"
+    with pytest.raises(memsaver.LeaseError, match="'t' is paused"):
+        saver.alias("weights", owner.ticket)
+    owner.resume()
+    owner.fill(3)
+    saver.alias("weights", owner.ticket)
+    assert int(weights[-1]) == 3
+
+
+def test_the_pages_outlive_their_owner(device: str, fds: int, peer: AliasPeer) -> None:
+    floor, held, (saver, weights) = len(imports), _bytes(device), peer
+    with remote_saver(device, nbytes=SIZE, elastic=True) as owner:
+        owner.fill(21)
+        saver.alias("weights", owner.ticket)
+        owner.kill()
+        assert bool((weights == 21).all())
+        weights.fill_(22)
+        saver.check_integrity()
+        assert bool((weights == 22).all())
+        if device == "cpu":
+            assert _bytes(device) - held == SIZE, "the kernel keeps them for the peer"
+        saver.pause("weights")
+        saver.check_integrity()
+        until(lambda: len(imports) == floor and _bytes(device) == held)
+        with pytest.raises(memsaver.LeaseError, match="does not answer"):
+            saver.alias("weights", owner.ticket)
+        saver.resume()
+        weights.fill_(5)
+        saver.close()
+    until(lambda: open_fds() <= fds)
+
+
+def test_a_peer_that_is_killed_has_given_it_back(device: str, world: World) -> None:
+    """And its forked child has nothing to give back."""
+    with remote_saver(device, nbytes=4 * MIB) as peer:
+        assert peer.alias(world.owner.share("params")) == (0, 3)
+        if device == "cpu":
+            assert peer.pause_in_child() == 0
+        assert world.leases == 1
+        with pytest.raises(memsaver.LeaseError, match=f"'params' by process {peer.pid}"):
+            world.owner.pause()
+        peer.kill()
+    until(lambda: not world.leases)
+    world.owner.pause()

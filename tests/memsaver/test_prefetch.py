@@ -1,0 +1,331 @@
+"""Content that comes back behind work: in the order that is wanted, each byte waited for alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memsaver import BackendError, MemorySaver, OutOfMemory, StateError
+from memsaver.tag import prefetch as prefetches
+from tests.helpers.alarms import interrupted
+from tests.helpers.effort import rounds
+from tests.helpers.memsaver.prefetches import gated
+from tests.helpers.memsaver.savers import MIB, every_call, large, until
+
+SIZES = (3 * MIB, 1, 5 * MIB + 7, 64, 2 * MIB)
+
+
+def filled(
+    saver: MemorySaver, sizes: Sequence[int], tag: str = "p", content: str = "host"
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors of random bytes on a tag, and the same elsewhere."""
+    tensors = [saver.empty(size, torch.uint8, tag=tag, content=content) for size in sizes]
+    return tensors, [each.random_(0, 256).clone() for each in tensors]
+
+
+def test_what_is_waited_for_is_there_while_the_rest_is_on_its_way(device: str) -> None:
+    saver = MemorySaver(device)
+    tensors, before = filled(saver, [MIB] * 6)
+    order = [tensors[i] for i in (4, 0, 5)]
+    saver.pause()
+    with gated(saver) as gate, ThreadPoolExecutor(1) as thread:
+        prefetch = saver.begin_resume("p", order=order)
+        assert not saver.is_paused("p")
+        for count, i in enumerate((4, 0, 5, 1, 2, 3), 1):  # then as they lie
+            later = thread.submit(prefetch.wait, [tensors[i]])
+            assert wait_for([later], 0.02).not_done
+            gate.let(1)
+            later.result(60)
+            assert torch.equal(tensors[i], before[i])
+            assert gate.passed[-1] == tensors[i].data_ptr() and len(gate.passed) == count
+        prefetch.wait()
+        assert prefetch.arrived
+    assert all(map(torch.equal, tensors, before))
+    saver.check_integrity()
+    saver.close()
+
+
+def test_every_operation_on_a_tag_waits_for_all_of_it_and_others_do_not(device: str) -> None:
+    """A pause that copied too early would keep bytes that had not come."""
+    saver = MemorySaver(device)
+    tensors, before = filled(saver, SIZES)
+    other, _ = filled(saver, [MIB], "other")
+    operations = {
+        "pause": lambda: saver.pause("p"),
+        "resume": lambda: saver.resume("p"),
+        "begin_resume": lambda: saver.begin_resume("p"),
+        "save": lambda: saver.save("p", 1),
+        "empty": lambda: saver.empty(10, torch.uint8, tag="p"),
+        "resize": lambda: saver.resize("p", saver.report().tags["p"].committed_bytes),
+        "share": lambda: saver.share("p"),
+        "mark_clean": lambda: saver.mark_clean("p", 3),
+        "trim": lambda: saver.trim(),
+        "swap": lambda: saver.swap(pause="p", resume="other"),
+    }
+    with ThreadPoolExecutor(1) as thread:
+        for name, operation in operations.items():
+            saver.resume("other")
+            saver.pause("p")
+            with gated(saver, 4 * MIB) as gate:
+                saver.begin_resume("p")
+                saver.pause("other")
+                report = saver.report().tags["p"]
+                assert report.state == "active" and report.backup_bytes >= sum(SIZES)
+                gate.let(1)
+                later = thread.submit(operation)
+                assert wait_for([later], 0.02).not_done, name
+                gate.let(1000)
+                later.result(60)
+            saver.check_integrity()
+            saver.resume("p")
+            assert all(map(torch.equal, tensors, before)), name
+            assert saver.report().tags["p"].backup_bytes == 0
+    del other
+    saver.close()
+
+
+@pytest.mark.soak
+@given(data=st.data())
+@settings(max_examples=rounds(100, 2000), deadline=None)
+def test_bits_are_those_of_a_plain_resume_in_every_order(data: st.DataObject) -> None:
+    saver = MemorySaver("cpu")
+    sizes = data.draw(st.lists(st.integers(1, 40_000), min_size=1, max_size=12))
+    tags = data.draw(st.lists(st.sampled_from("ab"), min_size=len(sizes), max_size=len(sizes)))
+    made = [filled(saver, [size], tag) for size, tag in zip(sizes, tags, strict=True)]
+    tensors, before = [one[0] for one, _ in made], [one[0] for _, one in made]
+    for number in data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=len(sizes) - 1)):
+        tensors[number] = before[number] = torch.empty(0, dtype=torch.uint8)  # a hole
+    orders = st.permutations(range(len(sizes)))
+    order = data.draw(orders)[: data.draw(st.integers(0, len(sizes)))]
+    wanted = [tensors[i] for i in order]
+    if wanted and data.draw(st.booleans()):
+        wanted.append(wanted[0][: len(wanted[0]) // 2])  # a view, which is there already
+    saver.pause(*dict.fromkeys(tags))
+    with pytest.MonkeyPatch.context() as patch:
+        small = [100] if sum(sizes) < 100_000 else []
+        patch.setattr(prefetches, "PIECE", data.draw(st.sampled_from([*small, 4096, 30_000, MIB])))
+        prefetch = saver.begin_resume(*dict.fromkeys(tags), order=wanted)
+        for i in data.draw(orders):
+            prefetch.wait([tensors[i]])
+            assert torch.equal(tensors[i], before[i])
+    prefetch.wait()
+    saver.check_integrity()
+    saver.pause()
+    saver.resume()
+    assert all(map(torch.equal, tensors, before))
+    saver.close()
+
+
+@pytest.mark.parametrize("asked", ["unit", "all", "pause"])
+def test_a_copy_that_fails_is_raised_with_its_cause_and_the_tags_can_be_resumed(
+    asked: str, device: str
+) -> None:
+    saver = MemorySaver(device)
+    tensors, before = filled(saver, [MIB] * 4)
+    beside, same = filled(saver, [MIB], "q")
+    held = saver.report().committed_bytes
+    saver.pause()
+    with gated(saver) as gate:
+        prefetch = saver.begin_resume("p", "q")
+        gate.let(2)
+        prefetch.wait([tensors[0]])
+        gate.failing = RuntimeError("the cable is out")
+        waits = saver.statistics()["synchronize"].calls
+        gate.let(1000)
+        message = "did not come back to 'p', 'q': the cable is out; it is kept"
+        with pytest.raises(BackendError, match=message):
+            if asked == "unit":
+                prefetch.wait([tensors[3]])
+            elif asked == "all":
+                prefetch.wait()
+            else:
+                saver.pause("p")
+        for late in ([tensors[3]], None):  # whoever asks later is told, too
+            with pytest.raises(BackendError, match="cable"):
+                prefetch.wait(late)
+    assert saver.is_paused("p") and saver.is_paused("q")
+    assert saver.statistics()["synchronize"].calls == waits + 1  # work on what had come
+    assert saver.report().committed_bytes == 0
+    saver.check_integrity()
+    saver.begin_resume().wait()
+    assert all(map(torch.equal, (*tensors, *beside), (*before, *same)))
+    assert saver.report().committed_bytes == held
+    saver.close()
+
+
+def test_bytes_that_came_wrong_are_found_before_anything_is_saved(device: str) -> None:
+    saver = MemorySaver(device, debug=True)
+    (tensor,), (before,) = filled(saver, [64])
+    saver.pause()
+    kept = saver.saved(tensor, zero_copy=True)
+    kept[5] ^= 1
+    saver.begin_resume()
+    with pytest.raises(BackendError, match="content of tag 'p' changed across a pause"):
+        saver.pause()
+    assert saver.is_paused("p")
+    kept[5] ^= 1
+    del kept
+    saver.begin_resume().wait()
+    assert torch.equal(tensor, before)
+    saver.close()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_any_driver_call_may_fail_and_nothing_has_changed(device: str) -> None:
+    saver = MemorySaver(device)
+    tensors, before = filled(saver, [MIB, MIB])
+    for fault in every_call(device):
+        saver.pause()
+        with fault.at(saver.backend):
+            try:
+                saver.begin_resume(order=tensors).wait()
+            except (BackendError, OutOfMemory):
+                assert saver.is_paused("p")
+        saver.check_integrity()
+        saver.resume()
+        assert all(map(torch.equal, tensors, before))
+    saver.close()
+
+
+def test_content_in_a_file_is_there_when_it_returns_and_discarded_content_is_nobodys(
+    device: str, tmp_path: Path
+) -> None:
+    saver = MemorySaver(device, disk_dir=tmp_path)
+    one, same = filled(saver, SIZES, "file", "disk")
+    two, also = filled(saver, SIZES, "p")
+    loose, _ = filled(saver, [MIB], "loose", "discard")
+    saver.pause()
+    with gated(saver) as gate:
+        prefetch = saver.begin_resume()
+        prefetch.wait(one)
+        prefetch.wait(loose)
+        assert all(map(torch.equal, one, same))
+        gate.let(1000)
+        prefetch.wait()
+    assert all(map(torch.equal, two, also))
+    saver.close()
+
+
+def test_short_of_memory_nothing_changes_and_close_ends_what_is_on_its_way(device: str) -> None:
+    saver = MemorySaver(device)
+    tensors, _ = filled(saver, [MIB, MIB])
+    saver.pause()
+    saver.limit_bytes = 1
+    with pytest.raises(OutOfMemory, match=r"resume\('p'\) needs"):
+        saver.begin_resume("p")
+    assert saver.is_paused("p")
+    saver.limit_bytes = None
+    with gated(saver) as gate, ThreadPoolExecutor(1) as thread:
+        saver.begin_resume()
+        later = thread.submit(saver.close)
+        assert wait_for([later], 0.02).not_done  # nothing is unmapped under a copy
+        gate.let(1000)
+        later.result(60)
+    with pytest.raises(StateError, match="closed"):
+        saver.resume()
+    del tensors
+
+
+def test_a_saver_that_nobody_refers_to_ends_when_its_copies_have(device: str) -> None:
+    saver = MemorySaver(device)
+    backend, (tensors, _) = saver.backend, filled(saver, [MIB] * 3)
+    saver.pause()
+    with gated(saver) as gate:
+        saver.begin_resume()
+        del saver, tensors
+        gc.collect()
+        assert backend.committed_bytes >= 3 * MIB  # it is written to
+        gate.let(1000)
+        until(lambda: gc.collect() >= 0 and not backend.committed_bytes)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_an_interrupt_at_any_moment_leaves_a_legal_state() -> None:
+    saver = MemorySaver("cpu")
+    tensors, before = filled(saver, [1 << 16] * 8)
+
+    def there_and_back() -> None:
+        saver.pause()
+        prefetch = saver.begin_resume("p", order=tensors[::-1])
+        prefetch.wait([tensors[3]])
+        assert torch.equal(tensors[3], before[3])
+        prefetch.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetches, "PIECE", 1 << 14)
+        for number in range(rounds(60, 2000)):
+            interrupted(there_and_back, 2e-5 * (number % 50))
+            saver.resume()
+            saver.check_integrity()
+            assert all(map(torch.equal, tensors, before))
+    saver.close()
+
+
+@pytest.mark.gpu
+def test_streams_wait_for_their_pieces_and_the_host_for_none() -> None:
+    """Behind a kernel that holds the copies up: who waits for a piece is back at once, and what it
+    queues behind it sees the bytes. One event a piece.
+    """
+    saver = MemorySaver("cuda:0")
+    nbytes, size = large("cuda:0") // 8, prefetches.PIECE
+    tensors, before = filled(saver, [nbytes] * 4)
+    first, expected = tensors[3][:size], before[3][:size].sum(dtype=torch.int64)
+    backend, events = saver.backend, list[Any]()
+    feed, busy, side = backend.feed, torch.cuda.Stream(), torch.cuda.Stream()
+    saver.pause()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(int(2e9))  # a second
+        backend.start_copy([], inward=True)  # copies that begin from here on wait for it
+
+    def noted(pieces: Any, queued: Callable[[Any], None], inward: bool) -> None:
+        def note(event: Any) -> None:
+            events.append(event)
+            queued(event)
+
+        feed(pieces, note, inward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "feed", noted)
+        prefetch = saver.begin_resume("p", order=tensors[::-1])
+        prefetch.wait([first], [side])
+        with torch.cuda.stream(side):
+            found = first.sum(dtype=torch.int64)
+            seen = side.record_event()
+        assert not seen.query() and not busy.query() and not prefetch.arrived  # nobody has waited
+        prefetch.wait(tensors, [torch.cuda.current_stream()])
+        assert all(map(torch.equal, tensors, before))
+        seen.synchronize()
+        assert torch.equal(found, expected)
+        prefetch.wait()
+    assert len({id(event) for event in events}) == len(events) == 4 * nbytes // size
+    saver.check_integrity()
+    saver.close()
+
+
+@pytest.mark.gpu
+def test_a_gpus_copies_come_in_order_while_kernels_run() -> None:
+    """Each tensor is read by a kernel that is queued before its bytes are there."""
+    saver = MemorySaver("cuda:0")
+    tensors, before = filled(saver, [large("cuda:0") // 16] * 8)
+    for turn in range(3):
+        order = [*range(8)][:: (-1) ** turn]
+        saver.pause()
+        prefetch = saver.begin_resume("p", order=[tensors[i] for i in order])
+        same = []
+        for i in order:
+            prefetch.wait([tensors[i]], [torch.cuda.current_stream()])
+            same.append((tensors[i] == before[i]).all())
+        assert all(map(bool, same))
+        prefetch.wait()
+    until(lambda: prefetch.arrived)
+    saver.close()
