@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 RECIPE ?= recipes/tiny.yaml
 
-BENCHES := bench-memory bench-backup bench-memory-host bench-kvcache bench-sync bench-rollout bench-switch bench-hand-over bench-mismatch bench-score bench-optimizer bench-vllm bench-moe bench-moe-train bench-replay
+BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-gate
 
 .PHONY: setup demo test test-newest test-oldest test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
@@ -86,7 +86,7 @@ plans: setup
 	$(BIN)/python -m pytest -n 2 tests/plans
 
 # On a machine with a GPU, with the Python that has torch for it (no .venv): make test-gpu PY=python3, and so on.
-# OUT=DIR: full results as JSON. MODEL=DIR, TEMPERATURE=0.7: a trained model and a temperature for bench-mismatch.
+# OUT=DIR: full results as JSON.
 GPU := PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PY)
 OUT ?= runs/benchmarks
 
@@ -100,52 +100,27 @@ soak:
 	$(GPU) -m pytest -m soak --soak -p no:timeout --durations=0
 
 bench-memory: bench-backup
-	$(GPU) -m tests.benchmarks.bench_memory --out $(OUT)
+	$(GPU) -m benchmarks.bench_memory --out $(OUT)
 
 bench-backup:
-	$(GPU) -m tests.benchmarks.bench_backup --out $(OUT)
-
-bench-memory-host:
-	$(GPU) -m tests.benchmarks.bench_memory_host --out $(OUT)
-
-# SGLang's prefix cache is measured beside ours where sglang is installed, or its wheel is on PYTHONPATH:
-# pip download sglang==0.5.23 --no-deps
-bench-kvcache:
-	$(GPU) -m tests.benchmarks.bench_kvcache --out $(OUT)
+	$(GPU) -m benchmarks.bench_backup --out $(OUT)
 
 bench-sync:
-	$(GPU) -m tests.benchmarks.bench_sync --out $(OUT)
+	$(GPU) -m benchmarks.bench_sync --out $(OUT)
 
 bench-rollout:
-	$(GPU) -m tests.benchmarks.bench_generate --out $(OUT)
+	$(GPU) -m benchmarks.bench_generate --out $(OUT)
 
 bench-switch:
-	$(GPU) -m tests.benchmarks.bench_switch --out $(OUT)
-
-bench-hand-over:
-	$(GPU) -m tests.benchmarks.bench_hand_over --out $(OUT)
-
-bench-score:
-	$(GPU) -m tests.benchmarks.bench_score --out $(OUT)
-
-bench-moe:
-	$(GPU) -m tests.benchmarks.bench_moe --out $(OUT)
-
-bench-moe-train:
-	$(GPU) -m tests.benchmarks.bench_moe_train --out $(OUT)
-
-bench-replay:
-	$(GPU) -m tests.benchmarks.bench_replay --out $(OUT)
-
-bench-mismatch:
-	$(GPU) -m tests.benchmarks.bench_mismatch --out $(OUT) $(if $(MODEL),--model $(MODEL)) $(if $(TEMPERATURE),--temperature $(TEMPERATURE))
-
-bench-optimizer:
-	$(GPU) -m tests.benchmarks.bench_optimizer --out $(OUT)
+	$(GPU) -m benchmarks.bench_switch --out $(OUT)
 
 # With vllm installed, or on PYTHONPATH: vLLM on our tags beside vLLM as it comes.
 bench-vllm:
-	$(GPU) -m tests.benchmarks.bench_vllm --out $(OUT)
+	$(GPU) -m benchmarks.bench_vllm --out $(OUT)
+
+# Red if a ratio to a rival or floor of the same run is worse than benchmarks/gate.json accepts.
+bench-gate:
+	$(GPU) -m benchmarks.gate --out $(OUT)
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info memsaver/native/_shim*.so

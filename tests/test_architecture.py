@@ -93,11 +93,8 @@ def documents_by_sentences(file: str, node: ast.AST) -> Iterator[str]:
 
 
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
-    own = (
-        "tests.benchmarks" if file.startswith("tests/benchmarks/") else "tests.helpers"
-    )  # scripts and their parts
     for module in imports(node):
-        if starts(module, "tests") and not (starts(module, "tests.helpers") or starts(module, own)):
+        if starts(module, "tests") and not starts(module, "tests.helpers"):
             yield f"imports {module}: what tests share belongs to tests/helpers"
 
 
@@ -134,8 +131,8 @@ def _private(name: str) -> bool:
         (CHAIN, enters_by_a_face),
         (CHAIN, nests_no_comprehension),
         (CHAIN, documents_by_sentences),
-        (["tests"], takes_helpers_from_their_place),
-        (["tests"], reads_public_state),
+        (["tests", "benchmarks"], takes_helpers_from_their_place),
+        (["tests", "benchmarks"], reads_public_state),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -1,0 +1,250 @@
+"""Kept content: to the host and back, clean tags, swap, disk; against torch_memory_saver and the
+copy rate itself.
+
+`make bench-backup`. Every case checks the content that comes back.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.common import GIB, MIB, Case, Figure, Figures, Scale, Times, figures
+from benchmarks.rival_tms import in_its_process
+from memsaver import MemorySaver
+
+COUNT, TENSOR = 182, 45 * MIB  # 8 GiB
+REPEATS = 5
+Run = Callable[[], object]
+
+
+def at_once(scale: Scale) -> None:
+    return
+
+
+def cycles(
+    scale: Scale, pause: Run, resume: Run, between: Callable[[Scale], object] = at_once
+) -> Times:
+    times = Times(REPEATS)
+    for _ in times.rounds:
+        times("pause", pause)
+        between(scale)
+        times("resume", resume)
+    return times
+
+
+def floor(scale: Scale) -> Figures:
+    """One copy of 8 GiB between pinned memory and the device, alone and both ways at once."""
+    half = scale.choose(4 * GIB, MIB)
+    host = torch.empty(half, dtype=torch.uint8, pin_memory=scale.on_gpu)
+    device = torch.empty(half, dtype=torch.uint8, device=scale.device)
+    other_host, other = torch.empty_like(host, pin_memory=scale.on_gpu), torch.empty_like(device)
+    inward = torch.cuda.Stream() if scale.on_gpu else None
+
+    def both() -> None:
+        host.copy_(device, non_blocking=True)
+        with torch.cuda.stream(inward):
+            other.copy_(other_host, non_blocking=True)
+
+    ways: dict[str, Run] = {
+        "pause": lambda: host.copy_(device, non_blocking=True),
+        "resume": lambda: device.copy_(host, non_blocking=True),
+        "both, each way": both,
+    }
+    return figures({name: 2 * common.median_ms(way, REPEATS, 2) for name, way in ways.items()})
+
+
+@contextmanager
+def tensors(
+    scale: Scale, count: int = COUNT, content: str = "host", **options: Any
+) -> Iterator[tuple[MemorySaver, dict[int, torch.Tensor]]]:
+    """Numbered ones on tag "params"; the content of those that are left is checked at the end."""
+    saver, nbytes = MemorySaver(scale.device, **options), scale.choose(TENSOR, MIB)
+    with saver.region("params", content=content):
+        made = {
+            number: torch.empty(nbytes, dtype=torch.uint8, device=scale.device)
+            for number in range(scale.choose(count, 4))
+        }
+    for number, tensor in made.items():
+        tensor.fill_(number % 251)
+        tensor[-1] = 255 - number % 251
+    del tensor
+    yield saver, made
+    for number in list(made):
+        tensor = made.pop(number)
+        assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
+    del tensor
+    saver.close()
+
+
+def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) -> Figures:
+    """between: pause and resume. "first pause": with nothing pinned."""
+    with tensors(scale) as (saver, _):
+        saver.pinned_arena.trim()
+        pause = partial(saver.pause, "params", release=release)
+        resume = partial(saver.resume, "params")
+        times = cycles(scale, pause, resume, between)
+    return figures({"first pause": times.rows["pause"][0], **times.medians})
+
+
+def rival(*flags: str) -> Case:
+    return lambda scale: figures(
+        in_its_process(scale, COUNT, TENSOR, "freed", "backup", *flags, repeats=REPEATS)
+    )
+
+
+def clean(scale: Scale) -> Figures:
+    with tensors(scale) as (saver, _):
+
+        def pause() -> None:
+            saver.mark_clean("params", 1)
+            saver.pause("params", release="retain")
+
+        pause()  # compiles the digest's kernel
+        saver.resume("params")
+        times = cycles(scale, pause, partial(saver.resume, "params"))
+        before = saver.statistics()["copy"].nbytes
+        pause()
+        copied = saver.statistics()["copy"].nbytes - before
+        saver.resume("params")
+    return [*figures(times.medians), *figures({"copied": copied}, "bytes")]
+
+
+def half_freed(scale: Scale) -> Figures:
+    with tensors(scale) as (saver, made):
+        for number in list(made)[1::2]:
+            del made[number]
+        live = saver.report().tags["params"].live_bytes
+        saver.pause("params", release="retain")
+        copied = saver.statistics()["copy"].nbytes
+        saver.resume("params")
+    return figures({"live": live, "copied": copied}, "bytes")
+
+
+def many_cycles(scale: Scale) -> Figures:
+    """Pinned bytes after the first and the last of 200, 1 GiB in 22 tensors."""
+    pinned = []
+    with tensors(scale, 22) as (saver, _):
+        for _ in range(scale.choose(200, 3)):
+            saver.pause("params")
+            pinned.append(saver.pinned_arena.committed_bytes / MIB)
+            saver.resume("params")
+    return figures({"pinned after 1": pinned[0], f"pinned after {len(pinned)}": pinned[-1]}, "MiB")
+
+
+def swap(scale: Scale) -> Figures:
+    """16 GiB, against pause and then resume of the same tags; the device's used memory is sampled
+    during more swaps.
+    """
+    saver, nbytes = MemorySaver(scale.device), scale.choose(16 * GIB, 8 * MIB)
+    one = saver.empty(nbytes, torch.uint8, tag="one", content="host").fill_(1)
+    saver.pause("one")
+    two = saver.empty(nbytes, torch.uint8, tag="two", content="host").fill_(2)
+    for _ in range(2):  # from here on in pieces
+        saver.swap(pause="two", resume="one")
+        saver.swap(pause="one", resume="two")
+
+    def serial(away: str, back: str) -> None:
+        saver.pause(away, release="retain")
+        saver.resume(back)
+
+    turns = [("two", "one"), ("one", "two")] * 3
+    in_turn = [common.timed(lambda a=a, b=b: serial(a, b)) for a, b in turns]
+    saver.trim()
+    swapped = [
+        common.timed(lambda a=away, b=back: saver.swap(pause=a, resume=b)) for away, back in turns
+    ]
+    rise = common.rise_of(
+        scale.device, lambda: [saver.swap(pause=away, resume=back) for away, back in turns]
+    )
+    assert int(two[0]) == int(two[-1]) == 2 and bool((two[::MIB] == 2).all())
+    saver.swap(pause="two", resume="one")
+    assert bool((one[::MIB] == 1).all())
+    del one, two
+    saver.close()
+    serial_ms, swap_ms = statistics.median(in_turn[2:]), statistics.median(swapped[2:])
+    return [
+        *figures({"in turn": serial_ms, "swap": swap_ms}),
+        Figure(what="swap", value=swap_ms / serial_ms, unit="x in turn"),
+        Figure(what="more of the device", value=rise / MIB, unit="MiB"),
+    ]
+
+
+def disk(directory: Path, scale: Scale) -> Figures:
+    """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to
+    second.
+    """
+    times = Times(3, 1)
+    file = directory / "memsaver-dd"
+    nbytes = scale.choose(COUNT * TENSOR, 4 * MIB)
+    block = scale.choose(15 * MIB, MIB)
+    options = (f"bs={block}", f"count={nbytes // block}", "conv=notrunc")
+    # not every folder can do that
+    out, back = ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])
+    try:
+        with tensors(scale, content="disk", disk_dir=directory) as (saver, _):
+            for _ in times.rounds:
+                with file.open("wb") as handle:  # its space is reserved before, as ours is
+                    os.posix_fallocate(handle.fileno(), 0, nbytes)
+                times("dd writes", lambda: dd("if=/dev/zero", f"of={file}", *options, *out))
+                times("dd reads", lambda: dd(f"if={file}", "of=/dev/null", *options, *back))
+                times("pause", lambda: saver.pause("params"))
+                times("resume", lambda: saver.resume("params"))
+    finally:
+        file.unlink(missing_ok=True)
+    return figures(times.medians)
+
+
+def dd(*options: str) -> None:
+    subprocess.run(["dd", *options], check=True, capture_output=True)
+
+
+a_second = partial(common.others_write, nbytes=0)
+written = partial(common.others_write, nbytes=COUNT * TENSOR)
+CASES: dict[str, Case] = {
+    "pinned copy": floor,
+    "host, extents kept": partial(to_the_host, "retain", at_once),
+    "host, extents to the driver, resumed at once": partial(to_the_host, "driver", at_once),
+    "the same, resumed a second later": partial(to_the_host, "driver", a_second),
+    "the same, written by others meanwhile": partial(
+        to_the_host, "driver", partial(common.others_write, nbytes=COUNT * TENSOR)
+    ),
+    "torch_memory_saver, retain_cpu_backup": rival("retain"),
+    "torch_memory_saver": rival(),
+    "marked clean": clean,
+    "half of the blocks freed": half_freed,
+    "200 cycles": many_cycles,
+    "swap 16 GiB": swap,
+}
+DISK = "disk"
+
+
+def bar(name: str, figure: Figure) -> tuple[str, str] | None:
+    left_out = name in (DISK, "torch_memory_saver")  # seconds
+    return None if left_out or figure.what not in ("pause", "resume") else (name, figure.what)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = common.parser(__doc__, [*CASES, DISK])
+    options.add_argument(
+        "--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure"
+    )
+    args = options.parse_args(arguments)
+    cases, scale = {**CASES, DISK: partial(disk, args.disk)}, common.make_scale(args)
+    print(f"{COUNT} tensors of {TENSOR // MIB} MiB (8 GiB) unless said otherwise")
+    common.run_cases(
+        "bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""vLLM, or SGLang, on our tags beside itself as it comes: sleeps, wake-ups, new weights,
+throughput. `make bench-vllm`, with vllm installed; `--engine sglang`.
+
+Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
+the same random weights of a Qwen2.5 shape. With `--together` both engines are built at the same
+time; the second then waits beside the first, with its memory.
+
+`--throughput` leaves the rest out, and is for our own engine and larger models, too:
+
+    python -m benchmarks.bench_vllm --throughput --shape qwen3-30b-a3b --cases native
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from benchmarks.common import (
+    Figure,
+    Figures,
+    Skipped,
+    make_scale,
+    parser,
+    run_cases,
+    write_config,
+)
+from benchmarks.sync.base import sync_scale
+
+KINDS = {"memsaver": "ours", "its own": "rival", "native": "native"}
+KV_TOKENS = 196608  # so that both engines fit together
+
+
+class Sides:
+    """The processes, in the order in which they are measured."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._log = args.out or folder
+        self._log.mkdir(parents=True, exist_ok=True)
+        self._answers: object = None
+        self._engine = args.engine
+        self._words = [str(_model(args, folder)), str(KV_TOKENS), str(args.cycles)]
+        self._words += [flag for flag in ("quick", "throughput") if getattr(args, flag)]
+        self._started: dict[str, subprocess.Popen[str]] = {}
+        for name in args.cases if args.together else ():
+            self._start(KINDS[name])
+
+    def _start(self, kind: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{self._engine}_side",
+            kind,
+            *self._words,
+        ]
+        pipe = subprocess.PIPE
+        with (self._log / f"{self._engine}_{kind}.log").open("w") as log:
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        self._started[kind] = process
+        return process
+
+    def measured(self, kind: str) -> Figures:
+        process, found = self._started.get(kind) or self._start(kind), []
+        assert process.stdin is not None and process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == "ready":
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            elif line.startswith('{"what"'):
+                found.append(Figure(**json.loads(line)))
+                print(f"  {found[-1].what}: {found[-1].value:.1f} {found[-1].unit}", flush=True)
+            elif line.startswith('{"answers"'):
+                found += self._compared(json.loads(line)["answers"])
+        if process.wait():
+            text = (self._log / f"{self._engine}_{kind}.log").read_text()
+            raise RuntimeError(text[-3000:])
+        return found
+
+    def _compared(self, answers: list[list[int]]) -> Figures:
+        before, self._answers = self._answers, answers
+        if not isinstance(before, list):
+            return []
+        same = sum(map(list.__eq__, before, answers))
+        return [Figure(what="greedy answers of 64 as of the other", value=same, unit="")]
+
+    def close(self) -> None:
+        for process in self._started.values():
+            process.kill()
+            process.wait()
+
+
+def _model(args: argparse.Namespace, folder: Path) -> Path:
+    if args.shape is None:
+        return write_config(folder, args.size)
+    [source] = sync_scale(make_scale(args), args.shape, {"bfloat16": args.layers}, 1).sources
+    return source.save(str(folder))
+
+
+def skipped() -> Figures:
+    raise Skipped("it has no tiny form, and needs a GPU and the engine")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser(__doc__, KINDS)
+    options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    options.add_argument("--size", choices=("0.5b", "7b"), default="7b")
+    options.add_argument("--shape", help="instead of --size, as a recipe's model.shape")
+    options.add_argument("--layers", type=int, help="of that shape; all of them unless given")
+    options.add_argument("--throughput", action="store_true", help="nothing else")
+    options.add_argument("--cycles", type=int, default=20)
+    options.add_argument(
+        "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
+    )
+    options.add_argument("--together", action="store_true", help="build both engines at once")
+    options.set_defaults(cases=["memsaver", "its own"])
+    args = options.parse_args(arguments)
+    if "native" in args.cases and not args.throughput:
+        raise SystemExit("native: our own engine is measured by --throughput alone")
+    scale = make_scale(args)
+    if scale.tiny or importlib.util.find_spec(args.engine) is None:
+        return run_cases(f"bench_{args.engine}", dict.fromkeys(args.cases, skipped), args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        sides = Sides(args, Path(folder))
+        try:
+            cases = {name: partial(sides.measured, KINDS[name]) for name in args.cases}
+            run_cases(f"bench_{args.engine}", cases, args.out)
+        finally:
+            sides.close()
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The harness of all benchmarks: where and how large they run, clocks, floors, figures and how they
+come out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import statistics
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+from memsaver.memory import make_backend
+
+MIB, GIB = 1 << 20, 1 << 30
+REPEATS, WARMUP = 7, 2
+
+
+class Skipped(Exception):
+    """A case that this machine can't run; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Where and how large the cases run. tiny: sizes for a test of the scripts, which a CPU gets
+    through; times mean nothing.
+
+    copy_rate: bytes a second of a large copy on the device in the same run, read and written bytes
+    both counted.
+    link_rate: of the link between two devices, in each of both directions at once; 0: there is
+    none.
+    out: folder for what a case keeps beside its figures.
+    """
+
+    device: torch.device
+    tiny: bool = False
+    copy_rate: float = 1e9
+    link_rate: float = 0.0
+    out: Path | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def choose(self, full: int, tiny: int) -> int:
+        return tiny if self.tiny else full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    what: str
+    value: float
+    unit: str = "ms"
+    target: str = ""
+
+
+Figures = list[Figure]
+Case = Callable[[Scale], Figures]
+Run = Callable[[], object]
+
+
+def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> Figures:
+    return [Figure(what=prefix + what, value=value, unit=unit) for what, value in values.items()]
+
+
+# ---------------------------------------------------------------- models
+
+
+def _shape(*sizes: int, tied: bool) -> dict[str, Any]:
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    return {**dict(zip((*names, "vocab_size"), sizes, strict=True)), "tie_word_embeddings": tied}
+
+
+TINY = _shape(32, 48, 2, 4, 2, 96, tied=True)
+QWEN25 = {
+    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "7b": _shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+}
+
+
+def qwen_config(size: str, **changes: Any) -> Qwen2Config:
+    shape = {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "architectures": ["Qwen2ForCausalLM"],
+    }
+    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    return Qwen2Config(**{**shape, **ids, **rope, **QWEN25[size], **changes})
+
+
+def write_config(directory: Path, size: str, **changes: Any) -> Path:
+    """A model directory of a Qwen2.5 shape without weights."""
+    qwen_config(size, **changes).save_pretrained(directory)
+    GenerationConfig(eos_token_id=None).save_pretrained(directory)
+    return directory
+
+
+def random_model(scale: Scale, directory: Path, size: str, dtype: torch.dtype) -> Any:
+    """A model of that shape, or tiny, with random weights on the device, saved to `directory`, in
+    eval mode.
+    """
+    config = AutoConfig.from_pretrained(
+        write_config(directory, size, **(TINY if scale.tiny else {}))
+    )
+    torch.manual_seed(0)
+    with scale.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def settle(device: torch.device | None = None) -> None:
+    """Waits for the device, the current one unless named; on the CPU nothing is under way."""
+    if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
+        torch.cuda.synchronize(device)
+
+
+def timed(run: Run, device: torch.device | None = None) -> float:
+    """Milliseconds, from an idle device to an idle device."""
+    settle(device)
+    started = time.perf_counter()
+    run()
+    settle(device)
+    return (time.perf_counter() - started) * 1e3
+
+
+def median_ms(
+    run: Run, repeats: int = 10, warmup: int = 3, device: torch.device | None = None
+) -> float:
+    return statistics.median([timed(run, device) for _ in range(warmup + repeats)][warmup:])
+
+
+class Times:
+    """Milliseconds by name, over rounds of which the first ones are for warming up."""
+
+    def __init__(self, repeats: int = REPEATS, warmup: int = WARMUP) -> None:
+        self.rows: dict[str, list[float]] = defaultdict(list)
+        self.rounds, self._warmup = range(repeats + warmup), warmup
+
+    def __call__(self, name: str, run: Run) -> None:
+        self.rows[name].append(timed(run))
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {
+            name: statistics.median(values[self._warmup :]) for name, values in self.rows.items()
+        }
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each key."""
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+# ---------------------------------------------------------------- floors, and the device's memory
+
+
+def measured_copy_rate(scale: Scale) -> float:
+    """Of one large copy: the floor of every other."""
+    source = torch.ones(scale.choose(4 * GIB, MIB), dtype=torch.uint8, device=scale.device)
+    target = torch.zeros_like(source)
+    ms = median_ms(lambda: target.copy_(source), device=scale.device)
+    assert torch.equal(source, target)
+    return 2 * source.numel() / (ms / 1e3)
+
+
+def extent_by_driver(
+    device: torch.device, nbytes: int, take: str, give: str, between: Run
+) -> dict[str, float]:
+    """Medians, under these names, of create and map, and of unmap and release, of one extent and
+    nothing else.
+    between: after it was given.
+    """
+    backend, times, handle = make_backend(device), Times(), 0
+    nbytes = backend.round_up(nbytes)
+    address = backend.reserve(nbytes)
+
+    def taken() -> None:
+        nonlocal handle
+        handle = backend.create(nbytes).handle
+        backend.map(address, nbytes, handle)
+        backend.set_access(address, nbytes)
+
+    def given() -> None:
+        backend.unmap(address, nbytes)
+        backend.release(handle, nbytes)
+
+    taken()
+    for _ in times.rounds:
+        times(give, given)
+        between()
+        times(take, taken)
+    given()
+    backend.unreserve(address, nbytes)
+    return times.medians
+
+
+def others_write(scale: Scale, nbytes: int | None) -> None:
+    """What another engine would do with the memory meanwhile. None: with nearly all that is free;
+    0: nothing, and the driver clears it.
+    """
+    if scale.tiny or not scale.on_gpu:
+        return
+    if nbytes == 0:
+        time.sleep(1.0)
+        return
+    nbytes = torch.cuda.mem_get_info()[0] - 2 * GIB if nbytes is None else nbytes
+    torch.full((nbytes,), 255, dtype=torch.uint8, device=scale.device)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def rise_of(device: torch.device, run: Run) -> int:
+    """Bytes by which a GPU's use rose as it ran, looked at every half millisecond; 0 on the CPU."""
+    if device.type != "cuda":
+        run()
+        return 0
+    settle(device)
+    torch.cuda.empty_cache()
+    used, done = list[int](), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            free, total = torch.cuda.mem_get_info(device)
+            used.append(total - free)
+            time.sleep(5e-4)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        while not used:
+            time.sleep(1e-3)
+        run()
+        settle(device)
+    finally:
+        done.set()
+        thread.join()
+    return max(used) - used[0]
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def parser(doc: str | None, cases: Iterable[str] = ()) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, help="folder for full results as JSON, and for pictures")
+    made.add_argument(
+        "--tiny", action="store_true", help="sizes for a test of this script; times mean nothing"
+    )
+    if names := list(cases):
+        made.add_argument("--cases", nargs="+", choices=names, default=names)
+    return made
+
+
+def make_scale(args: argparse.Namespace) -> Scale:
+    """On the GPU; SystemExit without one, unless all is tiny."""
+    if not torch.cuda.is_available() and not args.tiny:
+        raise SystemExit("no GPU; --tiny runs this script on the CPU")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return Scale(device=device, tiny=args.tiny, out=args.out)
+
+
+Bar = Callable[[str, Figure], tuple[str, str] | None]
+"""(case, figure) -> which bar of the picture, and which part of it; None: in none."""
+
+
+def run_cases(
+    script: str,
+    cases: Mapping[str, Callable[[], Figures]],
+    out: Path | None,
+    bar: Bar | None = None,
+) -> None:
+    """Every case, then a table of all figures, full results as JSON, and a picture. One that fails
+    costs no other its figures; SystemExit names it at the end.
+    """
+    results: dict[str, Figures] = {}
+    failed = []
+    for name, case in cases.items():
+        print(f"{name} ...", flush=True)
+        try:
+            torch.cuda.empty_cache()
+            results[name] = case()
+        except Skipped as why:
+            print(f"{name}: skipped, {why}", flush=True)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+        else:
+            print(
+                name, {f"{f.what}, {f.unit}": round(f.value, 2) for f in results[name]}, flush=True
+            )
+    both = [(name, figure) for name, case in results.items() for figure in case]
+    head = ["case", "what", "value", "unit", "target"]
+    saved = {name: [asdict(figure) for figure in case] for name, case in results.items()}
+    report(
+        script, head, [[name, f.what, f.value, f.unit, f.target] for name, f in both], saved, out
+    )
+    if out is not None and bar is not None:
+        _draw(
+            out / f"{script}.png",
+            script,
+            [(place, figure) for name, figure in both if (place := bar(name, figure))],
+        )
+    if failed:
+        raise SystemExit(f"failed, see above: {', '.join(failed)}")
+
+
+def _draw(path: Path, title: str, placed: Sequence[tuple[tuple[str, str], Figure]]) -> None:
+    from benchmarks.plots import stacked_bars
+
+    rows: dict[str, dict[str, float]] = defaultdict(dict)
+    for (name, part), figure in placed:
+        rows[name][part] = figure.value
+    if rows:
+        stacked_bars(path, title, rows, unit=placed[0][1].unit.split()[0])
+
+
+def report(
+    script: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    results: Mapping[str, Any],
+    out: Path | None,
+) -> None:
+    """Conditions and a Markdown table, printed; full results as JSON under the folder that the
+    caller named.
+    """
+    print(conditions())
+    for row in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(_cell(value) for value in row) + " |", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{script}.json").write_text(
+            json.dumps({"conditions": conditions(), **results}, indent=1)
+        )
+
+
+def conditions() -> str:
+    """Date, hardware and versions, in one line."""
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions = [
+        f"{name} {installed.get(name, 'absent')}" for name in ("triton", "transformers", "ray")
+    ]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{time.strftime('%Y-%m-%d')}; {name}, torch {torch.__version__}, {', '.join(versions)}"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1 else f"{value:,.1f}"
+    return str(value)

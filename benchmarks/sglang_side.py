@@ -1,0 +1,116 @@
+"""One SGLang in a process of its own, for `bench_vllm --engine sglang`: on torch_memory_saver and
+with its own update from tensors, or on our tags and with our sync.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks import vllm_side
+from benchmarks.vllm_side import CONTEXT, SEQUENCES, prompts
+
+OPTIONS: dict[str, Any] = {
+    "attention_backend": "triton",  # both: its other ones are of packages that may not be there
+    "sampling_backend": "pytorch",
+    "disable_radix_cache": True,  # no prompt is known already
+}
+QUICK = {"cuda_graph_bs_decode": [1, 16, 64, 128, 256]}
+
+
+class Rival:
+    """SGLang as it comes."""
+
+    tensors: dict[str, Tensor]
+    engine: Any
+    keeps = False
+
+    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+        from sglang.srt.entrypoints.engine import Engine
+
+        self.engine = Engine(
+            model_path=path,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            grammar_backend="none",
+            dtype="bfloat16",
+            enable_memory_saver=True,
+            disable_prefill_cuda_graph=True,
+            cuda_graph_max_bs_decode=SEQUENCES,
+            max_total_tokens=kv_tokens,
+            mem_fraction_static=0.9,
+            max_running_requests=SEQUENCES,
+            chunked_prefill_size=8192,
+            context_length=CONTEXT,
+            **OPTIONS,
+            **(QUICK if quick else {}),
+        )
+
+    def give(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def load(self) -> None:
+        """New weights by SGLang's own loader, from handles of these tensors."""
+        good, why = self.engine.update_weights_from_tensor(list(self.tensors.items()))
+        assert good, why
+
+    sync = load
+
+    def sleep(self, level: int) -> None:
+        assert level == 2, "what SGLang keeps is chosen when it is made"
+        self.engine.release_memory_occupation(["kv_cache", "weights"])
+
+    def wake(self, tag: str) -> None:
+        self.engine.resume_memory_occupation([tag])
+
+    def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
+        params = {"max_new_tokens": new, "temperature": temperature, "ignore_eos": True}
+        said = self.engine.generate(
+            input_ids=prompts(count), sampling_params=params, return_logprob=True
+        )
+        return [list(each["output_ids"]) for each in said]
+
+    def forget(self) -> None:
+        pass
+
+    def driver_seconds(self) -> dict[str, float]:
+        """Counted in the scheduler's process only."""
+        return {}
+
+
+class Ours(Rival):
+    """The same engine on our tags; `sync` writes what a trainer of one rank would."""
+
+    keeps = True
+
+    def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
+        from rollout.sglang import SglangRollout
+
+        self.rollout = SglangRollout.from_pretrained(
+            path,
+            load_weights=False,
+            kv_tokens=kv_tokens,
+            max_running=SEQUENCES,
+            max_context_len=CONTEXT - 2,
+            **OPTIONS,
+            **(QUICK if quick else {}),
+        )
+        self.engine = self.rollout.engine.engine
+        self.version = 0
+
+    give = vllm_side.Ours.give
+    sync = vllm_side.Ours.sync
+    prepare = vllm_side.Ours.prepare
+    answers = vllm_side.Ours.answers
+
+    def sleep(self, level: int) -> None:
+        self.rollout.sleep(level)
+
+    def wake(self, tag: str) -> None:
+        self.rollout.wake_up(["weights"] if tag == "weights" else None)
+
+
+if __name__ == "__main__":
+    vllm_side.run({"ours": Ours, "rival": Rival}, sys.argv[1:])
