@@ -34,9 +34,10 @@ class Ratio(NamedTuple):
 
 
 def _value(results: Results, case: str, what: str, unit: str = "ms") -> float | None:
-    """Return the figure of a case whose description ends with `what`."""
+    """Return the case's first figure that is described by `what`, or by a prefix and `what`."""
     for figure in results.get(case, ()):
-        if figure["what"].endswith(what) and figure["unit"] == unit:
+        named = figure["what"] == what or figure["what"].endswith(f", {what}")
+        if named and figure["unit"] == unit:
             return float(figure["value"])
     return None
 
@@ -146,7 +147,7 @@ ARGUMENTS = {
     "bench_backup": ["--cases", "pinned copy", "host, extents kept"],
     "bench_sync": ["--cases", "memsaver"],
     "bench_generate": [],
-    "bench_switch": ["--cases", "steps", "--steps", "6"],
+    "bench_switch": ["--cases", "steps", "--steps", "5"],
     "bench_vllm": ["--quick", "--cycles", "0"],
 }
 

@@ -90,6 +90,19 @@ def test_gate_reads_its_ratios_from_what_the_scripts_save(tmp_path: Path, device
         gate.main(words)
 
 
+def test_gate_takes_the_figure_of_that_name_and_no_other() -> None:
+    [paused] = [each for each in gate.RATIOS if each.name.startswith("8 GiB paused")]
+    cases = {
+        "host, extents kept": {"first pause": 9.0, "pause": 3.0},
+        "pinned copy": {"pause": 2.0},
+    }
+    results = {
+        name: [{"what": what, "value": value, "unit": "ms"} for what, value in figures.items()]
+        for name, figures in cases.items()
+    }
+    assert paused.read(results) == 1.5 and paused.read({}) is None
+
+
 def test_every_accepted_ratio_is_one_that_the_gate_measures() -> None:
     stored = json.loads(gate.STORED.read_text())
     assert stored.keys() <= {each.name for each in gate.RATIOS}
