@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 
-from recipes.logs.history import kind_of
+from recipes.logs.run_folder import kind_of
 
 
 def stacked_bars(

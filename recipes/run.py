@@ -1,10 +1,8 @@
 """One run from recipe to pictures: in process or through Ray actors, new or resumed."""
 
 import dataclasses
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ from recipes.arguments import LOOPS, cycle_arguments, open_pair
 from recipes.config import Recipe, switching
 from recipes.config.loading import find_recipe, load
 from recipes.errors import LostWorker, RecipeError, one_line
-from recipes.logs.monitor import Monitor, make_view
-from recipes.logs.run_folder import RunFolder, claimed
+from recipes.logs.monitor import Monitor, ProgressView
+from recipes.logs.run_folder import RunFolder, at_work, new_folder
 from recipes.planner.command import plan_beside, unplanned
 from recipes.planner.memory_plan import Switch
 from recipes.setup.preparation import Setup, prepare
@@ -29,26 +27,10 @@ MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "cluster", "driv
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
     """Runs a recipe in a new folder and returns the folder. Raises RecipeError or RunError."""
     recipe = load(recipe_path, overrides)
-    with ExitStack() as stack:
-        if run_dir is None:
-            run_dir = _claim_by_name(stack, find_recipe(recipe_path).stem)
-        else:
-            stack.enter_context(claimed(run_dir))
-        RunFolder.refuse_used(run_dir)
-        setup = prepare(recipe, run_dir.absolute())  # actors of a job may work in another directory
-        _drive(setup, recipe, RunFolder.create(run_dir, recipe), resume=False)
-    return run_dir
-
-
-def _claim_by_name(stack: ExitStack, recipe: str) -> Path:
-    """A new folder below runs/, named after recipe and time, numbered where that is taken."""
-    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(1):
-        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            stack.enter_context(claimed(path, new=True))
-            return path
-    raise AssertionError("numbers do not end")
+    with new_folder(run_dir, find_recipe(recipe_path).stem) as path:
+        setup = prepare(recipe, path.absolute())  # actors of a job may work in another directory
+        _drive(setup, recipe, RunFolder.create(path, recipe), resume=False)
+    return path
 
 
 def continue_run(
@@ -64,7 +46,7 @@ def continue_run(
     if not saved_file.is_file():
         rule = "holds no run (no recipe.yaml); give the folder of an earlier run"
         raise RecipeError(f"{option}: {rule}")
-    with claimed(run_dir):
+    with at_work(run_dir):
         saved, recipe = load(saved_file), load(recipe_path or saved_file, overrides)
         if key := _first_difference(saved, recipe, MAY_CHANGE):
             rule = "differs from the run's own recipe.yaml; start a new run instead"
@@ -133,7 +115,7 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, said: 
 def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
     """Once through; whatever happens, trace and pictures of what was done are written."""
     recipe = setup.recipe
-    view = make_view(f"memsaver  {folder.path}", recipe.steps)
+    view = ProgressView(recipe.steps)
     monitor = Monitor(folder, view)
     view.note(opening)
     try:
@@ -164,7 +146,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     finally:
         view.stage("writing trace and pictures")
         problems = [
-            text for write in (folder.write_trace, folder.write_pictures) if (text := _told(write))
+            text for write in (folder.write_trace, monitor.write_pictures) if (text := _told(write))
         ]
         view.close()
         if problems:

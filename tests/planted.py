@@ -208,10 +208,10 @@ BUGS = [
     Bug(
         "`latest` names a checkpoint that is still being written (swapped order)",
         "recipes/logs/run_folder.py",
-        '        write(folder / f"step_{step}")\n'
-        '        replace_text(folder / "latest", f"step_{step}\\n")\n',
-        '        replace_text(folder / "latest", f"step_{step}\\n")\n'
-        '        write(folder / f"step_{step}")\n',
+        '            write(folder / f"step_{step}")\n'
+        '            replace_text(folder / "latest", f"step_{step}\\n")\n',
+        '            replace_text(folder / "latest", f"step_{step}\\n")\n'
+        '            write(folder / f"step_{step}")\n',
     ),
     Bug(
         "a step that is computed again shuffles otherwise (seed left out)",

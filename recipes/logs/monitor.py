@@ -1,56 +1,38 @@
-"""Stages as they pass: timed, shown, written down, with the most memory of every process and
-device; and a failure gets the name of its stage. A view shows a run while it goes: a live table in
-a terminal, plain lines elsewhere.
+"""Monitor of a run: seconds and memory of every stage, shown and written down as they come.
 
-In a stage each side's tags only come or only go. So a process's most is what its tags held before
-or after, and torch's own peak; what is on the device besides (contexts, libraries) stays as it is.
-Where one side's tags come while the other's go, they come into what has gone.
+In a stage each side's tags only come or only go. So a process's peak is what its tags held before
+or after, plus torch's own peak; the rest of the device's memory (contexts, libraries) stays as it
+is. Where one side's tags come while the other's go, they come into the pages that were freed.
 """
 
 from __future__ import annotations
 
 import datetime
-import statistics
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.bar import Bar
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Column, Table
+from rich import progress
+from rich.console import Console
 from rich.text import Text
 
-from memsaver.errors import format_bytes
+from memsaver import Usage
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line
-from recipes.logs.history import (
-    NOTABLE,
-    Run,
-    beside_the_task,
-    format_seconds,
-    kind_of,
-    seconds_beside,
-    spans_of_moves,
-    switch_seconds,
-)
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.run_folder import RunFolder, Span, kind_of, match_names, switch_seconds
 from rollout.types import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
+from trainer_bridge.sync import SyncReceipt
 
-if TYPE_CHECKING:
-    from memsaver import Usage
-    from trainer_bridge.sync import SyncReceipt
-
-TakeUsage = Callable[[], "Usage | None"]
+TakeUsage = Callable[[], Usage | None]
+MOVING = ("pause", "resume", "save", "prefetch")  # operations of a saver that move memory
+NOTABLE = 1e-3  # seconds of moves beside work that are worth a word
+OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
 class Peaks:
-    """Collects bytes by stage: of each process, and of torch in it; of the fullest device; of tags.
+    """Peak bytes by stage: of each process, of torch in it, of each tag, of the fullest device.
 
     Processes are counted without contexts and libraries; "device_bytes" is None on the CPU.
     """
@@ -61,27 +43,25 @@ class Peaks:
         self._before: dict[str, dict[str, int]] = {}
 
     def watch(self, owner: str, take_usage: TakeUsage) -> None:
-        """owner: "trainer" or "rollout", with its device's number in brackets if several."""
+        """Read a process as `owner`: "trainer" or "rollout", with "[rank]" if there are several."""
         self._sources[owner] = take_usage
 
     def passed(self, stage: str) -> None:
-        """The stage has just ended. One that comes again in a step keeps the larger figures."""
-        found: dict[str, Usage] = {}
-        for owner, take in self._sources.items():
-            if (usage := take()) is not None:
-                found[owner] = usage
+        """Read all processes at a stage's end; a stage that ran before keeps the larger figures."""
+        usages = {owner: take() for owner, take in self._sources.items()}
+        found = {owner: usage for owner, usage in usages.items() if usage is not None}
         tags: dict[str, int] = {}
         processes, torch = {}, {}
         gone, waits = Counter[str](), Counter[str]()
         for owner, usage in found.items():
-            before = self._before.get(owner, usage.tags)
-            most = _larger(before, usage.tags)
+            before, place = self._before.get(owner, usage.tags), _place(owner)
             self._before[owner] = usage.tags
-            gone[_place(owner)] += sum(before.values()) - sum(usage.tags.values())
-            waits[_place(owner)] += usage.torch_peak_bytes - usage.torch_bytes
-            tags |= {f"{tag}{_place(owner)}": nbytes for tag, nbytes in most.items()}
+            gone[place] += sum(before.values()) - sum(usage.tags.values())
+            waits[place] += usage.torch_peak_bytes - usage.torch_bytes
+            most = _larger(before, usage.tags)
+            tags |= {f"{tag}{place}": nbytes for tag, nbytes in most.items()}
             torch[owner] = usage.torch_peak_bytes
-            # pages that only change their tag, out of the page pool, count once
+            # Pages that leave the page pool for a tag count once.
             held = max(sum(before.values()), sum(usage.tags.values()))
             processes[owner] = held + usage.torch_peak_bytes
         entry = {
@@ -93,7 +73,7 @@ class Peaks:
         self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
 
     def take(self) -> dict[str, dict[str, Any]]:
-        """The stages since the last call."""
+        """Return the stages since the last call."""
         stages, self.stages = self.stages, {}
         return stages
 
@@ -103,7 +83,7 @@ def _place(owner: str) -> str:
 
 
 def _device(found: Mapping[str, Usage], more: Mapping[str, int]) -> int | None:
-    """Returns the fullest device's bytes: used now, plus what there was more of in the stage."""
+    """Return the fullest device's bytes: used now, and what the stage held beyond that."""
     places: dict[str, int] = {}
     for owner, usage in found.items():
         if usage.device_used_bytes is not None:
@@ -122,25 +102,25 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Monitor:
-    """Between the loop on one side, run folder and view on the other."""
+    """Times the stages of a loop, collects memory, and passes both to the run's folder and view."""
 
     def __init__(self, folder: RunFolder, view: View) -> None:
         self.folder = folder
         self.view = view
-        # Of this step: seconds by stage, and committed bytes by phase and tag.
-        self.seconds: dict[str, float] = {}
-        self.memory: dict[str, dict[str, int]] = {}
+        self.seconds: dict[str, float] = {}  # of this step, by stage
+        self.memory: dict[str, dict[str, int]] = {}  # committed bytes by phase and tag
         self.peaks = Peaks()
-        self.sync: dict[str, float] = {}  # the newest one
+        self.sync: dict[str, float] = {}  # of the newest weight sync
         self._told_of_loss = False
-        self._switches: list[tuple[float, float]] = []  # of this step, as what follows
-        self._moves: list[tuple[float, float]] = []
+        self._moves: list[tuple[float, float]] = []  # of this step
+        self._switches: list[tuple[float, float]] = []
         self._sources: dict[str, Any] = {}
 
     def watch(self, owner: str, side: Any) -> None:
-        """Reads memory from `owner` (rollout, or trainer[0] and others), and its peaks.
+        """Read memory and peaks of a trainer or engine as `owner`; see `Peaks.watch`.
 
-        side: has `report`, `drain_events` and `take_usage`, as `Trainer` and `Engine`.
+        Args:
+            side: Has `report`, `drain_events` and `take_usage`.
         """
         self._sources[owner] = side
         self.peaks.watch(owner, side.take_usage)
@@ -148,15 +128,17 @@ class Monitor:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         self.seconds, self.memory = {}, {}
-        self._switches, self._moves = [], []
+        self._moves, self._switches = [], []
         start = time.time()
         self.folder.place = f"in step {step}"
-        yield
-        self.folder.run.spans.append((f"step {step}", start, time.time()))
+        try:
+            yield
+        finally:
+            self.folder.run.spans.append(Span(f"step {step}", start, time.time()))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times one stage; what fails in it is raised as a RunError that names it."""
+        """Time one stage; raise its failure as a RunError that names it."""
         with self.phase(name):
             start = time.time()
             try:
@@ -168,7 +150,7 @@ class Monitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Like `stage`, for work that reports its own stages to `passed`."""
+        """Do the same for work that reports its own stages to `passed`."""
         self.view.stage(name)
         try:
             yield
@@ -186,21 +168,19 @@ class Monitor:
             raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}{hint}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
-        """A stage succeeded; also the wake-up cycle's `on_stage`."""
+        """Record a stage that succeeded; also the `on_stage` of `Cycle`."""
         self._timed(name, start, end)
         self.peaks.passed(name)
 
     def _timed(self, name: str, start: float, end: float) -> None:
-        self.folder.run.spans.append((name, start, end))
+        self.folder.run.spans.append(Span(name, start, end))
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         if kind_of(name) == "switch":
             self._switches.append((start, end))
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """Note what the sync of this step moved, bytes of all targets, and its seconds; of merged
-        adapters what rounding lost.
-        """
+        """Record bytes and seconds of this step's weight sync; warn once if rounding lost much."""
         names = ["nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"]
         names += ["merge_error"] if receipt.merge_error is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
@@ -213,8 +193,9 @@ class Monitor:
             )
 
     def outside(self) -> int:
-        """Returns bytes used of a device, by anyone, that lie neither on the trainer's tags nor on
-        the engine's of weights and KV cache; of several devices, the most.
+        """Return the bytes used of the fullest device, by anyone, that lie on no planned tag.
+
+        Planned are the trainer's tags, and the engine's weights and KV cache.
         """
         used, on_tags = Counter[str](), Counter[str]()
         for owner, side in self._sources.items():
@@ -228,83 +209,62 @@ class Monitor:
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds of this step in which memory moved beside work, as far as memory was read."""
-        return seconds_beside(self._moves, self._switches)
+        """Seconds of this step in which memory moved outside of the switch's stages."""
+        return _covered([*self._moves, *self._switches]) - _covered(self._switches)
 
     def row(self, row: dict[str, Any]) -> None:
         self.folder.add_row(row)
         self.view.row(row)
 
     def read_memory(self, phase: str) -> None:
-        """Takes every owner's report and events; the report stands in the step's row under `phase`.
+        """Take every owner's events, and its tags' bytes for the step's row, under `phase`.
 
-        Of a tag that several devices have, that device's bytes that has most on it.
+        Of a tag on several devices, the fullest device's bytes count.
         """
-        shown: dict[str, tuple[int, int]] = {}
+        tags: dict[str, int] = {}
         for owner, side in self._sources.items():
             events = side.drain_events()
-            self.folder.run.add_events(owner, events)
-            self._moves += spans_of_moves(events)
+            self.folder.run.events.setdefault(owner, []).extend(events)
+            for event in events:
+                if event.op in MOVING:
+                    self._moves.append((event.time - event.seconds, event.time))
             for tag, entry in side.report(others=False).tags.items():
-                sizes = entry.committed_bytes, entry.backup_bytes
-                shown[tag] = max(shown.get(tag, (0, 0)), sizes)
-        self.memory[phase] = {tag: committed for tag, (committed, _) in shown.items()}
-        self.view.memory(shown)
+                tags[tag] = max(tags.get(tag, 0), entry.committed_bytes)
+        self.memory[phase] = tags
+
+    def write_pictures(self) -> str | None:
+        """Draw the run's pictures into its folder; return why not if matplotlib is missing."""
+        try:
+            from recipes.logs.pictures import write_pictures
+        except ImportError as error:
+            return f"no pictures: {error}; run: pip install 'memsaver[plots]'"
+        write_pictures(self.folder.run, self.folder.path)
+        return None
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that at least one of the spans covers."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def _lost_actor(cause: BaseException) -> bool:
-    """One that was there before; also where a rank failed because of it."""
+    """Return whether an actor died after it had started, directly or behind a rank's error."""
     if isinstance(cause, RankFailed):
         cause = cause.error
     return isinstance(cause, ActorError) and cause.method != "__init__"
 
 
-BARS = "▁▂▃▄▅▆▇█"
-OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
-
-
-class View:
-    """Is told by the monitor what happens, and keeps the rows; shows nothing of it itself."""
-
-    def __init__(self, steps: int = 0) -> None:
-        self.steps, self.run = steps, Run()
-
-    def note(self, text: str) -> None: ...
-
-    def stage(self, name: str) -> None: ...
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        self.run.rows.append(dict(row))
-
-    def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
-        """Bytes by tag: (on the device, kept on the host)."""
-
-    def close(self) -> None: ...
-
-
-def make_view(title: str, steps: int) -> View:
-    """The live table where standard output is a terminal, else log lines."""
-    return LiveView(title, steps) if sys.stdout.isatty() else LogView(steps)
-
-
-def sparkline(values: list[float], width: int = 48) -> str:
-    """One character a value, the lowest of the range first; the last `width` values.
-
-    >>> sparkline([0.0, 0.5, 1.0])
-    '▁▅█'
-    """
-    shown = values[-width:]
-    low, high = min([0.0, *shown]), max([1.0, *shown])
-    heights = [(value - low) / (high - low) * (len(BARS) - 1) for value in shown]
-    return "".join(BARS[round(height + 1e-9)] for height in heights)
-
-
 def describe(row: Mapping[str, Any]) -> str:
-    """One line for a row of metrics.jsonl."""
+    """Return one line about a row of metrics.jsonl."""
     if row["kind"] == "eval":
-        others = [f", {name} {row[key]:.3f}" for key, name in beside_the_task(row).items()]
-        result = f"{row['exact_match']:.3f} of {row['problems']}{''.join(others)}"
-        return f"held-out exact match {result} after {row['step']} updates"
+        first, *others = match_names([row]).items()
+        result = f"{row['exact_match']:.3f} of {row['problems']}"
+        result += "".join(f", {name} {row[key]:.3f}" for key, name in others)
+        return f"{first[1]} exact match {result} after {row['step']} updates"
     spread, dead = row.get("reward_std"), row.get("groups_without_signal")
     parts = [
         f"reward {row['reward']:.3f}" + (f" ± {spread:.3f}" if spread is not None else ""),
@@ -315,113 +275,65 @@ def describe(row: Mapping[str, Any]) -> str:
         f"length {row['response_length']:.1f}",
         f"{row['tokens_per_second']:.0f} tok/s",
         f"{row['step_seconds']:.1f} s",
-        f"switch {format_seconds(switch_seconds(row))}",
+        f"switch {switch_seconds(row):.3f} s",
     ]
     if (hidden := row.get("hidden_seconds", 0.0)) >= NOTABLE:
-        parts[-1] += f" and {format_seconds(hidden)} beside work"
+        parts[-1] += f" and {hidden:.3f} s beside work"
     return " | ".join(parts)
 
 
-def time_left(run: Run, steps: int) -> str:
-    """Reckons the time left by the last ten steps; evaluations and checkpoints come on top."""
-    last = run.train[-10:]
-    seconds = statistics.fmean(row["step_seconds"] for row in last) * (steps - last[-1]["step"])
-    return f"ETA {datetime.timedelta(seconds=round(seconds))}"
-
-
-class LogView(View):
-    """One line a step, for files, pipes and jobs; and where a stage takes long, that it goes on."""
-
-    def __init__(self, steps: int, quiet_seconds: float = 30.0) -> None:
-        """quiet_seconds: without a line, before a line tells the stage."""
-        super().__init__(steps)
-        self._quiet_seconds = quiet_seconds
-        self._stage = "starting"
-        self._printed = threading.Condition()
-        self._closed = False
-        self._watch = threading.Thread(target=self._tell_stage_when_quiet, daemon=True)
-        self._watch.start()
+class View:
+    """Show nothing: the view of a dry run, and the base of the others."""
 
     def note(self, text: str) -> None:
-        with self._printed:
-            print(text, flush=True)
-            self._printed.notify()
+        """Show a line."""
 
     def stage(self, name: str) -> None:
-        self._stage = name
+        """Show the stage that runs."""
 
     def row(self, row: Mapping[str, Any]) -> None:
-        super().row(row)
-        if row["kind"] == "train":
-            left = time_left(self.run, self.steps)
-            self.note(f"step {row['step']}/{self.steps}: {describe(row)} | {left}")
-        else:
-            self.note(f"eval: {describe(row)}")
+        """Show a row of metrics.jsonl."""
 
     def close(self) -> None:
-        with self._printed:
-            self._closed = True
-            self._printed.notify()
-        self._watch.join()
-
-    def _tell_stage_when_quiet(self) -> None:
-        with self._printed:
-            while not self._closed:
-                if not self._printed.wait(self._quiet_seconds):
-                    train = self.run.train
-                    head = f"after step {train[-1]['step']}/{self.steps}: " if train else ""
-                    print(f"{head}in {self._stage}", flush=True)
+        """End the view; only lines can follow."""
 
 
-class LiveView(View):
-    """Step, stage, reward, mismatch and memory in one panel that redraws itself."""
+class ProgressView(View):
+    """One line per row, and below them, in a terminal, a bar with the stage that runs."""
 
-    def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
-        super().__init__(steps)
-        self.title = title
-        self.stage_name, self.stage_started = "starting", time.time()
-        self.tags: Mapping[str, tuple[int, int]] = {}
-        self.live = Live(get_renderable=self.render, console=console, refresh_per_second=8)
-        self.live.start()
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        console = console or Console()
+        self._steps = steps
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[newest]}", markup=False),
+            console=console,
+            disable=not console.is_interactive,
+            speed_estimate_period=3600.0,  # A step may take many minutes.
+        )
+        self._task = self._progress.add_task("starting", total=steps, newest="")
+        self._progress.start()
 
     def note(self, text: str) -> None:
-        self.live.console.print(Text(text))
+        self._progress.console.print(Text(text), soft_wrap=True)
 
     def stage(self, name: str) -> None:
-        self.stage_name, self.stage_started = name, time.time()
+        self._progress.update(self._task, description=name)
 
-    def memory(self, tags: Mapping[str, tuple[int, int]]) -> None:
-        self.tags = dict(tags)
+    def row(self, row: Mapping[str, Any]) -> None:
+        if row["kind"] == "eval":
+            self.note(f"eval: {describe(row)}")
+            return
+        newest = f"reward {row['reward']:.3f}, {row['step_seconds']:.1f} s a step, "
+        newest += f"{row['tokens_per_second']:.0f} tokens/s"
+        self._progress.update(self._task, completed=row["step"], newest=newest)
+        left = self._progress.tasks[0].time_remaining
+        eta = "" if left is None else f" | ETA {datetime.timedelta(seconds=round(left))}"
+        self.note(f"step {row['step']}/{self._steps}: {describe(row)}{eta}")
 
     def close(self) -> None:
-        self.live.stop()
-
-    def render(self) -> RenderableType:
-        train, evaluations = self.run.train, self.run.evaluations
-        step, left = (train[-1]["step"], time_left(self.run, self.steps)) if train else (0, "")
-        facts = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
-        facts.add_row("step", f"{step}/{self.steps}  {left}")
-        facts.add_row("stage", Text(f"{self.stage_name}  {time.time() - self.stage_started:.1f} s"))
-        if train:
-            rewards = [row["reward"] for row in train]
-            facts.add_row("reward", Text(f"{sparkline(rewards)} {rewards[-1]:.3f}", style="green"))
-            facts.add_row("last step", Text(describe(train[-1])))
-        if evaluations:
-            facts.add_row("evaluation", Text(describe(evaluations[-1])))
-        content = Group(facts, Text(), self._memory_table())
-        return Panel(content, title=Text(self.title), border_style="blue")
-
-    def _memory_table(self) -> Table:
-        right = (Column(justify="right"), Column(justify="right"))
-        table = Table.grid(Column(), Column(), *right, padding=(0, 2))
-        largest = max([1, *(committed for committed, _ in self.tags.values())])
-        table.add_row(*(Text(name, style="dim") for name in ("memory", "", "device", "host")))
-        for tag, (committed, kept) in self.tags.items():
-            bar = Bar(largest, 0, committed, width=24, color="cyan")
-            table.add_row(
-                Text(tag),
-                bar if committed else Text("paused", style="yellow"),
-                format_bytes(committed),
-                format_bytes(kept) if kept else "-",
-            )
-        return table
+        self._progress.stop()

@@ -1,17 +1,17 @@
-"""The folder of one run: what was asked, what came out, and where to continue.
+"""The folder of one run, and the record in it: what was asked, what came out, where to continue.
 
 recipe.yaml     the recipe as resolved, readable by `load`
-metrics.jsonl   one line a step (kind "train") and an evaluation (kind "eval"), flushed as they come
+metrics.jsonl   one line per step (kind "train") and per evaluation (kind "eval"), flushed at once
 trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
 environment.json  date, host, GPUs and versions
 outside.json    bytes outside of all tags at the start, with another project's engine
 reward.png, memory.png
-restarts.jsonl  one line a time that the run went on by itself after it had lost a worker
+restarts.jsonl  one line per restart after the loss of a worker
 checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
 model/          config and tokenizer of a random model, where the recipe makes one
-.lock           while a run is at work in it
+.lock           locked while a run is at work in the folder
 
-What is replaced is replaced as a whole, and is on the disk then.
+A file that is replaced is replaced as a whole, and is on the disk then.
 """
 
 from __future__ import annotations
@@ -28,97 +28,175 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from memsaver import Event
 from memsaver.report import Timeline
 from memsaver.system.machine import replace_text
 from recipes.config import Recipe
 from recipes.config.loading import recipe_text
 from recipes.errors import RecipeError, RunError, one_line
-from recipes.logs.history import STAGES, Row, Run, whole_rows
 from trainer_bridge.errors import RankFailed
 from trainer_bridge.training import read_values
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"
+STAGES = "stages"  # the process of a trace that holds stages and steps
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
-QUERY = {"name": "name", "memory": "memory.total", "driver": "driver_version"}
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system that has none
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system without locks
+_OTHER_MATCHES = "exact_match_"  # prefix of an evaluation's further exact matches
+
+Row = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """A stage or a whole step ("step N"), in seconds of `time.time()`."""
+
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def is_step(self) -> bool:
+        return self.name.startswith("step ")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The record of one run: rows of metrics.jsonl, spans, and memory events by owner."""
+
+    rows: list[Row] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    events: dict[str, list[Event]] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == "eval"]
+
+    def train(self, *keys: str) -> list[Row]:
+        """Return the rows of training steps that have all of these keys."""
+        rows = [row for row in self.rows if row["kind"] == "train"]
+        return [row for row in rows if None not in map(row.get, keys)]
+
+    def one_step(self) -> Span | None:
+        """Return the last step, if possible one without evaluation and checkpoint."""
+        steps = [span for span in self.spans if span.is_step]
+        extra = [span for span in self.spans if span.name in ("evaluate", "save_checkpoint")]
+        for step in reversed(steps):
+            if not any(step.begin <= span.begin < step.end for span in extra):
+                return step
+        return steps[-1] if steps else None
+
+
+def kind_of(stage: str) -> str:
+    """Return who works in a stage: "rollout", "train", or "switch" while memory changes hands."""
+    if stage in ("generate_sequences", "evaluate"):
+        return "rollout"
+    return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"
+
+
+def switch_seconds(row: Mapping[str, Any]) -> float:
+    """Return the seconds of a step in which memory changed hands, the weight sync included."""
+    stages = row.get("stages", {}).items()
+    return sum(seconds for stage, seconds in stages if kind_of(stage) == "switch")
+
+
+def match_names(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the keys of the evaluations' exact matches and their names ("2 digits").
+
+    A kind of problem that no training prompt had is "untrained"; rows of older runs do not say.
+    """
+    names = {"exact_match": "held-out"}
+    for row in rows:
+        for key in [key for key in row if key.startswith(_OTHER_MATCHES)]:
+            kind = key.removeprefix(_OTHER_MATCHES)
+            untrained = kind not in row.get("also_trained", [kind])
+            names[key] = kind.replace("_", " ") + (" (untrained)" if untrained else "")
+    return names
+
+
+def whole_rows(file: Path) -> list[Row]:
+    """Return the rows of a metrics.jsonl; a killed run may leave half a line, which is skipped."""
+    rows = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 @contextlib.contextmanager
-def claimed(path: Path, new: bool = False) -> Iterator[None]:
-    """Inside, no other process runs in this folder, which is made, and at the end goes if empty.
+def new_folder(path: Path | None, recipe: str) -> Iterator[Path]:
+    """Make and lock the folder of a new run; remove it if the run fails before its first files.
 
-    new: else `FileExistsError`. `RecipeError`: a run is at work in it, it cannot be made, or it is
-    another user's, who could have prepared it to lead what is written elsewhere.
+    Args:
+        path: The folder. None makes one below runs/, named after the recipe and the time, and
+            numbered if that name is taken.
+        recipe: The recipe's name.
+
+    Raises:
+        RecipeError: The folder is there and not empty, or cannot be made.
     """
+    if path is not None and any(part.startswith("_ray_pkg_") for part in path.absolute().parts):
+        rule = "is in a job's working_dir, which Ray deletes"
+        raise RecipeError(f"--run-dir {path}: {rule}; give a folder on shared storage")
+    path = _make_numbered(recipe) if path is None else _make(path)
+    with at_work(path):
+        try:
+            yield path
+        finally:
+            if not (path / "metrics.jsonl").exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_numbered(recipe: str) -> Path:
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError("numbers do not end")
+
+
+def _make(path: Path) -> Path:
+    with contextlib.suppress(OSError):
+        path.rmdir()  # An empty folder is replaced by one that is certainly ours.
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made = _make(path, new)
-        lock = _lock(path)
-    except FileExistsError:
-        if new:
-            raise
-        raise RecipeError(
-            f"--run-dir {path}: is a file, or below a file; give another folder"
-        ) from None
+        path.mkdir(parents=True)
     except OSError as error:
-        raise RecipeError(
-            f"--run-dir {path}: {error.strerror}; give a folder that can be written"
-        ) from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            (path / LOCK).unlink()
-            if made:
-                path.rmdir()
-        os.close(lock)
+        why = f"{error.strerror}; give another folder"
+        if (path / "metrics.jsonl").exists():
+            why = f"already holds a run; use --resume {path}, or another folder"
+        raise RecipeError(f"--run-dir {path}: {why}") from None
+    return path
 
 
-def _make(path: Path, new: bool) -> bool:
-    """Return whether the folder was made, and not there before."""
-    try:
-        path.mkdir()
-        return True
-    except FileExistsError:
-        if new or not path.is_dir():
-            raise
-    if (owner := path.stat().st_uid) != os.geteuid():
-        whose = f"belongs to user {owner}, not to {os.geteuid()}"
-        raise RecipeError(f"--run-dir {path}: {whose}; give another folder; nothing was written")
-    return False
+@contextlib.contextmanager
+def at_work(path: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, so that no other process runs in it.
 
-
-def _lock(path: Path) -> int:
-    """A descriptor that holds the folder's lock while it is open."""
-    while True:
+    Raises:
+        RecipeError: A run is at work in the folder, it cannot be written, or it belongs to another
+            user, who could have prepared it to redirect writes.
+    """
+    with contextlib.ExitStack() as stack:
         try:
-            lock = _open_itself(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        except FileNotFoundError:
-            path.mkdir(exist_ok=True)  # who gave it back a moment ago removed it
-            continue
-        try:
+            if (owner := path.stat().st_uid) != os.geteuid():
+                whose = f"belongs to user {owner}, not to {os.geteuid()}"
+                raise RecipeError(f"{path}: {whose}; give another folder; nothing was written")
+            lock = stack.enter_context(open(path / LOCK, "a", opener=_open_itself))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(lock, 100).decode(errors="replace").strip()
-            os.close(lock)
-            raise RecipeError(
-                f"{path}: {owner or 'a run'} is at work in it; wait, or give another folder"
-            ) from None
+            rule = "a run is at work in it; wait, or give another folder"
+            raise RecipeError(f"{path}: {rule}") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                os.close(lock)
-                raise
-        if _is(lock, path / LOCK):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-            return lock
-        os.close(lock)  # of a run that has ended since
+                raise RecipeError(f"{path}: {error.strerror}; give another folder") from error
+        yield
 
 
 def _open_itself(file: str | Path, flags: int) -> int:
@@ -126,36 +204,18 @@ def _open_itself(file: str | Path, flags: int) -> int:
     return os.open(file, flags | os.O_NOFOLLOW, 0o644)
 
 
-def _is(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
-        return False
-
-
 class RunFolder:
     """Owner of the files above. The run is kept in memory too, for the trace and the pictures."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run = Run(path=path)
+        self.run = Run()
         self.place = "while it was set up"  # how far the run is, for `standing`
         self._latest = path / "checkpoints" / "latest"
 
-    @staticmethod
-    def refuse_used(path: Path) -> None:
-        if (path / "metrics.jsonl").exists():
-            raise RecipeError(
-                f"--run-dir {path}: already holds a run; use --resume {path}, or another folder"
-            )
-        if any(part.startswith("_ray_pkg_") for part in path.absolute().parts):
-            rule = "is in a job's working_dir, which Ray deletes"
-            raise RecipeError(f"--run-dir {path}: {rule}; give a folder on shared storage")
-
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """A new folder; one that already holds a run is refused."""
-        cls.refuse_used(path)
+        """Write the first files of a new run."""
         folder = cls(path)
         with folder.writing("the run's folder"):
             path.mkdir(parents=True, exist_ok=True)
@@ -165,9 +225,9 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """An earlier run, cut back to its last checkpoint, or to its start where there is none yet.
+        """Cut an earlier run back to its last checkpoint, or to its start if there is none yet.
 
-        Later rows are dropped; the trace of the session that ended is kept beside.
+        Later rows are dropped; the trace of the session that ended is kept under another name.
         """
         folder = cls(path)
         with folder.writing("the run's folder"):
@@ -177,57 +237,54 @@ class RunFolder:
 
     def _cut_back(self) -> None:
         step = self.done
-        for row in self._rows():
+        for row in whole_rows(self.path / "metrics.jsonl"):
             if row["step"] < step or (row["kind"] == "train" and row["step"] == step):
                 self.run.rows.append(row)
         text = "".join(json.dumps(row) + "\n" for row in self.run.rows)
         replace_text(self.path / "metrics.jsonl", text)
         for name in ("trace.json", "memory.png", "environment.json"):
-            if (self.path / name).exists():  # of the session that ended here
-                (self.path / name).rename(_free_name(self.path / name, step))
-
-    def _rows(self) -> list[Row]:
-        """Return what is in the file; a killed run may leave half a line, which does not count."""
-        file = self.path / "metrics.jsonl"
-        return whole_rows(file.read_text().splitlines()) if file.is_file() else []
+            file = self.path / name
+            if file.exists():
+                names = (f"{file.stem}-until-step-{step}-{n}" for n in itertools.count(1))
+                files = (file.with_stem(stem) for stem in names)
+                file.rename(next(free for free in files if not free.exists()))
 
     def evaluated(self, step: int) -> bool:
-        """Return whether there is an evaluation after so many steps."""
-        return any(row["kind"] == "eval" and row["step"] == step for row in self._rows())
+        """Return whether metrics.jsonl has an evaluation after `step` updates."""
+        evaluations = Run(rows=whole_rows(self.path / "metrics.jsonl")).evaluations
+        return any(row["step"] == step for row in evaluations)
 
     def _describe(self, recipe: Recipe) -> None:
         replace_text(self.path / "recipe.yaml", recipe_text(recipe))
-        replace_text(
-            self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n"
-        )
+        environment = json.dumps(describe_environment(), indent=2)
+        replace_text(self.path / "environment.json", environment + "\n")
 
     def add_row(self, row: Row) -> None:
         self.run.rows.append(row)
         self._append("metrics.jsonl", row)
 
     def add_restart(self, number: int, cause: str) -> None:
-        """The run goes on by itself for the `number`-th time, from its last checkpoint."""
+        """Record that the run restarts for the `number`-th time, from its last checkpoint."""
         restart = {"time": time.time(), "restart": number, "after_step": self.done, "cause": cause}
         self._append("restarts.jsonl", restart)
 
     def write_outside(self, nbytes: int) -> None:
-        """nbytes: as `Monitor.outside` says, of the session that begins."""
+        """Record what `Monitor.outside` measured when this session began."""
         with self.writing(OUTSIDE):
             replace_text(self.path / OUTSIDE, json.dumps({"bytes": nbytes}) + "\n")
 
     def outside(self) -> int | None:
-        """Returns what the newest session measured; None without one."""
+        """Return what the newest session measured; None without one."""
         file = self.path / OUTSIDE
-        return int(json.loads(file.read_text())["bytes"]) if file.is_file() else None
+        return json.loads(file.read_text())["bytes"] if file.is_file() else None
 
     def _append(self, name: str, row: Row) -> None:
-        """A half line is dropped when the run goes on."""
         with self.writing(name), open(self.path / name, "a", opener=_open_itself) as file:
             file.write(json.dumps(row) + "\n")
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """`RunError` where the disk takes no more inside, or a file cannot be read."""
+        """Raise a `RunError` if the disk takes no more inside, or a file cannot be read."""
         try:
             yield
         except (OSError, RankFailed) as failed:
@@ -240,10 +297,10 @@ class RunFolder:
 
     @property
     def done(self) -> int:
-        """Updates that the newest complete checkpoint holds; 0 where there is none yet."""
-        return (
-            int(self.last_checkpoint().name.removeprefix("step_")) if self.has_checkpoint() else 0
-        )
+        """Updates in the newest complete checkpoint; 0 if there is none yet."""
+        if not self.has_checkpoint():
+            return 0
+        return int(self.last_checkpoint().name.removeprefix("step_"))
 
     def standing(self) -> str:
         """Return how far the run came, what is saved of it, and how to go on, for a message."""
@@ -265,67 +322,46 @@ class RunFolder:
         return self._latest.parent / self._latest.read_text().strip()
 
     def checkpoint_values(self) -> dict[str, Any]:
-        """Return what the last checkpoint holds beside the trainer's own."""
+        """Return what the last checkpoint holds besides the trainer's own values."""
         values: dict[str, Any] = {}
         checkpoint = str(self.last_checkpoint())
-        with contextlib.suppress(ValueError):  # who loads it says what is wrong with it
+        with contextlib.suppress(ValueError):  # Loading the checkpoint reports what is wrong.
             values = read_values(checkpoint)["extra"]
         return values
 
     def save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
-        """`write` makes the folder it is given, whole or not at all; old ones go."""
-        with self.writing(f"the checkpoint of step {step}"):
-            self._save_checkpoint(step, keep, write)
+        """Save a checkpoint and delete all but the `keep` newest.
 
-    def _save_checkpoint(self, step: int, keep: int, write: Callable[[Path], None]) -> None:
+        Args:
+            write: Makes the folder that it is given, as a whole or not at all.
+        """
         folder = self.path.resolve() / "checkpoints"
-        folder.mkdir(exist_ok=True)
-        for partial in folder.glob("step_*.partial"):  # of a run that was killed while it saved
-            shutil.rmtree(partial)
-        write(folder / f"step_{step}")
-        replace_text(folder / "latest", f"step_{step}\n")
-        names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]
-        steps = sorted(int(name) for name in names if name.isdigit())
-        for old in [number for number in steps if number <= step][:-keep]:
-            shutil.rmtree(folder / f"step_{old}")
+        with self.writing(f"the checkpoint of step {step}"):
+            folder.mkdir(exist_ok=True)
+            for partial in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+                shutil.rmtree(partial)
+            write(folder / f"step_{step}")
+            replace_text(folder / "latest", f"step_{step}\n")
+            names = [entry.name.removeprefix("step_") for entry in folder.glob("step_*")]
+            steps = sorted(int(name) for name in names if name.isdigit())
+            for old in [number for number in steps if number <= step][:-keep]:
+                shutil.rmtree(folder / f"step_{old}")
 
     def write_trace(self) -> None:
         timeline = Timeline()
-        for name, start, end in self.run.spans:
-            timeline.span(name, start, end, process=STAGES)
+        for span in self.run.spans:
+            timeline.span(*span, process=STAGES)
         for owner, events in self.run.events.items():
-            for event in sorted(events, key=lambda item: item.time):
-                start = event.time - event.seconds
-                sizes = {"bytes": event.committed_bytes, "backup": event.backup_bytes}
-                timeline.span(f"{event.op} {event.tag}", start, event.time, owner, **sizes)
-                timeline.counter(
-                    event.tag, event.time, {"committed": event.committed_bytes}, process=owner
-                )
+            for event in sorted(events, key=lambda event: event.time):
+                begin, held = event.time - event.seconds, event.committed_bytes
+                sizes = {"bytes": held, "backup": event.backup_bytes}
+                timeline.span(f"{event.op} {event.tag}", begin, event.time, owner, **sizes)
+                timeline.counter(event.tag, event.time, {"committed": held}, process=owner)
         timeline.write(self.path / "trace.json")
-
-    def write_pictures(self) -> str | None:
-        """Draws both pictures; returns a sentence instead where matplotlib is missing."""
-        try:
-            from recipes.logs import plots
-        except ImportError as error:
-            return f"no pictures: {error}; run: pip install 'memsaver[plots]'"
-        if self.run.rows:
-            plots.draw_reward(self.run, self.path / "reward.png")
-        if self.run.spans:
-            plots.draw_memory(self.run, self.path / "memory.png")
-        return None
-
-
-def _free_name(file: Path, step: int) -> Path:
-    names = (f"{file.stem}-until-step-{step}-{n}{file.suffix}" for n in itertools.count(1))
-    return next(free for name in names if not (free := file.with_name(name)).exists())
 
 
 def describe_environment() -> dict[str, Any]:
-    """Date, host and software of this process, and the GPUs of nvidia-smi, without a context.
-
-    `gpus`: name, memory (MiB) and driver of each; `packages`: version by name, of those installed.
-    """
+    """Return date, host, GPUs and package versions of this process, without a CUDA context."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -340,13 +376,12 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _gpus() -> list[dict[str, str]]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY.values())}", "--format=csv,noheader"]
+def _gpus() -> list[str]:
+    """Return name, memory and driver of each GPU; nothing if no driver answers."""
+    query = "--query-gpu=name,memory.total,driver_version"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        listed = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []  # no driver here, or one that does not answer: a run goes on without
-    lines = [line.split(", ") for line in listed.splitlines()]
-    return [dict(zip(QUERY, words, strict=True)) for words in lines if len(words) == len(QUERY)]
+        return []
+    return listed.stdout.splitlines()

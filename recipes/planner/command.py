@@ -221,15 +221,15 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
     """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
     from matplotlib.figure import Figure
 
-    from recipes.logs.plots import colours_of, save_picture
+    from recipes.logs.pictures import looks, save_picture
 
     parts = _parts(plan)
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(plan.stages)))
     axes = figure.subplots()
     names = [stage.stage for stage in plan.stages]
     left = [0.0] * len(names)
-    for (part, values), colour in zip(parts.items(), colours_of(parts), strict=True):
-        axes.barh(names, values, 0.72, left, label=part, color=colour)
+    for part, values in parts.items():
+        axes.barh(names, values, 0.72, left, label=part, **looks(parts)[part])
         left = [low + value for low, value in zip(left, values, strict=True)]
     axes.axvline(plan.gpu.total / GIB, color="#222222", linestyle="--", linewidth=1.1)
     axes.set(xlabel="GiB", title=f"{plan.name} on {plan.gpu.name}, planned")

@@ -1,6 +1,4 @@
-"""The run folder: what survives a kill, checkpoints that are whole or absent, a trace and pictures
-that open.
-"""
+"""The run folder: one run at a time, what survives a kill, whole checkpoints, a trace."""
 
 from __future__ import annotations
 
@@ -17,19 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 import recipes
 from memsaver import Event
 from recipes.logs import run_folder
-from recipes.logs.history import Run
-from recipes.logs.plots import draw_evaluations, draw_reward
-from recipes.logs.run_folder import RunFolder, claimed
+from recipes.logs.monitor import Monitor, View
+from recipes.logs.run_folder import RunFolder, Span, at_work, new_folder
 from recipes.run import continue_run, start_run
 from recipes.setup.models import toy_tokenizer
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
-from tests.helpers.recipes.runs import PNG
+from tests.helpers.recipes.runs import without_pictures
 
 RECIPE = recipes.load("tiny")
 
@@ -44,42 +40,54 @@ def fill(path: Path) -> None:
     (path / "state").write_text("x")
 
 
-def test_a_folder_that_ray_deletes_is_refused(tmp_path: Path) -> None:
+def test_new_folder_in_a_ray_working_dir_is_refused(tmp_path: Path) -> None:
     inside = tmp_path / "working_dir_files" / "_ray_pkg_0123456789abcdef" / "runs" / "tiny"
-    with pytest.raises(
-        recipes.RecipeError, match="working_dir, which Ray deletes; give a folder on shared storage"
-    ):
-        RunFolder.create(inside, RECIPE)
+    rule = "working_dir, which Ray deletes; give a folder on shared storage"
+    with pytest.raises(recipes.RecipeError, match=rule), new_folder(inside, "tiny"):
+        pass
     assert not inside.exists()
 
 
-def test_a_folder_is_claimed_by_one_run_at_a_time(tmp_path: Path) -> None:
+def test_new_folder_is_removed_when_the_run_does_not_begin_and_stays_when_it_does(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "runs" / "one"
-    with claimed(path):
-        rule = f"process {os.getpid()} on .* is at work in it; wait, or give another folder"
-        with pytest.raises(recipes.RecipeError, match=rule), claimed(path):
-            pass
-        with pytest.raises(FileExistsError), claimed(path, new=True):
-            pass
-    assert not path.exists(), "nothing came into it"
-    with claimed(path):
+    with pytest.raises(KeyError), new_folder(path, "tiny"):
+        (path / "model").mkdir()
+        raise KeyError
+    assert not path.exists()
+    path.mkdir()  # An empty folder is as good as none.
+    with pytest.raises(KeyError), new_folder(path, "tiny"):
         RunFolder.create(path, RECIPE)
+        raise KeyError
     written = {entry.name for entry in path.iterdir()}
-    assert written == {"recipe.yaml", "environment.json", "metrics.jsonl"}
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    with claimed(mine):
-        pass
-    assert mine.exists()
-    (mine / "file").touch()
+    assert written == {".lock", "recipe.yaml", "environment.json", "metrics.jsonl"}
+
+
+def test_new_folder_is_refused_in_one_line_if_it_cannot_be_made(folder: RunFolder) -> None:
+    file = folder.path / "metrics.jsonl"
     wrong = {
-        mine / "file": "a file; give another",
-        mine / "file" / "run": "a file; give another",
-        Path("/proc/1/x"): "written",
+        folder.path: f"already holds a run; use --resume {folder.path}, or another folder",
+        folder.path.parent: "File exists; give another folder",
+        file / "run": "Not a directory; give another folder",
+        Path("/proc/1/x"): "give another folder",
     }
     for path, rule in wrong.items():
-        with pytest.raises(recipes.RecipeError, match=rule), claimed(path):
+        refused = pytest.raises(recipes.RecipeError, match=f"^--run-dir {path}: .*{rule}$")
+        with refused, new_folder(path, "tiny"):
             pass
+
+
+def test_one_run_at_a_time_is_at_work_in_a_folder(folder: RunFolder) -> None:
+    before = contents(folder.path)
+    rule = "a run is at work in it; wait, or give another folder"
+    with at_work(folder.path):
+        with pytest.raises(recipes.RecipeError, match=rule), at_work(folder.path):
+            pass
+        with pytest.raises(recipes.RecipeError, match=rule):
+            continue_run(folder.path)
+    with at_work(folder.path):
+        assert contents(folder.path) == before
 
 
 @pytest.mark.parametrize("name", [".lock", ".recipe.yaml.partial", "metrics.jsonl"])
@@ -88,7 +96,7 @@ def test_nothing_is_written_through_a_link_in_the_folder(name: str, tmp_path: Pa
     path.mkdir()
     mine.write_text("a year's work")
     (path / name).symlink_to(mine)
-    with contextlib.suppress(recipes.RecipeError, recipes.RunError), claimed(path):
+    with contextlib.suppress(recipes.RecipeError, recipes.RunError), at_work(path):
         folder = RunFolder(path) if name == "metrics.jsonl" else RunFolder.create(path, RECIPE)
         folder.add_row(train_row(1))
     assert mine.read_text() == "a year's work"
@@ -99,35 +107,33 @@ def test_a_folder_of_another_user_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     rule = r"belongs to user \d+, not to \d+; give another folder; nothing was written"
-    with pytest.raises(recipes.RecipeError, match=rule), claimed(tmp_path):
+    with pytest.raises(recipes.RecipeError, match=rule), at_work(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 
 
-def test_who_comes_when_another_goes_never_shares_with_a_third(tmp_path: Path) -> None:
-    """The folder and its lock are removed and made again all the time."""
-    inside, most, claims = 0, 0, 0
+def test_new_folder_is_never_shared_when_runs_begin_and_fail_all_the_time(tmp_path: Path) -> None:
+    inside, most, begun = 0, 0, 0
 
     def work() -> None:
-        nonlocal inside, most, claims
-        for _ in range(300):
-            with contextlib.suppress(recipes.RecipeError), claimed(tmp_path / "run"):
+        nonlocal inside, most, begun
+        for _ in range(200):
+            with contextlib.suppress(recipes.RecipeError), new_folder(tmp_path / "run", "tiny"):
                 inside += 1
-                most, claims = max(most, inside), claims + 1
+                most, begun = max(most, inside), begun + 1
                 time.sleep(0)
                 inside -= 1
 
-    at_once(*[work] * 6)
-    assert most == 1 and claims > 6
+    at_once(*[work] * 4)
+    assert most == 1 and begun > 4
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("recipes.run.time.strftime", lambda _: "now")
+    monkeypatch.setattr("time.strftime", lambda _: "now")
     monkeypatch.setattr("recipes.run.open_pair", None)  # so it ends when its folder is made
-    monkeypatch.setattr(RunFolder, "write_pictures", lambda folder: None)
     toy_tokenizer(["a"])  # two threads cannot both be the first to import transformers
     sizes = [16 * n for n in range(1, 9)]
 
@@ -135,7 +141,8 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
         with pytest.raises(recipes.RunError, match="build failed: TypeError"):
             start_run("tiny", [f"model.config.hidden_size={size}", "device=cpu"])
 
-    at_once(*(partial(run, size) for size in sizes))
+    with without_pictures():
+        at_once(*(partial(run, size) for size in sizes))
     folders = sorted((tmp_path / "runs").iterdir())
     later = {f"tiny-now-{n}" for n in range(2, 9)}
     assert {folder.name for folder in folders} == {"tiny-now"} | later
@@ -145,13 +152,6 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
         json.loads((folder / "model" / "config.json").read_text())["hidden_size"]
         for folder in folders
     ]
-
-
-def test_a_run_that_is_at_work_is_not_resumed_beside_it(folder: RunFolder) -> None:
-    before = contents(folder.path)
-    with claimed(folder.path), pytest.raises(recipes.RecipeError, match="is at work in it"):
-        continue_run(folder.path)
-    assert contents(folder.path) == before
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -239,56 +239,25 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(
     assert (folder.path / f"trace-until-step-{checkpoint}-1.json").read_text() == "old"
 
 
-def test_every_kind_of_evaluation_has_a_curve(folder: RunFolder) -> None:
-    """Also where only the later session of a run evaluated that kind."""
-    evaluations = [
-        eval_row(0, 0.25),
-        eval_row(1, 0.5, exact_match_2_digits=0.125, also_trained=[]),
-    ]
-    axes = Figure().subplots()
-    draw_evaluations(axes, evaluations)
-    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert curves == {
-        "held-out exact match, greedy": [[0, 0.25], [1, 0.5]],
-        "held-out exact match, 2 digits (untrained), greedy": [[1, 0.125]],
-    }
-    draw_reward(Run(rows=[*evaluations, train_row(1)]), folder.path / "reward.png")
-    assert (folder.path / "reward.png").read_bytes().startswith(PNG)
-
-
-def test_a_run_that_did_nothing_or_little_still_gets_its_trace(folder: RunFolder) -> None:
-    """Also with a tag that nobody knows."""
+def test_trace_of_a_run_that_did_little_has_its_stages_and_bytes(folder: RunFolder) -> None:
     folder.write_trace()
-    assert folder.write_pictures() is None
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
-    folder.run.spans.append(("build", 1.0, 2.0))
-    event = Event(
-        time=1.5,
-        seconds=0.01,
-        op="resume",
-        tag="something_new",
-        committed_bytes=2**19,
-        backup_bytes=0,
-    )
-    folder.run.add_events("rollout", [event])
+    folder.run.spans.append(Span("build", 1.0, 2.0))
+    sizes = {"committed_bytes": 2**19, "backup_bytes": 0}
+    event = Event(time=1.5, seconds=0.01, op="resume", tag="something_new", **sizes)
+    folder.run.events["rollout"] = [event]
     folder.write_trace()
-    assert folder.write_pictures() is None
     entries = json.loads((folder.path / "trace.json").read_text())["traceEvents"]
-    assert {"build", "resume something_new"} <= {
-        entry["name"] for entry in entries if entry["ph"] == "X"
-    }
+    names = {entry["name"] for entry in entries if entry["ph"] == "X"}
+    assert names == {"build", "resume something_new"}
     assert [entry["args"] for entry in entries if entry["ph"] == "C"] == [{"committed": 2**19}]
-    assert (folder.path / "memory.png").stat().st_size > 5_000 and not (
-        folder.path / "reward.png"
-    ).exists()
 
 
-def test_missing_matplotlib_is_a_sentence(
+def test_pictures_without_matplotlib_are_a_sentence(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "recipes.logs.plots", None)
-    monkeypatch.delattr(recipes.logs, "plots", raising=False)
-    assert "pip install 'memsaver[plots]'" in folder.write_pictures()
+    monkeypatch.setitem(__import__("sys").modules, "recipes.logs.pictures", None)
+    assert "pip install 'memsaver[plots]'" in Monitor(folder, View()).write_pictures()
 
 
 def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
@@ -297,13 +266,12 @@ def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
     found = json.loads((folder.path / "environment.json").read_text())
     public = torch.__version__.partition("+")[0]  # a wheel may be named without what follows
     assert found["cpus"] >= 1 and found["packages"]["torch"].partition("+")[0] == public
-    listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05\n"
+    listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05"
     monkeypatch.setattr(
         run_folder.subprocess,
         "run",
-        lambda command, **_: subprocess.CompletedProcess(command, 0, listed),
+        lambda command, **_: subprocess.CompletedProcess(command, 0, f"{listed}\n"),
     )
     RunFolder.reopen(folder.path, RECIPE)
-    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory": "81559 MiB", "driver": "580.95.05"}
-    assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [gpu]
+    assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [listed]
     assert json.loads((folder.path / "environment-until-step-0-1.json").read_text()) == found

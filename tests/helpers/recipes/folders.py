@@ -6,7 +6,8 @@ import json
 
 import recipes
 from memsaver import Event
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.pictures import write_pictures
+from recipes.logs.run_folder import RunFolder, Span
 
 MIB = 2**20
 SESSION = 1000.0  # time.time() at which the first step begins
@@ -65,7 +66,7 @@ def add_step(folder, step, **more):
     """One step of exactly a second; its spans, events and row."""
     start = time = SESSION + step
     for name, seconds in STAGES.items():
-        folder.run.spans.append((name, time, time + seconds))
+        folder.run.spans.append(Span(name, time, time + seconds))
         time += seconds
         if name in HELD:
             owner, tag, device, host = HELD[name]
@@ -77,23 +78,24 @@ def add_step(folder, step, **more):
                 committed_bytes=device * MIB,
                 backup_bytes=host * MIB,
             )
-            folder.run.add_events(owner, [event])
-    folder.run.spans.append((f"step {step}", start, start + 1.0))
+            folder.run.events.setdefault(owner, []).append(event)
+    folder.run.spans.append(Span(f"step {step}", start, start + 1.0))
     folder.add_row(train_row(step, **more))
 
 
-def make_run(path, steps=6, trace=True, plan=None, **more):
-    """A run of `steps` steps of that recipe, all done, evaluated before the first and after the
-    last.
+def make_run(path, steps=6, done=None, plan=None, **more):
+    """A run of `steps` steps of that recipe, evaluated before the first and after the last, and
+    killed after `done` steps if that is given.
     """
     folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
-    folder.run.spans.append(("build", SESSION, SESSION + 1))
+    folder.run.spans.append(Span("build", SESSION, SESSION + 1))
     folder.add_row(eval_row(0, 0.125))
-    for step in range(1, steps + 1):
+    for step in range(1, (steps if done is None else done) + 1):
         add_step(folder, step, **more)
-    folder.add_row(eval_row(steps, 0.75))
-    if trace:
+    if done is None:
+        folder.add_row(eval_row(steps, 0.75))
         folder.write_trace()
+        write_pictures(folder.run, path)
     if plan:
         (path / "plan.json").write_text(json.dumps(plan))
     return path

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.logs.run_folder import RunFolder
+from recipes.logs.monitor import Monitor
 from recipes.run import start_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -63,7 +63,7 @@ def has_pictures(folder: Path) -> bool:
 def without_pictures() -> Iterator[None]:
     """They take three times as long as a small run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "write_pictures", lambda folder: None)
+        patch.setattr(Monitor, "write_pictures", lambda monitor: None)
         yield
 
 

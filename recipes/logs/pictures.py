@@ -1,0 +1,206 @@
+"""The pictures of a run, drawn by matplotlib: as PNG in its folder, as SVG in its report.
+
+Areas differ by hatch and curves by line style as well as by color, for prints in grey and for
+readers who do not tell the colors apart. A function returns None if the run has nothing to draw.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from memsaver import Event
+from memsaver.system.machine import replaced
+from recipes.logs.run_folder import Row, Run, kind_of, match_names
+from rollout.types import TAGS as ROLLOUT_TAGS
+from trainer_bridge.tags import TRAINER_TAGS
+
+MIB, GIB = 2**20, 2**30
+WIDTH = 7.4  # inches
+LANE = 0.2  # inches
+# The palette of Okabe and Ito, "Color Universal Design" (2008).
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
+HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
+DASHES = ("-", "--", "-.", ":") * 2
+TAGS = (*ROLLOUT_TAGS, *TRAINER_TAGS)
+KINDS = ("rollout", "train", "switch")
+STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.prop_cycle": cycler(color=COLORS) + cycler(linestyle=DASHES),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.color": "#dddddd",
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+}
+
+
+def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the color and hatch of each name's area: a tag's own, or the next after all tags'."""
+    names = set(names)
+    ordered = [*TAGS, *sorted(names - set(TAGS))]
+    return {
+        name: {
+            "facecolor": COLORS[index % len(COLORS)],
+            "hatch": HATCHES[index % len(HATCHES)],
+            "edgecolor": "#222222",
+        }
+        for index, name in enumerate(ordered)
+        if name in names
+    }
+
+
+def write_pictures(run: Run, folder: Path) -> None:
+    """Write reward.png and memory.png, as far as there is something to draw."""
+    for name, draw in (("reward", draw_reward), ("memory", draw_memory)):
+        if (figure := draw(run)) is not None:
+            save_picture(figure, folder / f"{name}.png")
+
+
+def save_picture(figure: Figure, file: Path, **style: Any) -> None:
+    """Write a picture, as a whole, in the format of the file's ending or PNG."""
+    with replaced(file) as partial, matplotlib.rc_context(STYLE):
+        figure.savefig(partial, dpi=130, format=file.suffix[1:] or "png", **style)
+
+
+def data_uri(picture: Figure | bytes | None) -> str:
+    """Return a figure as SVG, or a PNG, for an HTML page that needs no other file."""
+    if isinstance(picture, Figure):
+        buffer = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            picture.savefig(buffer, format="svg")
+        return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}" if picture else ""
+
+
+@matplotlib.rc_context(STYLE)
+def draw_reward(run: Run) -> Figure | None:
+    """Draw reward and exact match, and below them the log-probability mismatch, over steps."""
+    if not run.rows:
+        return None
+    figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _curve(above, run.train(), "reward", "reward, mean of the step")
+    _curve(above, run.train(), "exact_match", "exact match of samples")
+    for key, name in match_names(run.evaluations).items():
+        _curve(above, run.evaluations, key, f"exact match, {name}", marker="o")
+    above.set(ylabel="reward; exact match (share of answers)")
+    for key, label in (("mismatch_mean", "mean"), ("mismatch_max", "largest")):
+        _curve(below, run.train(), key, f"mismatch, {label}", above=0.0)
+    _curve(below, run.train(), "kl_to_reference", "KL from the reference", above=0.0)
+    below.set_yscale("log")
+    below.set(xlabel="step", ylabel="nats per token")
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_speed(run: Run, largest: int = 16) -> Figure | None:
+    """Draw the median seconds of each stage, and below them tokens per second over steps."""
+    rows = run.train("stages", "step_seconds", "tokens_per_second")
+    if not rows:
+        return None
+    spent = list(seconds_of_stages(rows).items())[:largest]
+    heights = (0.6 + LANE * len(spent), 1.8)
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=heights)
+    medians = [statistics.median(times) for _, times in spent]
+    bars = above.barh([stage for stage, _ in spent], medians)
+    above.bar_label(bars, fmt=" %.3g s")
+    above.invert_yaxis()
+    above.margins(x=0.1)
+    above.set(xlabel="seconds, median over steps", ylabel="stage")
+    _curve(below, rows, "tokens_per_second", "sampled")
+    below.set(xlabel="step", ylabel="tokens per second")
+    below.set_ylim(bottom=0)
+    return figure
+
+
+def seconds_of_stages(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Return the seconds of each stage, one for each row that has it, the longest in all first."""
+    spent: dict[str, list[float]] = {}
+    for row in rows:
+        for stage, seconds in row["stages"].items():
+            spent.setdefault(stage, []).append(seconds)
+    return dict(sorted(spent.items(), key=lambda item: -sum(item[1])))
+
+
+@matplotlib.rc_context(STYLE)
+def draw_memory(run: Run) -> Figure | None:
+    """Draw the stages of one step, and below them each tag's bytes, of the first device."""
+    step = run.one_step()
+    if step is None:
+        return None
+    spans = [span for span in run.spans if not span.is_step]
+    spans = [span for span in spans if step.begin <= span.begin and span.end <= step.end]
+    lanes = list(dict.fromkeys(span.name for span in spans))
+    heights = (0.5 + LANE * len(lanes), 2.6)
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    for kind, look in looks(KINDS).items():
+        mine = [span for span in spans if kind_of(span.name) == kind]
+        rows = [lanes.index(span.name) for span in mine]
+        lengths = [span.end - span.begin for span in mine]
+        starts = [span.begin - step.begin for span in mine]
+        above.barh(rows, lengths, left=starts, label=kind, linewidth=0.5, **look)
+    above.set_yticks(range(len(lanes)), lanes)
+    above.invert_yaxis()
+    above.set(ylabel="stage")
+    below.set(xlabel=f"seconds since {step.name} began")
+    _legend(above, columns=3)
+    first = [owner for owner in run.events if owner.partition("[")[2] in ("", "0]")]
+    events = chain.from_iterable(run.events[owner] for owner in first)
+    _draw_tags(below, sorted(events, key=lambda event: event.time), step.begin, step.end)
+    return figure
+
+
+def _draw_tags(axes: Axes, events: Sequence[Event], begin: float, end: float) -> None:
+    """Stack the committed bytes of each tag between two times; dashed, the host's backups."""
+    times = [begin, *(event.time for event in events if begin < event.time < end), end]
+    committed, backup = {}, np.zeros(len(times))
+    tags = looks(event.tag for event in events)
+    for tag in tags:
+        mine = [event for event in events if event.tag == tag]
+        newest = np.searchsorted([event.time for event in mine], times, side="right")
+        committed[tag] = np.array([0, *(event.committed_bytes for event in mine)])[newest]
+        backup += np.array([0, *(event.backup_bytes for event in mine)])[newest]
+    largest = max([*sum(committed.values(), np.zeros(len(times))), *backup])
+    unit, name = (GIB, "GiB") if largest >= 4 * GIB else (MIB, "MiB")
+    seconds = [time - begin for time in times]
+    base = np.zeros(len(times))
+    for tag, held in committed.items():
+        top = base + held / unit
+        axes.fill_between(seconds, base, top, step="post", label=tag, linewidth=0, **tags[tag])
+        base = top
+    axes.step(seconds, backup / unit, "k--", where="post", label="kept on the host")
+    axes.set(ylabel=name, xlim=(0, end - begin))
+    axes.set_ylim(bottom=0)
+    _legend(axes, columns=5)
+
+
+def _curve(
+    axes: Axes, rows: Sequence[Row], key: str, label: str, above: float = -math.inf, **style: Any
+) -> None:
+    """Draw a line over steps, through the rows that have the key and a value `above` this one."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key, above) > above]
+    if points:
+        style = {"marker": "o" if len(points) == 1 else None, **style}
+        axes.plot(*zip(*points, strict=True), label=label, **style)
+        _legend(axes)
+
+
+def _legend(axes: Axes, columns: int = 2) -> None:
+    axes.legend(ncols=columns, columnspacing=1.2, loc="lower left", bbox_to_anchor=(0, 1))
