@@ -144,13 +144,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             prompts = setup.prompt_digests()
             loop.run(first, lambda step: _save(folder, trainer, step, recipe, prompts))
     finally:
-        view.stage("writing trace and pictures")
-        problems = [
-            text for write in (folder.write_trace, monitor.write_pictures) if (text := _told(write))
-        ]
-        view.close()
-        if problems:
-            view.note("; ".join(problems))
+        monitor.close()
     view.note(f"done: {folder.path}")
 
 
@@ -196,14 +190,6 @@ def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Switch:
         found = decided()
     # graphs are among what was measured, as if they always stayed
     return found._replace(resident=[*found.resident, CUDA_GRAPH]) if found.resident else found
-
-
-def _told(write: Callable[[], str | None]) -> str | None:
-    """Says what could not be written and why; the run has perhaps failed of the same cause."""
-    try:
-        return write()
-    except OSError as error:
-        return f"no {write.__name__.removeprefix('write_')}: {one_line(error)}"
 
 
 def _save(

@@ -232,14 +232,23 @@ class Monitor:
                 tags[tag] = max(tags.get(tag, 0), entry.committed_bytes)
         self.memory[phase] = tags
 
-    def write_pictures(self) -> str | None:
-        """Draw the run's pictures into its folder; return why not if matplotlib is missing."""
-        try:
-            from recipes.logs.pictures import write_pictures
-        except ImportError as error:
-            return f"no pictures: {error}; run: pip install 'memsaver[plots]'"
+    def close(self) -> None:
+        """Write trace and pictures and end the view; say what cannot be written, and why."""
+        self.view.stage("writing trace and pictures")
+        for what, write in (("trace", self.folder.write_trace), ("pictures", self.write_pictures)):
+            try:
+                write()
+            except ImportError as error:
+                self.view.note(f"no {what}: {error}; run: pip install 'memsaver[plots]'")
+            except OSError as error:  # The run has perhaps failed of the same cause.
+                self.view.note(f"no {what}: {one_line(error)}")
+        self.view.close()
+
+    def write_pictures(self) -> None:
+        """Draw the run's pictures into its folder."""
+        from recipes.logs.pictures import write_pictures
+
         write_pictures(self.folder.run, self.folder.path)
-        return None
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -109,33 +109,30 @@ def draw_reward(run: Run) -> Figure | None:
 
 @matplotlib.rc_context(STYLE)
 def draw_speed(run: Run, largest: int = 16) -> Figure | None:
-    """Draw the median seconds of each stage, and below them tokens per second over steps."""
+    """Draw the median seconds of the longest stages, and below them tokens per second by step."""
     rows = run.train("stages", "step_seconds", "tokens_per_second")
     if not rows:
         return None
-    spent = list(seconds_of_stages(rows).items())[:largest]
-    heights = (0.6 + LANE * len(spent), 1.8)
+    spent: dict[str, list[float]] = {}
+    for stage, seconds in chain.from_iterable(row["stages"].items() for row in rows):
+        spent.setdefault(stage, []).append(seconds)
+    stages = sorted(spent, key=lambda stage: -sum(spent[stage]))[:largest]
+    medians = [statistics.median(spent[stage]) for stage in stages]
+    whole = sum(row["step_seconds"] for row in rows)
+    shares = [sum(spent[stage]) / whole for stage in stages]
+    heights = (0.6 + LANE * len(stages), 1.8)
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=heights)
-    medians = [statistics.median(times) for _, times in spent]
-    bars = above.barh([stage for stage, _ in spent], medians)
-    above.bar_label(bars, fmt=" %.3g s")
+    bars = above.barh(stages, medians)
+    texts = zip(medians, shares, strict=True)
+    above.bar_label(bars, [f" {median:.3g} s, {share:.1%}" for median, share in texts])
     above.invert_yaxis()
-    above.margins(x=0.1)
+    above.margins(x=0.2)
     above.set(xlabel="seconds, median over steps", ylabel="stage")
     _curve(below, rows, "tokens_per_second", "sampled")
     below.set(xlabel="step", ylabel="tokens per second")
     below.set_ylim(bottom=0)
     return figure
-
-
-def seconds_of_stages(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return the seconds of each stage, one for each row that has it, the longest in all first."""
-    spent: dict[str, list[float]] = {}
-    for row in rows:
-        for stage, seconds in row["stages"].items():
-            spent.setdefault(stage, []).append(seconds)
-    return dict(sorted(spent.items(), key=lambda item: -sum(item[1])))
 
 
 @matplotlib.rc_context(STYLE)

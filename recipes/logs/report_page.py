@@ -28,8 +28,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     and says what is missing.
 
     Raises:
-        RecipeError: There is no run, a file of it is broken, the page cannot be written, or
-            matplotlib or jinja2 is missing.
+        RecipeError: There is no run, the page cannot be written, or matplotlib or jinja2 is
+            missing.
     """
     if not (run_dir / "recipe.yaml").is_file():
         rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
@@ -64,7 +64,6 @@ def render_page(path: Path) -> str:
         reward=data_uri(draw_reward(run)),
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
         speed=data_uri(draw_speed(run)),
-        stages=stage_rows(run),
         planned=planned_and_measured(run.rows, _read_json(path / "plan.json")),
         within=WITHIN,
         under=UNDER,
@@ -76,10 +75,7 @@ def render_page(path: Path) -> str:
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the content of a file of a run; empty if the run did not write it."""
-    try:
-        return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise RecipeError(f"report: {file} is not JSON: {one_line(error)}; remove it") from None
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def key_figures(run: Run) -> dict[str, str]:
@@ -105,20 +101,6 @@ def key_figures(run: Run) -> dict[str, str]:
             "log-probability mismatch, median": f"{median('mismatch_mean'):.1e}",
         }
     return figures
-
-
-def stage_rows(run: Run) -> list[tuple[str, ...]]:
-    """Return, by stage: share of all steps' time; median and largest ms; seconds in all; times."""
-    from recipes.logs.pictures import seconds_of_stages
-
-    rows = run.train("stages", "step_seconds")
-    whole = sum(row["step_seconds"] for row in rows)
-    cells = []
-    for stage, spent in seconds_of_stages(rows).items():
-        times = (1e3 * statistics.median(spent), 1e3 * max(spent), sum(spent))
-        shown = [f"{seconds:,.2f}" for seconds in times]
-        cells.append((stage, f"{sum(spent) / whole:.1%}", *shown, str(len(spent))))
-    return cells
 
 
 def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -81,7 +81,7 @@ def test_speed_picture_has_the_longest_stages_first() -> None:
     above, below = draw_speed(RUN).axes
     names = [label.get_text() for label in above.get_yticklabels()]
     assert names[:3] == ["generate_sequences", "update_actor", "compute_log_prob"]
-    assert above.texts[0].get_text() == " 0.5 s"
+    assert above.texts[0].get_text() == " 0.5 s, 50.0%"
     assert below.get_ylabel() == "tokens per second"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.logs.report_page import key_figures, planned_and_measured, stage_rows, write_report
+from recipes.logs.report_page import key_figures, planned_and_measured, write_report
 from recipes.logs.run_folder import Run, whole_rows
 from tests.helpers.recipes.folders import MIB, make_run
 from tests.helpers.recipes.runs import PNG, Row
@@ -79,9 +79,6 @@ def test_page_shows_pictures_and_tables_and_needs_nothing_from_outside(
         ["– trainer", "12.0 MiB", "12.0 MiB", "+0.0 %", "✓"],
         ["– rollout", "0 B", "0 B", "–", ""],
     ]
-    assert page.rows["Stages"][1] == [
-        "generate_sequences", "50.0%", "500.00", "500.00", "3.00", "6",
-    ]  # fmt: skip
     assert page.rows["Evaluations"] == [
         ["updates", "held-out"], ["0", "0.125"], ["6", "0.75"],
     ]  # fmt: skip
@@ -91,7 +88,7 @@ def test_page_shows_pictures_and_tables_and_needs_nothing_from_outside(
         assert words in page.text
 
 
-def test_key_figures_and_stages_are_those_of_the_rows(run: Path) -> None:
+def test_key_figures_are_those_of_the_rows(run: Path) -> None:
     record = Run(rows=whole_rows(run / "metrics.jsonl"))
     figures = key_figures(record)
     assert figures["reward, first and last step"] == "0.100 → 0.600"
@@ -100,7 +97,7 @@ def test_key_figures_and_stages_are_those_of_the_rows(run: Path) -> None:
     assert figures["moved beside work, median"] == "0.250 s"
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
-    assert key_figures(Run()) == {} and stage_rows(Run()) == []
+    assert key_figures(Run()) == {}
 
 
 def test_text_that_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
@@ -169,16 +166,13 @@ def test_a_folder_without_a_run_is_one_line_and_status_2(
     assert capsys.readouterr().err == f"memsaver: report {tmp_path}: {rule}\n"
 
 
-def test_report_fails_in_one_line_without_place_whole_file_or_matplotlib(
+def test_report_fails_in_one_line_without_place_or_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"steps": 1}))
     nowhere = "--out .*: cannot be written: No such file or directory; name a place"
     with pytest.raises(RecipeError, match=nowhere):
         write_report(tmp_path, tmp_path / "no" / "where.html")
-    (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(RecipeError, match="plan.json is not JSON: .*; remove it"):
-        write_report(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "recipes.logs.pictures", None)
     with pytest.raises(RecipeError, match=r"pip install 'memsaver\[plots\]'"):
         write_report(tmp_path)

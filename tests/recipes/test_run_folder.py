@@ -10,7 +10,6 @@ import resource
 import subprocess
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,11 @@ import torch
 import recipes
 from memsaver import Event
 from recipes.logs import run_folder
-from recipes.logs.monitor import Monitor, View
+from recipes.logs.monitor import Monitor, ProgressView
 from recipes.logs.run_folder import RunFolder, Span, at_work, new_folder
-from recipes.run import continue_run, start_run
-from recipes.setup.models import toy_tokenizer
+from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.recipes.folders import eval_row, train_row
-from tests.helpers.recipes.runs import without_pictures
 
 RECIPE = recipes.load("tiny")
 
@@ -128,30 +125,21 @@ def test_new_folder_is_never_shared_when_runs_begin_and_fail_all_the_time(tmp_pa
     assert most == 1 and begun > 4
 
 
-def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+def test_runs_that_begin_in_the_same_second_get_numbered_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
-    monkeypatch.setattr("recipes.run.open_pair", None)  # so it ends when its folder is made
-    toy_tokenizer(["a"])  # two threads cannot both be the first to import transformers
-    sizes = [16 * n for n in range(1, 9)]
+    found = []
 
-    def run(size: int) -> None:
-        with pytest.raises(recipes.RunError, match="build failed: TypeError"):
-            start_run("tiny", [f"model.config.hidden_size={size}", "device=cpu"])
+    def work() -> None:
+        with new_folder(None, "tiny") as path:
+            RunFolder.create(path, RECIPE)
+            found.append(path.name)
 
-    with without_pictures():
-        at_once(*(partial(run, size) for size in sizes))
-    folders = sorted((tmp_path / "runs").iterdir())
-    later = {f"tiny-now-{n}" for n in range(2, 9)}
-    assert {folder.name for folder in folders} == {"tiny-now"} | later
-    asked = [recipes.load(folder / "recipe.yaml").model.config["hidden_size"] for folder in folders]
-    assert sorted(asked) == sizes
-    assert asked == [
-        json.loads((folder / "model" / "config.json").read_text())["hidden_size"]
-        for folder in folders
-    ]
+    at_once(*[work] * 4)
+    names = ["tiny-now", "tiny-now-2", "tiny-now-3", "tiny-now-4"]
+    assert sorted(found) == names == sorted(path.name for path in (tmp_path / "runs").iterdir())
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -253,11 +241,14 @@ def test_trace_of_a_run_that_did_little_has_its_stages_and_bytes(folder: RunFold
     assert [entry["args"] for entry in entries if entry["ph"] == "C"] == [{"committed": 2**19}]
 
 
-def test_pictures_without_matplotlib_are_a_sentence(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+def test_pictures_that_cannot_be_drawn_are_a_line_and_the_trace_is_written(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "recipes.logs.pictures", None)
-    assert "pip install 'memsaver[plots]'" in Monitor(folder, View()).write_pictures()
+    Monitor(folder, ProgressView(steps=1)).close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("no pictures: ") and line.endswith("pip install 'memsaver[plots]'")
+    assert (folder.path / "trace.json").exists()
 
 
 def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
