@@ -16,6 +16,7 @@ from typing import Any
 
 from rich import progress
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from memsaver import Usage
@@ -315,11 +316,11 @@ class ProgressView(View):
         self._steps = steps
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
+            progress.BarColumn(bar_width=10),
             progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[newest]}", markup=False),
+            # The last column wraps where a terminal is narrow, and all others stay whole.
+            progress.TextColumn("{task.fields[newest]}", markup=False, table_column=Column()),
             console=console,
             disable=not console.is_interactive,
             speed_estimate_period=3600.0,  # A step may take many minutes.
@@ -337,8 +338,8 @@ class ProgressView(View):
         if row["kind"] == "eval":
             self.note(f"eval: {describe(row)}")
             return
-        newest = f"reward {row['reward']:.3f}, {row['step_seconds']:.1f} s a step, "
-        newest += f"{row['tokens_per_second']:.0f} tokens/s"
+        newest = f"reward {row['reward']:.3f}, {row['step_seconds']:.1f} s, "
+        newest += f"{row['tokens_per_second']:.0f} tok/s"
         self._progress.update(self._task, completed=row["step"], newest=newest)
         left = self._progress.tasks[0].time_remaining
         eta = "" if left is None else f" | ETA {datetime.timedelta(seconds=round(left))}"

@@ -15,7 +15,7 @@ ROW = train_row(3)
 
 
 def terminal() -> Any:
-    return Console(file=io.StringIO(), width=160, force_terminal=True, color_system=None)
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
 
 
 def test_a_step_and_an_evaluation_are_one_line_each() -> None:
@@ -55,7 +55,7 @@ def test_in_a_terminal_a_bar_shows_stage_steps_and_newest_figures() -> None:
     view.close()
     line, _, bar = console.file.getvalue().rpartition(describe(ROW))
     assert line.endswith("step 3/9: ")
-    for word in ("update_actor", "3/9", "reward 0.300", "1.0 s a step", "400 tokens/s"):
+    for word in ("update_actor", "3/9", "-:--:--", "reward 0.300, 1.0 s, 400 tok/s"):
         assert word in bar
 
 
