@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.errors import StateError
-from memsaver.system.machine import WarmUp, place_of
+from memsaver.system.machine import place_of
 from rollout.model import stored_buffers
 from rollout.protocols import PeerSaver, UpdatableEngine
 from rollout.types import Manifest
@@ -29,7 +29,7 @@ from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, R
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
 from trainer_bridge.training.critic import Critic
-from trainer_bridge.training.device import Runtime, to_compile
+from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
 from trainer_bridge.training.losses import (
     add_gradients,
@@ -110,8 +110,6 @@ class Trainer:
                 rule = "layout is for weights served as they are"
                 remedy = "with TrainerConfig.lora leave it away: they are merged"
                 raise ValueError(f"{rule}; {remedy}")
-            self._warm_up = WarmUp(to_compile(config, self.device, layout is not None), self.device)
-            undo.callback(self._warm_up.close)
             self._offloader = Offloader(saver)
             if saver is not None:
                 reserve_offload(config, runtime.world, saver)
@@ -414,7 +412,6 @@ class Trainer:
 
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group made here. The saver is its maker's."""
-        self._warm_up.close()
         self._offloader.close()
         if self._sync is not None:
             self._sync.close()

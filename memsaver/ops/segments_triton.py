@@ -35,13 +35,6 @@ def launch_rows(launch: Launch, base: int, first: int, last: int, programs: int 
             run_segments[(size,)](*arguments, **constants, num_warps=WARPS)
 
 
-def compile_rows(kind: Kind) -> None:
-    """Compiles what `launch_rows` starts for plain rows of this kind, a program for each."""
-    run_segments.warmup(
-        torch.int64, torch.int64, 0, 0, 1, **instance(kind), num_warps=WARPS, grid=(1,)
-    )
-
-
 def instance(kind: Kind, looping: bool = False) -> dict[str, object]:
     """Compile-time arguments of the kernels; without a cast elements move as integers."""
     width = kind.target.itemsize

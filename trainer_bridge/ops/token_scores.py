@@ -173,16 +173,6 @@ def logits_to_gradient_triton(
         )
 
 
-def compile_scores(dtype: torch.dtype, vocabulary: int, gradient: bool) -> None:
-    """Compiles a kernel for whole slices of a vocabulary: the gradient's, or that of the sums."""
-    words = min(vocabulary, _BLOCK)
-    numbers, how = (words, 0, 1.0), {**_cut(words), "grid": (1, 1)}
-    if gradient:
-        _to_gradient.warmup(dtype, torch.int64, *[torch.float32] * 3, words, *numbers, **how)
-    else:
-        _reduce.warmup(dtype, torch.int64, torch.float32, words, 1, *numbers, **how)
-
-
 def _cut(words: int) -> dict[str, int]:
     """Returns compile-time arguments for rows of so many words."""
     block = min(_BLOCK, triton.next_power_of_2(words))

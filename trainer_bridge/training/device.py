@@ -1,14 +1,9 @@
-"""Defines what a trainer runs on, and what it does there besides computing: its memory, and the
-Triton kernels of its first step, compiled while its weights are read.
-"""
+"""Defines what a trainer runs on, and what it does there besides computing."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -19,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memsaver import MemorySaver
 from memsaver.memory import empty_torch_cache, host_memory
 from memsaver.ops.layout import round_up
-from memsaver.system.machine import Job
-from trainer_bridge.config import TrainerConfig
 from trainer_bridge.training.initial import (
     randomise_weights,
     rebuild_buffers,
@@ -140,37 +133,6 @@ def _ensure_process_group(device: torch.device) -> bool:
         text = f"device {device} needs a process group with {backend}"
         raise ValueError(f"{text}, this process has {dist.get_backend()}")
     return False
-
-
-def to_compile(config: TrainerConfig, device: torch.device, served: bool) -> list[Job]:
-    """Returns what compiles them, in the order in which they are needed, without memory or a
-    launch; none where there is no GPU. served: a rollout serves the parameters where they lie, so
-    no sync copies them.
-    """
-    if device.type != "cuda":
-        return []
-    copied = [] if served else [config.torch_model_dtype]
-    return [
-        *(partial(_sync, config, source) for source in (*copied, None)),
-        *(partial(_scores, config, gradient) for gradient in (False, True)),
-    ]
-
-
-def _sync(config: TrainerConfig, source: torch.dtype | None) -> None:
-    """Whole vectors of shards, cast to what the model computes in, which rollouts serve; without a
-    source their digest, which an engine's process finds in Triton's cache on the disk.
-    """
-    from memsaver.ops.cuts import Kind
-    from memsaver.ops.segments_triton import compile_rows
-
-    compile_rows(Kind(source, config.torch_param_dtype, aligned=True))
-
-
-def _scores(config: TrainerConfig, gradient: bool) -> None:
-    from trainer_bridge.ops.token_scores import compile_scores
-
-    fields = json.loads((Path(config.model_path) / "config.json").read_text())
-    compile_scores(config.torch_param_dtype, fields["vocab_size"], gradient)
 
 
 ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
