@@ -63,7 +63,7 @@ def _recipes(arguments: Namespace) -> int:
 
 
 def _fetch(arguments: Namespace) -> int:
-    from recipes.setup.models import fetch
+    from recipes.setup.fetch import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
     return 0

@@ -23,7 +23,7 @@ from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import deliver, held
 from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
-from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers
+from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
 from rollout.model.params import ParamGroup
 from rollout.ops.products import probe_products
 from rollout.parallel import TensorParallel
@@ -130,7 +130,7 @@ class Engine(EngineBase):
         group: ProcessGroup | None = None,
         **engine_config: Any,
     ) -> Self:
-        """An engine for a Hugging Face model directory, weights loaded as version 0.
+        """An engine for a model directory, or ORG/NAME of the Hub, weights loaded as version 0.
 
         load_weights: False reads no weights, which may then be missing; they are undefined until an
         update commits.
@@ -138,6 +138,7 @@ class Engine(EngineBase):
         configuration gets wrong.
         """
         config = EngineConfig(kv_tokens=kv_tokens, **engine_config)
+        path = resolve_model(path)
         model = load_model_config(path)
         if saver is None:
             saver = MemorySaver(device=device)

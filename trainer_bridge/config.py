@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from rollout.model import resolve_model
 from trainer_bridge.tags import TRAINER_TAGS
 
 _DTYPES = ("float32", "bfloat16")
@@ -63,7 +64,8 @@ class CriticConfig:
 class TrainerConfig:
     """One FSDP2 trainer.
 
-    model_path: a Hugging Face directory (config.json and safetensors). random_init: random weights
+    model_path: a Hugging Face directory (config.json and safetensors), or ORG/NAME of a
+    model on the Hub, which is downloaded. random_init: random weights
     made on the device instead, the same for the same seed on any number of ranks; no safetensors
     are read. dtype: of the parameter shards, their gradients and the optimizer state. param_dtype:
     of the unsharded parameters in forward and backward (mixed precision); None is `dtype`.
@@ -161,6 +163,11 @@ class TrainerConfig:
             lora=None,
             optimizer_offload=False,
         )
+
+    @property
+    def model_dir(self) -> str:
+        """Return the folder of the model; ValueError where the Hub does not give it."""
+        return str(resolve_model(self.model_path, weights=not self.random_init))
 
     @property
     def torch_dtype(self) -> torch.dtype:

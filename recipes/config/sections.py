@@ -24,7 +24,7 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(Section):
-    """`path` (a directory, or a name that `memsaver fetch` knows), or else a model with random
+    """`path` (a directory, ORG/NAME of the Hub, or a fetched model), or else a model with random
     weights, which never lie on the disk: of `shape` or of `config`, exactly one of them. With
     `path` neither is looked at.
     """

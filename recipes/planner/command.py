@@ -80,7 +80,7 @@ def plan_of(
     with contextlib.ExitStack() as stack:
         try:
             task = make_task(recipe.task, recipe.eval.also_digits)
-            directory, tokenizer = stack.enter_context(described_model(recipe, task))
+            directory, tokenizer = stack.enter_context(described_model(recipe, task, weights=False))
             prompt = prompt or max(prompt_lengths(recipe, task, tokenizer).values())
         except RecipeError:
             if recipe.model.path is None or recipe.model.shape is None:

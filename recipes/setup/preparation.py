@@ -204,10 +204,15 @@ def _no_system_turn(recipe: Recipe, how: str) -> RecipeError:
 
 
 @contextmanager
-def described_model(recipe: Recipe, task: Task) -> Iterator[tuple[Path, Any]]:
-    """The model's directory and tokenizer; a random one's directory ends with the block."""
+def described_model(
+    recipe: Recipe, task: Task, *, weights: bool = True
+) -> Iterator[tuple[Path, Any]]:
+    """Yield the model's directory and tokenizer; a random one's directory ends with the block.
+
+    weights: False downloads none.
+    """
     if recipe.model.path is not None:
-        directory = find_model(recipe.model.path)
+        directory = find_model(recipe.model.path, weights=weights)
         yield directory, load_tokenizer(directory)
         return
     if not task.words:

@@ -9,6 +9,7 @@ from rollout.model.loading import (
     open_checkpoint,
     parameter_shapes,
     read_buffers,
+    resolve_model,
     stop_token_ids,
     stored_buffers,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "rank_groups",
     "rank_layout",
     "read_buffers",
+    "resolve_model",
     "spellings",
     "stop_token_ids",
     "stored_buffers",

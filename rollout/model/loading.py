@@ -1,6 +1,8 @@
 """Read a Hugging Face model directory. The only file of the package that imports transformers."""
 
+import functools
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,6 +27,49 @@ ARCHITECTURES = (
 _QWEN3_NEXT_TYPES = ("full_attention", "linear_attention")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+
+# Configuration, weights and tokenizer of a model on the Hub; not its copies in other formats.
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_COPIES = ["*/*", "consolidated*"]
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
+def resolve_model(path: str | Path, *, weights: bool = True) -> Path:
+    """Return the folder of a model; a model of the Hugging Face Hub is downloaded into its cache.
+
+    Args:
+        path: A folder, or ORG/NAME on the Hub. A folder wins; what is neither is returned.
+        weights: False downloads no weights.
+
+    Raises:
+        ValueError: The Hub does not give the model; the text begins with its name.
+    """
+    if Path(path).exists() or not _HUB_NAME.fullmatch(str(path)):
+        return Path(path)
+    return _from_hub(str(path), weights)
+
+
+@functools.cache
+def _from_hub(name: str, weights: bool) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    others = _HUB_COPIES if weights else [*_HUB_COPIES, "*.safetensors"]
+    try:
+        found = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=others)
+    except errors.GatedRepoError as error:
+        remedy = f"accept its terms at https://huggingface.co/{name}, and set HF_TOKEN"
+        raise ValueError(f"{name}: the Hub gives it to members only; {remedy}") from error
+    except errors.RepositoryNotFoundError as error:
+        rule = "is no folder here and no public model of the Hub"
+        raise ValueError(f"{name}: {rule}; correct it, or set HF_TOKEN") from error
+    except errors.LocalEntryNotFoundError as error:
+        rule = "is no folder here, and the Hub cannot be reached (HF_HUB_OFFLINE, HF_ENDPOINT)"
+        raise ValueError(f"{name}: {rule}; connect, or name a folder") from error
+    except Exception as error:  # whatever a broken connection or a full disk leads to
+        why = " ".join(str(error).split())
+        raise ValueError(f"{name}: the download from the Hub failed: {why}; try again") from error
+    return Path(found)
 
 
 def load_model_config(path: str | Path) -> ModelConfig:

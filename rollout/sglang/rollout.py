@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memsaver import StateError
 from rollout.hosted import HostedRollout
-from rollout.model import stop_token_ids
+from rollout.model import resolve_model, stop_token_ids
 from rollout.protocols import Progress
 from rollout.serving import for_each
 from rollout.sglang.engine import SglangEngine
@@ -72,7 +72,7 @@ class SglangRollout:
         seed: int = 0,
         **options: Any,
     ) -> Self:
-        """SGLang's engine for a Hugging Face model directory.
+        """SGLang's engine for a model directory, or ORG/NAME of the Hub.
 
         Sizes as in `EngineConfig`; options: further ones of `sglang.Engine`. load_weights: False
         draws dummy ones, undefined until an update commits. ValueError where there is no room for
@@ -81,7 +81,8 @@ class SglangRollout:
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
-        described = json.loads((Path(path) / "config.json").read_text())
+        path = resolve_model(path)
+        described = json.loads((path / "config.json").read_text())
         if max_context_len is not None:  # it keeps two of them for itself
             most = described.get("max_position_embeddings", max_context_len)
             max_context_len = min(max_context_len + 2, most)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from memsaver import StateError
 from rollout.hosted import HostedRollout
-from rollout.model import stop_token_ids
+from rollout.model import resolve_model, stop_token_ids
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.serving import for_each
@@ -57,7 +57,7 @@ class VllmRollout(HostedRollout):
         tensor_parallel_size: int = 1,
         **options: Any,
     ) -> Self:
-        """vLLM's engine for a Hugging Face model directory.
+        """vLLM's engine for a model directory, or ORG/NAME of the Hub.
 
         Sizes as in `EngineConfig`; options: further ones of `vllm.LLM`. load_weights: False draws
         dummy ones, undefined until an update commits.
@@ -66,7 +66,7 @@ class VllmRollout(HostedRollout):
         own: every tensor_parallel_size neighbours share an engine, and the engines are replicas.
         ValueError where the ranks ask for different ones.
         """
-        device = torch.device(device)
+        device, path = torch.device(device), resolve_model(path)
         chosen = {
             "dtype": str(dtype).removeprefix("torch."),
             "load_format": "auto" if load_weights else "dummy",

@@ -156,7 +156,7 @@ def test_the_pool_holds_all_requests_that_run_at_once(
 ) -> None:
     """On GPUs of the size it names. Nothing is fetched."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("recipes.setup.preparation.find_model", lambda name: described / name)
+    monkeypatch.setattr("recipes.setup.preparation.find_model", lambda name, **_: described / name)
     for name, recipe in packaged.items():
         gpu = types.SimpleNamespace(total_memory=int(GPU_BYTES[recipe.cluster.gpu]))
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device, gpu=gpu: gpu)

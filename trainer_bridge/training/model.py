@@ -71,7 +71,7 @@ def build_model(
     missing file, and parameters that are missing, unknown, of another shape, or not to be sharded
     or laid out so, and wrong targets of adapters.
     """
-    check_directory(config.model_path)
+    check_directory(config.model_dir)
     model = meta_model(config, runtime.attention)
     pack_if_possible(model, runtime.packed_attention)
     if value_head:
@@ -113,7 +113,7 @@ def fill_weights(
     if config.random_init:
         runtime.draw_weights(model, config.seed, drawn_as, into or {})
     else:
-        _load_weights(model, CheckpointFiles(config.model_path), into or {}, made_here)
+        _load_weights(model, CheckpointFiles(config.model_dir), into or {}, made_here)
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -146,7 +146,7 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register_experts()
-    hf_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+    hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
     _without_noise(hf_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
