@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,6 @@ def weights_digest(model: nn.Module) -> str:
 
 # What is cast to be digested at once, so that no large temporary is made.
 DIGEST_ELEMENTS = 1 << 25
-# Random numbers of one generator; a rank that needs some of them draws all.
-BLOCK_ELEMENTS = 1 << 22
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
@@ -135,48 +133,39 @@ def randomise_weights(
     drawn_as: torch.dtype | None = None,
     into: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> None:
-    """Fills in what transformers initialises decoders with, on the device, and in place but for a
-    block at a time that several ranks share or that is drawn in another dtype.
+    """Fill the shards with what transformers initializes decoders with.
 
-    Matrices are normal, norms one, biases zero, the embedding of the padding token too. The bits
-    are a function of the seed, the parameter's name and the dtype drawn in, on one kind of device:
-    a model that is to be a narrower copy of another is drawn as that one. into: tensors, on any
-    device, that get the values in place of the parameters' shards.
+    Matrices are normal, norms one, biases zero, the embedding of the padding token too. Every rank
+    draws each parameter whole, on its device: the bits are a function of the seed, the parameter's
+    name and shape and the dtype drawn in, on one kind of device.
+
+    Args:
+        model: Sharded; its configuration may have an `initializer_range`.
+        seed: Of all parameters.
+        drawn_as: The dtype of the draw, which is then cast; None is the parameter's own.
+        into: Tensors, on any device, that get the values in place of the parameters' shards.
     """
     into = into or {}
     deviation = getattr(model.config, "initializer_range", None) or 0.02
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    padding = {module.weight: module.padding_idx for module in embeddings}
     for name, param in base_params(model).items():
         shard = into.get(param, local_shard(param))
-        if param.ndim > 1:
-            _draw(param, shard, deviation, f"{seed}/{name}", drawn_as)
-        else:
+        if param.ndim == 1:
             shard.fill_(0.0 if name.endswith(".bias") else 1.0)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            weight = cast(nn.Parameter, module.weight)
-            shard = into.get(weight, local_shard(weight))
-            row = module.padding_idx - shard_box(module.weight)[0][0]
-            if 0 <= row < shard.shape[0]:
-                shard[row] = 0.0
-
-
-def _draw(
-    param: Tensor, shard: Tensor, deviation: float, seed: str, drawn_as: torch.dtype | None
-) -> None:
-    """Draws block by block of rows, each from a generator of its own on the parameter's device, so
-    that it does not matter how many ranks draw.
-    """
-    box, rest, device = shard_box(param), tuple(param.shape[1:]), local_shard(param).device
-    rows = max(1, BLOCK_ELEMENTS // math.prod(rest))
-    for first in range(box.start[0] // rows * rows, box.start[0] + box.shape[0], rows):
-        block = Box((first, *(0 for _ in rest)), (min(rows, param.shape[0] - first), *rest))
-        mine = box.intersect(block)
-        if mine is None:
             continue
-        generator = torch.Generator(device).manual_seed(hash_text(f"{seed}/{first // rows}") >> 1)
-        target = shard[mine.within(box)]
-        if mine == block and drawn_as in (None, shard.dtype) and shard.device == device:
-            target.normal_(0.0, deviation, generator=generator)
-        else:
-            drawn = torch.empty(block.shape, dtype=drawn_as or shard.dtype, device=device)
-            target.copy_(drawn.normal_(0.0, deviation, generator=generator)[mine.within(block)])
+        device, dtype = local_shard(param).device, drawn_as or shard.dtype
+        direct = shard.shape == param.shape and (shard.device, shard.dtype) == (device, dtype)
+        whole = shard if direct else torch.empty(param.shape, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed(hash_text(f"{seed}/{name}") >> 1)
+        whole.normal_(0.0, deviation, generator=generator)
+        if (row := padding.get(param)) is not None:
+            whole[row] = 0.0
+        if not direct:
+            shard.copy_(part_of_rank(whole, param))
+
+
+def part_of_rank(whole: Tensor, param: Tensor) -> Tensor:
+    """Return what this rank's shard of `param` has of a tensor of its shape, as a view."""
+    start, shape = shard_box(param)
+    return whole[*(slice(first, first + size) for first, size in zip(start, shape, strict=True))]

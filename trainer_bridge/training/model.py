@@ -32,7 +32,7 @@ from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
 from trainer_bridge.tags import ADAPTERS, PARAMS
 from trainer_bridge.training.device import Runtime, side_by_side
-from trainer_bridge.training.initial import CheckpointFiles, check_directory
+from trainer_bridge.training.initial import CheckpointFiles, check_directory, part_of_rank
 from trainer_bridge.training.lora import (
     NAMES,
     adapted_params,
@@ -401,6 +401,5 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
         generator = torch.Generator().manual_seed(hash_text(f"{seed}/{path}") >> 1)
         bound = 1 / math.sqrt(adapter.a.shape[-1])
         whole = torch.empty(adapter.a.shape).uniform_(-bound, bound, generator=generator)
-        start, shape = shard_box(adapter.a)
-        local_shard(adapter.a).copy_(whole[start[0] : start[0] + shape[0]])
+        local_shard(adapter.a).copy_(part_of_rank(whole, adapter.a))
         local_shard(adapter.b).zero_()

@@ -10,9 +10,11 @@ from torch import Tensor
 
 PACKED = "packed"
 """Transformers' name of `packed_attention`, once it is registered."""
-_PROBE = "packed_probe"
-_PLAIN = "plain"  # stands for a causal mask
-_HARMLESS = ("scaling", "position_ids", "is_causal")
+# Model types of transformers.
+_PLAIN = (
+    "deepseek_v2", "deepseek_v3", "granite", "llama", "ministral", "mistral", "mixtral", "qwen2",
+    "qwen3", "qwen3_moe",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,75 +90,21 @@ def _length_by_length(
 
 
 def pack_if_possible(model: Any, attention: str | None) -> None:
-    """Has a meta model of transformers attend by `attention`, which `packs` tells then, if no token
-    sees another but in attention, and that is plain: causal, without window, cap or sinks.
+    """Have a model of transformers attend by `attention` if sequences may lie end to end in it.
+
+    That is so in families whose tokens see others in plain causal attention alone, without a
+    window. `packs` tells then.
     """
-    model.packs = attention is not None and _is_packable(model)
+    config = model.config
+    plain = config.model_type in _PLAIN and getattr(config, "sliding_window", None) is None
+    model.packs = attention is not None and plain
     if model.packs:
-        _register(PACKED, packed_attention)
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
         model.set_attn_implementation(attention)
 
 
 def packs(model: Any) -> bool:
-    """Tells whether the model takes rows with `packing`."""
+    """Return whether the model takes rows with `packing`."""
     return bool(model.packs)
-
-
-def _is_packable(model: Any) -> bool:
-    """Runs the model on tensors without memory; one that fails then, or passes `packing` on to
-    other than one attention a layer, counts as no.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    before, calls = model.config._attn_implementation, list[bool]()
-    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    _register(_PROBE, _probe)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_PROBE, _probe_mask)
-    try:
-        layers = model.get_decoder().layers
-        names = [type(module).__name__ for module in layers.modules()]
-        if getattr(model, "_is_stateful", False) or any("Conv" in name for name in names):
-            return False
-        for each in experts:  # some meta kernels know bf16 alone
-            each.forward = lambda states, *_, **__: states
-        model.set_attn_implementation(_PROBE)
-        ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")
-        with torch.no_grad():  # with a mask, or transformers would read positions
-            model(input_ids=ids, attention_mask=ids + 1, use_cache=False, packing=calls)
-        return len(calls) == len(layers) and all(calls)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return False
-    finally:
-        model.set_attn_implementation(before)
-        for each in experts:
-            vars(each).pop("forward", None)
-
-
-def _probe(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    packing: list[bool],
-    **features: Any,
-) -> tuple[Tensor, None]:
-    """Notes whether this is what `packed_attention` computes."""
-    causal = features.get("is_causal", getattr(module, "is_causal", True)) is not False
-    more = [each for name, each in features.items() if name not in _HARMLESS]
-    plain = not any(isinstance(each, Tensor) or each for each in more)
-    packing.append(attention_mask == _PLAIN and causal and plain)
-    return query.transpose(1, 2)[..., : value.shape[-1]], None
-
-
-def _probe_mask(*, mask_function: Any, **_: Any) -> str | None:
-    from transformers.masking_utils import causal_mask_function
-
-    return _PLAIN if mask_function is causal_mask_function else None
-
-
-def _register(name: str, attention: Any) -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
