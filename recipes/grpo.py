@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.config import Recipe
-from recipes.generation import Samples
-from recipes.loop import Loop, PerToken, TrainerProtocol, checked_rewards, spread_of, step_row
+from recipes.loop import Loop, checked_rewards, spread_of, step_row
 
 
 class GrpoLoop(Loop):
@@ -48,10 +47,14 @@ class GrpoLoop(Loop):
         with self.stage("compute_advantages"):
             rewards = [score.reward for score in scores]
             advantages = compute_advantages(rewards, grpo.samples_per_prompt, grpo.normalize_std)
+        learning = {
+            "old_logprobs": logprobs,
+            "advantages": advantages,
+            "ref_logprobs": ref_logprobs,
+            "routed_experts": samples.routed_experts,
+        }
         with self.stage("update_actor"):
-            learned = update_actor(
-                self.trainer, samples, logprobs, advantages, self.temperature, ref_logprobs
-            )
+            learned = self.trainer.update_actor(samples.batch(self.temperature, **learning))
         row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
         return learned | row | signal_of(rewards, grpo.samples_per_prompt) | unreplayed
 
@@ -97,21 +100,3 @@ def groups_of(rewards: Sequence[float], group_size: int) -> list[list[float]]:
         raise ValueError(f"{rule}; give every prompt as many answers")
     checked = checked_rewards(rewards)
     return [checked[start : start + group_size] for start in range(0, len(checked), group_size)]
-
-
-def update_actor(
-    trainer: TrainerProtocol,
-    samples: Samples,
-    old_logprobs: PerToken,
-    advantages: list[float],
-    temperature: float,
-    ref_logprobs: PerToken | None = None,
-) -> dict[str, float]:
-    """One optimizer step over the whole batch; the trainer's figures (loss, gradient norm, ...)."""
-    learning = {
-        "old_logprobs": old_logprobs,
-        "advantages": advantages,
-        "ref_logprobs": ref_logprobs,
-        "routed_experts": samples.routed_experts,
-    }
-    return trainer.update_actor(samples.batch(temperature, **learning))

@@ -27,21 +27,6 @@ PerToken = list[list[float]]
 """One number a response token, by answer."""
 
 
-def compute_log_prob(
-    trainer: TrainerProtocol, samples: Samples, temperature: float, replay: bool = True
-) -> PerToken:
-    """The trainer's log-probabilities of the sampled tokens. replay: False routes them anew."""
-    routed = samples.routed_experts if replay else None
-    return trainer.compute_log_prob(samples.batch(temperature, routed_experts=routed))
-
-
-def compute_ref_log_prob(
-    trainer: TrainerProtocol, samples: Samples, temperature: float
-) -> PerToken:
-    """Returns log-probabilities of the sampled tokens under the weights before the first update."""
-    return trainer.compute_ref_log_prob(samples.batch(temperature))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loop(abc.ABC):
     """The loop's partners. An algorithm says what a step is."""
@@ -121,15 +106,19 @@ class Loop(abc.ABC):
         # With adapters the reference is their base, which is the policy's own.
         self.to_score(PARAMS if self.setup.recipe.lora.rank else REFERENCE)
         with self.stage("compute_ref_log_prob"):
-            return compute_ref_log_prob(self.trainer, samples, self.temperature)
+            return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
 
     def score(self, samples: Samples) -> tuple[PerToken, list[Score]]:
         """The samples' log-probabilities under the trainer's weights, and the task's scores."""
         self.to_score()
         with self.stage("compute_log_prob"):
-            logprobs = compute_log_prob(self.trainer, samples, self.temperature)
+            logprobs = self._compute_log_prob(samples, samples.routed_experts)
         with self.stage("compute_reward"):
             return logprobs, compute_reward(self.setup.task, samples)
+
+    def _compute_log_prob(self, samples: Samples, routed: Any) -> PerToken:
+        batch = samples.batch(self.temperature, routed_experts=routed)
+        return self.trainer.compute_log_prob(batch)
 
     def unreplayed_mismatch(self, step: int, samples: Samples) -> dict[str, float]:
         """Returns the mismatch where the trainer routes for itself, in the first step and those
@@ -139,7 +128,7 @@ class Loop(abc.ABC):
         if samples.routed_experts is None or (step - 1) % (every or self.setup.recipe.steps):
             return {}
         with self.stage("compute_log_prob_unreplayed"):
-            logprobs = compute_log_prob(self.trainer, samples, self.temperature, replay=False)
+            logprobs = self._compute_log_prob(samples, None)
         mean, largest = logprob_mismatch(samples.logprobs, logprobs)
         return {"mismatch_mean_unreplayed": mean, "mismatch_max_unreplayed": largest}
 

@@ -34,11 +34,9 @@ from typing import Any
 import numpy as np
 
 from recipes.config import Recipe
-from recipes.generation import Samples
 from recipes.loop import (
     Loop,
     PerToken,
-    TrainerProtocol,
     checked_rewards,
     pairs,
     spread_of,
@@ -73,7 +71,7 @@ class PpoLoop(Loop):
         ref_logprobs = self.score_by_reference(samples)
         self.to_score(CRITIC)
         with self.stage("compute_values"):
-            values = compute_values(trainer, samples)
+            values = trainer.compute_values(samples.batch(1.0))
         logprobs, scores = self.score(samples)
         unreplayed = self.unreplayed_mismatch(step, samples)
         self.to_train()
@@ -95,19 +93,14 @@ class PpoLoop(Loop):
         batch = samples.batch(self.temperature, **learning)
         parts = mini_batches(len(batch), ppo.epochs, ppo.mini_batches, recipe.seed, step)
         with self.stage("update_critic"):
-            learned = update_critic(trainer, batch, parts)
+            learned = update(trainer.update_critic, batch, parts)
         if step > ppo.critic_warmup_steps:
             with self.stage("update_actor"):
-                learned |= update_actor(trainer, batch, parts)
+                learned |= update(trainer.update_actor, batch, parts)
         learned["advantage_std"] = advantage_std
         learned["value_explained_variance"] = explained_variance(values, returns)
         row = step_row(samples, scores, logprobs, ref_logprobs, self.monitor.seconds)
         return learned | row | unreplayed
-
-
-def compute_values(trainer: TrainerProtocol, samples: Samples) -> PerToken:
-    """The critic's value of every response token: of what is to come when that token is chosen."""
-    return trainer.compute_values(samples.batch(1.0))
 
 
 def token_rewards(
@@ -187,25 +180,12 @@ def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> 
     return parts
 
 
-def update_critic(
-    trainer: TrainerProtocol, batch: SequenceBatch, parts: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    """One optimizer step of the critic for each part; the means of its figures."""
-    return _update(trainer.update_critic, batch, parts)
-
-
-def update_actor(
-    trainer: TrainerProtocol, batch: SequenceBatch, parts: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    """One optimizer step of the policy for each part; the means of its figures."""
-    return _update(trainer.update_actor, batch, parts)
-
-
-def _update(
+def update(
     learn: Callable[[SequenceBatch], dict[str, float]],
     batch: SequenceBatch,
     parts: Sequence[Sequence[int]],
 ) -> dict[str, float]:
+    """Make one optimizer step for each part, and return the means of its figures."""
     found = [learn(batch.select(part)) for part in parts]
     return {name: statistics.fmean(map(itemgetter(name), found)) for name in found[0]}
 

@@ -85,7 +85,13 @@ def open_ray(
         rollout = RemoteRollout(
             _start("rollout", ray.remote(RolloutActor), args, places, undo), timeout, engine_size
         )
-        args = [{"config": _trainer_in_actor(trainer, on_gpu, threads)}] * size
+        # Both sides take all threads by turns; Ray would give an actor its num_cpus.
+        own = dataclasses.replace(
+            trainer,
+            device=_device_in_actor(trainer.device, on_gpu),
+            threads=trainer.threads if on_gpu else trainer.threads or threads,
+        )
+        args = [{"config": own}] * size
         side = RemoteTrainer(
             _start("trainer", ray.remote(trainer_actor), args, places, undo), timeout
         )
@@ -157,26 +163,14 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
 def actor_arguments(
     arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int
 ) -> dict[str, Any]:
-    """Returns `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data."""
+    """Return `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data."""
     rest = dict(arguments)
-    own: dict[str, Any] = {
-        name: rest.pop(name)
-        for name in ("path", "kv_tokens", "load_weights", "kind")
-        if name in rest
-    }
+    own = {name: rest.pop(name) for name in ("path", "kind", "device") if name in rest}
+    own["device"] = _device_in_actor(own["device"], on_gpu)
     own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
-    own["device"] = _device_in_actor(rest.pop("device"), on_gpu)
     if replica:  # requests without a seed are not to be answered alike everywhere
         rest["seed"] = (rest.get("seed", 0) + replica) % 2**63
     return {**own, "threads": None if on_gpu else threads, "engine": rest}
-
-
-def _trainer_in_actor(config: TrainerConfig, on_gpu: bool, threads: int) -> TrainerConfig:
-    """Gives each side all `threads`, they take turns; Ray would give an actor its num_cpus."""
-    chosen = config.threads if on_gpu or config.threads is not None else threads
-    return dataclasses.replace(
-        config, device=_device_in_actor(config.device, on_gpu), threads=chosen
-    )
 
 
 def _device_in_actor(device: str, on_gpu: bool) -> str:

@@ -251,18 +251,22 @@ def _check_weights(recipe: Recipe, model_dir: Path) -> None:
         raise RecipeError(f"model.path={recipe.model.path}: {one_line(error)}") from None
 
 
+def _refused(key: str, value: Any, rule: str, instead: Any) -> RecipeError:
+    return RecipeError(f"{key}={shown(value)}: {rule}; set {key}={shown(instead)}")
+
+
 def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
     keys = {f"{recipe.algorithm}.router_replay": recipe.loop.router_replay}
     keys["model.fp32_router"] = recipe.model.fp32_router
     for key, wanted in keys.items():
         if wanted and not model.has_experts:
-            raise RecipeError(f"{key}=true: the model has no experts to choose; set {key}=false")
+            raise _refused(key, True, "the model has no experts to choose", False)
 
 
 def _check_heads(recipe: Recipe, heads: int) -> None:
     if heads % (size := recipe.engine.tensor_parallel_size):
-        key = "engine.tensor_parallel_size"
-        raise RecipeError(f"{key}={size}: does not divide the model's {heads} heads; set {key}=1")
+        rule = f"does not divide the model's {heads} heads"
+        raise _refused("engine.tensor_parallel_size", size, rule, 1)
 
 
 def check_lora(section: LoraSection, model_dir: Path) -> None:
@@ -273,9 +277,9 @@ def check_lora(section: LoraSection, model_dir: Path) -> None:
 
     there = lora_target_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
-        key, rule = "lora.target_modules", f"the model has no layers {', '.join(missing)}"
-        has = shown([name for name in LORA_MODULES if name in there])
-        raise RecipeError(f"{key}={shown(section.target_modules)}: {rule}; set {key}={has}")
+        rule = f"the model has no layers {', '.join(missing)}"
+        has = [name for name in LORA_MODULES if name in there]
+        raise _refused("lora.target_modules", section.target_modules, rule, has)
 
 
 def resolve_device(recipe: Recipe) -> str:
@@ -283,41 +287,39 @@ def resolve_device(recipe: Recipe) -> str:
     import torch
 
     count = torch.cuda.device_count() if recipe.device != "cpu" else 0
-    each, key = recipe.cluster.n_gpus_per_node, "cluster.n_gpus_per_node"
+    each = recipe.cluster.n_gpus_per_node
+    seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
     if 0 < count < each:  # without a GPU, a device is two processes
-        raise RecipeError(f"{key}={each}: torch sees {count} GPUs here; set {key}={count}")
-    if not count and (kind := recipe.engine.kind) != "native":
-        raise RecipeError(f"engine.kind={kind}: torch sees no GPU here; set engine.kind=native")
+        raise _refused("cluster.n_gpus_per_node", each, seen, count)
+    if not count and recipe.engine.hosted:
+        raise _refused("engine.kind", recipe.engine.kind, seen, "native")
     if recipe.device in ("auto", "cpu"):
         return "cuda:0" if count else "cpu"
     index = int(recipe.device.partition(":")[2] or 0)
     if index >= count:
-        raise RecipeError(f"device={recipe.device}: torch sees {count} GPUs here; set device=auto")
+        raise _refused("device", recipe.device, seen, "auto")
     return f"cuda:{index}"
 
 
 def _check_packages(recipe: Recipe) -> None:
-    needed = [("driver=ray", "ray", "ray")] if recipe.driver == "ray" else []
     kind = recipe.engine.kind
-    needed += [(f"engine.kind={kind}", kind, "")] if recipe.engine.hosted else []
-    for key, module, extra in [*needed, ("model", "transformers", "models")]:
-        if importlib.util.find_spec(module) is None:
-            remedy = (
-                f"run: pip install 'memsaver[{extra}]'" if extra else f"run: pip install {module}"
-            )
-            raise RecipeError(f"{key}: needs the package {module}; {remedy}")
+    for key, asked, module, what in (
+        ("driver=ray", recipe.driver == "ray", "ray", "'memsaver[ray]'"),
+        (f"engine.kind={kind}", recipe.engine.hosted, kind, kind),
+        ("model", True, "transformers", "'memsaver[models]'"),
+    ):
+        if asked and importlib.util.find_spec(module) is None:
+            raise RecipeError(f"{key}: needs the package {module}; run: pip install {what}")
 
 
 def _check_prompts(recipe: Recipe, kinds: Sequence[int]) -> None:
     """A step's prompts are different problems, and of all kinds. kinds: problems of each."""
     wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
     if wanted > (there := len(kinds) * min(kinds)):
-        raise RecipeError(
-            f"{key}={wanted}: the task has {there} training problems; set {key}={there}"
-        )
+        raise _refused(key, wanted, f"the task has {there} training problems", there)
     if wanted < len(kinds):
         rule = f"a step has prompts of each of the task's {len(kinds)} kinds"
-        raise RecipeError(f"{key}={wanted}: {rule}; set {key}={len(kinds)}")
+        raise _refused(key, wanted, rule, len(kinds))
 
 
 def _check_scorer(task: Task) -> None:
@@ -445,8 +447,7 @@ def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
     try:
         kv_layout = layout(config, stored, dtype)
     except ValueError as error:
-        key = f"engine.kv_cache_dtype={stored}"
-        raise RecipeError(f"{key}: {one_line(error)}; set engine.kv_cache_dtype=auto") from None
+        raise _refused("engine.kv_cache_dtype", stored, one_line(error), "auto") from None
     return rank_layout(kv_layout, recipe.engine.tensor_parallel_size)
 
 
@@ -468,7 +469,7 @@ def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
     named = recipe.cycle.overlap
     if named not in ("auto", []) and (why := _why_one_size(recipe, kv_layout)):
         rule = f"needs a KV cache that grows, and this one does not: {why}"
-        raise RecipeError(f"cycle.overlap={shown(named)}: {rule}; set cycle.overlap=auto")
+        raise _refused("cycle.overlap", named, rule, "auto")
 
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -478,13 +479,12 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
 
     size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
     if experts > 1 and not model.has_experts:
-        key, rule = "engine.expert_parallel", "the model has no experts to divide"
-        raise RecipeError(f"{key}={experts}: {rule}; set {key}=1")
+        rule = "the model has no experts to divide"
+        raise _refused("engine.expert_parallel", experts, rule, 1)
     try:
         return arena_nbytes(rank_groups(model, 0, size, experts), dtype)
     except ValueError as error:
-        key = "engine.tensor_parallel_size"
-        raise RecipeError(f"{key}={size}: {one_line(error)}; set {key}=1") from None
+        raise _refused("engine.tensor_parallel_size", size, one_line(error), 1) from None
 
 
 def state_bytes(recipe: Recipe, kv_layout: KVLayout) -> int:
@@ -536,9 +536,7 @@ def _check_host_tier(recipe: Recipe, kv_layout: KVLayout, tokens: int) -> None:
         return
     key = "engine.host_to_device_ratio"
     if kv_layout.pool not in ("mha", "mla") or kv_layout.sliding_window is not None:
-        rule = "pages of this model are not all that a sequence is made of"
-        raise RecipeError(f"{key}={ratio}: {rule} (sliding windows or linear layers); set {key}=0")
+        rule = "pages of this model are not all of a sequence (sliding windows or linear layers)"
+        raise _refused(key, ratio, rule, 0)
     if int(ratio * tokens) < page:
-        raise RecipeError(
-            f"{key}={ratio}: {tokens} tokens times it hold no page of {page} tokens; set {key}=1"
-        )
+        raise _refused(key, ratio, f"{tokens} tokens times it hold no page of {page} tokens", 1)

@@ -22,7 +22,7 @@ from recipes.ppo import (
     explained_variance,
     mini_batches,
     token_rewards,
-    update_critic,
+    update,
     whiten,
 )
 from trainer_bridge import SequenceBatch
@@ -150,7 +150,7 @@ def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
     batch = SequenceBatch(
         prompt_ids=[[1], [2], [3]], response_ids=[[4], [5, 6], [7]], temperature=0.7, **fields
     )
-    assert update_critic(Trainer(), batch, [[2, 0], [1]]) == {"value_loss": 1.5}
+    assert update(Trainer().update_critic, batch, [[2, 0], [1]]) == {"value_loss": 1.5}
     assert [each.prompt_ids for each in seen] == [[[3], [1]], [[2]]]
     assert [each.values for each in seen] == [[[4.0], [1.0]], [[2.0, 3.0]]]
     assert {each.temperature for each in seen} == {0.7}

@@ -65,7 +65,8 @@ def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> Non
     made = [actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)]
     assert [each["engine"]["seed"] for each in made] == [2**63 - 1, 2**63 - 1, 0, 0]
     assert all(
-        (each["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1) for each in made
+        (each["engine"]["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1)
+        for each in made
     )
 
 

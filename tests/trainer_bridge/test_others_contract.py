@@ -47,18 +47,6 @@ def test_verl_sleeps_and_wakes_its_engines_by_their_own_calls(place: str) -> Non
     assert [word for word in WORDS[place] if word not in text] == []
 
 
-@with_verl
-def test_a_call_of_verls_workers_brings_no_answer() -> None:
-    """What a class in verl's registry would need for a sync in place."""
-    (server,) = VERL.classes("vLLMHttpServer")
-    (call,) = [
-        node
-        for node in server.body
-        if isinstance(node, ast.AsyncFunctionDef) and node.name == "collective_rpc"
-    ]
-    assert not any(isinstance(node, ast.Return) for node in ast.walk(call))
-
-
 def torchtitan_names() -> dict[str, str]:
     """Hugging Face's name of a Qwen3 -> torchtitan's, of the table in its adapter."""
     (adapter,) = TITAN.classes("Qwen3StateDictAdapter")
@@ -81,12 +69,3 @@ def test_torchtitans_adapter_renames_a_dense_qwen3(tmp_path: Path) -> None:
     assert len({names[name] for name in ours}) == len(ours)
     (adapter,) = TITAN.classes("Qwen3StateDictAdapter")
     assert "hf_state_dict[new_key] = value\n" in ast.unparse(adapter) + "\n"
-
-
-@with_titan
-def test_torchtitans_generators_never_sleep() -> None:
-    assert TITAN.folder is not None
-    text = (TITAN.folder / "experiments/rl/actors/generator.py").read_text()
-    assert "engine_kwargs = dict(" in text and "enable_sleep_mode" not in text
-    llama = (TITAN.folder / "models/llama3/state_dict_adapter.py").read_text()
-    assert "value = self._permute(value, n_heads)" in llama

@@ -40,12 +40,6 @@ def test_its_trainers_sync_by_the_attribute_that_is_replaced() -> None:
         assert {word for word in SETTINGS if f"    {word}: " not in config} == set()
 
 
-def test_its_servers_get_weights_by_one_backend_of_vllms() -> None:
-    assert WHEEL.folder is not None
-    text = (WHEEL.folder / "generation" / "vllm_client.py").read_text()
-    assert "packed_nccl_broadcast_producer" in text and "WeightTransferTrainerFactory" not in text
-
-
 @pytest.fixture
 def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
@@ -80,39 +74,27 @@ def change(model: torch.nn.Module) -> None:
             param.add_(0.25)
 
 
-def loaded(generation: Any) -> dict[str, torch.Tensor]:
-    """What TRL's own sync puts into vLLM, and into the parameters of the present."""
-    type(generation).sync_weights(generation)
-    return generation.llm.fused.model.tensors()
+def assert_as_its_own(made: Any, written: dict[str, torch.Tensor]) -> None:
+    """vLLM had `written`, which is what TRL's own sync puts there."""
+    type(made).sync_weights(made)
+    for name, theirs in made.llm.fused.model.tensors().items():
+        assert torch.equal(written[name].view(torch.uint8), theirs.view(torch.uint8)), name
 
 
 def test_what_is_generated_with_is_what_the_trainer_has(made: Any) -> None:
     """In place, before each `generate` that finds the weights asleep, as TRL's own would."""
-    llm, model = made.llm, made.model
-    sync = trl.use(SimpleNamespace(vllm_generation=made))
-    weights = llm.fused.model
-    seen = []
-    for _ in range(3):
-        llm.calls.clear()
+    sync, digests = trl.use(SimpleNamespace(vllm_generation=made)), set()
+    for _ in range(2):
+        made.llm.calls.clear()
         answers = made.generate([[1, 2], [3]], None, 1)
         assert answers[1] == [[7], [7]] and answers[2] == [[[-1.5]], [[-1.5]]]
         expected = [("wake_up", "weights"), ("wake_up", "kv_cache"), "generate", ("sleep", 2)]
-        assert llm.calls == expected
-        receipt = sync.receipt
-        assert receipt is not None and receipt.digests != tuple(seen[-1:])
-        seen += receipt.digests
-        change(model)
+        assert made.llm.calls == expected and sync.receipt is not None
+        digests.add(sync.receipt.digests)
+        change(made.model)
+    assert len(digests) == 2
     made.sync_weights()
-    written = weights.tensors()
-    assert sync.receipt is not None and sync.receipt.version == 4
-    change(model)
-    different = loaded(made)
-    assert any(not torch.equal(written[name], each) for name, each in different.items())
-    made.sync_weights()
-    written = weights.tensors()
-    expected_now = loaded(made)
-    for name, each in expected_now.items():
-        assert torch.equal(written[name].view(torch.uint8), each.view(torch.uint8)), name
+    assert_as_its_own(made, made.llm.fused.model.tensors())
 
 
 def test_parameters_that_are_replaced_are_found_again(made: Any) -> None:
@@ -120,14 +102,9 @@ def test_parameters_that_are_replaced_are_found_again(made: Any) -> None:
     sync = trl.use(SimpleNamespace(vllm_generation=made))
     made.sync_weights()
     with torch.no_grad():
-        for module in made.model.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
-                if name == "weight" and param.ndim == 1:
-                    module.weight = torch.nn.Parameter(param + 1)
+        made.model.model.norm.weight = torch.nn.Parameter(made.model.model.norm.weight + 1)
     made.sync_weights()
-    written = made.llm.fused.model.tensors()
-    for name, each in loaded(made).items():
-        assert torch.equal(written[name].view(torch.uint8), each.view(torch.uint8)), name
+    assert_as_its_own(made, made.llm.fused.model.tensors())
     assert sync.receipt is not None and sync.receipt.version == 2
 
 
@@ -148,21 +125,16 @@ def test_a_sync_that_fails_is_made_again(made: Any, monkeypatch: pytest.MonkeyPa
     assert made.llm.calls[-2:] == ["generate", ("sleep", 2)]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "words"),
-    [
+def test_other_settings_sharding_and_allocators_are_refused(made: Any) -> None:
+    adapted = SimpleNamespace(peft_config={})
+    for attribute, value, words in (
         ("mode", "server", 'vllm_mode="colocate"'),
         ("enable_sleep_mode", False, "vllm_enable_sleep_mode=True"),
-        ("model", SimpleNamespace(peft_config={}), "adapters"),
-    ],
-)
-def test_refusals(made: Any, attribute: str, value: object, words: str) -> None:
-    setattr(made, attribute, value)
-    with pytest.raises(ValueError, match=words):
-        trl.use(SimpleNamespace(vllm_generation=made))
-
-
-def test_other_sharding_and_another_allocator_are_refused(made: Any) -> None:
+        ("model", adapted, "adapters"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=words):
+            patch.setattr(made, attribute, value)
+            trl.use(SimpleNamespace(vllm_generation=made))
     with pytest.raises(ValueError, match="use_vllm=True"):
         trl.use(SimpleNamespace())
     trl.use(SimpleNamespace(vllm_generation=made))

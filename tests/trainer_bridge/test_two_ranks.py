@@ -101,7 +101,7 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
     names = [name for name in trainer.shards() if name.endswith("o_proj.weight")]
     refused = ""
     try:
-        Trainer(trainer.config, shard_dims={"model.layers.0.mlp.down_proj.weight": 1, "lm_head": 0})
+        Trainer(trainer.config, shard_dims={"lm_head": 0})
     except ValueError as error:
         refused = str(error)
     other = Trainer(trainer.config, shard_dims=dict.fromkeys(names, 1))
@@ -357,9 +357,7 @@ def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> Non
     for result in two_ranks[2]:
         columns = result["columns"]
         assert set(columns["shapes"]) == {(33, 15)}
-        rule = "FSDP shards dimension 1 of (33, 45) over 2 ranks in equal parts"
-        assert f"down_proj.weight: {rule}" in columns["refused"]
-        assert "lm_head is no parameter" in columns["refused"]
+        assert "lm_head are no parameters" in columns["refused"]
         assert_learning(columns, result["metrics"], result["learned"])
     first, second = (result["columns"] for result in two_ranks[2])
     synced, receipts = first["synced"], [each["synced"]["receipt"] for each in (first, second)]

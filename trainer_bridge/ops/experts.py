@@ -43,8 +43,7 @@ def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
 
 def spread(x: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
     """Returns [T * k, H]: the token of each place. x: [T, H]."""
-    out: Tensor = _Spread.apply(x, pairs, impl)
-    return out
+    return _Spread.apply(x, pairs, impl)
 
 
 def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
@@ -53,14 +52,12 @@ def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") 
     y: [T * k, H], by place. weights: [T, k], of y's dtype or fp32. The weighed row is rounded to
     the wider of both dtypes, the sum computed in fp32 and rounded to y's, as transformers does.
     """
-    out: Tensor = _Combine.apply(y, weights, pairs, impl)
-    return out
+    return _Combine.apply(y, weights, pairs, impl)
 
 
 def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
     """Returns silu(gate) * up, [S, I], factors rounded. gate_up: contiguous [S, 2I], gate first."""
-    out: Tensor = _SiluGate.apply(gate_up, impl)
-    return out
+    return _SiluGate.apply(gate_up, impl)
 
 
 class _Spread(torch.autograd.Function):
@@ -112,7 +109,19 @@ def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "aut
     any; rounded as `combine` says.
     """
     if use_triton(impl, y.device):  # type: ignore[arg-type]
-        return token_sum_triton(y, place, weights)
+        (tokens, top_k), hidden = place.shape, y.shape[1]
+        assert y.is_contiguous() and place.is_contiguous()
+        assert weights is None or weights.is_contiguous()
+        out = y.new_empty((tokens, hidden))
+        rounded = weights is not None and torch.promote_types(weights.dtype, y.dtype) == y.dtype
+        block = min(_BLOCK, triton.next_power_of_2(hidden))
+        with torch.cuda.device_of(y):
+            _token_sum[(tokens, triton.cdiv(hidden, block))](
+                y, y if weights is None else weights, place, out, hidden, TOP_K=top_k,
+                WEIGHED=weights is not None, ROUNDED=rounded, BLOCK=block, num_warps=_warps(block),
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
     rows = y[place]
     if weights is not None:
         rows = rows * weights.unsqueeze(-1)
@@ -130,7 +139,15 @@ def pair_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of y and weights, like these, from that of `combine`, [T, H]."""
     if use_triton(impl, y.device):  # type: ignore[arg-type]
-        return pair_gradients_triton(grad, y, weights, number)
+        assert all(each.is_contiguous() for each in (grad, y, weights, number))
+        of_rows, of_weights = torch.empty_like(y), torch.empty_like(weights)
+        block = min(_BLOCK, triton.next_power_of_2(y.shape[1]))
+        with torch.cuda.device_of(y):
+            _pair_gradients[(len(y),)](
+                grad, y, weights, number, of_rows, of_weights, y.shape[1],
+                TOP_K=weights.shape[1], BLOCK=block, num_warps=_warps(block),
+            )  # fmt: skip
+        return of_rows, of_weights
     rows = grad[number // weights.shape[1]].to(torch.promote_types(y.dtype, torch.float32))
     of_weights = torch.empty_like(weights)
     of_weights.view(-1)[number] = (rows * y).sum(-1).to(weights.dtype)
@@ -157,7 +174,15 @@ def _(gate_up: Tensor, *_: Any) -> Tensor:
 def gated_gradient(grad: Tensor, gate_up: Tensor, impl: str = "auto") -> Tensor:
     """Returns the gradient of gate_up from that of `silu_gate`, computed in fp32, rounded once."""
     if use_triton(impl, gate_up.device):  # type: ignore[arg-type]
-        return gated_gradient_triton(grad, gate_up)
+        rows, inner = grad.shape
+        assert grad.is_contiguous() and gate_up.is_contiguous()
+        out = torch.empty_like(gate_up)
+        block = min(_BLOCK, triton.next_power_of_2(inner))
+        with torch.cuda.device_of(gate_up):
+            _gated_gradient[(rows, triton.cdiv(inner, block))](
+                grad, gate_up, out, inner, BLOCK=block, num_warps=_warps(block)
+            )
+        return out
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     (gate, up), grad = gate_up.to(wide).chunk(2, dim=-1), grad.to(wide)
     share = gate.sigmoid()
@@ -168,51 +193,6 @@ def gated_gradient(grad: Tensor, gate_up: Tensor, impl: str = "auto") -> Tensor:
 @gated_gradient.register_fake
 def _(grad: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(gate_up)
-
-
-def token_sum_triton(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
-    """Same contract as `token_sum`."""
-    (tokens, top_k), hidden = place.shape, y.shape[1]
-    assert y.is_contiguous() and place.is_contiguous()
-    assert weights is None or weights.is_contiguous()
-    out = y.new_empty((tokens, hidden))
-    rounded = weights is not None and torch.promote_types(weights.dtype, y.dtype) == y.dtype
-    block = min(_BLOCK, triton.next_power_of_2(hidden))
-    with torch.cuda.device_of(y):
-        _token_sum[(tokens, triton.cdiv(hidden, block))](
-            y, y if weights is None else weights, place, out, hidden, TOP_K=top_k,
-            WEIGHED=weights is not None, ROUNDED=rounded, BLOCK=block, num_warps=_warps(block),
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
-
-
-def pair_gradients_triton(
-    grad: Tensor, y: Tensor, weights: Tensor, number: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Same contract as `pair_gradients`."""
-    assert all(each.is_contiguous() for each in (grad, y, weights, number))
-    of_rows, of_weights = torch.empty_like(y), torch.empty_like(weights)
-    block = min(_BLOCK, triton.next_power_of_2(y.shape[1]))
-    with torch.cuda.device_of(y):
-        _pair_gradients[(len(y),)](
-            grad, y, weights, number, of_rows, of_weights, y.shape[1],
-            TOP_K=weights.shape[1], BLOCK=block, num_warps=_warps(block),
-        )  # fmt: skip
-    return of_rows, of_weights
-
-
-def gated_gradient_triton(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Same contract as `gated_gradient`."""
-    rows, inner = grad.shape
-    assert grad.is_contiguous() and gate_up.is_contiguous()
-    out = torch.empty_like(gate_up)
-    block = min(_BLOCK, triton.next_power_of_2(inner))
-    with torch.cuda.device_of(gate_up):
-        _gated_gradient[(rows, triton.cdiv(inner, block))](
-            grad, gate_up, out, inner, BLOCK=block, num_warps=_warps(block)
-        )
-    return out
 
 
 def _warps(block: int) -> int:

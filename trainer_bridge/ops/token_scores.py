@@ -97,7 +97,13 @@ def reduce_logits(
     among the words, which are numbered from `start`.
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        return reduce_logits_triton(logits, target, start, temperature)
+        rows, words = logits.shape
+        assert logits.stride(1) == 1 and target.is_contiguous()
+        out = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
+        numbers = logits.stride(0), rows, words, start, temperature
+        with torch.cuda.device_of(logits):
+            _reduce[(rows,)](logits, target, out, *numbers, **_cut(words))
+        return out
     z = logits.float() / temperature
     peak = z.amax(-1)
     fall = peak[:, None] - z
@@ -129,7 +135,11 @@ def logits_to_gradient(
     over all words, and the logarithm of the sum of exp(z - top).
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
-        logits_to_gradient_triton(logits, target, top, log_mass, grad, start, temperature)
+        (rows, words), inputs = logits.shape, (target, top, log_mass, grad)
+        assert logits.stride(1) == 1 and all(each.is_contiguous() for each in inputs)
+        numbers, how = (logits.stride(0), words, start, temperature), _cut(words)
+        with torch.cuda.device_of(logits):
+            _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](logits, *inputs, *numbers, **how)
         return
     hit = torch.arange(start, start + logits.shape[1], device=logits.device) == target[:, None]
     likely = (logits.float() / temperature - top[:, None] - log_mass[:, None]).exp()
@@ -139,38 +149,6 @@ def logits_to_gradient(
 @logits_to_gradient.register_fake
 def _(*_: Any) -> None:
     """It makes nothing."""
-
-
-def reduce_logits_triton(logits: Tensor, target: Tensor, start: int, temperature: float) -> Tensor:
-    """Same contract as `reduce_logits`."""
-    rows, words = logits.shape
-    assert logits.stride(1) == 1 and target.is_contiguous()
-    out = torch.empty((4, rows), dtype=torch.float32, device=logits.device)
-    with torch.cuda.device_of(logits):
-        _reduce[(rows,)](
-            logits, target, out, logits.stride(0), rows, words, start, temperature, **_cut(words)
-        )
-    return out
-
-
-def logits_to_gradient_triton(
-    logits: Tensor,
-    target: Tensor,
-    top: Tensor,
-    log_mass: Tensor,
-    grad: Tensor,
-    start: int,
-    temperature: float,
-) -> None:
-    """Same contract as `logits_to_gradient`."""
-    rows, words = logits.shape
-    assert logits.stride(1) == 1
-    assert all(each.is_contiguous() for each in (target, top, log_mass, grad))
-    how = _cut(words)
-    with torch.cuda.device_of(logits):
-        _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](
-            logits, target, top, log_mass, grad, logits.stride(0), words, start, temperature, **how
-        )
 
 
 def _cut(words: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from rollout.serving import for_each
 from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import reserve_offload
-from trainer_bridge.remote.group import RemoteActor, RemoteGroup, on_every_rank, on_one_rank
+from trainer_bridge.remote.group import RemoteActor, RemoteGroup, forwarded
 from trainer_bridge.sync.agree import group_consensus
 from trainer_bridge.trainer import Trainer
 
@@ -83,25 +83,25 @@ class RemoteTrainer(RemoteGroup):
         """Each rank speaks for the engine rank of its device."""
         self.call_each("connect", [(target,) for target in rollout.each()])
 
-    compute_log_prob = on_every_rank(Trainer.compute_log_prob)
-    compute_ref_log_prob = on_every_rank(Trainer.compute_ref_log_prob)
-    compute_values = on_every_rank(Trainer.compute_values)
-    update_actor = on_every_rank(Trainer.update_actor)
-    update_critic = on_every_rank(Trainer.update_critic)
-    offload = on_every_rank(Trainer.offload)
-    reload = on_every_rank(Trainer.reload)
-    empty_cache = on_every_rank(Trainer.empty_cache)
-    as_peer = on_one_rank(Trainer.as_peer)
-    hand_over_to = on_one_rank(Trainer.hand_over_to)
-    sync_weights = on_every_rank(Trainer.sync_weights)
-    alias_weights = on_every_rank(Trainer.alias_weights)
-    save_checkpoint = on_every_rank(Trainer.save_checkpoint)
-    load_checkpoint = on_every_rank(Trainer.load_checkpoint)
-    save_adapters = on_every_rank(Trainer.save_adapters)
+    compute_log_prob = forwarded(Trainer.compute_log_prob)
+    compute_ref_log_prob = forwarded(Trainer.compute_ref_log_prob)
+    compute_values = forwarded(Trainer.compute_values)
+    update_actor = forwarded(Trainer.update_actor)
+    update_critic = forwarded(Trainer.update_critic)
+    offload = forwarded(Trainer.offload)
+    reload = forwarded(Trainer.reload)
+    empty_cache = forwarded(Trainer.empty_cache)
+    as_peer = forwarded(Trainer.as_peer, one=True)
+    hand_over_to = forwarded(Trainer.hand_over_to, one=True)
+    sync_weights = forwarded(Trainer.sync_weights)
+    alias_weights = forwarded(Trainer.alias_weights)
+    save_checkpoint = forwarded(Trainer.save_checkpoint)
+    load_checkpoint = forwarded(Trainer.load_checkpoint)
+    save_adapters = forwarded(Trainer.save_adapters)
     # As the saver declares them: a Trainer may have none, an actor's has one.
-    report = on_one_rank(MemorySaver.report)
-    drain_events = on_one_rank(MemorySaver.drain_events)
-    take_usage = on_one_rank(MemorySaver.take_usage)
+    report = forwarded(MemorySaver.report, one=True)
+    drain_events = forwarded(MemorySaver.drain_events, one=True)
+    take_usage = forwarded(MemorySaver.take_usage, one=True)
 
 
 class RemoteRollout(RemoteGroup):
@@ -124,22 +124,22 @@ class RemoteRollout(RemoteGroup):
             found += addresses(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
         self.call_each("build", [(address,) for address in found])
 
-    sleep = on_every_rank(Engine.sleep)
-    wake_up = on_every_rank(Engine.wake_up)
-    shrink = on_every_rank(Engine.shrink)
-    prepare_sleep = on_every_rank(Engine.prepare_sleep)
-    served_version = on_every_rank(Engine.served_version)
-    abort_update = on_every_rank(Engine.abort_update)
-    as_peer = on_one_rank(Engine.as_peer)
-    hand_over_to = on_one_rank(Engine.hand_over_to)
-    weight_layout = on_one_rank(Engine.weight_layout)
-    begin_update = on_one_rank(Engine.begin_update)
-    verify_update = on_one_rank(Engine.verify_update)
-    commit_update = on_one_rank(Engine.commit_update)
-    alias_update = on_one_rank(Engine.alias_update)
-    report = on_one_rank(Engine.report)
-    drain_events = on_one_rank(Engine.drain_events)
-    take_usage = on_one_rank(Engine.take_usage)
+    sleep = forwarded(Engine.sleep)
+    wake_up = forwarded(Engine.wake_up)
+    shrink = forwarded(Engine.shrink)
+    prepare_sleep = forwarded(Engine.prepare_sleep)
+    served_version = forwarded(Engine.served_version)
+    abort_update = forwarded(Engine.abort_update)
+    as_peer = forwarded(Engine.as_peer, one=True)
+    hand_over_to = forwarded(Engine.hand_over_to, one=True)
+    weight_layout = forwarded(Engine.weight_layout, one=True)
+    begin_update = forwarded(Engine.begin_update, one=True)
+    verify_update = forwarded(Engine.verify_update, one=True)
+    commit_update = forwarded(Engine.commit_update, one=True)
+    alias_update = forwarded(Engine.alias_update, one=True)
+    report = forwarded(Engine.report, one=True)
+    drain_events = forwarded(Engine.drain_events, one=True)
+    take_usage = forwarded(Engine.take_usage, one=True)
 
     @property
     def weights_version(self) -> int:

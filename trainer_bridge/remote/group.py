@@ -153,25 +153,17 @@ def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, d
     return tuple(ray.put(arg) for arg in args), {name: ray.put(kwargs[name]) for name in kwargs}
 
 
-def on_every_rank(
-    method: Callable[Concatenate[Any, P], Answer],
+def forwarded(
+    method: Callable[Concatenate[Any, P], Answer], *, one: bool = False
 ) -> Callable[Concatenate[RemoteGroup, P], Answer]:
-    """Makes the same method of a group, run on every rank; rank 0 answers (`RemoteGroup.call`)."""
-    return _forwarded(RemoteGroup.call, method)
+    """Return the same method of a group, with signature and docstring.
 
-
-def on_one_rank(
-    method: Callable[Concatenate[Any, P], Answer],
-) -> Callable[Concatenate[RemoteGroup, P], Answer]:
-    """Makes the same method of a group of one rank (`RemoteGroup.call_one`)."""
-    return _forwarded(RemoteGroup.call_one, method)
-
-
-def _forwarded(
-    how: Callable[..., Any], method: Callable[Concatenate[Any, P], Answer]
-) -> Callable[Concatenate[RemoteGroup, P], Answer]:
-    """Signature and docstring are the method's own, for readers and for type checkers."""
-    name = method.__name__
+    Args:
+        method: Of what the actors hold.
+        one: The method is of one rank (`RemoteGroup.call_one`). Else every rank runs it, and rank 0
+            answers (`RemoteGroup.call`).
+    """
+    how, name = RemoteGroup.call_one if one else RemoteGroup.call, method.__name__
 
     @functools.wraps(method)
     def forward(group: RemoteGroup, *args: P.args, **kwargs: P.kwargs) -> Answer:
@@ -181,7 +173,7 @@ def _forwarded(
 
 
 START_SECONDS = 60.0  # for Ray to find room
-_NO_REPORTS = "RAY_USAGE_STATS_ENABLED"
+_REPORTS = "RAY_USAGE_STATS_ENABLED"
 # Of Ray's object store: batches and messages only, weights never pass through it.
 _STORE_BYTES = 256 << 20
 _ACTORS = 2  # a device: a trainer rank and an engine rank
@@ -199,49 +191,34 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS")  # Ray sets it in a job
+    options: dict[str, Any] = {"address": address}
+    if address is None:
+        cpus = max(_ACTORS * devices, cores())
+        options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
+        options["include_dashboard"] = False
     try:
-        if address is not None:  # the environment of its workers is the cluster's and the job's own
-            with _sigterm_kept():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            # Interrupted halfway, a cluster leaves agents behind, which never learn that it is
-            # gone.
-            with held(), _sigterm_kept():
-                _start(devices)
+        # A cluster whose start is interrupted leaves agents behind, which never learn it is gone.
+        with contextlib.nullcontext() if address else held(), _process_kept():
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         yield
     finally:
         ray.shutdown()
 
 
 @contextlib.contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """ray.init puts a handler of its own in the place of the caller's."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and handler not in (signal.SIG_DFL, None):
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _start(devices: int) -> None:
-    import ray
-
-    before = os.environ.get(_NO_REPORTS)
-    os.environ[_NO_REPORTS] = "0"  # read by the processes that ray.init starts
+def _process_kept() -> Iterator[None]:
+    """Inside, a cluster that is started reports no use; ray.init's SIGTERM handler is undone."""
+    handler, reports = signal.getsignal(signal.SIGTERM), os.environ.get(_REPORTS)
+    os.environ[_REPORTS] = "0"
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(_ACTORS * devices, cores()),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_STORE_BYTES,
-        )
+        yield
     finally:
-        if before is None:
-            del os.environ[_NO_REPORTS]
-        else:
-            os.environ[_NO_REPORTS] = before
+        del os.environ[_REPORTS]
+        if reports is not None:
+            os.environ[_REPORTS] = reports
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and handler not in (signal.SIG_DFL, None):
+            signal.signal(signal.SIGTERM, handler)
 
 
 def cores() -> int:

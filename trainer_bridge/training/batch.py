@@ -118,17 +118,13 @@ class SequenceBatch:
         entries = getattr(self, name)
         if entries is None:
             return
-        lists = [isinstance(entry, list) for entry in entries]
-        if name in PER_TOKEN or any(lists):
-            if not all(lists):
-                text = f"{name} {lists.index(False)} is no list"
-                raise ValueError(f"{text}; give every sequence one number a token")
-            for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
-                if len(entry) != len(response):
-                    got, want = len(entry), len(response)
-                    raise ValueError(
-                        f"{name} {i} has {got} numbers for {want} response tokens; give one a token"
-                    )
+        if name not in PER_TOKEN and not any(isinstance(entry, list) for entry in entries):
+            return
+        for i, (entry, response) in enumerate(zip(entries, self.response_ids, strict=True)):
+            got, want = len(entry) if isinstance(entry, list) else "no list of", len(response)
+            if got != want:
+                text = f"{name} {i} has {got} numbers for {want} response tokens"
+                raise ValueError(f"{text}; give one a token")
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
         """Returns fp32 [N]: the field's number of each response token, or of its sequence."""

@@ -25,7 +25,6 @@ from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 
 _VALUES = "values.json"
 _BEFORE = ".before"
-_PICKLED = ".metadata"  # of torch's own format
 _FILE_BYTES = 2 << 30
 
 
@@ -102,9 +101,7 @@ def _together() -> Iterator[None]:
 def read_values(directory: str) -> dict[str, Any]:
     """Return the values of a complete checkpoint; a ValueError where there is none."""
     with open(os.path.join(_complete(directory), _VALUES), encoding="utf-8") as file:
-        values = json.load(file)
-    assert isinstance(values, dict)
-    return values
+        return json.load(file)
 
 
 def load(
@@ -119,7 +116,9 @@ def load(
     must equal. A ValueError says what is of another model; nothing was loaded then.
     """
     values, directory = read_values(directory), _complete(directory)
-    _check_adapters(directory, values.get("adapters"), adapters)
+    if adapters != (stored := values.get("adapters")):
+        rule = f"trains adapters {stored}, this trainer {adapters} (None: all parameters)"
+        raise ValueError(f"checkpoint {directory!r} {rule}; nothing was loaded")
     _check_fit(directory, tensors)
     if began_with != (stored := values.get("began_with", began_with)):
         rule = f"the run began with other weights (digest {stored}; {began_with} now)"
@@ -157,36 +156,9 @@ def _complete(directory: str) -> str:
     """Returns where the checkpoint is: a killed save may have renamed it (`_replace`)."""
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
         if os.path.isfile(os.path.join(place, _VALUES)):
-            if os.path.exists(os.path.join(place, _PICKLED)):
-                raise ValueError(
-                    f"{directory!r} was saved by an older memsaver, in a format that runs code "
-                    "when it is read; start from the model, or from a newer checkpoint"
-                )
             return place
     raise ValueError(
         f"{directory!r} holds no complete checkpoint ({_VALUES} is missing); name another directory"
-    )
-
-
-def _check_adapters(
-    directory: str, stored: Mapping[str, Any] | None, own: Mapping[str, Any] | None
-) -> None:
-    if stored == own:
-        return
-    if stored is None or own is None:
-        what, this = "adapters", "all parameters"
-        if stored is None:
-            what, this = this, what
-        raise ValueError(
-            f"checkpoint {directory!r} holds {what}, this trainer trains {this}; nothing was loaded"
-        )
-    problems = [
-        f"{key} is {stored.get(key)} there, {value} here"
-        for key, value in own.items()
-        if stored.get(key) != value
-    ]
-    raise ValueError(
-        f"checkpoint {directory!r} holds other adapters, nothing was loaded: {'; '.join(problems)}"
     )
 
 

@@ -64,7 +64,7 @@ class Critic:
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
         """Add the micro batch's gradient. Returns its sums of loss and clipped tokens."""
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
-        sums = value_clip(self._values(micro), old, returns, self._limit)
+        loss, clipped = value_clip(self._values(micro), old, returns, self._limit)
         # FSDP divides the gradients by the number of ranks.
-        (sums.loss * (self._runtime.world / batch.num_tokens)).backward()
-        return [float(sums.loss.detach()), float(sums.clipped)]
+        (loss * (self._runtime.world / batch.num_tokens)).backward()
+        return [float(loss.detach()), float(clipped)]

@@ -6,8 +6,8 @@ and synced, and the adapters are made on the meta device as every other paramete
 """
 
 import contextlib
+import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,15 +42,8 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        device = layer.weight.device
-        self.lora_a = nn.Parameter(
-            torch.empty(config.rank, layer.in_features, dtype=dtype, device=device)
-        )
-        self.lora_b = nn.Parameter(
-            torch.empty(layer.out_features, config.rank, dtype=dtype, device=device)
-        )
-        self.scale = config.scale
-        self.adapted = True
+        self.lora_a, self.lora_b = _new_factors(layer.weight, config.rank, dtype)
+        self.scale, self.adapted = config.scale, True
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -68,14 +61,15 @@ class LoraStack(nn.Module):
 
     def __init__(self, stack: Tensor, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        experts, rows, columns = stack.shape
-        on = stack.device
-        self.lora_a = nn.Parameter(
-            torch.empty(experts, config.rank, columns, dtype=dtype, device=on)
-        )
-        self.lora_b = nn.Parameter(torch.empty(experts, rows, config.rank, dtype=dtype, device=on))
-        self.scale = config.scale
-        self.adapted = True
+        self.lora_a, self.lora_b = _new_factors(stack, config.rank, dtype)
+        self.scale, self.adapted = config.scale, True
+
+
+def _new_factors(weight: Tensor, rank: int, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return A and B, undefined, of a matrix or of each of a stack."""
+    *stack, rows, columns = weight.shape
+    shapes = [*stack, rank, columns], [*stack, rows, rank]
+    return [nn.Parameter(torch.empty(s, dtype=dtype, device=weight.device)) for s in shapes]
 
 
 class Adapter(NamedTuple):
@@ -194,11 +188,8 @@ class Adapters:
 
     def identity(self) -> dict[str, Any]:
         """Returns what a checkpoint must agree with, plain data."""
-        return {
-            "rank": self._config.rank,
-            "alpha": self._config.alpha,
-            "target_modules": sorted(self._config.target_modules),
-        }
+        named = {"target_modules": sorted(self._config.target_modules)}
+        return dataclasses.asdict(self._config) | named
 
     def save(self, directory: str, base_path: str) -> None:
         """Writes adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or
@@ -219,34 +210,25 @@ class Adapters:
                 tensors[key] = factor.contiguous()
         with checkpoint.whole_directory(directory) as partial:
             if dist.get_rank() == 0:
-                save_file(
-                    tensors, os.path.join(partial, "adapter_model.safetensors"), {"format": "pt"}
-                )
-                replace_text(
-                    Path(partial, "adapter_config.json"),
-                    json.dumps(self._peft_config(base_path), indent=2),
-                )
+                save_file(tensors, Path(partial, "adapter_model.safetensors"), {"format": "pt"})
+                text = json.dumps(self._peft_config(base_path), indent=2)
+                replace_text(Path(partial, "adapter_config.json"), text)
 
     def _peft_config(self, base_path: str) -> dict[str, Any]:
+        targets, stacks = self._config.target_modules, [f"{EXPERTS}.{name}" for name in STACKS]
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base_path,
             "r": self._config.rank,
             "lora_alpha": self._config.alpha,
-            **self._peft_targets(),
+            "target_modules": [name for name in targets if name != EXPERTS] or None,
+            "target_parameters": stacks if EXPERTS in targets else None,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
-
-    def _peft_targets(self) -> dict[str, list[str] | None]:
-        targets = [name for name in self._config.target_modules if name != EXPERTS]
-        if EXPERTS not in self._config.target_modules:
-            return {"target_modules": targets}
-        stacks = [f"{EXPERTS}.{name}" for name in STACKS]
-        return {"target_modules": targets or None, "target_parameters": stacks}
 
 
 def _factors(adapter: Adapter) -> LowRank:
@@ -274,5 +256,4 @@ def _whole(param: Tensor) -> Tensor:
     assert isinstance(param, DTensor)
     if param.device_mesh.size() == 1:
         return local_shard(param)
-    gathered: Tensor = param.full_tensor()
-    return gathered.detach()
+    return param.full_tensor().detach()

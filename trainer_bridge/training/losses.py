@@ -3,7 +3,6 @@ the losses of policy and critic, in fp32.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,23 +34,21 @@ def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[
     return chosen, entropy
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
-    """Sums over the tokens given, fp32 scalars; the caller divides by the batch's tokens."""
-
-    loss: Tensor
-    clipped: Tensor
-    kl: Tensor
-
-
 def ppo_clip(
     logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float
-) -> PolicyLoss:
-    """Returns -sum of min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A), ratio =
-    exp(logprobs - old). All are fp32 [N].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the clipped policy loss, the number of clipped tokens, and the KL estimate.
 
-    clipped: number of tokens where the clip was the smaller. kl: sum of ratio - 1 - log(ratio),
-    never negative.
+    All are fp32 sums over the tokens given: the loss is -sum of min(ratio * A, clip(ratio, 1 -
+    eps_low, 1 + eps_high) * A), ratio = exp(logprobs - old); a token is clipped where the clip was
+    the smaller; KL is the sum of ratio - 1 - log(ratio), never negative.
+
+    Args:
+        logprobs: fp32 [N], with gradient.
+        old: fp32 [N].
+        advantages: fp32 [N].
+        eps_low: See above.
+        eps_high: See above.
     """
     log_ratio = logprobs - old
     ratio = log_ratio.exp()
@@ -60,7 +57,7 @@ def ppo_clip(
     with torch.no_grad():
         clipped = (held < free).sum().float()
         kl = (ratio - 1 - log_ratio).sum()
-    return PolicyLoss(loss=-torch.minimum(free, held).sum(), clipped=clipped, kl=kl)
+    return -torch.minimum(free, held).sum(), clipped, kl
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -72,25 +69,18 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return (log_ratio.exp() - 1 - log_ratio).sum()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-    """Sums over the tokens given, as `PolicyLoss`."""
+def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Return the clipped value loss and the number of clipped tokens, fp32 sums over the tokens.
 
-    loss: Tensor
-    clipped: Tensor
-
-
-def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> ValueLoss:
-    """Sums max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2) / 2. All are fp32 [N].
-
-    clipped: number of tokens where the clipped value was the worse, so that no gradient is left.
+    The loss is the sum of max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2) / 2, all fp32
+    [N]. A token is clipped where the clipped value was the worse, so that no gradient is left.
     """
     free, moved = (values - returns).square(), values - old
     held = (old + moved.clamp(-limit, limit) - returns).square()
     with torch.no_grad():
         # Within the limit they differ by a rounding.
         clipped = ((held > free) & (moved.abs() > limit)).sum().float()
-    return ValueLoss(loss=torch.maximum(free, held).sum() / 2, clipped=clipped)
+    return torch.maximum(free, held).sum() / 2, clipped
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -162,37 +152,22 @@ def policy_gradient(
     Returns its sums of loss, clipped tokens, kl, entropy.
     """
     coefficient = config.router_aux_loss_coef
-    with replay(model, micro.routed):
-        if not coefficient:
-            return _policy_gradient(model, config, batch, world, micro)
-        with load_balance(model, micro.real) as balance:
-            return _policy_gradient(
-                model, config, batch, world, micro, lambda: coefficient * balance.loss
-            )
-
-
-def _policy_gradient(
-    model: nn.Module,
-    config: TrainerConfig,
-    batch: SequenceBatch,
-    world: int,
-    micro: MicroBatch,
-    more: Callable[[], Tensor] | None = None,
-) -> list[float]:
-    """more: of the loss, for each of its response tokens, once the model has scored them."""
-    logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
-    old = batch.of_tokens("old_logprobs", micro)
-    advantages = batch.of_tokens("advantages", micro)
-    sums = ppo_clip(logprobs, old, advantages, config.clip_eps_low, config.clip_eps_high)
-    loss = sums.loss
-    if config.kl_loss_coef:
-        reference = batch.of_tokens("ref_logprobs", micro)
-        loss = loss + config.kl_loss_coef * kl_k3(logprobs, reference)
-    if more is not None and len(logprobs):
-        loss = loss + len(logprobs) * more()
-    # FSDP divides the sum of the ranks' gradients by their number.
-    (loss * (world / batch.num_tokens)).backward()
-    return [float(loss.detach()), float(sums.clipped), float(sums.kl), float(entropy.sum())]
+    real = micro.real if coefficient else None
+    with replay(model, micro.routed), load_balance(model, real) as balance:
+        logprobs, entropy = micro_logprobs(model, micro, batch.temperature)
+        old = batch.of_tokens("old_logprobs", micro)
+        advantages = batch.of_tokens("advantages", micro)
+        loss, clipped, kl = ppo_clip(
+            logprobs, old, advantages, config.clip_eps_low, config.clip_eps_high
+        )
+        if config.kl_loss_coef:
+            reference = batch.of_tokens("ref_logprobs", micro)
+            loss = loss + config.kl_loss_coef * kl_k3(logprobs, reference)
+        if balance is not None and len(logprobs):
+            loss = loss + len(logprobs) * (coefficient * balance.loss)
+        # FSDP divides the sum of the ranks' gradients by their number.
+        (loss * (world / batch.num_tokens)).backward()
+    return [float(loss.detach()), float(clipped), float(kl), float(entropy.sum())]
 
 
 def _micro_batches(

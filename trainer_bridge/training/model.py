@@ -225,7 +225,9 @@ def _shard(
     model: nn.Module, config: TrainerConfig, mesh: DeviceMesh, shard_dims: Mapping[str, int]
 ) -> None:
     named = dict(model.named_parameters())
-    _check_dims(named, shard_dims, mesh.size())
+    if unknown := sorted(shard_dims.keys() - named.keys()):
+        rule = f"{listed(unknown)} are no parameters of this model"
+        raise ValueError(f"shard_dims: {rule}; leave them out")
     chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
     policy = MixedPrecisionPolicy()
     if config.param_dtype is not None:
@@ -246,21 +248,6 @@ def _vocabulary(model: Any) -> list[nn.Module]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     two = head.weight is not embedding.weight and head.weight.shape == embedding.weight.shape
     return [embedding, head] if two else []
-
-
-def _check_dims(
-    named: Mapping[str, nn.Parameter], shard_dims: Mapping[str, int], world: int
-) -> None:
-    problems = [f"{name} is no parameter" for name in shard_dims.keys() - named.keys()]
-    for name in shard_dims.keys() & named.keys():
-        shape, dim = tuple(named[name].shape), shard_dims[name]
-        if not 0 <= dim < len(shape):
-            problems.append(f"{name}: {shape} has no dimension {dim}")
-        elif dim and shape[dim] % world:
-            text = f"FSDP shards dimension {dim} of {shape} over {world} ranks in equal parts only"
-            problems.append(f"{name}: {text}")
-    if problems:
-        raise ValueError(f"shard_dims: {listed(sorted(problems))}")
 
 
 def _allocate_shards(

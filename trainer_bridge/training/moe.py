@@ -34,8 +34,7 @@ def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     if experts.has_bias or experts.is_transposed or not getattr(experts, "has_gate", True):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
-        out: Tensor = grouped_mm_experts_forward(experts, x, ids, weights)
-        return out
+        return grouped_mm_experts_forward(experts, x, ids, weights)
     pairs = sort_pairs(ids, experts.num_experts)
     gate_up = _product(experts, "gate_up_proj", spread(x, pairs), pairs.ends)
     silu = getattr(experts.config, "hidden_act", None) == "silu"
@@ -168,12 +167,19 @@ class LoadBalance:
 
 
 @contextlib.contextmanager
-def load_balance(model: Any, real: Tensor) -> Iterator[LoadBalance]:
-    """Inside, a forward pass adds what it routes. The backward pass belongs inside, too: it may
-    compute layers again, and has to meet the same operations.
+def load_balance(model: Any, real: Tensor | None) -> Iterator[LoadBalance | None]:
+    """Inside, a forward pass adds what it routes to the balance that is yielded.
 
-    real: bool [B, L], False for padding.
+    The backward pass belongs inside, too: it may compute layers again, and has to meet the same
+    operations.
+
+    Args:
+        model: A mixture of experts of transformers.
+        real: bool [B, L], False for padding; None: nothing is added, and None is yielded.
     """
+    if real is None:
+        yield None
+        return
     balance = LoadBalance(model.config.num_experts_per_tok, real.flatten())
     with contextlib.ExitStack() as undo:
         for router in balanced_routers(model):
