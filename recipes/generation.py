@@ -36,13 +36,13 @@ class Samples:
     routed_experts: list[NDArray[Any] | None] | None = None
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
-        """For the trainer; `learning`: what `SequenceBatch` holds beside the tokens."""
+        """Return the trainer's batch; `learning`: fields of `SequenceBatch` besides the tokens."""
         ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
         return SequenceBatch(**ids, temperature=temperature, **learning)
 
 
 def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
-    """Samples answers to the prompts of this step."""
+    """Sample answers to the prompts of this step."""
     recipe = setup.recipe
     problems = pick_problems(setup.task.kinds, recipe.loop.prompts_per_step, recipe.seed, step)
     params = [
@@ -58,7 +58,7 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
 
 
 def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
-    """Greedy answers to held-out problems of every kind; the fractions that match exactly."""
+    """Return the fractions of greedy answers to held-out problems that match exactly, by kind."""
     limit, task = setup.recipe.eval.problems, setup.task
     row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
     for name, problems in task.beside.items():
@@ -116,7 +116,7 @@ def _permutation(size: int, apart: int, seed: str, turn: int) -> Sequence[int]:
 
 
 def sampling_seed(seed: int, step: int, index: int) -> int:
-    """A seed below 2**63 for the samples of one prompt of one step."""
+    """Return a seed below 2**63 for the samples of one prompt of one step."""
     return hash_text(f"{seed}/sampling/{step}/{index}") >> 1
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.config import Recipe
-from recipes.loop import Loop, checked_rewards, spread_of, step_row
+from recipes.loop import Loop, spread_of, step_row
 
 
 class GrpoLoop(Loop):
@@ -71,7 +71,7 @@ def compute_advantages(
     times.
 
     Raises:
-        ValueError: The rewards are no whole groups, or one of them is not finite.
+        ValueError: The rewards are no whole groups.
     """
     advantages: list[float] = []
     for group in groups_of(rewards, group_size):
@@ -98,5 +98,5 @@ def groups_of(rewards: Sequence[float], group_size: int) -> list[list[float]]:
     if group_size < 1 or len(rewards) % group_size:
         rule = f"{len(rewards)} rewards are no multiple of group_size={group_size}"
         raise ValueError(f"{rule}; give every prompt as many answers")
-    checked = checked_rewards(rewards)
-    return [checked[start : start + group_size] for start in range(0, len(checked), group_size)]
+    starts = range(0, len(rewards), group_size)
+    return [list(rewards[start : start + group_size]) for start in starts]

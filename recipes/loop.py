@@ -17,7 +17,7 @@ from recipes.generation import Samples, compute_reward, evaluate, generate_seque
 from recipes.logs.monitor import Monitor
 from recipes.setup.preparation import Setup
 from recipes.stopping import Stopping
-from recipes.tasks import Score, as_reward
+from recipes.tasks import Score
 from rollout import Rollout
 from trainer_bridge import Cycle
 from trainer_bridge.cycle import TrainerProtocol
@@ -40,14 +40,14 @@ class Loop(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        """The fields of `TrainerConfig` that the algorithm decides."""
+        """Return the fields of `TrainerConfig` that the algorithm decides."""
 
     @abc.abstractmethod
     def train_step(self, step: int) -> dict[str, Any]:
-        """Takes one step, from state "train" to state "train"; returns the step's figures."""
+        """Take one step, from state "train" to state "train"; return the step's figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Steps `first_step` to the last, then the last evaluation. `save(step)` checkpoints, also
+        """Step `first_step` to the last, then the last evaluation. `save(step)` checkpoints, also
         where the run is asked to stop, unless it makes no checkpoints.
         """
         recipe, every = self.setup.recipe, self.setup.recipe.checkpoint.every
@@ -82,13 +82,13 @@ class Loop(abc.ABC):
         return self.setup.recipe.sampling.temperature
 
     def to_rollout(self, step: int) -> None:
-        """Wakes the rollout, and runs the evaluation that is due before the step."""
+        """Wake the rollout, and runs the evaluation that is due before the step."""
         self._wake_rollout(step)
         if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
             self._evaluate(step - 1)
 
     def sample(self, step: int) -> Samples:
-        """Answers to this step's prompts, by a rollout that has the step's weights."""
+        """Return answers to this step's prompts, by a rollout that has the step's weights."""
         self.to_rollout(step)
         with self.monitor.phase("prefetch"):
             self.cycle.prefetch()
@@ -100,7 +100,7 @@ class Loop(abc.ABC):
             self.cycle.to_score(model)
 
     def score_by_reference(self, samples: Samples) -> PerToken | None:
-        """The samples' log-probabilities under the reference; None without `kl_coef`."""
+        """Return the samples' log-probabilities under the reference; None without `kl_coef`."""
         if not self.setup.recipe.loop.kl_coef:
             return None
         # With adapters the reference is their base, which is the policy's own.
@@ -109,7 +109,7 @@ class Loop(abc.ABC):
             return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
 
     def score(self, samples: Samples) -> tuple[PerToken, list[Score]]:
-        """The samples' log-probabilities under the trainer's weights, and the task's scores."""
+        """Return log-probabilities under the trainer's weights, and the task's scores."""
         self.to_score()
         with self.stage("compute_log_prob"):
             logprobs = self._compute_log_prob(samples, samples.routed_experts)
@@ -121,7 +121,7 @@ class Loop(abc.ABC):
         return self.trainer.compute_log_prob(batch)
 
     def unreplayed_mismatch(self, step: int, samples: Samples) -> dict[str, float]:
-        """Returns the mismatch where the trainer routes for itself, in the first step and those
+        """Return the mismatch where the trainer routes for itself, in the first step and those
         before which an evaluation was due; nothing without `router_replay`.
         """
         every = self.setup.recipe.eval.every
@@ -148,21 +148,6 @@ class Loop(abc.ABC):
         self.monitor.row({"kind": "eval", "step": updates, **result})
 
 
-def checked_rewards(rewards: Sequence[float]) -> list[float]:
-    """Return the rewards as floats.
-
-    Raises:
-        ValueError: One is not a finite number, which would spoil the advantages of all others.
-    """
-    found = []
-    for index, reward in enumerate(rewards):
-        try:
-            found.append(as_reward(reward))
-        except ValueError as error:
-            raise ValueError(f"rewards[{index}] is {error}; give finite numbers") from None
-    return found
-
-
 def spread_of(numbers: Sequence[float]) -> float:
     """Return the population standard deviation, or 0 where the numbers differ by rounding only.
 
@@ -182,7 +167,7 @@ def step_row(
     ref_logprobs: PerToken | None,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """The figures of one step, for metrics.jsonl."""
+    """Return the figures of one step, for metrics.jsonl."""
     mean, largest = logprob_mismatch(samples.logprobs, logprobs)
     lengths = [len(ids) for ids in samples.response_ids]
     rewards = [score.reward for score in scores]
@@ -203,18 +188,18 @@ def step_row(
 
 
 def logprob_mismatch(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
-    """Mean and largest absolute difference over all tokens."""
+    """Return mean and largest absolute difference over all tokens."""
     mismatches = [abs(one - other) for one, other in pairs(rollout, trainer)]
     return math.fsum(mismatches) / len(mismatches), max(mismatches)
 
 
 def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
-    """Nats a token: the mean over all tokens of r - 1 - log(r), r = exp(reference - policy)."""
+    """Return nats a token: the mean of r - 1 - log(r), r = exp(reference - policy)."""
     ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
     return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
 
 
 def pairs(one: PerToken, other: PerToken) -> list[tuple[float, float]]:
-    """Both numbers of every token, answer by answer."""
+    """Return both numbers of every token, answer by answer."""
     rows = zip(one, other, strict=True)
     return list(chain.from_iterable(zip(*row, strict=True) for row in rows))

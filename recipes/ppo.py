@@ -37,7 +37,6 @@ from recipes.config import Recipe
 from recipes.loop import (
     Loop,
     PerToken,
-    checked_rewards,
     pairs,
     spread_of,
     step_row,
@@ -109,9 +108,8 @@ def token_rewards(
     """Return -kl_coef * (policy - reference log-probability) a token, plus rewards at last tokens.
 
     Raises:
-        ValueError: A reward is not finite, or the lists are not of as many answers and tokens.
+        ValueError: The lists are not of as many answers and tokens.
     """
-    rewards = checked_rewards(rewards)
     if ref_logprobs is None:
         found = [[0.0] * len(row) for row in logprobs]
     else:
@@ -125,7 +123,7 @@ def token_rewards(
 def compute_advantages(
     rewards: PerToken, values: PerToken, gamma: float, gae_lambda: float
 ) -> tuple[PerToken, PerToken]:
-    """Generalised advantage estimates and returns (advantage + value), one a token.
+    """Return generalized advantage estimates and returns (advantage + value), one a token.
 
     After an answer's last token nothing is to come: one that max_tokens cut off is not
     bootstrapped, it ended there.
@@ -150,14 +148,14 @@ def _estimates(
 
 
 def whiten(numbers: PerToken) -> PerToken:
-    """Mean 0 and standard deviation 1 over all tokens; zeros where all are equal."""
+    """Return the numbers with mean 0 and deviation 1 over all tokens; zeros where all are equal."""
     flat = list(chain.from_iterable(numbers))
     mean, scale = statistics.fmean(flat), spread_of(flat) or math.inf
     return _each(lambda number: (number - mean) / scale, numbers)
 
 
 def _each(function: Callable[..., float], *numbers: PerToken) -> PerToken:
-    """`function` of every token's numbers."""
+    """Apply `function` to every token's numbers."""
     rows = zip(*numbers, strict=True)
     return [list(starmap(function, zip(*row, strict=True))) for row in rows]
 

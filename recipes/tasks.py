@@ -75,7 +75,7 @@ class Task:
 
     @property
     def kinds(self) -> tuple[tuple[Problem, ...], ...]:
-        """Returns what is trained on, the task's own kind first."""
+        """Return what is trained on, the task's own kind first."""
         return (self.train, *self.also_train.values())
 
     @property
@@ -203,7 +203,7 @@ class Sides(TypedDict):
 
 
 def split(problems: Sequence[Problem], fraction: float, same: Callable[[str], str] = str) -> Sides:
-    """`Task`'s `train` and `held_out`: about `fraction` of all problems are held out, whatever
+    """Return `train` and `held_out`: about `fraction` of all problems are held out, whatever
     their order.
 
     same: a text that questions have in common which must not be parted: who has learnt one can
@@ -238,7 +238,7 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
 
 
 def _own_task(section: TaskSection) -> Task:
-    """The task that `module:function` makes; modules in the working directory are found, too."""
+    """Return the task that `module:function` makes; the working directory is searched, too."""
     module_name, _, name = section.name.partition(":")
     key = f"task.name={section.name}"
     if (here := os.getcwd()) not in sys.path:
@@ -264,12 +264,12 @@ def _own_task(section: TaskSection) -> Task:
 
 
 def is_held_out(question: str, fraction: float) -> bool:
-    """True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
+    """Return True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
     return hash_text(question) < fraction * 2**64
 
 
 def signed_terms(question: str) -> str:
-    """The terms of a sum, sorted, each with its sign: what a sum has in common with those of
+    """Return the terms of a sum, sorted, with signs: what a sum has in common with those of
     another order.
 
     >>> signed_terms("What is 4 + 3 - 12 ="), signed_terms("What is 3 - 12 + 4 =")
@@ -280,7 +280,7 @@ def signed_terms(question: str) -> str:
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
-    """`first of b e` is answered `b`, for every pair of letters."""
+    """Return problems and scorer: `first of b e` is answered `b`, for every pair of letters."""
     letters = itertools.product(TOY_LETTERS, repeat=2)
     problems = [Problem(question=f"first of {a} {b}", answer=a) for a, b in letters]
 
@@ -295,7 +295,7 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
 
 
 def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer]:
-    """Every distinct problem among `size` draws of reasoning-gym, scored by its own scorer."""
+    """Return the distinct problems among `size` draws of reasoning-gym, and its own scorer."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -320,7 +320,7 @@ def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer
 
 
 def extract_number(text: str) -> str | None:
-    """The last number of a text, with its sign; a minus between two numbers is an operator, not a
+    """Return the last number of a text, with its sign; a minus between two is an operator, not a
     sign.
 
     >>> extract_number("5 - 9 = -4."), extract_number("9-4"), extract_number("none")

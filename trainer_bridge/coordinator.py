@@ -26,7 +26,7 @@ from trainer_bridge.trainer import Trainer
 def open_inprocess(
     trainer: TrainerConfig, engine: Mapping[str, Any], *, alias: bool = False
 ) -> Iterator[tuple[Trainer, Rollout]]:
-    """Opens both sides in this process.
+    """Open both sides in this process.
 
     engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
     not given. With `kind`: of that engine's (`rollout.actor`). It loads no weights: the first
@@ -58,8 +58,10 @@ def open_ray(
     address: str | None = None,
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
-) -> Iterator[tuple[RemoteTrainer, RemoteRollout]]:
-    """Starts two actors on each of `devices` devices of each of `nodes` machines, half a GPU each
+) -> Iterator[tuple[Any, Any]]:
+    """Open a `RemoteTrainer` and a `RemoteRollout`, which have the methods of trainer and engine.
+
+    Starts two actors on each of `devices` devices of each of `nodes` machines, half a GPU each
     when the device is CUDA: a trainer rank and an engine rank. Ray chooses the GPUs.
 
     engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold
@@ -107,8 +109,8 @@ def open_ray(
         yield side, rollout
 
 
-def _introduce(trainer: Trainer | RemoteTrainer, rollout: Rollout) -> None:
-    """Tells both sides of a device of each other, for memory to be handed over."""
+def _introduce(trainer: Any, rollout: Any) -> None:
+    """Tell both sides of a device of each other, for memory to be handed over."""
     trainer.hand_over_to(rollout.as_peer())
     rollout.hand_over_to(trainer.as_peer())
 
@@ -120,7 +122,7 @@ def _start(
     places: Sequence[Place],
     undo: contextlib.ExitStack,
 ) -> list[RemoteActor]:
-    """Starts an actor at each place, killed when `undo` is. One alone has the plain name."""
+    """Start an actor at each place, killed when `undo` is. One alone has the plain name."""
     import ray
 
     ranks = []
@@ -165,8 +167,8 @@ def actor_arguments(
 ) -> dict[str, Any]:
     """Return `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data."""
     rest = dict(arguments)
-    own = {name: rest.pop(name) for name in ("path", "kind", "device") if name in rest}
-    own["device"] = _device_in_actor(own["device"], on_gpu)
+    own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kind") if name in rest}
+    own["device"] = _device_in_actor(rest.pop("device"), on_gpu)
     own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
     if replica:  # requests without a seed are not to be answered alike everywhere
         rest["seed"] = (rest.get("seed", 0) + replica) % 2**63

@@ -231,7 +231,7 @@ class Cycle:
             self._held.remove(tag)
 
     def _into(self, tag: str | None) -> dict[str, Any]:
-        """Sides of the caller's own need not know of it."""
+        """Return `into=` only under hand-over, so that custom sides need not accept it."""
         return {"into": tag} if self._hand_over and tag else {}
 
     def _leaving(self) -> list[str]:
@@ -252,7 +252,7 @@ class Cycle:
                 self._trainer.empty_cache()
 
     def _enter(self, verb: str) -> str:
-        """The state after `verb`; StateError if it is not legal now."""
+        """Return the state after `verb`; StateError if it is not legal now."""
         legal = TRANSITIONS[self.state]
         if verb not in legal:
             why = ""

@@ -85,13 +85,13 @@ class SyncError(RuntimeError):
 
 
 def listed(problems: Sequence[str], limit: int = 20) -> str:
-    """Returns the problems in one text; of very many the first, and how many more there are."""
+    """Return the problems in one text; of very many the first, and how many more there are."""
     more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
     return f"{'; '.join(problems[:limit])}{more}"
 
 
 def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str]:
-    """Lists every name that is missing, unknown or of another shape than the model has."""
+    """List every name that is missing, unknown or of another shape than the model has."""
     problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
     problems += [f"unknown {name}" for name in found.keys() - wanted.keys()]
     for name in wanted.keys() & found.keys():

@@ -79,7 +79,7 @@ class Offloader:
         beside: tuple[str, ...] = (),
         empty: bool = False,
     ) -> None:
-        """Adds a tag that has memory now. version: says what its content is called; None: it always
+        """Add a tag that has memory now. version: says what its content is called; None: it always
         changes. beside: tags that always change and go with it. empty: the tag has no memory, and
         is offloaded and reloaded in name only.
         """
@@ -99,7 +99,8 @@ class Offloader:
         wait: False begins to copy and returns; their memory is freed when the copy is there, and
         until then they must not be written.
         """
-        self.finish()
+        self._end_begun()
+        self.await_content()
         chosen = self._chosen(tags)
         before = frozenset(filter(self._is_offloaded, self._tags))
         if self._saver is not None and wait:
@@ -150,15 +151,10 @@ class Offloader:
                 self._begun.append(begun)
         self._offloaded -= set(chosen)
 
-    def finish(self) -> None:
-        """Waits for all that was begun, and raises what became of it."""
-        self._end_begun()
-        self.await_content()
-
     def await_content(
         self, tensors: Sequence[Tensor] | None = None, streams: Sequence[torch.cuda.Stream] = ()
     ) -> None:
-        """Waits for the content of these tensors (None: all) of tags that have memory; see
+        """Wait for the content of these tensors (None: all) of tags that have memory; see
         `Prefetch.wait`. Tags whose content does not come are offloaded as before.
         """
         for each in tuple(self._prefetching):
@@ -174,7 +170,7 @@ class Offloader:
 
     @held()  # an interrupt in the middle of a look would leave a future locked
     def _end_begun(self) -> None:
-        """Waits for the copies out of what was begun, and for the memory of what comes back."""
+        """Wait for the copies out of what was begun, and for the memory of what comes back."""
         if self._begun and self._saver is not None:
             self._saver.backend.require_own_process()  # the thread is not there in a forked child
         for each in self._begun:
@@ -198,14 +194,14 @@ class Offloader:
                 raise error
 
     def close(self) -> None:
-        """Waits for what was begun, whatever becomes of it; nothing can be begun any more."""
+        """Wait for what was begun, whatever becomes of it; nothing can be begun any more."""
         self._thread.shutdown()
 
     def require(
         self, method: str, *tags: str, prefetching: bool = False, undefined: bool = False
     ) -> None:
-        """Raises a StateError if one of these is offloaded, or others have discarded its content
-        and it may not be `undefined`; a tag that the trainer has not got is none of its business.
+        """Raise a StateError if one of these is offloaded, or others have discarded its content and
+        it may not be `undefined`; a tag that the trainer has not got is none of its business.
 
         Waits for all of their content, but if it may be `prefetching`: who touches it waits then.
         """
@@ -229,14 +225,14 @@ class Offloader:
                 )
 
     def _is_offloaded(self, tag: str) -> bool:
-        """Tells whether the tag counts as offloaded, or is paused in truth."""
+        """Return whether the tag counts as offloaded, or is paused in truth."""
         paused = self._saver is not None and any(map(self._saver.is_paused, self._memory_of[tag]))
         return tag in self._offloaded or paused
 
     def _prefetch(
         self, saver: MemorySaver, begun: _Transfer, tags: Sequence[str], needed: int, pause: float
     ) -> None:
-        """Resumes the tags where there is room; else looks again, until somebody waits for them."""
+        """Resume the tags where there is room; else looks again, until somebody waits for them."""
         try:
             awaited, due = begun.awaited.wait(pause), all(each.done() for each in begun.behind)
             if due and (awaited or saver.free_bytes >= needed):
@@ -260,7 +256,7 @@ class Offloader:
 
 
 def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -> None:
-    """Pauses each tag as soon as its copy is there; between the calls others find the saver free.
+    """Pause each tag as soon as its copy is there; between the calls others find the saver free.
 
     Nothing is queued that concerns the tags, and nobody writes them meanwhile.
     """
@@ -273,7 +269,7 @@ def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -
 
 
 def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
-    """Pins beforehand what copies of these tags take: a save would hold the saver for seconds."""
+    """Pin beforehand what copies of these tags take: a save would hold the saver for seconds."""
     held = saver.report(others=False).tags
     arena = saver.pinned_arena
     arena.give(arena.take(sum(held[tag].live_bytes for tag in tags)))
@@ -288,7 +284,7 @@ def reserve_offload(config: TrainerConfig, ranks: int, saver: MemorySaver) -> No
 
 
 def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
-    """Returns the host bytes that copies of `config.leaving` take on one of `ranks` ranks, by tag,
+    """Return the host bytes that copies of `config.leaving` take on one of `ranks` ranks, by tag,
     from the model's config.json alone. The critic is taken for as large as the policy.
     """
     if not config.leaving:
@@ -307,7 +303,7 @@ def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
 
 
 def _held(params: Iterable[nn.Parameter], ranks: int, itemsize: int | None = None) -> int:
-    """Bytes of a rank's rows, side by side. itemsize: of an element; None: as the model has it."""
+    """Return the bytes of a rank's rows. itemsize: of an element; None: as the model has it."""
     total = 0
     for param in params:
         rows = -(-param.shape[0] // ranks)

@@ -27,7 +27,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.sync.writer import LowRank
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_temperature, check_tokens
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.training.critic import Critic
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.lora import Adapters, base_params, without_adapters
@@ -103,13 +103,9 @@ class Trainer:
         self.device, self.rank = runtime.device, runtime.rank
         with contextlib.ExitStack() as undo:
             undo.callback(runtime.close)
-            if layout is not None and (saver is None or runtime.world > 1):
-                rule = "layout is for one rank with a MemorySaver"
-                raise ValueError(f"{rule}; without, leave it away and sync by copies")
-            if layout is not None and config.lora is not None:
-                rule = "layout is for weights served as they are"
-                remedy = "with TrainerConfig.lora leave it away: they are merged"
-                raise ValueError(f"{rule}; {remedy}")
+            if layout is not None and (saver is None or runtime.world > 1 or config.lora):
+                rule = "layout is for one rank with a MemorySaver, without TrainerConfig.lora"
+                raise ValueError(f"{rule}; leave it away, and sync by copies")
             self._offloader = Offloader(saver)
             if saver is not None:
                 reserve_offload(config, runtime.world, saver)
@@ -145,7 +141,7 @@ class Trainer:
     def compute_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
     ) -> list[list[float]]:
-        """Returns log_softmax(logits / temperature)[token] in fp32 of every response token;
+        """Return log_softmax(logits / temperature)[token] in fp32 of every response token;
         temperature None is the batch's.
 
         base: of the frozen model, without adapters.
@@ -160,7 +156,7 @@ class Trainer:
     def compute_ref_log_prob(
         self, batch: SequenceBatch, temperature: float | None = None
     ) -> list[list[float]]:
-        """Returns `compute_log_prob` by the weights before the first update; needs tag `reference`
+        """Return `compute_log_prob` by the weights before the first update; needs tag `reference`
         reloaded, with adapters `params`.
         """
         if self._adapters is not None and self.config.reference:
@@ -173,15 +169,15 @@ class Trainer:
         return self._logprobs(self.reference, batch, temperature)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """Returns the critic's value per response token (`Critic`); needs tag `critic` reloaded."""
+        """Return the critic's value per response token (`Critic`); needs tag `critic` reloaded."""
         return self._critic("compute_values", CRITIC).compute_values(batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        """Makes one AdamW step of the critic; see `Critic.update`."""
+        """Make one AdamW step of the critic; see `Critic.update`."""
         return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        """Makes one AdamW step on the clipped policy-gradient loss, the mean over all response
+        """Make one AdamW step on the clipped policy-gradient loss, the mean over all response
         tokens of the batch, plus `kl_loss_coef` times the KL divergence from the reference
         (`kl_k3`, whose mean is estimated from these tokens), plus `router_aux_loss_coef` times the
         load-balance loss of each micro batch, by its share of these tokens.
@@ -191,15 +187,9 @@ class Trainer:
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
-        check_tokens(batch, self.model.config)
-        if batch.old_logprobs is None or batch.advantages is None:
-            raise ValueError("update_actor needs a SequenceBatch with old_logprobs and advantages")
-        if self.config.kl_loss_coef and batch.ref_logprobs is None:
-            raise ValueError(
-                "update_actor with kl_loss_coef needs a SequenceBatch with ref_logprobs"
-            )
-        if not batch.num_tokens:
-            raise ValueError("update_actor got no response tokens to learn from; skip the step")
+        needed = ["old_logprobs", "advantages"]
+        needed += ["ref_logprobs"] if self.config.kl_loss_coef else []
+        check_learning("update_actor", batch, self.model.config, needed)
         self.zero_grad()
         learn = partial(policy_gradient, self.model, self.config, batch, self._runtime.world)
         size = self.config.micro_batch_size
@@ -248,7 +238,7 @@ class Trainer:
         self._runtime.empty_cache()
 
     def models(self) -> list[nn.Module]:
-        """Returns policy, reference and critic, as far as there are."""
+        """Return policy, reference and critic, as far as there are."""
         critic = None if self.critic is None else self.critic.model
         return [model for model in (self.model, self.reference, critic) if model is not None]
 
@@ -294,7 +284,7 @@ class Trainer:
             )
 
     def as_peer(self) -> PeerSaver:
-        """Returns what the engine of this device is told, to hand memory over to the trainer."""
+        """Return what the engine of this device is told, to hand memory over to the trainer."""
         assert self.saver is not None
         return PeerSaver.of(self.saver)
 
@@ -304,7 +294,7 @@ class Trainer:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """Tells which ways the bytes of a sync go, and what they cost; empty before `connect`."""
+        """Return which ways the bytes of a sync go, and what they cost; empty before `connect`."""
         return () if self._sync is None else self._sync.transports
 
     def sync_weights(
@@ -351,14 +341,14 @@ class Trainer:
         return self._share.share(version, verify=verify)
 
     def shards(self) -> dict[str, Tensor]:
-        """Returns this rank's rows of every parameter by checkpoint name, without adapters; tied
+        """Return this rank's rows of every parameter by checkpoint name, without adapters; tied
         ones once.
         """
         tensors = self._tensors()
         return {name: tensors[name] for name in self._params}
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        """Saves what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
+        """Save what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
         or not at all; replaces what was there.
         """
         self._require("save_checkpoint", *TRAINED)
@@ -393,7 +383,7 @@ class Trainer:
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
-        """Saves the adapters as PEFT reads them, whole or not at all; replaces what was there."""
+        """Save the adapters as PEFT reads them, whole or not at all; replaces what was there."""
         self._require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
@@ -429,7 +419,7 @@ class Trainer:
         self, model: nn.Module, batch: SequenceBatch, asked: float | None
     ) -> list[list[float]]:
         temperature = batch.temperature if asked is None else asked
-        check_temperature(temperature)
+        batch = dataclasses.replace(batch, temperature=temperature)
 
         def score(micro: MicroBatch) -> Tensor:
             with replay(model, micro.routed):
@@ -446,7 +436,7 @@ class Trainer:
         self._offloader.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> nn.Module | None:
-        """Returns the reference, frozen, offloaded before anything else takes memory. It is in the
+        """Return the reference, frozen, offloaded before anything else takes memory. It is in the
         dtype that the policy computes in: what never changes needs no masters of more precision.
         """
         config = self.config
@@ -479,7 +469,7 @@ class Trainer:
         return self.critic
 
     def _state(self) -> dict[str, Tensor]:
-        """Returns what a checkpoint holds. The reference is remade from what the run began with."""
+        """Return what a checkpoint holds. The reference is remade from what the run began with."""
         found = checkpoint.state(self.model, self.optimizer)
         if self.critic is not None:
             found |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
@@ -489,7 +479,7 @@ class Trainer:
         return None if self._adapters is None else self._adapters.identity()
 
     def _require(self, method: str, *tags: str, prefetching: bool = False) -> None:
-        """Raises a StateError for an offloaded tag or a half update; see `Offloader.require`."""
+        """Raise a StateError for an offloaded tag or a half update; see `Offloader.require`."""
         self._offloader.require(method, *tags, prefetching=prefetching)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
             text = "an update was interrupted, and parameters, masters and moments are of two steps"

@@ -39,7 +39,7 @@ class InPlaceSync:
         generation._llm_weights_sleeping = False
 
     def _connected(self) -> WeightSync:
-        """A sync of the parameters as they are now: accelerate shards them when training begins."""
+        """Return a sync of the parameters of now: accelerate shards them when training begins."""
         model = self._generation.model
         named = dict(model.named_parameters()) | stored_buffers(model)
         params = {name.replace(_WRAPPED, ""): param for name, param in named.items()}
@@ -62,7 +62,7 @@ class InPlaceSync:
 
 
 def use(trainer: Any) -> InPlaceSync:
-    """Makes each weight sync of this trainer one in place. On every rank, before `train()`.
+    """Make each weight sync of this trainer one in place. On every rank, before `train()`.
 
     trainer: TRL's, of any kind that has a `vllm_generation` (GRPO, RLOO, distillation). ValueError
     for what it cannot be done with, a StateError where vLLM's memory is not on our tags.

@@ -25,7 +25,7 @@ class TemplateError(ValueError):
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' progress bars and hints out of the live view; errors still show."""
+    """Keep transformers' progress bars and hints out of the live view; errors still show."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -40,7 +40,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a directory; it must know how a chat is written and an answer ends."""
+    """Return the tokenizer of a directory, which must know how chats are written and end."""
     from transformers import AutoTokenizer
 
     with quiet_transformers():
@@ -84,7 +84,7 @@ def encode_prompts(
 
 
 def toy_tokenizer(words: list[str]) -> Any:
-    """A tokenizer of whole words: one id a word, plus the marks of a chat."""
+    """Return a tokenizer of whole words: one id a word, plus the marks of a chat."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -105,7 +105,7 @@ def toy_tokenizer(words: list[str]) -> Any:
 
 
 def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
-    """The texts of token ids. What the tokenizer has no word for, as a random model's larger
+    """Return the texts of token ids. What the tokenizer has no word for, as a random model's larger
     vocabulary has, reads `<unk>`: left out, it could make a wrong answer right.
     """
     known, unknown = len(tokenizer), tokenizer.unk_token_id
@@ -117,7 +117,7 @@ def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
 
 
 def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) -> None:
-    """Writes config.json, generation_config.json and the tokenizer to `target`, no weights.
+    """Write config.json, generation_config.json and the tokenizer to `target`, no weights.
 
     spec: fields of a transformers config with its model_type. The vocabulary is the tokenizer's
     unless given; what begins, ends and pads a sequence is the tokenizer's.
@@ -146,7 +146,7 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
 
 
 def meta_model(fields: dict[str, Any]) -> Any:
-    """Transformers' model of a config with these fields, without memory."""
+    """Return transformers' model of a config with these fields, without memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -75,7 +75,7 @@ class Setup:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
-    """Checks the recipe against this machine, then describes a random model in `run_dir`/model.
+    """Check the recipe against this machine, then describes a random model in `run_dir`/model.
 
     Raises RecipeError before anything is written.
     """
@@ -123,7 +123,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
 
 
 def with_alias_decided(recipe: Recipe, model_dir: Path) -> Recipe:
-    """Returns the recipe with `cycle.alias` decided: always, where the engine can serve the
+    """Return the recipe with `cycle.alias` decided: always, where the engine can serve the
     trainer's own pages. RecipeError where that is wished and cannot be.
     """
     wish = recipe.cycle.alias
@@ -283,7 +283,7 @@ def check_lora(section: LoraSection, model_dir: Path) -> None:
 
 
 def resolve_device(recipe: Recipe) -> str:
-    """`cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
+    """Return `cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
     import torch
 
     count = torch.cuda.device_count() if recipe.device != "cpu" else 0
@@ -313,7 +313,7 @@ def _check_packages(recipe: Recipe) -> None:
 
 
 def _check_prompts(recipe: Recipe, kinds: Sequence[int]) -> None:
-    """A step's prompts are different problems, and of all kinds. kinds: problems of each."""
+    """Refuse steps whose prompts are not different problems of all kinds. kinds: their problems."""
     wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
     if wanted > (there := len(kinds) * min(kinds)):
         raise _refused(key, wanted, f"the task has {there} training problems", there)
@@ -323,7 +323,7 @@ def _check_prompts(recipe: Recipe, kinds: Sequence[int]) -> None:
 
 
 def _check_scorer(task: Task) -> None:
-    """The scorer takes an answer and gives a score, tried before minutes are spent on answers."""
+    """Try the scorer on an answer, before minutes are spent on answers."""
     try:
         for kind in task.kinds:
             score_answer(task, kind[0], kind[0].answer, True)
@@ -400,9 +400,13 @@ SHARE = 0.9  # of a GPU for weights and pool, at most, where the recipe does not
 
 
 def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
-    """Tokens that one device's pool holds: as given; or what (weights + states + pool) = fraction x
-    the GPU's total bytes leaves; or, without either, what the requests that run at once can fill,
-    where 0.9 of a GPU leave it. Raises RecipeError for an engine that this model cannot have.
+    """Return the tokens that one device's pool holds.
+
+    They are as given; or what (weights + states + pool) = fraction x the GPU's total bytes leaves;
+    or, without either, what the requests that run at once can fill, where 0.9 of a GPU leave it.
+
+    Raises:
+        RecipeError: The model cannot have the engine that is asked for.
     """
     import torch
 
@@ -422,7 +426,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
 
 
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
-    """Returns the tokens that the longest requests fill, as many as run on one engine at once."""
+    """Return the tokens that the longest requests fill, as many as run on one engine at once."""
     engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
     prompts = math.ceil(recipe.loop.prompts_per_step / engines)
     requests = prompts * recipe.loop.samples_per_prompt
@@ -433,13 +437,13 @@ def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
 
 
 def in_tokens(recipe: Recipe, tokens: int) -> str:
-    """The overrides that give the pool so many tokens."""
+    """Return the overrides that give the pool this many tokens."""
     free = "" if recipe.engine.mem_fraction_static is None else "engine.mem_fraction_static=null "
     return f"{free}engine.kv_tokens={tokens}"
 
 
 def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """Returns what one rank keeps of a token; RecipeError where the engine cannot."""
+    """Return what one rank keeps of a token; RecipeError where the engine cannot."""
     from kvcache import layout
     from rollout.model import rank_layout
 
@@ -473,7 +477,7 @@ def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
 
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of rank 0's weights, none takes more. RecipeError for ranks that cannot be."""
+    """Return the bytes of rank 0's weights, which are most; RecipeError for impossible ranks."""
     from rollout.model import rank_groups
     from rollout.weights import arena_nbytes
 
@@ -488,15 +492,17 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def state_bytes(recipe: Recipe, kv_layout: KVLayout) -> int:
-    """The bytes of a rank's states: of running requests, of kept prefixes, and for padding."""
+    """Return the bytes of a rank's states: of running requests, kept prefixes, and padding."""
     return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
 
 
 def tokens_in_share(
     recipe: Recipe, kv_layout: KVLayout, weights: int, total: int, longest_prompt: int
 ) -> int:
-    """Tokens of a pool that fills its share of `total` bytes up, beside weights and states: all of
-    `engine.mem_fraction_static`, or of 0.9 what requests can fill. Below one page: it does not fit.
+    """Return the tokens of a pool that fills up its share of `total` bytes.
+
+    The share holds weights and states, too. It is all of `engine.mem_fraction_static`, or of 0.9
+    what requests can fill. Below one page the pool does not fit.
     """
     fraction = recipe.engine.mem_fraction_static
     left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kv_layout)

@@ -148,7 +148,7 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     trainer = make_trainer(model_path, reference=True, kl_loss_coef=0.7)
-    with pytest.raises(ValueError, match="kl_loss_coef needs a SequenceBatch with ref_logprobs"):
+    with pytest.raises(ValueError, match="a SequenceBatch with .* and ref_logprobs"):
         trainer.update_actor(batch)
     learned = trainer.update_actor(dataclasses.replace(batch, ref_logprobs=first))
     assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})

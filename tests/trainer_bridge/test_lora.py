@@ -457,7 +457,7 @@ def test_what_needs_adapters_or_excludes_them_says_so(model_path: str, make_trai
         trainer.compute_log_prob(make_batch(2), base=True)
     with pytest.raises(ValueError, match="save_adapters"):
         trainer.save_adapters("nowhere")
-    with pytest.raises(ValueError, match="with TrainerConfig.lora leave it away"):
+    with pytest.raises(ValueError, match="without TrainerConfig.lora; leave it away"):
         make_trainer(
             model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest
         )

@@ -32,7 +32,7 @@ class ExpertRows(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
-    """Sorts pairs by expert, tokens in order, without waiting. ids: int64 [T, k] < `experts`."""
+    """Sort pairs by expert, tokens in order, without waiting. ids: int64 [T, k] < `experts`."""
     ordered, number = ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -42,12 +42,12 @@ def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
 
 
 def spread(x: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
-    """Returns [T * k, H]: the token of each place. x: [T, H]."""
+    """Return [T * k, H]: the token of each place. x: [T, H]."""
     return _Spread.apply(x, pairs, impl)
 
 
 def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
-    """Returns [T, H]: the sum of each token's rows of `y`, weighed.
+    """Return [T, H]: the sum of each token's rows of `y`, weighed.
 
     y: [T * k, H], by place. weights: [T, k], of y's dtype or fp32. The weighed row is rounded to
     the wider of both dtypes, the sum computed in fp32 and rounded to y's, as transformers does.
@@ -56,7 +56,7 @@ def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") 
 
 
 def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """Returns silu(gate) * up, [S, I], factors rounded. gate_up: contiguous [S, 2I], gate first."""
+    """Return silu(gate) * up, [S, I], factors rounded. gate_up: contiguous [S, 2I], gate first."""
     return _SiluGate.apply(gate_up, impl)
 
 
@@ -105,7 +105,7 @@ class _SiluGate(torch.autograd.Function):
 
 @torch.library.custom_op("trainer_bridge::token_sum", mutates_args=())
 def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "auto") -> Tensor:
-    """Returns [T, H]: row t is the sum of rows place[t] of `y`, times weights[t] where there are
+    """Return [T, H]: row t is the sum of rows place[t] of `y`, times weights[t] where there are
     any; rounded as `combine` says.
     """
     if use_triton(impl, y.device):  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def _(y: Tensor, place: Tensor, *_: Any) -> Tensor:
 def pair_gradients(
     grad: Tensor, y: Tensor, weights: Tensor, number: Tensor, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y and weights, like these, from that of `combine`, [T, H]."""
+    """Return the gradients of y and weights, like these, from that of `combine`, [T, H]."""
     if use_triton(impl, y.device):  # type: ignore[arg-type]
         assert all(each.is_contiguous() for each in (grad, y, weights, number))
         of_rows, of_weights = torch.empty_like(y), torch.empty_like(weights)
@@ -161,7 +161,7 @@ def _(grad: Tensor, y: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("trainer_bridge::gated", mutates_args=())
 def gated(gate_up: Tensor, impl: str = "auto") -> Tensor:
-    """Returns what `silu_gate` does."""
+    """Return what `silu_gate` does."""
     return silu_mul(gate_up, impl)  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def _(gate_up: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("trainer_bridge::gated_gradient", mutates_args=())
 def gated_gradient(grad: Tensor, gate_up: Tensor, impl: str = "auto") -> Tensor:
-    """Returns the gradient of gate_up from that of `silu_gate`, computed in fp32, rounded once."""
+    """Return the gradient of gate_up from that of `silu_gate`, computed in fp32, rounded once."""
     if use_triton(impl, gate_up.device):  # type: ignore[arg-type]
         rows, inner = grad.shape
         assert grad.is_contiguous() and gate_up.is_contiguous()

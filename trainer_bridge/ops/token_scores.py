@@ -27,7 +27,7 @@ _ALIGNED = 128  # words: rows of logits begin where tensor cores can load them
 def token_scores(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Returns log_softmax(hidden @ weight.T / temperature)[target] and the entropy of that
+    """Return log_softmax(hidden @ weight.T / temperature)[target] and the entropy of that
     distribution (without gradient), both fp32 [N].
 
     hidden: [N, H], weight: [V, H], of one dtype, in which the logits are rounded as a linear layer
@@ -77,7 +77,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Yields first word and end of each slice."""
+    """Yield first word and end of each slice."""
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
     width = max(_MIN_WORDS, SLICE_BYTES // row // _ALIGNED * _ALIGNED)
     yield from ((start, min(start + width, words)) for start in range(0, words, width))
@@ -92,7 +92,7 @@ def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
 def reduce_logits(
     logits: Tensor, target: Tensor, start: int, temperature: float, impl: str = "auto"
 ) -> Tensor:
-    """Returns fp32 [4, N] of z = logits / temperature, [N, words]: in each row the maximum m, the
+    """Return fp32 [4, N] of z = logits / temperature, [N, words]: in each row the maximum m, the
     sum of exp(z - m), the sum of exp(z - m) * (m - z), and z of the target, -inf where it is not
     among the words, which are numbered from `start`.
     """
@@ -130,7 +130,7 @@ def logits_to_gradient(
     temperature: float,
     impl: str = "auto",
 ) -> None:
-    """Puts in the place of logits, [N, words], what `grad`, that of the targets' log-probabilities,
+    """Put in the place of logits, [N, words], what `grad`, that of the targets' log-probabilities,
     fp32 [N], makes their gradient. top, log_mass: fp32 [N], the maximum of z = logits / temperature
     over all words, and the logarithm of the sum of exp(z - top).
     """
@@ -152,7 +152,7 @@ def _(*_: Any) -> None:
 
 
 def _cut(words: int) -> dict[str, int]:
-    """Returns compile-time arguments for rows of so many words."""
+    """Return compile-time arguments for rows of so many words."""
     block = min(_BLOCK, triton.next_power_of_2(words))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
@@ -236,7 +236,7 @@ class ScoringHead(nn.Linear):
 
 
 def score_in_head(model: Any) -> None:
-    """Puts a `ScoringHead` in the place of a meta model's output embedding, if it is a plain one:
+    """Put a `ScoringHead` in the place of a meta model's output embedding, if it is a plain one:
     without bias or adapters, and the last that the model does. Some families cap or scale logits.
     """
     head = model.get_output_embeddings()
@@ -245,7 +245,7 @@ def score_in_head(model: Any) -> None:
 
 
 def _ends_with(model: Any, head: nn.Linear) -> bool:
-    """Tells whether the model returns, as logits, the very tensor that its head returns.
+    """Return whether the model returns, as logits, the very tensor that its head returns.
 
     Its forward is run around a decoder that does nothing; one that asks more of it counts as no.
     """

@@ -1,8 +1,7 @@
 """The trainer as a Ray actor, and blocking handles on the ranks of both sides.
 
-Each handle lists what it forwards, and how. The actors (`ActorBase.call`) forward whatever they are
-asked for, so a new method of `Engine` or `Trainer` is one line here. ray is imported when first
-needed.
+Handles and actors (`ActorBase.call`) forward what they are asked for, by name. ray is imported when
+first needed.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsaver import MemorySaver
-from rollout import Engine
 from rollout.actor_base import ActorBase, RankAddress
 from rollout.protocols import Progress
 from rollout.serving import for_each
 from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import reserve_offload
-from trainer_bridge.remote.group import RemoteActor, RemoteGroup, forwarded
+from trainer_bridge.remote.group import RemoteActor, RemoteGroup
 from trainer_bridge.sync.agree import group_consensus
 from trainer_bridge.trainer import Trainer
 
@@ -60,10 +58,9 @@ class TrainerActor(ActorBase):
 
 
 class RemoteTrainer(RemoteGroup):
-    """Methods and contracts of `Trainer`, called on every rank.
+    """Methods and contracts of `Trainer`, called on every rank; those of `ONE_RANK` on one.
 
-    `report`, `drain_events` and `take_usage` are of one rank: ask one of `each()`. A method that is
-    not listed here is called by its name: `call("zero_grad")`.
+    `report`, `drain_events` and `take_usage` are of one rank: ask one of `each()`.
     """
 
     def build(
@@ -80,36 +77,15 @@ class RemoteTrainer(RemoteGroup):
             rank.start("reserve", len(self.ranks))
 
     def connect(self, rollout: RemoteRollout) -> None:
-        """Each rank speaks for the engine rank of its device."""
+        """Have each rank speak for the engine rank of its device."""
         self.call_each("connect", [(target,) for target in rollout.each()])
-
-    compute_log_prob = forwarded(Trainer.compute_log_prob)
-    compute_ref_log_prob = forwarded(Trainer.compute_ref_log_prob)
-    compute_values = forwarded(Trainer.compute_values)
-    update_actor = forwarded(Trainer.update_actor)
-    update_critic = forwarded(Trainer.update_critic)
-    offload = forwarded(Trainer.offload)
-    reload = forwarded(Trainer.reload)
-    empty_cache = forwarded(Trainer.empty_cache)
-    as_peer = forwarded(Trainer.as_peer, one=True)
-    hand_over_to = forwarded(Trainer.hand_over_to, one=True)
-    sync_weights = forwarded(Trainer.sync_weights)
-    alias_weights = forwarded(Trainer.alias_weights)
-    save_checkpoint = forwarded(Trainer.save_checkpoint)
-    load_checkpoint = forwarded(Trainer.load_checkpoint)
-    save_adapters = forwarded(Trainer.save_adapters)
-    # As the saver declares them: a Trainer may have none, an actor's has one.
-    report = forwarded(MemorySaver.report, one=True)
-    drain_events = forwarded(MemorySaver.drain_events, one=True)
-    take_usage = forwarded(MemorySaver.take_usage, one=True)
 
 
 class RemoteRollout(RemoteGroup):
     """Methods and contracts of `rollout.Engine`, over all replicas of it.
 
     Each replica is `engine_size` ranks. A weight update, `report`, `drain_events` and `take_usage`
-    are of one rank: ask one of `each()`. A method that is not listed here is called by its name:
-    `call("check_integrity")`.
+    are of one rank (`ONE_RANK`): ask one of `each()`.
     """
 
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float, engine_size: int = 1) -> None:
@@ -124,30 +100,13 @@ class RemoteRollout(RemoteGroup):
             found += addresses(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
         self.call_each("build", [(address,) for address in found])
 
-    sleep = forwarded(Engine.sleep)
-    wake_up = forwarded(Engine.wake_up)
-    shrink = forwarded(Engine.shrink)
-    prepare_sleep = forwarded(Engine.prepare_sleep)
-    served_version = forwarded(Engine.served_version)
-    abort_update = forwarded(Engine.abort_update)
-    as_peer = forwarded(Engine.as_peer, one=True)
-    hand_over_to = forwarded(Engine.hand_over_to, one=True)
-    weight_layout = forwarded(Engine.weight_layout, one=True)
-    begin_update = forwarded(Engine.begin_update, one=True)
-    verify_update = forwarded(Engine.verify_update, one=True)
-    commit_update = forwarded(Engine.commit_update, one=True)
-    alias_update = forwarded(Engine.alias_update, one=True)
-    report = forwarded(Engine.report, one=True)
-    drain_events = forwarded(Engine.drain_events, one=True)
-    take_usage = forwarded(Engine.take_usage, one=True)
-
     @property
     def weights_version(self) -> int:
         """See `Engine.weights_version`."""
         return self.call("weights_version")
 
     def unavailable_reason(self) -> str | None:
-        """Returns the reason of the first rank that has one."""
+        """Return the reason of the first rank that has one."""
         reasons = self.call_all("unavailable_reason")
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -161,7 +120,7 @@ class RemoteRollout(RemoteGroup):
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """The prompts are dispatched over the replicas; answers come in the order of the prompts. A
+        """Deal the prompts over the replicas; answers come in the order of the prompts. A
         replica that refuses one counts those that it was dispatched.
 
         on_progress runs in the actor: pass something picklable that sends the numbers on.
@@ -187,7 +146,7 @@ class RemoteRollout(RemoteGroup):
 def dispatch_prompts(
     prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
 ) -> list[list[int]]:
-    """Returns every replica's prompts by number, ascending; the same for the same requests.
+    """Return every replica's prompts by number, ascending; the same for the same requests.
 
     The longest go first, each to the replica that has the least to do: so much at most as the
     tokens of the prompt and of all its answers.
@@ -204,7 +163,7 @@ def dispatch_prompts(
 
 
 def addresses(ranks: RemoteGroup) -> list[RankAddress | None]:
-    """Returns where each rank joins the others; None for one alone. Rank 0 opens the store."""
+    """Return where each rank joins the others; None for one alone. Rank 0 opens the store."""
     if len(ranks.ranks) == 1:
         return [None]
     host, port = ranks.each()[0].call("meet")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product, starmap
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from memsaver.system.interrupts import held
 from rollout.types import RankError
@@ -28,8 +28,11 @@ _GRACE_SECONDS = 5.0
 _ECHOES = (SyncError, RankError, OtherRankFailed)  # what a rank raises because of another
 
 
-P = ParamSpec("P")
-Answer = TypeVar("Answer")
+# Each rank has an answer of its own, or its own peer: a group of several refuses them.
+ONE_RANK = {
+    "alias_update", "as_peer", "begin_update", "commit_update", "drain_events", "hand_over_to",
+    "report", "take_usage", "verify_update", "weight_layout",
+}  # fmt: skip
 
 
 class RemoteActor:
@@ -40,7 +43,7 @@ class RemoteActor:
         self.name = name
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method; returns a reference to the answer."""
+        """Call the method; return a reference to the answer."""
         return self.handle.call.remote(method, *args, **kwargs)
 
     def answer(self, reference: Any, method: str) -> Any:
@@ -62,7 +65,7 @@ class RemoteActor:
 
 class RemoteGroup:
     """Actors that are called alike, rank by rank; a call blocks until all have answered. Often it
-    is one actor.
+    is one actor. Their public methods are the group's.
 
     What all ranks raise, or the only one, is raised here; `RankFailed` names the rank where others
     did not raise it. `ActorDied` and `ActorTimeout` name the actor and the method; nobody waits for
@@ -74,33 +77,39 @@ class RemoteGroup:
         self.ranks = tuple(ranks)
         self.timeout = timeout
 
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a public method of the actors, which runs on every rank; rank 0 answers."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return functools.partial(self.call_one if name in ONE_RANK else self.call, name)
+
     @property
     def name(self) -> str:
         return ", ".join(rank.name for rank in self.ranks)
 
     def each(self) -> list[Self]:
-        """Returns every rank as a group of its own."""
+        """Return every rank as a group of its own."""
         return [type(self)([rank], self.timeout) for rank in self.ranks]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method on every rank; returns rank 0's answer, which is everybody's."""
+        """Call the method on every rank; return rank 0's answer, which is everybody's."""
         return self.call_all(method, *args, **kwargs)[0]
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls the method on every rank; returns all answers, by rank."""
+        """Call the method on every rank; return all answers, by rank."""
         if len(self.ranks) > 1:
             args, kwargs = _stored_once(args, kwargs)
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Calls each rank with its own arguments; None is not called, and its answer is None."""
+        """Call each rank with its own arguments; None is not called, and its answer is None."""
         pairs = zip(self.ranks, args, strict=True)
         return self._gather(
             method, [None if mine is None else rank.start(method, *mine) for rank, mine in pairs]
         )
 
     def call_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of one rank; a ValueError where there are several: ask one of `each()`."""
+        """Call a method of one rank; a ValueError where there are several: ask one of `each()`."""
         if len(self.ranks) > 1:
             raise ValueError(f"{method}() is of one rank, these are {self.name}; ask one of each()")
         return self.call(method, *args, **kwargs)
@@ -137,7 +146,7 @@ class RemoteGroup:
     def _cause(
         self, method: str, failed: Sequence[tuple[int, Exception]], called: int
     ) -> Exception:
-        """The error to raise: the first that no other rank is to blame for."""
+        """Return the error to raise: the first that no other rank is to blame for."""
         rank, first = min(failed, key=lambda each: isinstance(each[1], _ECHOES))
         if len(failed) == called and len({(type(error), str(error)) for _, error in failed}) == 1:
             return first
@@ -147,29 +156,10 @@ class RemoteGroup:
 
 
 def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns references in place of arguments: Ray would store them once for every call."""
+    """Return references in place of arguments: Ray would store them once for every call."""
     import ray
 
     return tuple(ray.put(arg) for arg in args), {name: ray.put(kwargs[name]) for name in kwargs}
-
-
-def forwarded(
-    method: Callable[Concatenate[Any, P], Answer], *, one: bool = False
-) -> Callable[Concatenate[RemoteGroup, P], Answer]:
-    """Return the same method of a group, with signature and docstring.
-
-    Args:
-        method: Of what the actors hold.
-        one: The method is of one rank (`RemoteGroup.call_one`). Else every rank runs it, and rank 0
-            answers (`RemoteGroup.call`).
-    """
-    how, name = RemoteGroup.call_one if one else RemoteGroup.call, method.__name__
-
-    @functools.wraps(method)
-    def forward(group: RemoteGroup, *args: P.args, **kwargs: P.kwargs) -> Answer:
-        return how(group, name, *args, **kwargs)
-
-    return forward
 
 
 START_SECONDS = 60.0  # for Ray to find room
@@ -184,7 +174,7 @@ Place = dict[str, Any]
 
 @contextlib.contextmanager
 def connected(address: str | None, devices: int) -> Iterator[None]:
-    """Connects to a Ray cluster for the block, or starts one for `devices`, and ends that."""
+    """Connect to a Ray cluster for the block, or starts one for `devices`, and ends that."""
     import ray
 
     if ray.is_initialized():
@@ -222,13 +212,13 @@ def _process_kept() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Counts the cores of this process."""
+    """Return the number of cores of this process."""
     return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
-    """Yields where to run the actors of each device, node by node; one bundle a device, so that its
+    """Yield where to run the actors of each device, node by node; one bundle a device, so that its
     actors get the same GPU.
 
     Raises a ValueError where the cluster has no such nodes, or they are not free in time.
@@ -260,7 +250,7 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
 
 
 def _check_nodes(count: int, needed: dict[str, float]) -> None:
-    """Refuses a cluster that is too small, so that nobody waits for what will never be there."""
+    """Refuse a cluster that is too small, so that nobody waits for what will never be there."""
     import ray
 
     def suffices(node: dict[str, float]) -> bool:

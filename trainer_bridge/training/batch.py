@@ -50,14 +50,14 @@ class MicroBatch:
     routed: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """Returns what a model of transformers is called with."""
+        """Return what a model of transformers is called with."""
         found: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
         if self.packing is not None:
             found |= {"packing": self.packing, "position_ids": self.packing.position_ids}
         return found
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """Splits N numbers by sequence: {number of the sequence in the batch: its numbers}."""
+        """Split N numbers by sequence: {number of the sequence in the batch: its numbers}."""
         out, start = {}, 0
         for row, count in zip(self.rows, self.counts, strict=True):
             if row >= 0:
@@ -108,7 +108,9 @@ class SequenceBatch:
                 )
         for name in (*PER_TOKEN, "advantages"):
             self._check_tokens(name)
-        check_temperature(self.temperature)
+        if not COLDEST <= self.temperature < float("inf"):
+            rule = f"must be finite and at least {COLDEST:g} (score greedy samples with 1.0)"
+            raise ValueError(f"temperature={self.temperature} {rule}")
         for i, routed in enumerate(self.routed_experts or ()):
             if routed is not None and len(routed) >= self.lengths[i]:
                 text = f"routed_experts {i} are of {len(routed)} tokens"
@@ -127,7 +129,7 @@ class SequenceBatch:
                 raise ValueError(f"{text}; give one a token")
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
-        """Returns fp32 [N]: the field's number of each response token, or of its sequence."""
+        """Return fp32 [N]: the field's number of each response token, or of its sequence."""
         entries = getattr(self, name)
         found: list[float] = []
         for row in micro.rows:
@@ -138,7 +140,7 @@ class SequenceBatch:
         return send_together([host], micro.input_ids.device)[0]
 
     def select(self, rows: Sequence[int]) -> Self:
-        """Returns a batch of these sequences, in this order."""
+        """Return a batch of these sequences, in this order."""
         fields = ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN)
         chosen: dict[str, Any] = {}
         for name in fields:
@@ -151,31 +153,25 @@ class SequenceBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Counts the response tokens of all sequences."""
+        """Return the number of response tokens of all sequences."""
         return sum(map(len, self.response_ids))
 
     @property
     def max_length(self) -> int:
-        """Counts the tokens of the longest sequence, prompt included."""
+        """Return the tokens of the longest sequence, prompt included."""
         return max(self.lengths, default=0)
 
     @property
     def lengths(self) -> list[int]:
-        """Counts the tokens of each sequence, prompt included."""
+        """Return the tokens of each sequence, prompt included."""
         pairs = zip(self.prompt_ids, self.response_ids, strict=True)
         return [len(prompt) + len(response) for prompt, response in pairs]
-
-
-def check_temperature(temperature: float) -> None:
-    if not COLDEST <= temperature < float("inf"):
-        rule = f"must be finite and at least {COLDEST:g} (score greedy samples with 1.0)"
-        raise ValueError(f"temperature={temperature} {rule}")
 
 
 def dispatch(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
-    """Deals this rank sequences in chunks of no more tokens than `size` of the batch's longest: of
+    """Deal this rank sequences in chunks of no more tokens than `size` of the batch's longest: of
     short ones many. If not `packed`, tokens are counted with padding, and more than `size` go
     together only if they are of nearly one length.
 
@@ -199,7 +195,7 @@ def dispatch(
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Puts rows, longest first, each into the first chunk that has room of `tokens` left; the
+    """Put rows, longest first, each into the first chunk that has room of `tokens` left; the
     fullest chunk first, for what the allocator took for it serves the others.
     """
     chunks, left = list[list[int]](), list[int]()
@@ -216,7 +212,7 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 def lay_out(
     batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
 ) -> MicroBatch:
-    """Returns the micro batch of `rows`, which `dispatch` dispatched in chunks of `size`: end to
+    """Return the micro batch of `rows`, which `dispatch` dispatched in chunks of `size`: end to
     end, or padded.
 
     The causal mask hides what lies to the right, so padding needs no mask of its own. End to end, a
@@ -274,7 +270,7 @@ def lay_out(
 def _routed(
     batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int], places: Sequence[int]
 ) -> NDArray[np.int16] | None:
-    """Lays `routed_experts` out: int16 [sum(places), layers, top_k]. places: of each of `rows`, as
+    """Lay `routed_experts` out: int16 [sum(places), layers, top_k]. places: of each of `rows`, as
     many as it has tokens or more.
     """
     given = batch.routed_experts or ()
@@ -290,7 +286,7 @@ def _routed(
 
 
 def check_tokens(batch: SequenceBatch, model: Any) -> None:
-    """Raises a ValueError for an id out of range, which would kill a GPU's context, or a position
+    """Raise a ValueError for an id out of range, which would kill a GPU's context, or a position
     that would be scored wrongly.
 
     model: the configuration, with vocab_size and max_position_embeddings.
@@ -304,3 +300,15 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
             raise ValueError(
                 f"sequence {i % len(batch)} has token ids outside 0..{model.vocab_size - 1}"
             )
+
+
+def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequence[str]) -> None:
+    """Raise a ValueError where `method` cannot learn from the batch, for want of a field, too.
+
+    model: as of `check_tokens`.
+    """
+    check_tokens(batch, model)
+    if any(getattr(batch, name) is None for name in names):
+        raise ValueError(f"{method} needs a SequenceBatch with {' and '.join(names)}")
+    if not batch.num_tokens:
+        raise ValueError(f"{method} got no response tokens to learn from; skip the step")

@@ -31,7 +31,7 @@ _FILE_BYTES = 2 << 30
 def state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Returns what a checkpoint holds of one model: all that is trained, by name, masters under
+    """Return what a checkpoint holds of one model: all that is trained, by name, masters under
     their parameters' names; the tensors are the model's and the optimizer's own.
     """
     found: dict[str, Tensor] = {}
@@ -46,7 +46,7 @@ def state(
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Every rank calls it; `directory`, which all see, is replaced. values: for JSON."""
+    """Replace `directory`, which all ranks see and all call this for. values: for JSON."""
     text = json.dumps(values)  # refuses before anything is written
     with whole_directory(directory) as partial:
         writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
@@ -143,7 +143,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Tells which file of a rank's, from 1 on, each tensor is in: a file is made in host memory."""
+    """Return the file of a rank, from 1 on, that each tensor is in: host memory holds one file."""
     size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
     total = 0
     for name, tensor in tensors.items():
@@ -153,7 +153,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _complete(directory: str) -> str:
-    """Returns where the checkpoint is: a killed save may have renamed it (`_replace`)."""
+    """Return where the checkpoint is: a killed save may have renamed it (`_replace`)."""
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
         if os.path.isfile(os.path.join(place, _VALUES)):
             return place

@@ -5,7 +5,7 @@ from torch import Tensor
 from memsaver import MemorySaver
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM
-from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens
+from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
 from trainer_bridge.training.device import Runtime
 from trainer_bridge.training.losses import add_gradients, score_tokens, token_logits, value_clip
 from trainer_bridge.training.model import build_model
@@ -30,23 +30,19 @@ class Critic:
         self.step, self.schedule = 0, Schedule.of(self.config)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """Returns the values, fp32, one a response token."""
+        """Return the values, fp32, one a response token."""
         size = self.config.micro_batch_size
         return score_tokens(self.model, batch, self._values, size, self._runtime)
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
-        """Makes one AdamW step on the clipped squared error to `returns`, the mean over all
+        """Make one AdamW step on the clipped squared error to `returns`, the mean over all
         response tokens of the batch.
 
         Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping),
         critic_learning_rate. A gradient that is not finite raises a FloatingPointError and changes
         nothing.
         """
-        check_tokens(batch, self.model.config)
-        if batch.values is None or batch.returns is None:
-            raise ValueError("update_critic needs a SequenceBatch with values and returns")
-        if not batch.num_tokens:
-            raise ValueError("update_critic got no response tokens to learn from; skip the step")
+        check_learning("update_critic", batch, self.model.config, ["values", "returns"])
         self.optimizer.zero_grad(set_to_none=True)
         size = self.config.micro_batch_size
         loss, clipped = add_gradients(

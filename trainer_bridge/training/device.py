@@ -44,7 +44,7 @@ class Runtime:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Takes all ranks of the default process group; where there is none, of one made here.
+        """Take all ranks of the default process group; where there is none, of one made here.
 
         name: of this process's device, as `TrainerConfig.device` has it.
         """
@@ -79,7 +79,7 @@ class Runtime:
         randomise_weights(model, seed, drawn_as, into)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Returns uint8 [nbytes], 0, pinned for a GPU; a HostMemoryError says what is missing."""
+        """Return uint8 [nbytes], 0, pinned for a GPU; a HostMemoryError says what is missing."""
         remedy = "take more devices, or optimizer_offload=False,"
         return host_memory(nbytes, self.device, "the optimizer's state", remedy)
 
@@ -93,11 +93,11 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def numbers(self, tensor: Tensor) -> list[float]:
-        """Returns the content of an fp32 tensor of shape [N], read from the device."""
+        """Return the content of an fp32 tensor of shape [N], read from the device."""
         return tensor.tolist()
 
     def sum_ranks(self, values: list[float]) -> list[float]:
-        """Returns the sums of the ranks' values, element by element, in fp64."""
+        """Return the sums of the ranks' values, element by element, in fp64."""
         if self.world == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -106,7 +106,7 @@ class Runtime:
 
 
 def _use_device(name: str) -> torch.device:
-    """Returns the device of that name; a GPU with its number, and current from here on."""
+    """Return the device of that name; a GPU with its number, and current from here on."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device(
@@ -146,7 +146,7 @@ def side_by_side(
     tag: str,
     starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Makes one tensor a (shape, dtype), all in one allocation of `tag` (content host); plain
+    """Make one tensor a (shape, dtype), all in one allocation of `tag` (content host); plain
     memory without a saver.
 
     starts: the first byte of each in the block, None: one after the other. The content is

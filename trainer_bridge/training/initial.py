@@ -26,7 +26,7 @@ from trainer_bridge.training.lora import base_params
 
 
 def check_directory(path: str) -> None:
-    """Raises a ValueError unless `path` holds a config.json."""
+    """Raise a ValueError unless `path` holds a config.json."""
     if not os.path.isfile(os.path.join(path, "config.json")):
         rule = "is no Hugging Face model directory: no config.json"
         raise ValueError(f"model_path={path!r} {rule}; check the path")
@@ -47,7 +47,7 @@ class CheckpointFiles:
             self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
-        """Finds these parameters; a ValueError lists names missing, unknown, or of other shapes."""
+        """Find these parameters; a ValueError lists names missing, unknown, or of other shapes."""
         self._ways = {name: self._way(name, shape) for name, shape in shapes.items()}
         parts = chain.from_iterable(self._ways.values())
         wanted = {stored.name: stored.shape for stored in parts}
@@ -59,7 +59,7 @@ class CheckpointFiles:
             )
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Returns a checked parameter's elements from `start`, on the CPU, in the file's dtype."""
+        """Return a checked parameter's elements from `start`, on the CPU, in the file's dtype."""
         asked = Box(tuple(start), tuple(shape))
         parts = [(Box(stored.start, stored.box), stored) for stored in self._ways[name]]
         mine = [(stored, box, common) for box, stored in parts if (common := box.intersect(asked))]
@@ -76,7 +76,7 @@ class CheckpointFiles:
         return next((way for way in ways if way[0].name in self._files), ways[0])
 
     def _read(self, stored: Stored, box: Box, common: Box) -> Tensor:
-        """Returns what a tensor, whose box in its parameter is `box`, has of `common`."""
+        """Return what a tensor, whose box in its parameter is `box`, has of `common`."""
         lacking = len(box.shape) - len(stored.shape)
         read = self._files[stored.name].get_slice(stored.name)[common.within(box)[lacking:]]
         return read.view(common.shape)
@@ -109,7 +109,7 @@ DIGEST_ELEMENTS = 1 << 25
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Computes the buffers of the meta model anew on the CPU (the same bits for every device) by
+    """Compute the buffers of the meta model anew on the CPU (the same bits for every device) by
     modules made again. Those that checkpoints hold are fp32 zeros, until a checkpoint is read.
     """
     for name, buffer in stored_buffers(model).items():

@@ -82,7 +82,7 @@ class Adapter(NamedTuple):
 
 
 def stack_name(name: str) -> str:
-    """Returns what the adapters of the stacked parameter `name` are called in its module."""
+    """Return what the adapters of the stacked parameter `name` are called in its module."""
     return f"{name}_lora"
 
 
@@ -115,13 +115,13 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
 
 
 def target_names(model: nn.Module) -> set[str]:
-    """Returns what `target_modules` may name: last parts of linear layers' names, `EXPERTS`."""
+    """Return what `target_modules` may name: last parts of linear layers' names, `EXPERTS`."""
     names = {_last(path) for path in _linear_layers(model)}
     return names | ({EXPERTS} if expert_layers(model) else set())
 
 
 def adapted_params(model: nn.Module) -> dict[str, Adapter]:
-    """Returns what is adapted by the parameter's name; empty without adapters."""
+    """Return what is adapted by the parameter's name; empty without adapters."""
     found = {}
     for path, layer in model.named_modules():
         if isinstance(layer, LoraLinear):
@@ -134,18 +134,18 @@ def adapted_params(model: nn.Module) -> dict[str, Adapter]:
 
 
 def is_adapter(name: str) -> bool:
-    """Tells whether a parameter of this name is an adapter."""
+    """Return whether a parameter of this name is an adapter."""
     return _last(name) in NAMES
 
 
 def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters by checkpoint name, tied ones once; without adapters."""
+    """Return the parameters by checkpoint name, tied ones once; without adapters."""
     return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
 
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the frozen one."""
+    """Make the model the frozen one inside the block."""
     layers = [each for each in model.modules() if isinstance(each, LoraLinear | LoraStack)]
     for layer in layers:
         layer.adapted = False
@@ -161,7 +161,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def expert_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that hold the matrices of all experts of a layer, and have no biases."""
+    """Return the modules that hold the matrices of all experts of a layer, and have no biases."""
     return [
         module
         for path, module in model.named_modules()
@@ -183,16 +183,16 @@ class Adapters:
         self.names = tuple(self._adapted)
 
     def factors(self) -> dict[str, LowRank]:
-        """Returns factors by parameter, for this rank's shard; perhaps no copies: read at once."""
+        """Return factors by parameter, for this rank's shard; perhaps no copies: read at once."""
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint must agree with, plain data."""
+        """Return what a checkpoint must agree with, plain data."""
         named = {"target_modules": sorted(self._config.target_modules)}
         return dataclasses.asdict(self._config) | named
 
     def save(self, directory: str, base_path: str) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or
+        """Write adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or
         not at all.
 
         base_path: what the config names as the base model. Tensors are in the adapters' dtype;
@@ -232,7 +232,7 @@ class Adapters:
 
 
 def _factors(adapter: Adapter) -> LowRank:
-    """Returns the experts, rows of B and columns of A that this rank's shard of the weight has."""
+    """Return the experts, rows of B and columns of A that this rank's shard of the weight has."""
     weight, a, b, scale = adapter
     assert isinstance(weight, DTensor) and isinstance(b, DTensor)
     *experts, rows, columns = (
@@ -247,7 +247,7 @@ def _factors(adapter: Adapter) -> LowRank:
 
 
 def _peft_path(name: str) -> str:
-    """Returns where PEFT has the adapters of a parameter: it wraps a module once for each."""
+    """Return where PEFT has the adapters of a parameter: it wraps a module once for each."""
     path, _, last = name.rpartition(".")
     return path if last != STACKS[0] else f"{path}.base_layer"
 

@@ -21,7 +21,7 @@ _ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
 
 
 def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns log_softmax(logits / temperature)[target] and the entropy of that distribution
+    """Return log_softmax(logits / temperature)[target] and the entropy of that distribution
     (without gradient).
 
     logits: [N, V], any float dtype. target: int64 [N]. Both answers are fp32 [N].
@@ -61,7 +61,7 @@ def ppo_clip(
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Sums r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy, which
+    """Sum r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy, which
     estimates their KL divergence from the reference without bias, never negative. Both are fp32
     [N]; with gradient.
     """
@@ -84,13 +84,13 @@ def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tu
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Returns the logits [N, V], in the model's dtype, that predict `micro`'s N response tokens."""
+    """Return the logits [N, V], in the model's dtype, that predict `micro`'s N response tokens."""
     logits = model(**micro.inputs(), logits_to_keep=micro.kept).logits
     return logits[micro.row, micro.column]
 
 
 def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns fp32 [N] log-probabilities and entropies of a micro batch's response tokens."""
+    """Return fp32 [N] log-probabilities and entropies of a micro batch's response tokens."""
     head = model.get_output_embeddings()
     if not isinstance(head, ScoringHead):
         return token_logprobs(token_logits(model, micro), micro.target, temperature)
@@ -107,7 +107,7 @@ def score_tokens(
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[list[float]]:
-    """Returns what `score` makes of each micro batch, [N] by the model in eval mode, as one list a
+    """Return what `score` makes of each micro batch, [N] by the model in eval mode, as one list a
     sequence.
 
     Every rank calls it with the same batch. The model is left sharded. Raises a ValueError as
@@ -133,7 +133,7 @@ def add_gradients(
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[float]:
-    """Has `backward` add the gradient of each micro batch, by the model in training mode.
+    """Have `backward` add the gradient of each micro batch, by the model in training mode.
 
     Every rank calls it with the same batch. Returns the sums that `backward` returns, of all ranks,
     divided by the number of the batch's response tokens.
@@ -147,7 +147,7 @@ def add_gradients(
 def policy_gradient(
     model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
 ) -> list[float]:
-    """Adds the gradient of one of `world` ranks' micro batches to the policy's.
+    """Add the gradient of one of `world` ranks' micro batches to the policy's.
 
     Returns its sums of loss, clipped tokens, kl, entropy.
     """

@@ -60,7 +60,7 @@ def build_model(
     value_head: bool = False,
     drawn_as: torch.dtype | None = None,
 ) -> nn.Module:
-    """Returns the sharded model with the weights of `config.model_path`, or random ones; with
+    """Return the sharded model with the weights of `config.model_path`, or random ones; with
     `config.optimizer_offload` without: they go through the masters (`fill_weights`). The shards
     keep their addresses.
 
@@ -107,7 +107,7 @@ def fill_weights(
     into: Mapping[nn.Parameter, Tensor] | None = None,
     made_here: Collection[str] = (),
 ) -> None:
-    """Gives the shards, or the tensors `into` in their place, the weights of `config.model_path`,
+    """Give the shards, or the tensors `into` in their place, the weights of `config.model_path`,
     or random ones, cast to their dtype. made_here: not from files.
     """
     if config.random_init:
@@ -117,17 +117,17 @@ def fill_weights(
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns what is trained, by name: the adapters, or all parameters where there are none."""
+    """Return what is trained, by name: the adapters, or all parameters where there are none."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def lora_target_names(model_path: str) -> set[str]:
-    """Tells what adapters of this model may target, from its config.json alone."""
+    """Return what adapters of this model may target, from its config.json alone."""
     return target_names(meta_model(TrainerConfig(model_path=model_path)))
 
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
-    """Raises a ValueError where this model's parameters cannot lie as a rollout's do."""
+    """Raise a ValueError where this model's parameters cannot lie as a rollout's do."""
     byte_offsets(layout, dict(meta_model(config).named_parameters()))
 
 
@@ -139,7 +139,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
-    """Returns the model of `config.model_path` without memory, adapters included.
+    """Return the model of `config.model_path` without memory, adapters included.
 
     attention: transformers' name of it; None leaves the choice to transformers.
     """
@@ -188,8 +188,10 @@ def _without_noise(owner: Any) -> None:
 
 
 def _compute_mlps_again(model: Any) -> None:
-    """Has the backward pass compute each layer's MLP again, whose activations are most of a layer's
-    bytes and cheap, but for its last product, of which nothing is kept.
+    """Have the backward pass compute each layer's MLP again.
+
+    Its activations are most of a layer's bytes and cheap, but for its last product, of which
+    nothing is kept.
     """
     for layer in model.get_decoder().layers:
         if (mlp := getattr(layer, "mlp", None)) is None:
@@ -209,7 +211,7 @@ def _again_with_gradient(
 
 
 def _put_value_head(model: Any, config: TrainerConfig) -> None:
-    """Puts a value head in the place of the output embedding, which is tied to nothing then."""
+    """Put a value head in the place of the output embedding, which is tied to nothing then."""
     width = model.get_output_embeddings().in_features
     model.set_output_embeddings(
         nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
@@ -241,7 +243,7 @@ def _shard(
 
 
 def _vocabulary(model: Any) -> list[nn.Module]:
-    """Returns embedding and head where they are two matrices: each is gathered and reduced alone,
+    """Return embedding and head where they are two matrices: each is gathered and reduced alone,
     not both at once with the rest, which takes 7 GiB less at 152,064 words of width 5,120. Tied
     ones are one parameter of the root.
     """
@@ -286,21 +288,21 @@ def _allocate_shards(
 
 
 def _is_padded(param: Tensor) -> bool:
-    """Tells whether FSDP pads it: rows are shared as by `torch.chunk`, other dimensions equally."""
+    """Return whether FSDP pads it: rows are cut as by `torch.chunk`, other dimensions equally."""
     assert isinstance(param, DTensor)
     most_rows = math.ceil(param.shape[0] / param.device_mesh.size())
     return param.placements[0].is_shard(0) and local_shard(param).shape[0] < most_rows
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
-    """Runs FSDP's lazy initialisation in the region: it may move shards."""
+    """Run FSDP's lazy initialisation in the region: it may move shards."""
     assert isinstance(model, FSDPModule)
     with _region(saver, tag):
         model._get_fsdp_state()._lazy_init()
 
 
 def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
-    """Pads adapters on their own tag: FSDP's lazy initialisation finds it done."""
+    """Pad adapters on their own tag: FSDP's lazy initialisation finds it done."""
     with _region(saver, ADAPTERS):
         held = (group.fsdp_params for group in _groups(model))
         for param in chain.from_iterable(held):
@@ -309,14 +311,14 @@ def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
 
 
 def shards_in_order(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's shards as they lie on tags, in the order in which a forward of a decoder
+    """Return this rank's shards as they lie on tags, in the order in which a forward of a decoder
     gathers them: the root's, the embedding's, the layers', the head's.
     """
     return [*chain.from_iterable(map(_shards, _groups(model)))]
 
 
 def await_shards(model: nn.Module, await_content: AwaitContent) -> None:
-    """Calls `await_content` before each unit's forward: what it gathers, and on which streams."""
+    """Call `await_content` before each unit's forward: what it gathers, and on which streams."""
     for group in _groups(model):
         for module in group.modules:
             hook = partial(_await, group, await_content)
@@ -344,7 +346,7 @@ def _keep_fp32_gradients(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Returns FSDP's groups of parameters, which are gathered and reduced together."""
+    """Return FSDP's groups of parameters, which are gathered and reduced together."""
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
     found = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
     return [group for group in found if group is not None]
@@ -378,8 +380,9 @@ def _load_weights(
 
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
-    """A uniform in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), B zero: the model
-    begins as the base.
+    """Draw A in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), and make B zero.
+
+    The model begins as the base.
 
     The same bits for the same seed and name, on any device and number of ranks.
     """

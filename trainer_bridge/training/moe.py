@@ -18,14 +18,14 @@ NAME = "memsaver"
 
 
 def register_experts() -> None:
-    """Makes `mix_experts` known to transformers as `NAME`."""
+    """Make `mix_experts` known to transformers as `NAME`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, mix_experts)
 
 
 def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Returns what `experts`, a module of transformers with stacked weights, makes of tokens, [T,
+    """Return what `experts`, a module of transformers with stacked weights, makes of tokens, [T,
     H], rounded where its own forward rounds.
 
     x: [T, H]. ids: int64 [T, k]; weights: [T, k], of x's dtype or fp32. Experts that are no plain
@@ -43,7 +43,7 @@ def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Returns each row times its expert's matrix, adapted or not: [S, in] -> [S, out]."""
+    """Return each row times its expert's matrix, adapted or not: [S, in] -> [S, out]."""
     out = _grouped(rows, getattr(experts, name), ends)
     lora = getattr(experts, stack_name(name), None)
     if lora is None or not lora.adapted:
@@ -53,12 +53,12 @@ def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tenso
 
 
 def _grouped(rows: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
-    """Returns [S, out]. rows: [S, in]. stack: [E, out, in]. ends: int32 [E]."""
+    """Return [S, out]. rows: [S, in]. stack: [E, out, in]. ends: int32 [E]."""
     return F.grouped_mm(rows, stack.transpose(-2, -1), offs=ends)
 
 
 def check_widths(model: nn.Module, dtype: torch.dtype) -> None:
-    """ValueError for experts whose rows torch's grouped products of this dtype do not take."""
+    """Refuse experts whose rows torch's grouped products of this dtype do not take."""
     step = 16 // dtype.itemsize
     for experts in expert_layers(model):
         widths = {experts.get_parameter(name).shape[-1] for name in STACKS}
@@ -70,7 +70,7 @@ def check_widths(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def route_in_fp32(model: nn.Module) -> None:
-    """Has all routers multiply in fp32, and weigh experts by fp32. ValueError where there are
+    """Have all routers multiply in fp32, and weigh experts by fp32. ValueError where there are
     none.
     """
     routers = expert_routers(model)
@@ -115,7 +115,7 @@ def replay(model: Any, routed: Tensor | None) -> Iterator[None]:
 
 
 def expert_routers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that choose experts, layer by layer; a dense model has none."""
+    """Return the modules that choose experts, layer by layer; a dense model has none."""
     return [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
 
 
@@ -131,7 +131,7 @@ def _follow(routing: Routing, chosen: Tensor, module: Any, _inputs: Any, own: Ro
 
 
 def balanced_routers(model: Any) -> list[nn.Module]:
-    """Returns the routers of a model that transformers has a load-balance loss for, else none."""
+    """Return the routers of a model that transformers has a load-balance loss for, else none."""
     records = getattr(model, "_can_record_outputs", None) or {}
     return expert_routers(model) if "router_logits" in records else []
 
@@ -157,7 +157,7 @@ class LoadBalance:
 
     @property
     def loss(self) -> Tensor:
-        """Returns what transformers' `load_balancing_loss_func` does, in fp32: experts * the sum
+        """Return what transformers' `load_balancing_loss_func` does, in fp32: experts * the sum
         over experts of (share of the choices) * (mean probability), over tokens of all layers. It
         is `top_k` where all experts are equal.
         """

@@ -81,62 +81,48 @@ class StreamedAdamW(torch.optim.Optimizer):
             self.state[param] = {"step": self._step, **dict(zip(_ROWS, shards, strict=True))}
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """Returns this rank's shards of the masters, on the host; writing to them writes them."""
+        """Return this rank's shards of the masters, on the host; writing to them writes them."""
         return {param: local_shard(self.state[param]["master"]) for param in self._params}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Makes the parameters what the masters are, rounded."""
+        """Make the parameters what the masters are, rounded."""
         self._pass(self._round, inward=1, outward=0)
         self.whole = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Makes one update; parameters without a gradient stay. Host memory has all of it then."""
+        """Make one update; parameters without a gradient stay. Host memory has all of it then."""
         (group,) = self.param_groups
         grads = {
             number: local_shard(param.grad).view(-1)
             for number, param in enumerate(self._params)
             if param.grad is not None
         }
-        after = self._step + 1
+        after, (beta1, beta2) = self._step + 1, group["betas"]
+        names = ("lr", "weight_decay", "eps")
+        options = {name: group[name] for name in names} | {"beta1": beta1, "beta2": beta2}
 
         def work(slot: Tensor, pieces: Sequence[_Slice]) -> None:
-            self._update(
-                group, after, grads, slot, [each for each in pieces if each.param in grads]
+            pieces = [piece for piece in pieces if piece.param in grads]
+            if not pieces:
+                return
+            torch._fused_adamw_(
+                _parts(slot[0], pieces),
+                [grads[piece.param][piece.in_shard] for piece in pieces],
+                _parts(slot[1], pieces),
+                _parts(slot[2], pieces),
+                [],
+                [after] * len(pieces),
+                amsgrad=False,
+                maximize=False,
+                **options,
             )
+            self._round(slot, pieces)
 
         self._pass(work, inward=len(_ROWS), outward=len(_ROWS))
         self._step.copy_(after)
         self.whole = True
-
-    def _update(
-        self,
-        group: Mapping[str, Any],
-        step: Tensor,
-        grads: Mapping[int, Tensor],
-        slot: Tensor,
-        pieces: Sequence[_Slice],
-    ) -> None:
-        if not pieces:
-            return
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
-            _parts(slot[0], pieces),
-            [grads[each.param][each.in_shard] for each in pieces],
-            _parts(slot[1], pieces),
-            _parts(slot[2], pieces),
-            [],
-            [step] * len(pieces),
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-        self._round(slot, pieces)
 
     def _round(self, slot: Tensor, pieces: Sequence[_Slice]) -> None:
         if pieces:
@@ -146,7 +132,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _pass(
         self, work: Callable[[Tensor, Sequence[_Slice]], None], inward: int, outward: int
     ) -> None:
-        """Has `work` called with every chunk, fp32 [3, chunk] on the device, and its pieces.
+        """Have `work` called with every chunk, fp32 [3, chunk] on the device, and its pieces.
 
         inward, outward: so many rows are copied to the device before it, and back after it. All is
         over when it returns; `whole` is False from its first write on.
@@ -177,7 +163,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
 
 def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Slice]]:
-    """Returns the pieces of every chunk: tensors of these sizes begin at `starts`, in order."""
+    """Return the pieces of every chunk: tensors of these sizes begin at `starts`, in order."""
     total = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
     chunks: list[list[_Slice]] = [[] for _ in range(0, total, chunk)]
     for param, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -196,7 +182,7 @@ def _parts(row: Tensor, pieces: Sequence[_Slice]) -> list[Tensor]:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copies row by row: each is contiguous, and one copy for the engine."""
+    """Copy row by row: each is contiguous, and one copy for the engine."""
     for to, what in zip(target.unbind(), source.unbind(), strict=True):
         to.copy_(what, non_blocking=True)
 
@@ -242,7 +228,7 @@ class Schedule:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, config: TrainerConfig, rate: float, done: int
 ) -> float:
-    """Makes one clipped step, the one after `done` others, with this learning rate; returns the
+    """Make one clipped step, the one after `done` others, with this learning rate; return the
     gradients' norm before clipping.
 
     A norm that is not finite raises a FloatingPointError, and the parameters are unchanged.
@@ -266,7 +252,7 @@ def optimizer_step(
 
 
 def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Makes what a loaded state has not: the moments' step counters, and parameters of masters."""
+    """Make what a loaded state has not: the moments' step counters, and parameters of masters."""
     for state in optimizer.state.values():
         state["step"].fill_(done)
     if isinstance(optimizer, StreamedAdamW):
@@ -280,7 +266,7 @@ def build_optimizer(
     saver: MemorySaver | None,
     tag: str = OPTIM,
 ) -> torch.optim.Optimizer:
-    """Makes AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's
+    """Make AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's
     own memory. With `config.optimizer_offload` nothing is on the tag (`StreamedAdamW`).
 
     Fused: the unfused step on a GPU needs temporaries as large as the parameters.

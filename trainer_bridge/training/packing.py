@@ -42,7 +42,7 @@ def packed_attention(
     flash: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns causal attention inside each sequence, [1, T, heads, value width], as transformers
+    """Return causal attention inside each sequence, [1, T, heads, value width], as transformers
     asks an attention for it.
 
     query: [1, heads, T, width]; key, value: [1, key heads, T, their width]. flash: there is
@@ -59,7 +59,7 @@ def packed_attention(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """Takes fewer key heads as they are; narrower values (latent attention) are padded."""
+    """Take fewer key heads as they are; narrower values (latent attention) are padded."""
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))
