@@ -14,7 +14,6 @@ import itertools
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,6 @@ TOY_WORDS = ["first", "of", *TOY_LETTERS]
 TERM = re.compile(r"([-+]?) ?(\d+)")
 NUMBER = re.compile(r"(?<![\d.])[-+]?\d[\d,]*(?:\.\d+)?")
 LARGEST_REWARD = 3e38  # the trainer takes advantages in fp32
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +185,9 @@ def _scalar(value: Any) -> Any:
 
 
 def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return file:line of the user's own code that raised, or of the function called in vain."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    if last := (own or frames)[-1:]:
-        return f"{last[0].filename}:{last[0].lineno}"
+    """Return file:line of the function where it raised, or of its head if it was not entered."""
+    if frames := traceback.extract_tb(error.__traceback__)[1:2]:
+        return f"{frames[0].filename}:{frames[0].lineno}"
     code = getattr(function, "__code__", None)
     place = f"{code.co_filename}:{code.co_firstlineno}" if code else shown(function)
     return f"{place}, called with (problem, text, ended)"

@@ -156,7 +156,11 @@ class Cycle:
         itself.
         """
         after = self._enter("to_rollout")
-        self._make_room()
+        left = self._offload_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
+        # nothing of the trainer's, but what training left in torch's cache
+        if self._waking and not left:
+            with self._stage("empty_cache"):
+                self._trainer.empty_cache()
         if not self._alias:
             with self._stage("wake_weights"):
                 self._rollout.wake_up([WEIGHTS])
@@ -166,11 +170,15 @@ class Cycle:
         # Params, which must stay until all engines have committed what they hold.
         rest = [tag for tag in self._waking if tag != WEIGHTS]
         self._offload_all_but(self._behind, into=next(iter(rest), None))
+        leaving = [tag for tag in self._behind if tag in self._held]
         with self._stage("wake_kv_cache"):
             # a rollout of the caller's own need not know of parts
-            partly = {"partly": True} if self._leaving() else {}
+            partly = {"partly": True} if leaving else {}
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH], **partly)
-        self._begin_offload()
+        if leaving:
+            with self._stage("begin_offload"):
+                self._trainer.offload(*leaving, wait=False)
+            self._held.difference_update(leaving)
         self.state = after
         return committed
 
@@ -222,34 +230,18 @@ class Cycle:
                 self._held.add(tag)
         self.state = after
 
-    def _offload_all_but(self, tags: Sequence[str], into: str | None = None) -> None:
-        """into: the rollout's tag that wakes up next."""
+    def _offload_all_but(self, tags: Sequence[str], into: str | None = None) -> list[str]:
+        """Return the tags that left. into: the rollout's tag that wakes up next."""
         leaving = [tag for tag in self._tags if tag in self._held - self._resident.union(tags)]
         for tag in leaving:
             with self._stage(f"offload_{tag}"):
                 self._trainer.offload(tag, **self._into(into if tag == leaving[-1] else None))
             self._held.remove(tag)
+        return leaving
 
     def _into(self, tag: str | None) -> dict[str, Any]:
         """Return `into=` only under hand-over, so that custom sides need not accept it."""
         return {"into": tag} if self._hand_over and tag else {}
-
-    def _leaving(self) -> list[str]:
-        return [tag for tag in self._behind if tag in self._held]
-
-    def _begin_offload(self) -> None:
-        if leaving := self._leaving():
-            with self._stage("begin_offload"):
-                self._trainer.offload(*leaving, wait=False)
-            self._held.difference_update(leaving)
-
-    def _make_room(self) -> None:
-        before = set(self._held)
-        self._offload_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
-        # nothing of the trainer's, but what training left in torch's cache
-        if self._held == before and self._waking:
-            with self._stage("empty_cache"):
-                self._trainer.empty_cache()
 
     def _enter(self, verb: str) -> str:
         """Return the state after `verb`; StateError if it is not legal now."""

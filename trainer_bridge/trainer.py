@@ -138,11 +138,8 @@ class Trainer:
             self._share: PageAlias | None = None
             undo.pop_all()
 
-    def compute_log_prob(
-        self, batch: SequenceBatch, temperature: float | None = None, *, base: bool = False
-    ) -> list[list[float]]:
-        """Return log_softmax(logits / temperature)[token] in fp32 of every response token;
-        temperature None is the batch's.
+    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> list[list[float]]:
+        """Return log_softmax(logits / temperature)[token] in fp32 of every response token.
 
         base: of the frozen model, without adapters.
         """
@@ -151,22 +148,20 @@ class Trainer:
             raise ValueError(f"compute_log_prob(base=True) {rule}")
         self._require("compute_log_prob", PARAMS, prefetching=True)
         with without_adapters(self.model) if base else contextlib.nullcontext():
-            return self._logprobs(self.model, batch, temperature)
+            return self._logprobs(self.model, batch)
 
-    def compute_ref_log_prob(
-        self, batch: SequenceBatch, temperature: float | None = None
-    ) -> list[list[float]]:
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]:
         """Return `compute_log_prob` by the weights before the first update; needs tag `reference`
         reloaded, with adapters `params`.
         """
         if self._adapters is not None and self.config.reference:
-            return self.compute_log_prob(batch, temperature, base=True)
+            return self.compute_log_prob(batch, base=True)
         if self.reference is None:
             raise StateError(
                 "compute_ref_log_prob() has no reference; make the trainer with reference=True"
             )
         self._require("compute_ref_log_prob", REFERENCE)
-        return self._logprobs(self.reference, batch, temperature)
+        return self._logprobs(self.reference, batch)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
         """Return the critic's value per response token (`Critic`); needs tag `critic` reloaded."""
@@ -415,15 +410,10 @@ class Trainer:
         self._offloader.await_content()
         return self._shards.tensors()
 
-    def _logprobs(
-        self, model: nn.Module, batch: SequenceBatch, asked: float | None
-    ) -> list[list[float]]:
-        temperature = batch.temperature if asked is None else asked
-        batch = dataclasses.replace(batch, temperature=temperature)
-
+    def _logprobs(self, model: nn.Module, batch: SequenceBatch) -> list[list[float]]:
         def score(micro: MicroBatch) -> Tensor:
             with replay(model, micro.routed):
-                return micro_logprobs(model, micro, temperature)[0]
+                return micro_logprobs(model, micro, batch.temperature)[0]
 
         return score_tokens(model, batch, score, self.config.micro_batch_size, self._runtime)
 

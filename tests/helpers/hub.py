@@ -75,7 +75,9 @@ class Hub:
         """Return status, error code and content."""
         files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
         if path == f"/api/models/{self.model}/revision/main":
-            return 200, "", json.dumps({"id": self.model, "sha": COMMIT}).encode()
+            siblings = [{"rfilename": name} for name in files]
+            described = {"id": self.model, "sha": COMMIT, "siblings": siblings}
+            return 200, "", json.dumps(described).encode()
         if path == f"/api/models/{self.model}/tree/{COMMIT}":
             listed = [
                 {"type": "file", "oid": COMMIT, "size": len(content), "path": name}

@@ -192,7 +192,6 @@ def test_offloading_what_has_not_changed_copies_nothing(
     assert trainer.compute_ref_log_prob(batch) == first != trainer.compute_log_prob(batch), (
         "what the policy was"
     )
-    assert trainer.compute_ref_log_prob(batch, 1.7) != first
     values = trainer.compute_values(batch)
     assert [offloaded(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], (
         "they have changed"

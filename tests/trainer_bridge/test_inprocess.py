@@ -200,12 +200,6 @@ def test_by_handle_and_by_pages_is_the_same(
         del engine
 
 
-def test_two_devices_are_refused(model_path: str) -> None:
-    with pytest.raises(ValueError, match="engine device cuda:0 and trainer device cpu differ"):
-        with open_inprocess(config(model_path), {**ENGINE, "device": "cuda:0"}):
-            pass
-
-
 def modules(pipe: Connection) -> None:
     importlib.import_module("trainer_bridge.coordinator")
     importlib.import_module("trainer_bridge.trainer")

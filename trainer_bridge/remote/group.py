@@ -174,7 +174,7 @@ Place = dict[str, Any]
 
 @contextlib.contextmanager
 def connected(address: str | None, devices: int) -> Iterator[None]:
-    """Connect to a Ray cluster for the block, or starts one for `devices`, and ends that."""
+    """Connect to a Ray cluster for the block, or start one for `devices`, and end it."""
     import ray
 
     if ray.is_initialized():
