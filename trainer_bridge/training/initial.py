@@ -157,7 +157,8 @@ def randomise_weights(
         device, dtype = local_shard(param).device, drawn_as or shard.dtype
         direct = shard.shape == param.shape and (shard.device, shard.dtype) == (device, dtype)
         whole = shard if direct else torch.empty(param.shape, dtype=dtype, device=device)
-        generator = torch.Generator(device).manual_seed(hash_text(f"{seed}/{name}") >> 1)
+        stream = hash_text(f"{seed}/{name}/0")  # 0: there is one draw a parameter
+        generator = torch.Generator(device).manual_seed(stream >> 1)
         whole.normal_(0.0, deviation, generator=generator)
         if (row := padding.get(param)) is not None:
             whole[row] = 0.0
