@@ -196,8 +196,8 @@ BUGS = [
     Bug(
         "advantages divide by the sample's deviation, not the group's (off by one)",
         "recipes/loop.py",
-        "statistics.pstdev(numbers)",
-        "statistics.stdev(numbers)",
+        "float(np.std(numbers))",
+        "float(np.std(numbers, ddof=1))",
     ),
     Bug(
         "an evaluation comes a step late (off by one)",
