@@ -107,8 +107,7 @@ class TrainerConfig:
             and need no model of their own.
         micro_batch_size: Sequences of the batch's longest length that a rank holds in one forward
             and backward. Of shorter ones it holds as many more as take no more tokens, end to end
-            without padding; models in which sequences would see each other so get padded ones of
-            nearly one length.
+            without padding; models in which sequences would see each other so get padded ones.
         activation_checkpointing: What the backward pass computes again: `layers`, `mlp`, `none`.
         threads: Of torch on the CPU; None leaves torch's own choice.
         device: "cpu", "cuda" or "cuda:N".

@@ -18,8 +18,6 @@ from memsaver.ops.layout import round_up, send_together
 from rollout.types import COLDEST
 from trainer_bridge.training.packing import Packing
 
-# Of a chunk's longest: what a pass more costs weighs more than padding up to here.
-_NEAR = 0.75
 _PARTS = 16  # of a chunk: one more or less, at most, goes to a filler
 _ALIGNED = 8  # tokens: gradients of weights are sums over them, which tensor cores read by 16 bytes
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
@@ -171,9 +169,10 @@ class SequenceBatch:
 def dispatch(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
-    """Deal this rank sequences in chunks of no more tokens than `size` of the batch's longest: of
-    short ones many. If not `packed`, tokens are counted with padding, and more than `size` go
-    together only if they are of nearly one length.
+    """Deal this rank sequences in chunks, the longest first.
+
+    If `packed`, a chunk has no more tokens than `size` of the batch's longest: of short ones many.
+    Else it has `size` sequences.
 
     Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
     must match.
@@ -182,16 +181,10 @@ def dispatch(
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
     order += [-1] * (-len(order) % world)
     mine = order[rank::world]
+    if not packed:
+        return [mine[first : first + size] for first in range(0, len(mine), size)]
     longest = [lengths[row] for row in order[::world]]  # of the ranks' rows; the first is no filler
-    if packed:
-        return _fill(mine, longest, size * batch.max_length)
-    chunks, first = list[list[int]](), 0
-    while first < len(mine):
-        near = sum(length >= _NEAR * longest[first] for length in longest[first:])
-        count = min(max(size, near), size * longest[0] // longest[first])
-        chunks.append(mine[first : first + count])
-        first += count
-    return chunks
+    return _fill(mine, longest, size * batch.max_length)
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
