@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from recipes.config import TaskSection
+from recipes.config.models import TaskSection
 from recipes.tasks import Problem, Score, Task, split
 
 LETTERS = "abcdefgh"

@@ -6,8 +6,8 @@ Importing this package stays cheap: torch, transformers, ray and matplotlib are 
 are used.
 """
 
-from recipes.config import Recipe
-from recipes.config.loading import load
+from recipes.config.load import load
+from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError
 
 __all__ = ["Recipe", "RecipeError", "RunError", "load"]

@@ -4,13 +4,13 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any
 
-from recipes.config import SAVED, Recipe
+from recipes.config.models import SAVED
+from recipes.config.recipe import Recipe
 from recipes.grpo import GrpoLoop
 from recipes.loop import Loop
 from recipes.ppo import PpoLoop
 from recipes.setup.preparation import Setup
 from rollout import KVTiers
-from rollout.serving import Preemption
 from trainer_bridge import LoraConfig, TrainerConfig, open_inprocess, open_ray
 
 LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
@@ -52,59 +52,47 @@ def leaving_tags(recipe: Recipe) -> tuple[str, ...]:
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
-    section, loop, lora = setup.recipe.trainer, LOOPS[setup.recipe.algorithm], setup.recipe.lora
+    """Return the options of the trainer: those of the recipe's section, and what others decide."""
+    recipe = setup.recipe
+    section = dataclasses.asdict(recipe.trainer)
+    betas = (section.pop("beta1"), section.pop("beta2"))
+    del section["lr_decay"]  # the loop makes steps of it
     return TrainerConfig(
+        **section,
+        betas=betas,
         model_path=str(setup.model_dir),
         device=setup.device,
-        random_init=setup.recipe.model.random_init,
-        dtype=section.dtype,
-        param_dtype=setup.recipe.model.dtype,
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        betas=(section.beta1, section.beta2),
-        max_grad_norm=section.max_grad_norm,
-        router_aux_loss_coef=section.router_aux_loss_coef,
-        fp32_router=setup.recipe.model.fp32_router,
-        micro_batch_size=section.micro_batch_size,
-        activation_checkpointing=section.activation_checkpointing,
-        threads=section.threads,
-        seed=setup.recipe.seed,
-        lora=LoraConfig(**dataclasses.asdict(lora)) if lora.rank else None,
-        optimizer_offload=section.optimizer_offload,
-        leaving=leaving_tags(setup.recipe),
-        **loop.trainer_fields(setup.recipe),
+        random_init=recipe.model.random_init,
+        param_dtype=recipe.model.dtype,
+        fp32_router=recipe.model.fp32_router,
+        seed=recipe.seed,
+        lora=LoraConfig(**dataclasses.asdict(recipe.lora)) if recipe.lora.rank else None,
+        leaving=leaving_tags(recipe),
+        **LOOPS[recipe.algorithm].trainer_fields(recipe),
     )
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """Returns what `Engine.from_pretrained` takes beside the trainer's model and device."""
-    section = setup.recipe.engine
-    own = {
-        "kind": section.kind,
-        "dtype": setup.recipe.model.dtype,
+    """Return what `Engine.from_pretrained` takes besides the trainer's model and device."""
+    recipe, section = setup.recipe, setup.recipe.engine
+    names = ["kind", "page_size", "max_running", "max_prefill_tokens", "cuda_graphs"]
+    if section.kind != "sglang":
+        names.append("tensor_parallel_size")
+    if not section.hosted:
+        names += ["kv_cache_dtype", "expert_parallel", "prefix_states"]
+    options = {name: getattr(section, name) for name in names} | {
+        "dtype": recipe.model.dtype,
         "kv_tokens": setup.kv_tokens,
-        "page_size": section.page_size,
-        "max_running": section.max_running,
-        "max_prefill_tokens": section.max_prefill_tokens,
         "max_context_len": setup.max_request_tokens,
-        "cuda_graphs": section.cuda_graphs,
-        "seed": setup.recipe.seed,
+        "seed": recipe.seed,
     }
-    tensor, ratio = section.tensor_parallel_size, section.host_to_device_ratio
-    if section.kind == "vllm":
-        own["tensor_parallel_size"] = tensor
     if section.hosted:
-        return {**own, **(section.options or {})}
-    # Tensor-parallel ranks decide alike.
-    preemption: Preemption = "cheapest" if tensor == 1 else "swap"
-    return {
-        **own,
-        "prefix_states": section.prefix_states,
-        "return_routed_experts": setup.recipe.loop.router_replay,
-        "fp32_router": setup.recipe.model.fp32_router,
-        "elastic": setup.recipe.cycle.overlap != [],
-        "kv_cache_dtype": section.kv_cache_dtype,
-        "tiers": KVTiers(host_ratio=ratio, preemption=preemption) if ratio else None,
-        "tensor_parallel_size": tensor,
-        "expert_parallel": section.expert_parallel,
+        return options | (section.options or {})
+    ratio = section.host_to_device_ratio
+    tiers = KVTiers(host_ratio=ratio, preemption=section.preemption) if ratio else None
+    return options | {
+        "return_routed_experts": recipe.loop.router_replay,
+        "fp32_router": recipe.model.fp32_router,
+        "elastic": recipe.cycle.overlap != [],
+        "tiers": tiers,
     }

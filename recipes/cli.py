@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.config.loading import first_sentence, leaves, packaged_recipes, remedy_of
+from recipes.config.load import first_sentence, packaged_recipes
 from recipes.errors import RecipeError, RunError, one_line
 
 
@@ -59,6 +59,15 @@ def _recipes(arguments: Namespace) -> int:
     names = packaged_recipes()
     for name in names:
         print(f"{name:{max(map(len, names))}}  {first_sentence(name)}")
+    return 0
+
+
+def _keys(arguments: Namespace) -> int:
+    import json
+
+    from recipes.config.reference import markdown, schema
+
+    print(json.dumps(schema(), indent=2) if arguments.schema else markdown())
     return 0
 
 
@@ -129,6 +138,8 @@ def build_parser() -> argparse.ArgumentParser:
     again = "continue the run in DIR from its last checkpoint"
     add("--resume", type=Path, metavar="DIR", help=again)
     command(_recipes, "list the packaged recipes", "List the packaged recipes.")
+    add = command(_keys, "list all keys of a recipe", "Print all keys of a recipe as Markdown.")
+    add("--schema", action="store_true", help="as a JSON schema, for editors")
     add = command(_plan, "what a recipe takes", PLAN, words=True)
     add("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
     others = "wake all of the engine before the sync, as others do"
@@ -159,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return arguments.execute(arguments)
         except RecipeError as error:
-            return _fail(2, error, arguments.verbose)
+            return _fail(2, error, arguments.verbose, *str(error).splitlines())
         except BaseException as error:
             # Whatever it became on its way out, also what libraries keep apart from Exception.
             if interrupted:
@@ -208,25 +219,24 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Lets overrides stand anywhere; argparse takes no positional after a later option."""
+    """Let overrides stand anywhere; argparse takes no positional after a later option."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    takes_words = hasattr(arguments, "words")
-    strange = [word for word in rest if not takes_words or word.startswith("-")]
+    words = getattr(arguments, "words", None)
+    strange = [word for word in rest if words is None or word.startswith("-")]
     if strange:
-        keys = [word.lstrip("-").partition("=")[0] for word in strange]
-        known = [remedy_of(key) for key in keys if takes_words and key in leaves()]
-        hint = f"; a key has no dashes: {known[0]}" if known else ""
+        hint = "" if words is None else "; a recipe's key has no dashes, as steps=3"
         parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
-    if takes_words:
-        arguments.words += rest
+    if words is not None:
+        words += rest
     return arguments
 
 
-def _fail(status: int, error: BaseException, verbose: bool, text: str = "") -> int:
+def _fail(status: int, error: BaseException, verbose: bool, *lines: str) -> int:
     if verbose:
         traceback.print_exception(error)
-    print(f"memsaver: {text or one_line(error)}", file=sys.stderr)
+    for line in lines or [one_line(error)]:
+        print(f"memsaver: {line}", file=sys.stderr)
     return status
 
 

@@ -2,12 +2,15 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 DOES_NOT_FIT = 3  # exit status of `memsaver plan`
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot run, in one line: where, key and value, rule, remedy (exit status 2)."""
+    """A recipe that cannot run (exit status 2): a line for each fault, of where, key and value,
+    rule and remedy.
+    """
 
 
 class ScorerError(ValueError):
@@ -30,6 +33,18 @@ class LostWorker(RunError):
 def one_line(error: BaseException) -> str:
     """The text of an exception on one line, or its type where it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def shown(value: Any, limit: int = 120) -> str:
+    """Return a value on one line, as an override takes it back if it is short enough."""
+    if isinstance(value, list) and all(isinstance(item, str | int) for item in value):
+        text = f"[{','.join(map(str, value))}]"
+    elif value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    else:
+        text = str(value)
+    text = " ".join("".join(char if char.isprintable() else " " for char in text).split()) or "''"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 @contextlib.contextmanager

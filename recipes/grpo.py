@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.config import Recipe
+from recipes.config.recipe import Recipe
 from recipes.loop import Loop, spread_of, step_row
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.config import Recipe
+from recipes.config.recipe import Recipe
 from recipes.generation import Samples, compute_reward, evaluate, generate_sequences
 from recipes.logs.monitor import Monitor
 from recipes.setup.preparation import Setup

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.config import Recipe
+from recipes.config.recipe import Recipe
 from recipes.loop import (
     Loop,
     PerToken,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.arguments import LOOPS, cycle_arguments, open_pair
-from recipes.config import Recipe, switching
-from recipes.config.loading import find_recipe, load
+from recipes.config.load import find_recipe, load
+from recipes.config.recipe import Recipe, switching
 from recipes.errors import LostWorker, RecipeError, one_line
 from recipes.logs.monitor import Monitor, ProgressView
 from recipes.logs.run_folder import RunFolder, at_work, new_folder

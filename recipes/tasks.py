@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from memsaver.ops.hash import hash_text
-from recipes.config import TaskSection
-from recipes.config.rules import shown
-from recipes.errors import RecipeError, ScorerError, one_line
+from recipes.config.models import TaskSection
+from recipes.errors import RecipeError, ScorerError, one_line, shown
 
 TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from benchmarks.common import GIB, MIB, TINY, Figure, Figures, Scale, figures
-from recipes.config.sections import shapes as known_shapes
+from recipes.config.models import shapes as known_shapes
 from recipes.setup.models import meta_model
 from tests.helpers.peers import Failed, Gone, Peer, server
 from tests.helpers.ranks import start_ranks

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 from memsaver import Event
 from memsaver.report import Timeline
 from memsaver.system.machine import replace_text
-from recipes.config import Recipe
-from recipes.config.loading import recipe_text
+from recipes.config.load import recipe_text
+from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line
 from trainer_bridge.errors import RankFailed
 from trainer_bridge.training import read_values

@@ -19,8 +19,9 @@ from rich.text import Text
 
 from memsaver.errors import format_bytes
 from memsaver.system.machine import replace_text
-from recipes.config import CycleSection, Recipe
-from recipes.config.loading import find_recipe, load
+from recipes.config.load import find_recipe, load
+from recipes.config.models import CycleSection
+from recipes.config.recipe import Recipe
 from recipes.errors import DOES_NOT_FIT, RecipeError, writable
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.memory_plan import MemoryPlan, Switch, placed, plan_switch, remedied

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memsaver import MemorySaver, Usage
 from memsaver.ops.layout import round_up
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
-from recipes.config import PpoSection, Recipe
+from recipes.config.models import PpoSection
+from recipes.config.recipe import Recipe
 from recipes.logs.monitor import Monitor, Peaks, View
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.allocator import CachingAllocator, repeated_layers, replay, with_layers

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
 from memsaver.system.machine import RAY_KEEPS
-from recipes.config import SAVED, FieldError, Recipe, switching
-from recipes.config.rules import shown
-from recipes.errors import RecipeError
+from recipes.config.models import SAVED
+from recipes.config.recipe import Recipe, switching
+from recipes.errors import RecipeError, shown
 from recipes.planner.dry_run import dry_run
 from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
 from recipes.planner.tracing import PAGE
@@ -245,7 +245,7 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     driver = "ray" if devices > 1 else recipe.driver
     try:
         return dataclasses.replace(recipe, cluster=cluster, driver=driver)
-    except FieldError as error:
+    except ValueError as error:
         raise RecipeError(f"--gpu :{devices}: {error}") from None
 
 
@@ -409,7 +409,7 @@ def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> MemoryPlan:
     may = hand_over != "never"
     offloaded = make_plan(switching(recipe, (), hand_over=may), name, **how)
     resident = decide(offloaded, recipe) if wish.resident == "auto" else wish.resident
-    beside = [] if hand_over == "always" else wish.overlap
+    beside: Sequence[str] = [] if hand_over == "always" else wish.overlap
     if beside == "auto":
         beside = (
             [tag for tag in _leaving(offloaded, resident) if tag in TRAINED]

@@ -10,7 +10,8 @@ import torch
 
 from kvcache import KVLayout
 from memsaver.ops.layout import round_up
-from recipes.config import GPUS, Recipe
+from recipes.config.models import GPUS
+from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError
 from recipes.planner.allocator import MIB, CachingAllocator
 from recipes.planner.tracing import PAGE, PIECE, EngineSizes

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver.ops.hash import hash_text
 from memsaver.ops.layout import round_up
-from recipes.config import LoraSection, Recipe
-from recipes.config.rules import shown
-from recipes.config.sections import LORA_MODULES
-from recipes.errors import RecipeError, ScorerError, one_line, writable
+from recipes.config.models import LORA_MODULES, LoraSection
+from recipes.config.recipe import Recipe
+from recipes.errors import RecipeError, ScorerError, one_line, shown, writable
 from recipes.setup.models import (
     TemplateError,
     describe_random_model,
@@ -130,8 +129,9 @@ def with_alias_decided(recipe: Recipe, model_dir: Path) -> Recipe:
     why_not = None if wish == "never" else _why_not_alias(recipe, model_dir)
     if wish == "always" and why_not is not None:
         raise RecipeError(f"cycle.alias=always: {why_not}; set cycle.alias=auto")
-    decided = "never" if wish == "never" or why_not is not None else "always"
-    return dataclasses.replace(recipe, cycle=dataclasses.replace(recipe.cycle, alias=decided))
+    never = wish == "never" or why_not is not None
+    cycle = dataclasses.replace(recipe.cycle, alias="never" if never else "always")
+    return dataclasses.replace(recipe, cycle=cycle)
 
 
 def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cli import parse
-from recipes.config.loading import find_recipe, load
+from recipes.config.load import find_recipe, load
 from recipes.errors import RecipeError
 from tests.helpers.docs.pages import PAGES, ROOT, blocks, name_of
 from tests.helpers.docs.preludes import PRELUDES, prelude
@@ -23,7 +23,7 @@ RUNNABLE = {
     ]
     for page in PAGES
 }
-MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor)\b.*)$")
+MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor|keys)\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
 TARGETS = {name for pair in TARGETS for name in pair}
 PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
@@ -147,4 +147,4 @@ def test_the_page_of_versions_states_the_lower_bounds_of_the_project() -> None:
     stated = re.findall(r'"([a-z]+)(?:\[\w+\])?>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     page = (ROOT / "docs/versions.md").read_text()
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) and later \|", page, re.M)
-    assert len(rows) == 6 and {(name.lower(), bound) for name, bound in rows} <= {*stated}
+    assert len(rows) == 7 and {(name.lower(), bound) for name, bound in rows} <= {*stated}

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import recipes
 from recipes.cli import main
-from recipes.config import Recipe, switching
+from recipes.config.recipe import Recipe, switching
 from recipes.planner.allocator import Log, repeated_layers, replay, with_layers
 from recipes.planner.command import plan_of, print_plan
 from recipes.planner.dry_run import dry_run

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recipes
-from recipes.config import CycleSection
-from recipes.config.loading import recipe_text
+from recipes.config.load import recipe_text
+from recipes.config.models import CycleSection
 from recipes.logs.run_folder import RunFolder
 from recipes.planner.command import plan_beside, plan_of
 from recipes.planner.memory_plan import MemoryPlan, StagePlan, Switch, decide, describe

@@ -1,20 +1,22 @@
-"""Recipes: what loads, and the one line that every mistake gets."""
+"""Recipes: what loads and what it becomes, and the page of all keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 import recipes
 from recipes.cli import main
-from recipes.config import TAGS
-from recipes.config.sections import TRAINED
+from recipes.config.models import TAGS, TRAINED
+from recipes.config.recipe import FIELDS, is_section
 from trainer_bridge import tags
 from trainer_bridge.cycle import RESIDENT_TAGS
 
 TINY = Path(recipes.__file__).parent / "tiny.yaml"
+DOCS = Path(recipes.__file__).parents[1] / "docs"
 
 
 def test_an_unfetched_model_names_the_command_that_brings_it(
@@ -31,19 +33,22 @@ def test_an_unfetched_model_names_the_command_that_brings_it(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("steps: [1", ["not readable as YAML"]),
-        ("- steps\n", ["must be a mapping"]),
-        ("steps: 3\n", ["model", "required"]),
-        ("steps: 3\nmodle: {}\n", ["modle", "did you mean model?"]),
+        ("steps: [1", ["while parsing a flow sequence"]),
+        ("- steps\n", ["must be a mapping of keys to values"]),
+        ("steps: 3\n", ["model: is required and has no value; set model.KEY=VALUE", "task: is"]),
+        (
+            "modle: {}\ntask: {name: toy}\nsteps: 3",
+            ["model: is required", "modle: unknown key; did"],
+        ),
     ],
 )
-def test_a_bad_file_is_one_line(text: str, words: list[str], tmp_path: Path) -> None:
+def test_a_bad_file_is_a_line_for_each_fault(text: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(recipes.RecipeError) as caught:
         recipes.load(tmp_path / "mine.yaml")
-    assert "\n" not in str(caught.value)
-    for word in ["mine.yaml", *words]:
-        assert word in str(caught.value)
+    lines = str(caught.value).splitlines()
+    for line, start in zip(lines, words, strict=True):
+        assert line.startswith(f"mine.yaml: {start}")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,25 @@ def test_a_path_takes_the_place_of_a_random_model() -> None:
     toy = ["task.name=toy", "task.also_train_digits=[]", "eval.also_digits=[]"]
     random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b", *toy])
     assert random.model.random_init
+
+
+def test_the_page_of_all_keys_is_that_of_the_code_and_describes_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`memsaver keys > docs/reference/keys.md` brings it up to date."""
+    assert main(["keys"]) == 0
+    assert capsys.readouterr().out == (DOCS / "reference" / "keys.md").read_text()
+    assert [key for key, field in FIELDS.items() if not field.description] == [
+        key for key in FIELDS if is_section(key)
+    ]
+
+
+def test_the_schema_of_all_keys_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {*schema["properties"]} == {key for key in FIELDS if "." not in key}
+    dtype = schema["$defs"]["ModelSection"]["properties"]["dtype"]
+    assert (dtype["enum"], dtype["default"]) == (["float32", "bfloat16"], "bfloat16")
 
 
 def test_the_tags_that_may_be_kept_are_the_cycles() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
-from recipes.config.loading import load
+from recipes.config.load import load
 from recipes.errors import RunError
 from recipes.setup import fetch as fetching
 from recipes.setup.fetch import fetch, repair_tokenizer

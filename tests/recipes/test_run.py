@@ -21,7 +21,7 @@ import transformers
 
 from kvcache.pools import TokenPool
 from recipes.cli import main
-from recipes.config.loading import load
+from recipes.config.load import load
 from recipes.generation import evaluate
 from recipes.logs.run_folder import RunFolder
 from recipes.run import continue_run, start_run
@@ -366,7 +366,7 @@ def test_help_and_usage(
 
 JUDGED = """
 from dataclasses import replace
-from recipes.config import TaskSection
+from recipes.config.models import TaskSection
 from recipes.tasks import make_task
 
 answers = 0

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.ops.layout import round_up
-from recipes.config.sections import shapes
+from recipes.config.models import shapes
 from recipes.planner.sizes import GIB, engine_sizes, find_gpu
 from recipes.planner.tracing import PAGE
 from recipes.setup.models import describe_random_model, toy_tokenizer

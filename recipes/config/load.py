@@ -1,0 +1,190 @@
+"""Load recipes: a YAML file and `key=value` overrides become a checked `Recipe`, or lines that say
+what to change.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from recipes.config.recipe import FIELDS, Contradiction, Recipe, is_section, keys_of, remedy_of
+from recipes.errors import RecipeError, one_line, shown
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key=value` overrides, in their order.
+
+    Args:
+        path: A YAML file, with or without its ending, or the name of a packaged recipe.
+        overrides: What to set, as `steps=3`; values are YAML.
+
+    Raises:
+        RecipeError: A line for every fault: file or command line, key, value, rule, remedy.
+    """
+    file = find_recipe(path)
+    values = _values(file, overrides)
+    typed = [override.partition("=")[0] for override in overrides]
+
+    def placed(key: str, fault: str) -> str:
+        """Put in front of a fault where the value of its key was written."""
+        here = any(_within(key, other) or _within(other, key) for other in typed)
+        return f"{'command line' if here else file.name}: {fault}"
+
+    try:
+        recipe = TypeAdapter(Recipe).validate_python(values)
+    except ValidationError as error:
+        faults = explain(error, values)
+        raise RecipeError("\n".join(placed(key, fault) for key, fault in faults)) from None
+    if idle := list(_without_effect(recipe, overrides)):
+        raise RecipeError("\n".join(idle))
+    return recipe
+
+
+def find_recipe(path: str | Path) -> Path:
+    """Return the YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe's."""
+    given = Path(path)
+    yaml = given.name + ".yaml"
+    for candidate in (given, given.parent / yaml, PACKAGE / given.name, PACKAGE / yaml):
+        if candidate.is_file():
+            return candidate
+    close = difflib.get_close_matches(given.name.removesuffix(".yaml"), packaged_recipes(), n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise RecipeError(f"recipe={path}: no such file; {hint}memsaver recipes lists the packaged")
+
+
+def packaged_recipes() -> list[str]:
+    """Return the names that `load` takes without a file."""
+    return sorted(file.stem for file in PACKAGE.glob("*.yaml"))
+
+
+def first_sentence(packaged: str) -> str:
+    """Return what the comment on top of a packaged recipe says first."""
+    lines = (PACKAGE / f"{packaged}.yaml").read_text().splitlines()
+    told = takewhile(lambda line: re.match(r"# \S", line), lines)
+    return " ".join(line[2:] for line in told).partition(". ")[0].rstrip(".")
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """Return the recipe as resolved, in YAML; `load` of such a file gives an equal recipe."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(recipe))))
+
+
+def _literal(value: Any) -> Any:
+    """Escape `${` in texts, which are no references to other keys."""
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", value) if isinstance(value, str) else value
+
+
+def _values(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a file and of what is set over them, references resolved."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    bad = (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError)
+    place = file.name
+    try:
+        layers = [OmegaConf.load(file)]
+        if not isinstance(layers[0], DictConfig):
+            raise ValueError("must be a mapping of keys to values")
+        for override in overrides:
+            place = f"command line: {shown(override)}"
+            key, equals, _ = override.partition("=")
+            if not equals or not all(key.split(".")):
+                raise ValueError("must be key=value, for example steps=3")
+            layers.append(OmegaConf.from_dotlist([override]))
+        place = shown(" and ".join([file.name, *overrides]))
+        merged = OmegaConf.unsafe_merge(*layers)
+        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except bad as error:
+        remedy = "write YAML, and ${KEY} of keys that have a value"
+        raise RecipeError(f"{place}: {one_line(error)}; {remedy}") from None
+    return values
+
+
+def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the key and a line of every fault that pydantic found in the values of a recipe."""
+    found: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors():
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, Contradiction):
+            return cause.faults
+        inside = 2 if is_section(str(details["loc"][0])) else 1
+        found.setdefault(".".join(map(str, details["loc"][:inside])), []).append(details)
+    return [(key, _line(key, faults, values)) for key, faults in found.items()]
+
+
+def _line(key: str, faults: list[ErrorDetails], values: dict[str, Any]) -> str:
+    """Describe what pydantic says of one key: of a choice between types, one fault a type."""
+    if key not in FIELDS:
+        return f"{shown(key)}: unknown key; {_suggest(key)}"
+    if faults[0]["type"] == "missing":
+        return f"{key}: is required and has no value; {remedy_of(key)}"
+    value: Any = values
+    for part in key.split("."):
+        value = value[part]
+    said = [fault["msg"].partition(" should ")[2] or fault["msg"] for fault in faults]
+    rule = re.sub(r" or an instance of \w+", "", " or ".join(dict.fromkeys(said)))
+    about = FIELDS[key].description
+    reason = f" ({about.rstrip('.')})" if about else ""
+    return f"{key}={shown(value)}: must {rule}{reason}; {remedy_of(key)}"
+
+
+def _suggest(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    known = {other.rpartition(".")[2]: other for other in keys_of(section)}
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean {known[close[0]]}?"
+    return f"known here: {', '.join(known.values())}"
+
+
+def _within(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
+
+
+def _without_effect(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each override without effect; removing a value, by null, needs none."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        for idle, why in _idle_keys(recipe).items():
+            if value != "null" and _within(key, idle):
+                fault = f"has no effect with {why}; change that, or drop {key}"
+                yield f"command line: {shown(override)}: {fault}"
+
+
+def _idle_keys(recipe: Recipe) -> dict[str, str]:
+    """Return the keys and sections that a recipe has, but does not look at, and the reason.
+
+    In a file they do no harm: one recipe serves with and without PPO, adapters or a checkpoint.
+    """
+    other = "ppo" if recipe.algorithm == "grpo" else "grpo"
+    idle = {other: f"algorithm={recipe.algorithm}"}
+    # With one update a step, ratios are 1 and values are the old ones.
+    if recipe.algorithm == "grpo":
+        once = "algorithm=grpo, which makes one update a step"
+        idle |= {"grpo.clip_low": once, "grpo.clip_high": once}
+    elif recipe.ppo.epochs * recipe.ppo.mini_batches == 1:
+        once = "one update a step (ppo.epochs=1, ppo.mini_batches=1)"
+        idle |= dict.fromkeys(("ppo.clip_low", "ppo.clip_high", "ppo.value_clip"), once)
+    if recipe.lora.rank == 0:
+        idle |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.rank=0")
+    if recipe.model.path is not None:
+        named = f"model.path={recipe.model.path}"
+        idle |= {"model.shape": named, "model.config": named}
+    if recipe.task.name == "toy":
+        idle |= dict.fromkeys(("task.num_terms", "task.num_digits"), "task.name=toy")
+    return idle

@@ -1,0 +1,294 @@
+"""The whole recipe: its sections, its top-level keys, and the rules between keys.
+
+`recipes.setup.preparation` checks what takes the disk or the machine.
+"""
+
+import difflib
+from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass, replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
+
+from recipes.config import models
+from recipes.config.models import TAGS, Tag, section, shapes
+from recipes.errors import shown
+
+HOSTED = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Other projects' engines, by `engine.kind`."""
+
+VLLM_COLDEST = 0.01
+"""The temperature to which vLLM raises lower ones."""
+
+
+Faults = Iterator[tuple[str, str] | tuple[str, str, str]]
+"""Key, broken rule and, unless the key's default helps, the remedy."""
+
+
+class Contradiction(ValueError):
+    """Keys that do not go together. faults: the key and a line of each."""
+
+    def __init__(self, faults: list[tuple[str, str]]) -> None:
+        self.faults = faults
+        super().__init__("\n".join(line for _, line in faults))
+
+
+@section
+class Recipe:
+    """One run of GRPO or PPO in which trainers and engines share their devices' memory.
+
+    Attributes:
+        steps: Steps of the run.
+        algorithm: How the policy learns.
+        status: planned: the memory was worked out, nobody has run it.
+        driver: inprocess: one device, in the process of the command.
+        device: auto (cuda:0 where there is one, else cpu), cpu, cuda or cuda:N.
+        seed: Of prompts, samples and random weights.
+    """
+
+    model: models.ModelSection
+    task: models.TaskSection
+    steps: Annotated[int, Field(ge=1, examples=[3])]
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    status: Literal["run", "planned"] = "run"
+    engine: models.EngineSection = Field(default_factory=models.EngineSection)
+    trainer: models.TrainerSection = Field(default_factory=models.TrainerSection)
+    lora: models.LoraSection = Field(default_factory=models.LoraSection)
+    sampling: models.SamplingSection = Field(default_factory=models.SamplingSection)
+    grpo: models.GrpoSection = Field(default_factory=models.GrpoSection)
+    ppo: models.PpoSection = Field(default_factory=models.PpoSection)
+    eval: models.EvalSection = Field(default_factory=models.EvalSection)
+    checkpoint: models.CheckpointSection = Field(default_factory=models.CheckpointSection)
+    cycle: models.CycleSection = Field(default_factory=models.CycleSection)
+    cluster: models.ClusterSection = Field(default_factory=models.ClusterSection)
+    driver: Literal["inprocess", "ray"] = "ray"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @property
+    def loop(self) -> models.GrpoSection | models.PpoSection:
+        """The section of the algorithm."""
+        return self.grpo if self.algorithm == "grpo" else self.ppo
+
+    def value(self, key: str) -> Any:
+        """Return the value of a full key, as `engine.kind`."""
+        return attrgetter(key)(self)
+
+    def absent_tags(self) -> dict[Tag, str]:
+        """Return the tags that this recipe does not have, and the setting that each needs."""
+        absent: dict[Tag, str] = {}
+        if self.algorithm != "ppo":
+            absent |= {"critic": "algorithm=ppo", "critic_optim": "algorithm=ppo"}
+        if not self.loop.kl_coef:
+            absent["reference"] = f"{self.algorithm}.kl_coef above 0"
+        elif self.lora.rank:
+            absent["reference"] = "lora.rank=0"
+        if self.trainer.optimizer_offload:
+            absent["optim"] = "trainer.optimizer_offload=false"
+        return absent
+
+    def keepable_tags(self) -> list[Tag]:
+        """Return the tags that `cycle.resident` may name; aliased weights have no own pages."""
+        absent = {*self.absent_tags(), *(["weights"] if self.cycle.alias == "always" else [])}
+        return [tag for tag in TAGS if tag not in absent]
+
+    @model_validator(mode="after")
+    def check_rules(self) -> Self:
+        """Raise a Contradiction that lists every rule between keys that this recipe breaks."""
+        if faults := [self._line(*fault) for fault in self._faults()]:
+            raise Contradiction(faults)
+        return self
+
+    def _line(self, key: str, rule: str, remedy: str = "") -> tuple[str, str]:
+        """Return a key and a line about it; the remedy is the default unless given."""
+        return key, f"{key}={shown(self.value(key))}: {rule}; {remedy or remedy_of(key)}"
+
+    def _faults(self) -> Faults:
+        """Yield what each rule between keys has against this recipe."""
+        if self.model.random_init:
+            yield from self._faults_of_random_model()
+        yield from self._faults_of_engine()
+        yield from self._faults_of_training()
+        yield from self._faults_of_task()
+        yield from self._faults_of_devices()
+        yield from self._faults_of_cycle()
+        if self.engine.kind in HOSTED:
+            yield from self._faults_of_hosted(HOSTED[self.engine.kind])
+
+    def _faults_of_random_model(self) -> Faults:
+        shape, config = self.model.shape, self.model.config
+        if self.task.name == "chain_sum":
+            remedy = "set task.name=toy, or model.path=DIRECTORY"
+            yield "task.name", "a random model has no tokenizer for it", remedy
+        if shape is None and config is None:
+            remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
+            yield "model.path", "no model is named", remedy
+        elif shape is None:
+            if not isinstance((config or {}).get("model_type"), str):
+                remedy = "set model.config.model_type=qwen3"
+                yield "model.config", "has no model_type", remedy
+        elif config is not None:
+            remedy = "set model.config=null, or model.shape=null"
+            yield "model.shape", "excludes model.config", remedy
+        elif shape not in shapes():
+            close = difflib.get_close_matches(shape, shapes(), n=1) or ["qwen2.5-0.5b"]
+            rule = f"must be one of {', '.join(shapes())}"
+            yield "model.shape", rule, f"set model.shape={close[0]}"
+
+    def _faults_of_engine(self) -> Faults:
+        engine, tokens, page = self.engine, self.engine.kv_tokens, self.engine.page_size
+        size = engine.tensor_parallel_size
+        if engine.options is not None and not engine.hosted:
+            yield "engine.options", "are of engine.kind=vllm and sglang"
+        if tokens is not None and engine.mem_fraction_static is not None:
+            remedy = "set engine.kv_tokens=null, or engine.mem_fraction_static=null"
+            yield "engine.mem_fraction_static", f"excludes engine.kv_tokens={tokens}", remedy
+        if tokens is not None and (tokens < 1 or tokens % page):
+            rule = f"must be a positive multiple of engine.page_size={page}"
+            nearest = max(1, -(-tokens // page)) * page
+            yield "engine.kv_tokens", rule, f"set engine.kv_tokens={nearest}"
+        if size > 1 and engine.kv_cache_dtype == "fp4_e2m1":
+            yield "engine.kv_cache_dtype", f"excludes engine.tensor_parallel_size={size}"
+        if size % engine.expert_parallel:
+            yield "engine.expert_parallel", f"must divide engine.tensor_parallel_size={size}"
+
+    def _faults_of_training(self) -> Faults:
+        offload, rank = self.trainer.optimizer_offload, self.lora.rank
+        layers = self.lora.target_modules
+        if offload and self.trainer.dtype != "float32":
+            yield "trainer.dtype", "trainer.optimizer_offload=true keeps float32 masters"
+        if offload and rank:
+            rule = f"adapters are small, and lora.rank={rank}"
+            yield "trainer.optimizer_offload", rule
+        if rank % 8 and "experts" in layers:
+            rule = "must be a multiple of 8 for adapters of experts"
+            yield "lora.rank", rule, f"set lora.rank={rank + -rank % 8}"
+        if len({*layers}) < len(layers):
+            yield "lora.target_modules", "names a layer twice"
+        if self.checkpoint.max_restarts and not self.checkpoint.every:
+            rule = "needs checkpoints to continue from, and checkpoint.every=0"
+            yield "checkpoint.max_restarts", rule
+        if self.algorithm == "ppo":
+            yield from self._faults_of_ppo()
+
+    def _faults_of_ppo(self) -> Faults:
+        ppo, warmup = self.ppo, self.ppo.critic_warmup_steps
+        answers = ppo.prompts_per_step * ppo.samples_per_prompt
+        if ppo.mini_batches > answers:
+            yield "ppo.mini_batches", f"exceeds the step's {answers} answers"
+        if warmup >= self.steps:
+            rule = f"leaves none of steps={self.steps} to the policy"
+            yield "ppo.critic_warmup_steps", rule
+
+    def _faults_of_task(self) -> Faults:
+        task, digits = self.task, self.task.num_digits
+        for key in ("task.also_train_digits", "eval.also_digits"):
+            also = self.value(key)
+            if also and task.name != "chain_sum":
+                yield key, f"is not defined for task.name={task.name}"
+            elif len({digits, *also}) <= len(also):
+                yield key, f"must be different numbers, other than task.num_digits={digits}"
+        if task.partial_credit and task.name == "chain_sum":
+            yield "task.partial_credit", "is not defined for task.name=chain_sum"
+
+    def _faults_of_devices(self) -> Faults:
+        devices, per_node = self.cluster.size, self.cluster.n_gpus_per_node
+        if devices > 1 and self.driver == "inprocess":
+            yield "driver", f"cannot drive {devices} devices", "set driver=ray"
+        if devices > 1 and ":" in self.device:
+            yield "device", f"names one of the {devices} devices of cluster"
+        if per_node % self.engine.tensor_parallel_size:
+            rule = f"does not divide cluster.n_gpus_per_node={per_node}, the devices of one machine"
+            yield "engine.tensor_parallel_size", rule
+
+    def _faults_of_cycle(self) -> Faults:
+        """Refuse tags that are not there, and an overlap without a KV cache that grows.
+
+        `rollout.config.why_one_size` says when a cache does not; the model's part of it is asked
+        when the model is there.
+        """
+        cycle, absent = self.cycle, self.absent_tags()
+        overlap = [] if cycle.overlap == "auto" else cycle.overlap
+        for key, named in (("cycle.resident", cycle.named), ("cycle.overlap", overlap)):
+            there = shown([tag for tag in named if tag not in absent])
+            for tag in (tag for tag in absent if tag in named):
+                yield key, f"{tag} is there with {absent[tag]} only", f"set {key}={there}"
+        for key, most in (("engine.tensor_parallel_size", 1), ("engine.host_to_device_ratio", 0)):
+            if overlap and (value := self.value(key)) > most:
+                rule = f"needs a KV cache that grows, and with {key}={value} it does not"
+                yield "cycle.overlap", rule
+        if overlap and cycle.hand_over == "always":
+            rule = f"is not for what leaves during work, cycle.overlap={shown(overlap)}"
+            yield "cycle.hand_over", rule
+
+    def _faults_of_hosted(self, name: str) -> Faults:
+        """Refuse what an engine as it comes cannot do, or would do to log-probabilities."""
+        native, kind = "is the native engine's", self.engine.kind
+        usual = {
+            "engine.mem_fraction_static": f"is not known beside {name}'s workspaces and graphs",
+            "engine.kv_cache_dtype": "was not tried",
+            "engine.host_to_device_ratio": native,
+            "model.fp32_router": native,
+            f"{self.algorithm}.router_replay": native,
+            "cluster.nnodes": "takes several machines, and one was tried",
+        }
+        if kind == "sglang":
+            usual["engine.tensor_parallel_size"] = "puts SGLang's workers into their own processes"
+            usual["cluster.n_gpus_per_node"] = "takes several engines, and one was tried"
+        faults = {key: rule for key, rule in usual.items() if self.value(key) != default_of(key)}
+        if self.device == "cpu":
+            faults["device"] = f"is not for {name}'s kernels"
+        if self.cycle.alias == "always":
+            faults["cycle.alias"] = f"is not for weights that {name}'s buffers lie among"
+        if self.cycle.overlap not in ("auto", []):
+            faults["cycle.overlap"] = f"needs a KV cache that grows, and {name}'s does not"
+        if kind == "vllm" and self.sampling.temperature < VLLM_COLDEST:
+            faults["sampling.temperature"] = f"is raised to {VLLM_COLDEST} by vLLM"
+        for key, rule in faults.items():
+            yield key, f"{rule}, with engine.kind={kind}"
+
+
+def _fields() -> Iterator[tuple[str, FieldInfo]]:
+    sections: Any = Recipe
+    for name, field in sections.__pydantic_fields__.items():
+        yield name, field
+        for key, inner in getattr(field.annotation, "__pydantic_fields__", {}).items():
+            yield f"{name}.{key}", inner
+
+
+FIELDS = dict(_fields())
+"""Declarations, by section (`engine`) and by full key (`engine.kind`)."""
+
+
+def keys_of(section: str) -> list[str]:
+    """Return the full keys of a section, in order; of the top level for an empty name."""
+    return [key for key in FIELDS if key.rpartition(".")[0] == section]
+
+
+def is_section(key: str) -> bool:
+    """Return whether a key, known or not, is that of a section."""
+    return key in FIELDS and is_dataclass(FIELDS[key].annotation)
+
+
+def default_of(key: str) -> Any:
+    """Return the default of a full key."""
+    return FIELDS[key].get_default(call_default_factory=True)
+
+
+def remedy_of(key: str) -> str:
+    """Return the words that set a key to a value that it takes: an example, or its default."""
+    if is_section(key):
+        return f"set {key}.KEY=VALUE"
+    value = (FIELDS[key].examples or [default_of(key)])[0]
+    return f"set {key}={shown(value)}"
+
+
+def switching(
+    recipe: Recipe, resident: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
+) -> Recipe:
+    """Return the recipe with its switch decided; what leaves during work is not handed over."""
+    decided: dict[str, Any] = {"keep": list(keep), "overlap": list(overlap)}
+    decided["hand_over"] = "always" if hand_over and not overlap else "never"
+    return replace(recipe, cycle=replace(recipe.cycle, **decided))
