@@ -38,8 +38,7 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
         "alias": recipe.cycle.alias == "always",
         "hand_over": recipe.cycle.hand_over == "always",
         "critic": recipe.algorithm == "ppo",
-        "reference": recipe.loop.kl_coef > 0
-        and not recipe.lora.rank,  # the base of adapters is there already
+        "reference": "reference" not in recipe.absent_tags(),
     }
 
 

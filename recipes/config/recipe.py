@@ -83,7 +83,7 @@ class Recipe:
             absent |= {"critic": "algorithm=ppo", "critic_optim": "algorithm=ppo"}
         if not self.loop.kl_coef:
             absent["reference"] = f"{self.algorithm}.kl_coef above 0"
-        elif self.lora.rank:
+        elif self.lora.rank:  # the base of adapters is there already
             absent["reference"] = "lora.rank=0"
         if self.trainer.optimizer_offload:
             absent["optim"] = "trainer.optimizer_offload=false"

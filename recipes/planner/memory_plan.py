@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
 from memsaver.system.machine import RAY_KEEPS
+from recipes.config.load import explain
 from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe, switching
 from recipes.errors import RecipeError, shown
@@ -245,8 +248,9 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
     driver = "ray" if devices > 1 else recipe.driver
     try:
         return dataclasses.replace(recipe, cluster=cluster, driver=driver)
-    except ValueError as error:
-        raise RecipeError(f"--gpu :{devices}: {error}") from None
+    except ValidationError as error:
+        faults = explain(error, dataclasses.asdict(recipe))
+        raise RecipeError(f"--gpu :{devices}: {'; '.join(line for _, line in faults)}") from None
 
 
 def _most_tokens(

@@ -41,11 +41,7 @@ RULES = [
     ("tiny", "engine.tensor_parallel_size=2", "does not divide cluster.n_gpus_per_node=1, the"),
     ("qwen2.5-7b", "trainer.optimizer_offload=true", "trainer.dtype=bfloat16: trainer.optimizer_"),
     ("tiny", "trainer.optimizer_offload=true lora.rank=2", "adapters are small, and lora.rank=2"),
-    (
-        "tiny",
-        "lora.rank=12 lora.target_modules=[experts]",
-        "multiple of 8 for adapters of experts;",
-    ),
+    ("tiny", "lora.rank=12 lora.target_modules=[experts]", "must be a multiple of 8 for adapters"),
     ("tiny", "lora.rank=12 lora.target_modules=[experts]", "; set lora.rank=16"),
     ("tiny", "lora.rank=1 lora.target_modules=[q_proj,q_proj]", "names a layer twice"),
     ("tiny-ppo", "ppo.mini_batches=999", "ppo.mini_batches=999: exceeds the step's"),
@@ -73,17 +69,9 @@ RULES = [
         "optimizer_offload=false only",
     ),
     ("tiny", f"{TWO} cycle.overlap=[params]", f"{GROWS}, and with engine.tensor_parallel_size=2 "),
-    (
-        "tiny",
-        "engine.host_to_device_ratio=1 cycle.overlap=[params]",
-        f"{GROWS}, and with engine.ho",
-    ),
+    ("tiny", "engine.host_to_device_ratio=1 cycle.overlap=[params]", f"{GROWS}, and with eng"),
     ("tiny", "cycle.overlap=[optim] cycle.hand_over=always", "cycle.hand_over=always: is not for"),
-    (
-        "tiny",
-        "engine.kind=vllm",
-        "device=cpu: is not for vLLM's kernels, with engine.kind=vllm; set",
-    ),
+    ("tiny", "engine.kind=vllm", "device=cpu: is not for vLLM's kernels, with engine.kind=vllm"),
     ("tiny", f"{VLLM} engine.kv_tokens=null engine.mem_fraction_static=0.5", "workspaces and grap"),
     ("tiny", f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "was not tried, with engine.kind=vllm; set"),
     ("tiny", f"{VLLM} engine.host_to_device_ratio=1", "ratio=1.0: is the native engine's, with"),
@@ -94,22 +82,14 @@ RULES = [
     ("tiny", f"{VLLM} cycle.overlap=[params]", f"{GROWS}, and vLLM's does not"),
     ("tiny", f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01 by vLLM"),
     ("tiny", f"{SGLANG} {TWO}", "size=2: puts SGLang's workers into their own processes"),
-    (
-        "tiny",
-        f"{SGLANG} driver=ray cluster.n_gpus_per_node=2",
-        "takes several engines, and one was",
-    ),
+    ("tiny", f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one"),
 ]
 # Overrides without effect, and the reason.
 IDLE = [
     ("tiny", "ppo.gamma=0.9", "algorithm=grpo; change that, or drop ppo.gamma"),
     ("tiny-ppo", "grpo.kl_coef=0.5", "algorithm=ppo"),
     ("tiny", "grpo.clip_low=0.1", "algorithm=grpo, which makes one update a step"),
-    (
-        "qwen2.5-1.5b-ppo",
-        "ppo.value_clip=0.1",
-        "one update a step (ppo.epochs=1, ",
-    ),
+    ("qwen2.5-1.5b-ppo", "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
     ("tiny", "lora.alpha=8", "lora.rank=0"),
     ("smollm2-135m", "model.config.hidden_size=8", "model.path=smollm2-135m"),
     ("tiny", "task.num_terms=3", "task.name=toy"),
