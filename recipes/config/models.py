@@ -77,7 +77,7 @@ class ModelSection:
             path.
         config: Fields of a transformers config with its model_type; vocab_size is the tokenizer's
             unless given. Unused with a path.
-        dtype: Of the rollout, and of the trainer's forward and backward passes.
+        dtype: Precision of the rollout and of the trainer's forward and backward passes.
         fp32_router: Whether the routers of a mixture of experts compute in float32, on both sides.
     """
 
@@ -111,16 +111,15 @@ class EngineSection:
         page_size: Tokens of a page of the KV pool.
         max_running: Requests that run together.
         max_prefill_tokens: Prompt tokens of one step.
-        sleep_level: 1: weights stay on the host. 2: weights are discarded, and every wake-up syncs
-            them.
+        sleep_level: 1 keeps the weights on the host; 2 discards them, and every wake-up syncs them.
         cuda_graphs: Whether a GPU decodes by CUDA graphs.
         kv_cache_dtype: What the pool stores; auto is model.dtype.
         host_to_device_ratio: Host memory below the pool, in sizes of the pool; 0: none.
         preemption: What happens, with host memory below the pool, to a sample that has to make
             room.
         tensor_parallel_size: Devices that share one engine.
-        expert_parallel: Parts made of each layer's experts, a divisor of tensor_parallel_size; 1:
-            every device has a part of every expert.
+        expert_parallel: Groups of each layer's experts, a divisor of tensor_parallel_size; 1: every
+            device has a part of every expert.
         prefix_states: Prompts whose states are kept, of a model with linear layers; 0: none.
         options: Further arguments of vLLM's or SGLang's engine, as attention_backend: triton.
     """
@@ -152,8 +151,8 @@ class TrainerSection:
     """AdamW over all parameters.
 
     Attributes:
-        dtype: Of masters, gradients and moments; bfloat16 rounds small updates away.
-        learning_rate: Of the first update, and of all others unless it decays.
+        dtype: Precision of masters, gradients and moments; bfloat16 rounds small updates away.
+        learning_rate: Learning rate of AdamW; where it decays, of the first update.
         lr_decay: Whether the rate falls linearly to 0 after the last of `steps`. Resumed with other
             steps, it falls to 0 there, from the rate of the last update.
         weight_decay: Decoupled weight decay.
@@ -189,8 +188,8 @@ class LoraSection:
     """Adapters on a frozen base: base + alpha / rank * B A, merged while the weights are synced.
 
     Attributes:
-        rank: 0: no adapters, all parameters are trained. A multiple of 8 for adapters of experts.
-        alpha: B A is added times alpha / rank.
+        rank: Rank of the adapters, a multiple of 8 for experts; 0: all parameters are trained.
+        alpha: Scale of the adapters: B A is added times alpha / rank.
         target_modules: Layers with adapters; experts are those of a mixture, each its own.
     """
 
@@ -207,10 +206,10 @@ class SamplingSection:
 
     Attributes:
         max_tokens: Tokens of the longest answer.
-        temperature: Of training samples. The engine computes none colder; greedy samples of one
+        temperature: Sampling temperature. The engine computes none colder; greedy samples of one
             prompt are alike and teach nothing.
-        top_k: No cut: the log-probabilities of an update are of the whole vocabulary.
-        top_p: No cut: the log-probabilities of an update are of the whole vocabulary.
+        top_k: Off: an update takes log-probabilities over the whole vocabulary.
+        top_p: Off: an update takes log-probabilities over the whole vocabulary.
     """
 
     max_tokens: Count = 512
@@ -288,7 +287,7 @@ class TaskSection:
     A task of one's own (`package.module:function`, see `recipes.tasks`) may read the other keys.
 
     Attributes:
-        name: toy, chain_sum, or package.module:function.
+        name: Either toy, chain_sum, or package.module:function for a task of one's own.
         num_terms: Terms of a chain_sum.
         num_digits: Digits of each term of a chain_sum.
         also_train_digits: Other numbers of digits of chain_sum; a step takes as many prompts of

@@ -41,11 +41,11 @@ class Recipe:
 
     Attributes:
         steps: Steps of the run.
-        algorithm: How the policy learns.
-        status: planned: the memory was worked out, nobody has run it.
-        driver: inprocess: one device, in the process of the command.
-        device: auto (cuda:0 where there is one, else cpu), cpu, cuda or cuda:N.
-        seed: Of prompts, samples and random weights.
+        algorithm: Training algorithm, whose section of the recipe counts.
+        status: Whether the recipe has been run, or its memory was only planned.
+        driver: Either inprocess, for one device in the process of the command, or ray.
+        device: One of auto (cuda:0 where there is a GPU, else cpu), cpu, cuda and cuda:N.
+        seed: Seed of prompts, samples and random weights.
     """
 
     model: models.ModelSection

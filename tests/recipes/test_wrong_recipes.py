@@ -186,13 +186,13 @@ def test_what_cannot_run_here_is_one_line_before_anything_starts(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("engine.sleep_level=7", "must be 1 or 2 (1: weights stay on the host. 2: weights are"),
+        ("engine.sleep_level=7", "must be 1 or 2 (1 keeps the weights on the host; 2 discards"),
         ("steps=1.5", "must be a valid integer, got a number with a fractional part ("),
         ("cycle.alias=yes", "must be 'auto', 'always' or 'never' (Whether the rollout serves"),
         ("cycle.resident=some", "must be 'auto' or be a valid list (Tags that stay on the device"),
         ("cycle.resident=[params,wieghts]", "must be 'auto' or be 'params', 'optim', 'critic', "),
         ("sampling=3", "must be a dictionary; set sampling.KEY=VALUE"),
-        ("device=a\nb", "must match pattern '^(auto|cpu|cuda(:\\d+)?)$' (auto (cuda:0 where"),
+        ("device=a\nb", "must match pattern '^(auto|cpu|cuda(:\\d+)?)$' (One of auto (cuda:0"),
     ],
 )
 def test_a_value_that_its_key_does_not_take_is_told_rule_description_and_remedy(
