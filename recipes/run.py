@@ -167,7 +167,7 @@ def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Call
     beside = cycle.overlap == "auto" and not recipe.engine.hosted
     way = cycle.hand_over == "auto" and not said.overlap
     if setup.device == "cpu" and resident == "auto":
-        stays = recipe.keepable_tags()
+        stays = recipe.resident_tags()
         line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
         yield lambda: said._replace(resident=stays, lines=[line])
     elif setup.device == "cpu" or not (resident == "auto" or beside or way):

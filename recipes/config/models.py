@@ -71,8 +71,8 @@ class ModelSection:
     """The model: of `path`, or with random weights of `shape` or of `config`, one of the two.
 
     Attributes:
-        path: A directory, or a name that `memsaver fetch` knows; null: random weights, made on the
-            device.
+        path: A directory, ORG/NAME of the Hub, or a name that `memsaver fetch` knows; null: random
+            weights, made on the device.
         shape: Shape of a published model, as qwen2.5-0.5b (a name in shapes.yaml). Unused with a
             path.
         config: Fields of a transformers config with its model_type; vocab_size is the tokenizer's
@@ -343,7 +343,7 @@ class CycleSection:
     """The hand-over between the two sides: what stays on the device, and how the rest leaves.
 
     Attributes:
-        keep: Tags that stay on the device; auto: as many as the plan has room for.
+        resident: Tags that stay on the device; auto: as many as the plan has room for.
         overlap: Tags of the trainer that leave while the rollout generates and come back while the
             policy scores; auto: where the plan has room.
         alias: Whether the rollout serves the trainer's own pages; auto: where it can.
@@ -351,7 +351,7 @@ class CycleSection:
             nothing leaves during work, and the plan says that it gains.
     """
 
-    keep: Literal["auto"] | list[Tag] = "auto"
+    resident: Literal["auto"] | list[Tag] = "auto"
     overlap: Literal["auto"] | list[Trained] = "auto"
     alias: Wish = "auto"
     hand_over: Wish = "auto"

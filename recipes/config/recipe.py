@@ -89,7 +89,7 @@ class Recipe:
             absent["optim"] = "trainer.optimizer_offload=false"
         return absent
 
-    def keepable_tags(self) -> list[Tag]:
+    def resident_tags(self) -> list[Tag]:
         """Return the tags that `cycle.resident` may name; aliased weights have no own pages."""
         absent = {*self.absent_tags(), *(["weights"] if self.cycle.alias == "always" else [])}
         return [tag for tag in TAGS if tag not in absent]
@@ -289,6 +289,6 @@ def switching(
     recipe: Recipe, resident: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
 ) -> Recipe:
     """Return the recipe with its switch decided; what leaves during work is not handed over."""
-    decided: dict[str, Any] = {"keep": list(keep), "overlap": list(overlap)}
+    decided: dict[str, Any] = {"resident": list(resident), "overlap": list(overlap)}
     decided["hand_over"] = "always" if hand_over and not overlap else "never"
     return replace(recipe, cycle=replace(recipe.cycle, **decided))

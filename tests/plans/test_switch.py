@@ -293,7 +293,7 @@ def test_a_run_is_planned_where_a_key_is_left_to_auto(
     if device == "cuda:0" and planned:
         assert decided is found
     else:
-        assert decided.resident == (recipe.keepable_tags() if not words else ["optim"])
+        assert decided.resident == (recipe.resident_tags() if not words else ["optim"])
         assert not decided.hand_over
 
 
