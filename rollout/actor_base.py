@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -56,8 +56,7 @@ class RankAddress:
     """One rank's place in a process group.
 
     host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to
-    come together. key: the group's secret, with which its ranks seal what they put into the store;
-    who hands out the addresses tells them.
+    come together.
     """
 
     host: str
@@ -65,7 +64,6 @@ class RankAddress:
     rank: int
     size: int
     seconds: float
-    key: bytes = field(repr=False)
 
 
 def open_store(host: str) -> dist.TCPStore:

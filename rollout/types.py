@@ -254,8 +254,7 @@ class WeightOffer:
 
     version: int
     manifest: Manifest
-    # of pages that are not a saver's: `trainer_bridge.sync.connection.IpcTicket`
-    ticket: "Ticket | Any"
+    ticket: "Ticket"
     shadow: bool = False
     names: tuple[str, ...] | None = None
 

@@ -170,8 +170,8 @@ BUGS = [
     Bug(
         "one rank's failure alone lets the others go on (off by one)",
         "trainer_bridge/sync/agree.py",
-        "    if failed:\n        raise SyncError(stage",
-        "    if len(failed) > 1:\n        raise SyncError(stage",
+        "        if failed:\n            raise SyncError(stage",
+        "        if len(failed) > 1:\n            raise SyncError(stage",
     ),
     Bug(
         "a reload that fails counts as done (missing undo)",

@@ -67,14 +67,15 @@ def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
 
 
 def enters_by_a_face(file: str, node: ast.AST) -> Iterator[str]:
-    """Another package is imported by itself, its modules and its rooms; memsaver.ops's modules
-    are for all, and kernels call kernels.
+    """Another package is imported by itself, its modules and its rooms; the modules of
+    memsaver.ops and memsaver.ops are for all, and kernels call kernels.
     """
     for module in imports(node):
         package, *inside = module.split(".")
         if package in CHAIN and package != file.split("/")[0] and len(inside) > 1:
             kernels = inside[0] == "ops" and "/ops/" in file
-            if not kernels and not (package == "memsaver" and inside[0] in ("ops", "system")):
+            ground = package == "memsaver" and inside[0] in ("common", "ops")
+            if not kernels and not ground:
                 yield f"imports {module}: past the face of {package}.{inside[0]}"
 
 

@@ -18,10 +18,8 @@ from rollout.protocols import PeerSaver, UpdatableEngine
 from rollout.types import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
-from trainer_bridge.sync.agree import Consensus, group_consensus
+from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
-from trainer_bridge.sync.cast_copy import OnPart
-from trainer_bridge.sync.connection import Transport
 from trainer_bridge.sync.module import Shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 from trainer_bridge.sync.writer import LowRank
@@ -242,40 +240,29 @@ class Trainer:
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
-    def connect(
-        self,
-        targets: Sequence[UpdatableEngine],
-        consensus: Consensus | None = None,
-        *,
-        transport: str = "auto",
-    ) -> None:
+    def connect(self, targets: Sequence[UpdatableEngine]) -> None:
         """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights`
         replaces their weights.
 
-        consensus: how the ranks agree, by default over the store of their process group. transport:
-        how bytes reach the engines (see `WeightSync`); what came of it is in `transports`. A
-        ValueError lists what does not fit, a `SyncError` says which other rank found that; nothing
-        has been touched then.
+        Raises:
+            ValueError: Lists what does not fit; nothing has been touched then.
+            SyncError: Says which other rank found that.
         """
-        if consensus is None:
-            assert dist.group.WORLD is not None
-            consensus = group_consensus(dist.group.WORLD)
+        agreement = group_agreement(dist.group.WORLD)
         if self._sync is not None:
             self._sync.close()
         self._sync = WeightSync(
             self._shards.described(),
             self._tensors,
             targets,
-            consensus,
+            agreement,
             place=place_of(self.device),
             derived=lambda: self._factors,
-            transport=transport,
-            group=dist.group.WORLD,
         )
         if self._layout is not None:
             assert self.saver is not None
             self._share = PageAlias(
-                self.saver, PARAMS, self._layout, self._tensors, targets, consensus, self._buffers
+                self.saver, PARAMS, self._layout, self._tensors, targets, agreement, self._buffers
             )
 
     def as_peer(self) -> PeerSaver:
@@ -287,19 +274,7 @@ class Trainer:
         """Say who gets the memory in `offload(into=)`; None: the driver."""
         self._offloader.peer = peer
 
-    @property
-    def transports(self) -> tuple[Transport, ...]:
-        """Return which ways the bytes of a sync go, and what they cost; empty before `connect`."""
-        return () if self._sync is None else self._sync.transports
-
-    def sync_weights(
-        self,
-        version: int,
-        *,
-        shadow: bool = False,
-        check_finite: bool = False,
-        on_part: OnPart | None = None,
-    ) -> SyncReceipt:
+    def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
         """Write the parameters into the engines' pages, verify them, and have them served as
         `version`: on all ranks, or nowhere. See `WeightSync.sync`.
 
@@ -315,9 +290,7 @@ class Trainer:
             names = self._adapters.names if self._sync.holds() else None
             self._factors = self._adapters.factors()
         try:
-            return self._sync.sync(
-                version, shadow=shadow, names=names, check_finite=check_finite, on_part=on_part
-            )
+            return self._sync.sync(version, shadow=shadow, names=names)
         finally:
             self._factors = {}  # what was gathered for it
 

@@ -4,7 +4,6 @@ trainer rank.
 
 from __future__ import annotations
 
-import secrets
 import statistics
 import tempfile
 import time
@@ -37,13 +36,14 @@ from benchmarks.sync.base import (
     tp_dim,
 )
 from memsaver.ops.layout import row_major
+from memsaver.ops.rows import dot
 from memsaver.system.machine import place_of
 from rollout import Engine
 from rollout.actor_base import open_store
 from trainer_bridge import LoraConfig, TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
-from trainer_bridge.sync.agree import StoreConsensus
-from trainer_bridge.sync.shards import SourceShard, dot, fsdp_shards
+from trainer_bridge.sync.agree import Agreement, group_agreement
+from trainer_bridge.sync.shards import SourceShard, fsdp_shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
 # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just
@@ -235,30 +235,16 @@ def _figures(
 
 def _all_cases(rank: int, scale: SyncScale, cases: Sequence[Case]) -> list[list[dict[str, float]]]:
     """Of each case, the rounds; in one start, for joining NCCL takes seconds."""
-    consensus = _consensus(rank)
-    return [_two_gpus(rank, scale, case, consensus) for case in cases]
+    ranks = group_agreement(dist.group.WORLD)
+    return [_two_gpus(rank, scale, case, ranks) for case in cases]
 
 
-def _consensus(rank: int) -> StoreConsensus:
-    """Over a TCP store, as torchrun gives it; the group's own is a file here, which is polled."""
-    here: list[Any] = [None, secrets.token_bytes(32)]
-    if rank == 0:
-        store = open_store("127.0.0.1")
-        here[0] = store.port
-    dist.broadcast_object_list(here)
-    if rank:
-        store = dist.TCPStore("127.0.0.1", here[0], is_master=False, wait_for_workers=False)
-    return StoreConsensus(store, rank, RANKS, key=here[1])
-
-
-def _two_gpus(
-    rank: int, scale: SyncScale, case: Case, consensus: StoreConsensus
-) -> list[dict[str, float]]:
+def _two_gpus(rank: int, scale: SyncScale, case: Case, ranks: Agreement) -> list[dict[str, float]]:
     device = scale.place(rank)
     shards, tensors = _shards(rank, case, device)
     saver = memsaver.MemorySaver(device=device)
     engine = _engine(scale, case, saver)
-    sync = WeightSync(shards, lambda: tensors, [engine], consensus, place=place_of(device))
+    sync = WeightSync(shards, lambda: tensors, [engine], ranks, place=place_of(device))
     # apart: who asks for the use all the time slows mapping down
     rise = rise_of(device, lambda: [sync.sync(version) for version in range(WARMUP)])
     rows = []

@@ -15,8 +15,8 @@ from memsaver.content.on_disk import DiskBackup
 from memsaver.errors import BackendError
 from memsaver.memory.backend import Backend, Waitable
 from memsaver.memory.pinned_arena import PinnedArena
-from memsaver.ops.digest import Digest
 from memsaver.ops.layout import Ranges, joined, round_up
+from memsaver.ops.rows import Digest
 from memsaver.system.interrupts import Finalizer
 
 _ALIGNMENT = 64

@@ -1,0 +1,1 @@
+"""Bulk copies and digests of strided elements, in one pass over memory."""

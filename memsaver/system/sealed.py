@@ -12,11 +12,13 @@ import dataclasses
 import hmac
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 _MAC_LETTERS = 64
 
@@ -127,16 +129,37 @@ def all_gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list
     """
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    mine = torch.frombuffer(bytearray(_VALUES.text(value).encode()), dtype=torch.uint8).to(device)
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    lengths[dist.get_rank(group)] = len(mine)
-    dist.all_reduce(lengths, group=group)
+    group = group or dist.group.WORLD
+    assert group is not None
+    return [_VALUES.value(text) for text in gather_texts(_VALUES.text(value), group, device)]
+
+
+def gather_texts(
+    text: str,
+    group: dist.ProcessGroup,
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+) -> list[str]:
+    """Return every rank's text, by rank.
+
+    Args:
+        text: This rank's.
+        group: All of its ranks call this.
+        device: Where the group exchanges tensors; None: the CPU.
+        timeout: Of each of two collectives; None: the group's.
+    """
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    lengths[group.rank()] = len(mine)
+    summing, gathering = AllreduceOptions(), AllgatherOptions()
+    if timeout is not None:
+        summing.timeout = gathering.timeout = timeout
+    group.allreduce([lengths], summing).wait()
     sizes = lengths.tolist()
     padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    texts = [
+    group.allgather([parts], [padded], gathering).wait()
+    return [
         part[:size].cpu().numpy().tobytes().decode()
         for part, size in zip(parts, sizes, strict=True)
     ]
-    return [_VALUES.value(text) for text in texts]

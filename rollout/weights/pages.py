@@ -5,17 +5,15 @@ still served; and the trainer's, where nothing is written or copied, and two tag
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.content_watch import lost_by_others
-from memsaver.ops.digest import BytesDigest
-from memsaver.ops.layout import grids, row_major
-from memsaver.ops.segments import Segment
+from memsaver.ops.layout import row_major
+from memsaver.ops.rows import RowCopies, Rows, box_rows, dot
 from rollout.types import WEIGHTS_SHADOW, Manifest, ParamSlice
 
 
@@ -50,7 +48,7 @@ class WeightPages:
         self._version: int | None = None
         self._reason = "the weights were never loaded; commit a weight update"
         self._watch = ContentWatch(saver, tag)
-        self._digest: tuple[frozenset[str], BytesDigest] | None = None
+        self._digest: tuple[frozenset[str], RowCopies] | None = None
 
     @property
     def arena(self) -> Tensor:
@@ -116,8 +114,8 @@ class WeightPages:
         # offsets are fixed: tables are made once
         if self._digest is None or self._digest[0] != wanted:
             pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
-            segments = chain.from_iterable(_segments(piece, self._base) for piece in pieces)
-            self._digest = wanted, BytesDigest(list(segments), self._arena.device)
+            rows = [_rows(piece, self._base) for piece in pieces]
+            self._digest = wanted, RowCopies(rows, self._arena.device)
         return self._digest[1].run(arena)
 
     def box(self, piece: ParamSlice) -> Tensor:
@@ -126,10 +124,6 @@ class WeightPages:
         place = self._arena[piece.offset - self._base :]
         whole = place[: place.numel() // _dtype(piece).itemsize * _dtype(piece).itemsize]
         return whole.view(_dtype(piece)).as_strided(piece.shape, strides)
-
-
-def dot(position: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(at * stride for at, stride in zip(position, strides, strict=True))
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:
@@ -146,23 +140,19 @@ def _dtype(piece: ParamSlice) -> torch.dtype:
     return dtype
 
 
-def _segments(piece: ParamSlice, base: int) -> Iterator[Segment]:
-    """The elements of a slice, with their numbers in the whole parameter; byte offsets count from
-    byte `base`.
+def _rows(piece: ParamSlice, base: int) -> Rows:
+    """Return the elements of a slice, with their numbers in the whole parameter; byte offsets count
+    from byte `base`.
     """
-    dtype = _dtype(piece)
     numbers = row_major(piece.global_shape)
-    first = piece.index_base + dot(piece.start, numbers)
-    for grid in grids(piece.shape, piece.strides or row_major(piece.shape), numbers):
-        yield Segment(
-            dtype=dtype,
-            target=piece.offset - base + grid.starts[0] * dtype.itemsize,
-            count=grid.width,
-            index_base=first + grid.starts[1],
-            rows=grid.rows,
-            target_pitch=grid.pitches[0],
-            index_pitch=grid.pitches[1],
-        )
+    return box_rows(
+        piece.shape,
+        _dtype(piece),
+        offset=piece.offset - base,
+        strides=piece.strides or row_major(piece.shape),
+        index=piece.index_base + dot(piece.start, numbers),
+        index_strides=numbers,
+    )
 
 
 class ShadowPages:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from memsaver.ops.layout import round_up, row_major
+from memsaver.ops.rows import dot
 from rollout.model.params import FilePiece, Param, ParamGroup, Stored, is_unused, spellings
 from rollout.types import WEIGHTS, Manifest, ModuleTensor, ParamSlice
-from rollout.weights.pages import WeightPages, dot, shorten
+from rollout.weights.pages import WeightPages, shorten
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from tests.helpers.trainer_bridge.hooked import half_written
 from trainer_bridge.remote.actor import TrainerActor
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
@@ -18,11 +19,12 @@ def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
 
     class Dying(TrainerActor):
         def sync_weights(self, version: int) -> SyncReceipt:
-            def die(done: int, total: int) -> None:
-                if done >= total // 2 and self.held.rank == rank and version >= first:
+            def die() -> None:
+                if self.held.rank == rank and version >= first:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            return self.held.sync_weights(version, on_part=die)
+            with half_written(die):
+                return self.held.sync_weights(version)
 
         def nap(self) -> None:
             time.sleep(2)
@@ -38,11 +40,12 @@ def killing_trainer() -> type[TrainerActor]:
             self.victim = pid
 
         def sync_weights(self, version: int) -> SyncReceipt:
-            def kill(done: int, total: int) -> None:
-                if done >= total // 2 and (victim := self.__dict__.pop("victim", None)):
+            def kill() -> None:
+                if victim := self.__dict__.pop("victim", None):
                     os.kill(victim, signal.SIGKILL)
 
-            return self.held.sync_weights(version, on_part=kill)
+            with half_written(kill):
+                return self.held.sync_weights(version)
 
     return Killing
 

@@ -17,7 +17,7 @@ import memsaver
 from memsaver import LeaseCache, LeaseError, Ticket
 from memsaver.memory.backend import Backend
 from memsaver.memory.memfd import HostBackend
-from memsaver.ops.digest import digest
+from memsaver.ops.rows import digest
 from memsaver.sharing import client as peer
 from memsaver.system.machine import device_key
 from tests.helpers.memory import process_bytes

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from memsaver import MemorySaver
-from memsaver.ops.digest import digest
+from memsaver.ops.rows import digest
 from rollout.model.decoder import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
 from rollout.types import WEIGHTS

@@ -25,6 +25,7 @@ from tests.helpers.memory import family_bytes, memory_maps, settled_fds
 from tests.helpers.peers import Gone, Peer
 from tests.helpers.rollout.answers import ids
 from tests.helpers.trainer_bridge.engines import PipedEngine
+from tests.helpers.trainer_bridge.hooked import half_written
 from tests.helpers.trainer_bridge.layouts import (
     decoder_groups,
     manifest,
@@ -34,6 +35,7 @@ from tests.helpers.trainer_bridge.layouts import (
 )
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
+from trainer_bridge.sync import relay
 from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.training.device import side_by_side
 
@@ -117,28 +119,18 @@ def test_params_come_back_as_the_last_answers_leave_room(
         trainer.update_actor(make_batch(4))
 
 
-def test_a_sync_that_breaks_poisons_the_engine(
-    model_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_that_breaks_poisons_the_engine(model_path: str) -> None:
     with open_inprocess(config(model_path), ENGINE) as (trainer, engine):
-        write = trainer.sync_weights
 
-        def broken(version: int) -> Any:
-            def stop(done: int, total: int) -> None:
-                if done == total // 2:
-                    raise RuntimeError("cosmic ray")
+        def stop() -> None:
+            raise RuntimeError("cosmic ray")
 
-            return write(version, on_part=stop)
-
-        monkeypatch.setattr(trainer, "sync_weights", broken)
-        with pytest.raises(
-            CycleError, match="stage 'sync_weights' failed: RuntimeError: cosmic ray"
-        ):
+        failed = "stage 'sync_weights' failed: RuntimeError: cosmic ray"
+        with pytest.raises(CycleError, match=failed), half_written(stop):
             Cycle(trainer, engine).to_rollout(1)
         engine.wake_up()
         with pytest.raises(StateError, match="sync_weights.*cosmic ray"):
             engine.generate(PROMPTS, SAMPLED)
-        monkeypatch.undo()
         engine.sleep(level=2)
         trainer.reload()
         Cycle(trainer, engine).to_rollout(2)
@@ -173,30 +165,25 @@ def test_by_handle_and_by_pages_is_the_same(
     make_trainer: Callable[..., Trainer],
     device: str,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = make_trainer(model_path, device=device)
-    assert trainer.transports == ()
     with contextlib.closing(MemorySaver(device=device)) as saver:
         engine = Engine.from_pretrained(model_path, device=device, saver=saver, **ENGINE)
         with caplog.at_level(logging.WARNING, "memsaver"):
             trainer.connect([engine])
-            assert [each.kind for each in trainer.transports] == ["pages"] and not caplog.messages
+            assert not caplog.messages
             mapped = trainer.sync_weights(1, shadow=shadow)
             before = tokens_of(engine)
-            trainer.connect([engine], transport="handle")
-        (handle,) = trainer.transports
-        assert (handle.kind, handle.nbytes, handle.reason) == ("handle", mapped.nbytes, "asked for")
-        assert caplog.messages == [
-            str(handle)
-        ] and "by handle over the handle instead of mapped pages" in str(handle)
+            monkeypatch.setattr(relay, "obstacle", lambda place, target: "it is far")
+            trainer.connect([engine])
+        assert caplog.messages == ["weight sync by messages for rank->target 0->0: it is far"]
         if not shadow:
             engine.sleep(2)
             engine.wake_up()
         receipt = trainer.sync_weights(2, shadow=shadow)
         assert (receipt.digests, receipt.nbytes) == (mapped.digests, mapped.nbytes)
         assert tokens_of(engine) == before
-        with pytest.raises(ValueError, match="each rank speaks for all targets that it writes"):
-            trainer.connect([engine], transport="relay")
         del engine
 
 

@@ -340,13 +340,6 @@ def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
     check(5, whole)
     trainer.connect([engine])  # anew: what was written before is not known
     check(6, whole)
-    named: Any = dict(trainer.model.named_parameters())
-    named["model.layers.1.mlp.down_proj.lora_b"].detach().to_local()[3, 2] = math.nan
-    with pytest.raises(
-        ValueError, match=r"the adapter of model\.layers\.1\.mlp\.down_proj\.weight has NaN"
-    ):
-        trainer.sync_weights(7, check_finite=True)
-    assert engine.served_version() == 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -365,7 +358,7 @@ def test_engines_get_merged_experts_and_later_those_alone(
     for version, elements in ((1, whole), (2, changed), (3, changed)):
         trainer.update_actor(make_batch(5, seed=version))
         nbytes = elements * getattr(torch, dtype).itemsize
-        assert trainer.sync_weights(version, check_finite=True).nbytes == nbytes
+        assert trainer.sync_weights(version).nbytes == nbytes
         found = weights(engine)
         for name, value in merged(trainer, getattr(torch, dtype)).items():
             assert torch.equal(found[name], value), name

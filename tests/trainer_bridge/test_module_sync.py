@@ -80,7 +80,7 @@ def test_parameters_without_adjacent_elements_are_served(device: str, tmp_path: 
             param.data = param.data.repeat_interleave(2)[::2]
         assert not param.is_contiguous()
     engine = engine_of(str(tmp_path), device)
-    module_sync(params, [engine]).sync(1, check_finite=True)
+    module_sync(params, [engine]).sync(1)
     assert serves(engine, params)
 
 
@@ -163,10 +163,6 @@ def test_router_bias_that_moves_is_served(how: str, shadow: bool, tmp_path: Path
     sync.sync(2, shadow=shadow)
     assert not torch.equal(served, before)
     assert torch.equal(served, gate.e_score_correction_bias)
-    gate.e_score_correction_bias[0] = torch.nan
-    with pytest.raises(ValueError, match=f"{BIAS} has NaN"):
-        sync.sync(3, check_finite=True)
-    assert bool(served.isfinite().all()) and engine.served_version() == 2
 
 
 def test_router_bias_that_is_not_passed_is_served_once(

@@ -137,9 +137,9 @@ def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([at(0, (0, 0), (2, 4))], r"a: element \(2, 0\) is held by no rank"),
-        ([at(0, (2, 0), (2, 4)), at(1, (0, 0), (2, 2))], r"a: element \(0, 2\) is held by no rank"),
-        ([at(0, (0, 0), (4, 0))], r"a: element \(0, 0\) is held by no rank"),
+        ([at(0, (0, 0), (2, 4))], "a: 8 of 16 elements are held by no rank"),
+        ([at(0, (2, 0), (2, 4)), at(1, (0, 0), (2, 2))], "a: 4 of 16 elements are held by no rank"),
+        ([at(0, (0, 0), (4, 0))], "a: 16 of 16 elements are held by no rank"),
         (
             [at(0, (0, 0), (3, 4)), at(1, (2, 0), (2, 4))],
             r"element \(2, 0\) is held by ranks 0 and 1",

@@ -21,7 +21,7 @@ from rollout.model.params import shard_groups
 from rollout.types import ParamSlice
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
-from tests.helpers.trainer_bridge.hooked import HookedConsensus
+from tests.helpers.trainer_bridge.hooked import HookedAgreement
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of, digest_of
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
 from tests.helpers.trainer_bridge.sync_cases import (
@@ -125,7 +125,7 @@ class World:
                     return
 
         ranks = [trainer.rank for trainer in self.trainers]
-        outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedConsensus)
+        outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedAgreement)
         for problem in (*problems, *outcomes):
             if problem is not None:
                 # They hold tensors, and those hold savers.
@@ -149,7 +149,7 @@ class World:
             ):
                 raise OSError("cosmic ray")
 
-        rank.consensus.hook = strike
+        rank.agreement.hook = strike
         try:
             return rank.sync.sync(self.version + 1, shadow=step.shadow, names=step.some)
         except Exception as error:

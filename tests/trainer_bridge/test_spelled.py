@@ -14,7 +14,7 @@ from rollout.model import spellings
 from rollout.model.params import one, shard_groups
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
-from tests.helpers.trainer_bridge.hooked import HookedConsensus
+from tests.helpers.trainer_bridge.hooked import HookedAgreement
 from tests.helpers.trainer_bridge.layouts import HEAD_DIM, box_of, manifests
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
@@ -91,7 +91,7 @@ def test_experts_by_name_arrive_stacked(data: st.DataObject) -> None:
         here = named(held[place], way)
         for shard in mine:
             here[shard.name][box_of(shard)] = 1
-    receipts = in_ranks(ranks, sync, shards, 60.0, HookedConsensus)
+    receipts = in_ranks(ranks, sync, shards, 60.0, HookedAgreement)
     assert all(isinstance(receipt, SyncReceipt) for receipt in receipts), receipts
     least = nbytes = 0
     for engine in engines:

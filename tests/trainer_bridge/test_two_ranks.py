@@ -155,7 +155,7 @@ def adapted_experts(path: str) -> dict[str, Any]:
     engines = connected(other, path)
     result: dict[str, Any] = {"metrics": learn(other), "learned": bits(other, whole=True)}
     other.save_checkpoint(f"{path}/adapters")
-    other.sync_weights(1, check_finite=True)
+    other.sync_weights(1)
     found, held = [weights(engine) for engine in engines], whole(other)
     merged = {name: value for name, value in held.items() if "lora_" not in name}
     for name in merged:

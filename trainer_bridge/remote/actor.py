@@ -6,11 +6,9 @@ first needed.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from memsaver import MemorySaver
@@ -21,7 +19,6 @@ from rollout.types import Completion, Manifest, PackedBox, SamplingParams
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import reserve_offload
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup
-from trainer_bridge.sync.agree import group_consensus
 from trainer_bridge.trainer import Trainer
 
 
@@ -47,14 +44,12 @@ class TrainerActor(ActorBase):
     ) -> None:
         """Make the trainer. address: this one's among several ranks. The rest is `Trainer`'s."""
         self._join(address, self.config.device)
-        self._key = None if address is None else address.key
         saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
     def connect(self, rollout: RemoteRollout) -> None:
         """Speak for that engine rank; the ranks agree over their process group."""
-        assert dist.group.WORLD is not None
-        self.held.connect([rollout], group_consensus(dist.group.WORLD, key=self._key))
+        self.held.connect([rollout])
 
 
 class RemoteTrainer(RemoteGroup):
@@ -168,8 +163,7 @@ def addresses(ranks: RemoteGroup) -> list[RankAddress | None]:
         return [None]
     host, port = ranks.each()[0].call("meet")
     size, seconds = len(ranks.ranks), ranks.timeout
-    key = secrets.token_bytes(32)
     return [
-        RankAddress(host=host, port=port, rank=rank, size=size, seconds=seconds, key=key)
+        RankAddress(host=host, port=port, rank=rank, size=size, seconds=seconds)
         for rank in range(size)
     ]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from memsaver import MemorySaver
-from memsaver.ops.digest import Digest
 from memsaver.ops.layout import row_major
+from memsaver.ops.rows import Digest
 from rollout.protocols import UpdatableEngine
 from rollout.types import CommitReceipt, Manifest, ParamSlice
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.agree import Alone, Consensus
+from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_values, places
 
 
@@ -38,7 +38,7 @@ class PageAlias:
         layout: Manifest,
         sources: Callable[[], Mapping[str, Tensor]],
         targets: Sequence[UpdatableEngine],
-        consensus: Consensus | None = None,
+        agreement: Agreement | None = None,
         buffers: Sequence[str] = (),
     ) -> None:
         """tag: on which the parameters lie as `layout` says. sources: the parameters, whole, by
@@ -52,7 +52,7 @@ class PageAlias:
         self._targets = tuple(targets)
         self._names = tuple(buffers)
         self._buffers: dict[str, Tensor] = {}
-        self._consensus = consensus or Alone()
+        self._agreement = agreement or Agreement()
         self._of: object = None  # where the parameters were the last time
         self._digest: Digest | None = None
         self._verified = False
@@ -70,12 +70,12 @@ class PageAlias:
         """
         started, stages = time.perf_counter(), dict[str, float]()
         thorough = not self._verified if verify is None else verify
-        digests = self._consensus.agree("prepare", lambda: self._prepare(version, thorough))
+        digests = self._agreement.agree("prepare", lambda: self._prepare(version, thorough))
         stages["prepare"] = time.perf_counter() - started
         asked: list[UpdatableEngine] = []
         try:
-            made = self._consensus.agree(
-                "alias", lambda: self._alias(version, digests[self._consensus.rank], asked)
+            made = self._agreement.agree(
+                "alias", lambda: self._alias(version, digests[self._agreement.rank], asked)
             )
         except BaseException as error:
             abort_all(asked, error)
@@ -175,7 +175,7 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
 
 
 def parts(layout: Manifest, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """Makes what `memsaver.ops.digest.Digest` takes: parameters, numbers of first elements."""
+    """Makes what `memsaver.ops.rows.Digest` takes: parameters, numbers of first elements."""
     numbers = {piece.name: piece.index_base for piece in layout.slices}
     return [(tensor, numbers[layout.aliases.get(name, name)]) for name, tensor in tensors.items()]
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from memsaver.system.machine import place_of
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
-from trainer_bridge.sync.agree import Alone, group_consensus
+from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.shards import SourceShard, dtensor_shards
 from trainer_bridge.sync.weight_sync import WeightSync
 
@@ -59,10 +59,7 @@ class Shards:
 
 
 def module_sync(
-    params: nn.Module | Mapping[str, Tensor],
-    targets: Sequence[UpdatableEngine],
-    *,
-    transport: str = "auto",
+    params: nn.Module | Mapping[str, Tensor], targets: Sequence[UpdatableEngine]
 ) -> WeightSync:
     """Make the sync of any module's parameters, FSDP2's or plain ones, with the rollouts that this
     rank speaks for; every rank calls it.
@@ -72,7 +69,6 @@ def module_sync(
             checkpoint name. Parameters may change in place, move, and take other strides. Buffers
             that rollouts compute with (router biases) come with a module; a mapping may name them.
         targets: The rollouts, or handles on them.
-        transport: See `WeightSync`.
 
     Raises:
         ValueError: Lists what does not fit, and names what is computed of a parameter: it would
@@ -80,15 +76,12 @@ def module_sync(
     """
     module = params
     shards = Shards(lambda: _named(module) if isinstance(module, nn.Module) else module)
-    group = dist.group.WORLD if dist.is_initialized() else None
     sync = WeightSync(
         shards.described(),
         shards.tensors,
         targets,
-        Alone() if group is None else group_consensus(group),
+        group_agreement(dist.group.WORLD if dist.is_initialized() else None),
         place=place_of(next(iter(shards.tensors().values())).device),
-        transport=transport,
-        group=group,
     )
     if isinstance(params, Mapping):
         computed = [name for name, param in params.items() if not isinstance(param, nn.Parameter)]

@@ -1,4 +1,4 @@
-"""Plans which elements of which shard go to which bytes of the rollout's weights. Plain data in,
+"""SyncPlan which elements of which shard go to which bytes of the rollout's weights. Plain data in,
 plain data out: no tensors.
 
 Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in
@@ -14,14 +14,24 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import Self
 
 from memsaver.ops.layout import row_major
+from memsaver.ops.rows import Rows, box_rows, dot
 from rollout.model import Stored, spellings
 from rollout.types import Manifest, ParamSlice
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.shards import Box, Ints, SourceShard, difference, dot, itemsize
-from trainer_bridge.sync.spread import Cut, Deal, Sources, Spread, deal
+from trainer_bridge.sync.shards import (
+    Box,
+    Held,
+    Ints,
+    SourceShard,
+    cover,
+    difference,
+    holders,
+    itemsize,
+    torch_dtype,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,7 @@ class Copy:
         return math.prod(self.shape) * self.itemsize
 
     def part(self, dim: int, first: int, size: int) -> Self:
-        """Returns what is at `first` to `first + size` of dimension `dim` of the box."""
+        """Return what is at `first` to `first + size` of dimension `dim` of the box."""
         return replace(
             self,
             start=_with(self.start, dim, self.start[dim] + first),
@@ -75,13 +85,8 @@ def _with(values: Ints, at: int, value: int) -> Ints:
     return (*values[:at], value, *values[at + 1 :])
 
 
-class _Part(NamedTuple):
-    """One slice of one manifest: the targets that have it, and who sends what of it."""
-
-    name: str
-    piece: ParamSlice
-    targets: Ints
-    dealt: Deal
+Sends = Mapping[tuple[int, int], Sequence[tuple[Box, Box]]]
+"""Who sends what of one slice: (rank, target) -> (box that is sent, box that the rank holds)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,29 +95,45 @@ class SyncPlan:
     exactly once.
 
     layout_hash: of the targets, of all shards and of where they are; ranks with the same one have
-    the same plan. nbytes: of parameters, one entry a target. link_bytes: (rank, target) -> bytes
-    written to another device. parts: the slices with who sends what of them.
+    the same plan. slices: (the trainer's name, slice, targets that have it, who sends what of it to
+    them). traffic: (rank, target) -> bytes that are written.
     """
 
     layout_hash: str
     targets: Sequence[Target]
     places: Sequence[str]
-    nbytes: Ints
-    link_bytes: dict[tuple[int, int], int]
-    parts: Sequence[_Part]
+    slices: Sequence[tuple[str, ParamSlice, Ints, Sends]]
+    traffic: Mapping[tuple[int, int], int]
+
+    @property
+    def nbytes(self) -> Ints:
+        """Return the bytes of parameters, one entry a target."""
+        nbytes = [0] * len(self.targets)
+        for (_, target), size in self.traffic.items():
+            nbytes[target] += size
+        return tuple(nbytes)
+
+    @property
+    def link_bytes(self) -> dict[tuple[int, int], int]:
+        """Return the traffic from one device to another."""
+        return {
+            (rank, target): size
+            for (rank, target), size in self.traffic.items()
+            if self.places[rank] != self.targets[target].place
+        }
 
     def copies(self, rank: int) -> list[Copy]:
-        """Returns what one rank writes: first to its own device, then to others, target after
-        target in order of bytes.
+        """Return what one rank writes: first to its own device, then to others, target after target
+        in order of bytes.
 
-        Each rank begins with another target, so that they do not all write to the same one. The
-        list is made anew by each call.
+        Each rank begins with another target, so that they do not all write to the same one. Each
+        call makes a new list.
         """
         found: dict[int, list[Copy]] = defaultdict(list)
-        for part in self.parts:
-            for target in part.targets:
-                if cuts := part.dealt.get((rank, target)):
-                    found[target] += _copies(part, cuts, rank, target)
+        for name, piece, targets, sends in self.slices:
+            for target in targets:
+                for sent, held in sends.get((rank, target), ()):
+                    found[target].append(_copy(name, piece, sent, held, rank, target))
         count = len(self.targets)
         order = sorted(
             found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count)
@@ -121,176 +142,208 @@ class SyncPlan:
         return list(chain.from_iterable(by_offset))
 
 
+def _copy(name: str, piece: ParamSlice, sent: Box, held: Box, rank: int, target: int) -> Copy:
+    strides, numbers = _strides(piece), row_major(piece.global_shape)
+    within = difference(sent.start, piece.start)
+    return Copy(
+        rank=rank,
+        target=target,
+        name=name,
+        start=difference(sent.start, held.start),
+        shape=sent.shape,
+        dtype=piece.dtype,
+        offset=piece.offset + dot(within, strides) * itemsize(piece.dtype),
+        strides=strides,
+        index_base=piece.index_base + dot(sent.start, numbers),
+        index_strides=numbers,
+    )
+
+
 class Planner:
-    """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets."""
+    """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets.
+
+    The layers of a model repeat each other: what is worked out here is worked out once for a kind
+    of parameter.
+    """
 
     def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
-        """places: the device of every rank. A shard may be given twice: ranks just join lists."""
-        self._sources = Sources(shards, places)
+        """Take the shards of all ranks.
+
+        Args:
+            shards: A shard may be given twice: ranks just join lists.
+            places: The device of every rank.
+
+        Raises:
+            ValueError: A rank that holds shards has no place.
+        """
+        parts: dict[str, set[SourceShard]] = defaultdict(set)
+        for shard in shards:
+            parts[shard.name].add(replace(shard, name="", dtype=""))
+        ranks = {shard.rank for shard in chain.from_iterable(parts.values())}
+        if missing := {rank for rank in ranks if not 0 <= rank < len(places)}:
+            text = f"ranks {sorted(missing)} hold shards, but places lists {len(places)}"
+            raise ValueError(f"{text}; one a rank is needed")
+        self._places = tuple(places)
+        # (shape, who holds what, or what is wrong) of each parameter
+        self._parameters: dict[str, tuple[Ints, Held, str]] = {}
+        self._key = self._take(parts)
         self._plans: dict[object, SyncPlan] = {}
 
-    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> SyncPlan:
-        """names: only these parameters are written, by either side's names; None: all.
+    def _take(self, parts: Mapping[str, set[SourceShard]]) -> str:
+        """Note who holds what; return a hash of it."""
+        kinds: dict[frozenset[SourceShard], tuple[Held, str]] = {}
+        digest = hashlib.sha256(repr(self._places).encode())
+        for name in sorted(parts):
+            kind = frozenset(parts[name])
+            if kind not in kinds:
+                kinds[kind] = _held(kind)
+            shape = next(iter(kind)).global_shape
+            self._parameters[name] = shape, *kinds[kind]
+            digest.update(repr((name, self._parameters[name])).encode())
+        return digest.hexdigest()
 
-        Raises a ValueError that lists what does not fit: missing, extra or doubled names, shapes,
-        parts, bytes.
+    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> SyncPlan:
+        """Return the plan for these targets, made once.
+
+        Args:
+            targets: What is written.
+            names: Only these parameters are written, by either side's names; None: all.
+
+        Raises:
+            ValueError: Lists what does not fit: missing, extra or doubled names, shapes, parts,
+                bytes.
         """
         layouts = tuple((target.manifest.layout_hash, target.place) for target in targets)
         chosen = None if names is None else tuple(sorted(set(names)))
         if (layouts, chosen) not in self._plans:
-            text = repr((self._sources.key, layouts, chosen))
-            layout_hash = hashlib.sha256(text.encode()).hexdigest()
-            self._plans[layouts, chosen] = _Planning(self._sources, targets, chosen).plan(
-                layout_hash
-            )
+            self._plans[layouts, chosen] = self._make(targets, chosen, repr((layouts, chosen)))
         return self._plans[layouts, chosen]
 
-
-class _Planning:
-    """One plan in the making."""
-
-    def __init__(
-        self, sources: Sources, targets: Sequence[Target], names: Collection[str] | None
-    ) -> None:
-        self._sources = sources
-        self._targets = targets
-        self._target_places = [target.place for target in targets]
-        self._names = names
-        self._problems: list[str] = []
-        self._deals: dict[tuple[int, Box, Ints, int], Deal] = {}
-        self._parts: list[_Part] = []
-        self._like: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
-        for i, target in enumerate(targets):
-            self._like[target.manifest.layout_hash].append(i)
-        manifests = [targets[like[0]].manifest for like in self._like.values()]
-        self._manifests = spelled(manifests, sources.spreads.keys())
-        slices = chain.from_iterable(manifest.slices for manifest in self._manifests)
-        self._anywhere = {piece.name for piece in slices}
-
-    def plan(self, layout_hash: str) -> SyncPlan:
-        slices: dict[tuple[str, Box], list[tuple[ParamSlice, str]]] = defaultdict(list)
-        for manifest in self._manifests:
-            for name, piece in self._named_slices(manifest):
-                if self._fits(name, piece):
-                    box = Box(piece.start, piece.shape)
-                    slices[name, box].append((piece, manifest.layout_hash))
-        if self._problems:
-            rule = "the trainer's weights do not fit the rollout's, nothing was written"
-            raise ValueError(f"{rule}: {listed(list(dict.fromkeys(self._problems)))}")
-        kinds: Counter[tuple[int, Box, Ints]] = Counter()
-        for (name, box), pieces in slices.items():
-            spread = self._sources.spreads[name]
-            like = (self._like[layout] for _, layout in pieces)
-            targets = tuple(sorted(chain.from_iterable(like)))
-            kind = (id(spread), box, targets)
-            dealt = self._deal(spread, box, targets, kinds[kind] % spread.replicas)
-            kinds[kind] += 1
-            self._parts += [
-                _Part(name, piece, tuple(self._like[layout]), dealt) for piece, layout in pieces
-            ]
+    def _make(self, targets: Sequence[Target], names: Sequence[str] | None, key: str) -> SyncPlan:
+        alike: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
+        for number, target in enumerate(targets):
+            alike[target.manifest.layout_hash].append(number)
+        manifests = [targets[numbers[0]].manifest for numbers in alike.values()]
+        places = [target.place for target in targets]
+        turns: Counter[object] = Counter()
+        made: dict[object, Sends] = {}
+        slices: list[tuple[str, ParamSlice, Ints, Sends]] = []
+        traffic: Counter[tuple[int, int]] = Counter()
+        for name, piece, layout in self._fitting(spelled(manifests, self._parameters), names):
+            held, numbers = self._parameters[name][1], tuple(alike[layout])
+            box = Box(piece.start, piece.shape)
+            kind = id(held), box, numbers
+            turn = turns[kind] % max(len(ranks) for _, ranks in held)
+            turns[kind] += 1
+            if (kind, turn) not in made:
+                made[kind, turn] = self._sends(box, held, numbers, places, turn)
+            sends, size = made[kind, turn], itemsize(piece.dtype)
+            slices.append((name, piece, numbers, sends))
+            for pair, boxes in sends.items():
+                traffic[pair] += sum(sent.volume for sent, _ in boxes) * size
         return SyncPlan(
-            layout_hash=layout_hash,
-            targets=self._targets,
-            places=self._sources.places,
-            nbytes=self._nbytes(),
-            link_bytes=self._link_bytes(),
-            parts=self._parts,
+            layout_hash=hashlib.sha256(f"{self._key} {key}".encode()).hexdigest(),
+            targets=targets,
+            places=self._places,
+            slices=slices,
+            traffic=traffic,
         )
 
-    def _named_slices(self, manifest: Manifest) -> list[tuple[str, ParamSlice]]:
-        """Returns (the trainer's name, slice) of what is written; notes what does not fit."""
+    def _fitting(
+        self, manifests: Sequence[Manifest], names: Collection[str] | None
+    ) -> list[tuple[str, ParamSlice, str]]:
+        """Return (the trainer's name, slice, hash of its layout) of what is written. A ValueError
+        lists what does not fit.
+        """
+        slices = chain.from_iterable(manifest.slices for manifest in manifests)
+        anywhere = {piece.name for piece in slices}
+        fitting: list[tuple[str, ParamSlice, str]] = []
+        problems: list[str] = []
+        for manifest in manifests:
+            sources, wanted = self._by_stored_name(manifest, names)
+            problems += name_problems(sources, manifest, anywhere, wanted)
+            problems += byte_problems(manifest)
+            for piece in manifest.slices:
+                theirs = sources.get(piece.name, ())
+                if len(theirs) != 1 or not math.prod(piece.shape):
+                    continue
+                if problem := self._misfit(theirs[0], piece):
+                    problems.append(f"{piece.name}: {problem}")
+                fitting.append((theirs[0], piece, manifest.layout_hash))
+        if problems:
+            rule = "the trainer's weights do not fit the rollout's, nothing was written"
+            raise ValueError(f"{rule}: {listed(list(dict.fromkeys(problems)))}")
+        return fitting
+
+    def _by_stored_name(
+        self, manifest: Manifest, names: Collection[str] | None
+    ) -> tuple[dict[str, list[str]], set[str] | None]:
+        """Return stored name -> the trainer's names for it, of what is written; and the stored
+        names that are wanted, None: all.
+        """
         stored = manifest.aliases
-        wanted = None if self._names is None else {stored.get(name, name) for name in self._names}
+        wanted = None if names is None else {stored.get(name, name) for name in names}
         sources: dict[str, list[str]] = defaultdict(list)
-        for name in self._sources.spreads:
+        for name in self._parameters:
             if wanted is None or stored.get(name, name) in wanted:
                 sources[stored.get(name, name)].append(name)
-        self._problems += name_problems(sources, manifest, self._anywhere, wanted)
-        self._problems += byte_problems(manifest)
-        if wanted is not None:
-            known = {piece.name for piece in manifest.slices}
-            known |= manifest.modules.keys() | sources.keys()
-            self._problems += [f"unknown to both sides: {name}" for name in sorted(wanted - known)]
-        pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
-        return [
-            (sources[piece.name][0], piece)
-            for piece in pieces
-            if len(sources.get(piece.name, [])) == 1
-        ]
+        return sources, wanted
 
-    def _fits(self, name: str, piece: ParamSlice) -> bool:
-        spread = self._sources.spreads[name]
-        problem = spread.problem
-        if problem is None and spread.shape != piece.global_shape:
-            problem = f"shape {spread.shape} in the trainer, {piece.global_shape} in the rollout"
-        if problem is None and (at := spread.gap(Box(piece.start, piece.shape))) is not None:
-            problem = f"element {at} is held by no rank"
-        if problem is not None:
-            self._problems.append(f"{piece.name}: {problem}")
-        return problem is None
+    def _misfit(self, name: str, piece: ParamSlice) -> str | None:
+        shape, held, problem = self._parameters[name]
+        if problem:
+            return problem
+        if shape != piece.global_shape:
+            return f"shape {shape} in the trainer, {piece.global_shape} in the rollout"
+        box = Box(piece.start, piece.shape)
+        lacking = box.volume - sum(common.volume for common, _, _ in cover(box, held))
+        return f"{lacking} of {box.volume} elements are held by no rank" if lacking else None
 
-    def _deal(self, spread: Spread, box: Box, targets: Ints, turn: int) -> Deal:
-        key = (id(spread), box, targets, turn)
-        if key not in self._deals:
-            self._deals[key] = deal(
-                spread.cuts(box), targets, self._target_places, self._sources.places, turn
-            )
-        return self._deals[key]
+    def _sends(
+        self, box: Box, held: Held, targets: Ints, target_places: Sequence[str], turn: int
+    ) -> Sends:
+        """Choose one holder of each part of the box for each of `targets`: one on the target's
+        device, else holders in turn.
 
-    def _nbytes(self) -> Ints:
-        nbytes = [0] * len(self._targets)
-        for part in self._parts:
-            size = math.prod(part.piece.shape) * itemsize(part.piece.dtype)
-            for target in part.targets:
-                nbytes[target] += size
-        return tuple(nbytes)
-
-    def _link_bytes(self) -> dict[tuple[int, int], int]:
-        """Each deal is looked at once for all layers that share it."""
-        times: Counter[tuple[int, Ints, int]] = Counter()
-        dealt = {id(part.dealt): part.dealt for part in self._parts}
-        for part in self._parts:
-            times[id(part.dealt), part.targets, itemsize(part.piece.dtype)] += 1
-        places, found = self._sources.places, Counter[tuple[int, int]]()
-        for (which, targets, size), count in times.items():
-            among = set(targets)
-            for (rank, target), cuts in dealt[which].items():
-                if target in among and places[rank] != self._target_places[target]:
-                    found[rank, target] += sum(cut.volume for cut in cuts) * size * count
-        return dict(found)
+        turn: differs between parameters that are sent alike, so that what does not divide evenly
+        does not always fall to the same rank.
+        """
+        sends: dict[tuple[int, int], list[tuple[Box, Box]]] = defaultdict(list)
+        for common, whole, ranks in cover(box, held):
+            turns: Counter[Ints] = Counter()
+            for target in targets:
+                near = (rank for rank in ranks if self._places[rank] == target_places[target])
+                choice = tuple(near) or ranks
+                rank = choice[(turn + turns[choice]) % len(choice)]
+                turns[choice] += 1
+                sends[rank, target].append((common, whole))
+        return dict(sends)
 
 
-def _copies(part: _Part, cuts: Sequence[Cut], rank: int, target: int) -> list[Copy]:
-    piece = part.piece
-    strides, size = piece.strides or row_major(piece.shape), itemsize(piece.dtype)
-    index_strides = row_major(piece.global_shape)
-    return [
-        Copy(
-            rank=rank,
-            target=target,
-            name=part.name,
-            start=cut.source,
-            shape=cut.shape,
-            dtype=piece.dtype,
-            offset=piece.offset + dot(cut.at, strides) * size,
-            strides=strides,
-            index_base=piece.index_base + cut.number,
-            index_strides=index_strides,
-        )
-        for cut in cuts
-    ]
+def _held(kind: Iterable[SourceShard]) -> tuple[Held, str]:
+    """Return the holders, or none and what is wrong."""
+    try:
+        return holders(kind), ""
+    except ValueError as problem:
+        return (), str(problem)
 
 
 def name_problems(
-    sources: dict[str, list[str]],
+    sources: Mapping[str, Sequence[str]],
     manifest: Manifest,
     anywhere: Collection[str],
     wanted: Collection[str] | None,
 ) -> list[str]:
-    """sources: stored name -> the trainer's names for it. anywhere: what any target stores. wanted:
-    stored names, or None: all.
+    """List names that only one side has, or the trainer twice.
+
+    Args:
+        sources: Stored name -> the trainer's names for it.
+        manifest: Of one target.
+        anywhere: Names that any target stores.
+        wanted: Stored names; None: all.
     """
-    stored = {piece.name for piece in manifest.slices if wanted is None or piece.name in wanted}
+    everything = {piece.name for piece in manifest.slices}
+    stored = everything if wanted is None else everything & set(wanted)
     # A module alone: all of it is padding on this rank.
     known = stored | (manifest.modules.keys() & anywhere)
     problems = [f"missing in the trainer: {name}" for name in sorted(stored - sources.keys())]
@@ -302,11 +355,12 @@ def name_problems(
         if len(several) > 1:
             text = "are one parameter in the rollout (tied), not in the trainer"
             problems.append(f"{' and '.join(sorted(several))} {text}")
-    return problems
+    unknown = set(wanted or ()) - everything - manifest.modules.keys() - sources.keys()
+    return problems + [f"unknown to both sides: {name}" for name in sorted(unknown)]
 
 
 def byte_problems(manifest: Manifest) -> list[str]:
-    """Lists slices that overlap, end too late or are not aligned."""
+    """List slices that overlap, end too late or are not aligned."""
     problems: list[str] = []
     pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
     cluster: list[ParamSlice] = []  # slices whose byte ranges touch each other
@@ -314,7 +368,7 @@ def byte_problems(manifest: Manifest) -> list[str]:
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         if piece.offset % itemsize(piece.dtype):
             problems.append(f"{piece.name}: byte {piece.offset} is not aligned to {piece.dtype}")
-        if (end := piece.offset + _extent(piece)) > manifest.nbytes:
+        if (end := _rows(piece).end) > manifest.nbytes:
             problems.append(
                 f"{piece.name} ends at byte {end}, after the manifest's {manifest.nbytes}"
             )
@@ -330,13 +384,15 @@ def _strides(piece: ParamSlice) -> Ints:
     return piece.strides or row_major(piece.shape)
 
 
-def _extent(piece: ParamSlice) -> int:
-    """Counts the bytes from the first element to the end of the last one."""
-    return (dot([size - 1 for size in piece.shape], _strides(piece)) + 1) * itemsize(piece.dtype)
+def _rows(piece: ParamSlice) -> Rows:
+    strides, dtype = _strides(piece), torch_dtype(piece.dtype)
+    return box_rows(
+        piece.shape, dtype, offset=piece.offset, strides=strides, index=0, index_strides=strides
+    )
 
 
 def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
-    """Slices may interleave, but not share bytes. checked: clusters without problems."""
+    """List slices that share bytes; they may interleave. checked: clusters without problems."""
     if len(cluster) == 1 and cluster[0].strides is None:
         return []
     key = tuple(
@@ -354,19 +410,16 @@ def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
 
 
 def _runs(piece: ParamSlice) -> Iterable[tuple[int, int, str]]:
-    """Yields (first byte, end, name) of the ranges of bytes that a slice consists of."""
-    size, strides = itemsize(piece.dtype), _strides(piece)
-    outer, width = len(piece.shape), 1
-    while outer > 0 and strides[outer - 1] == width:
-        outer -= 1
-        width *= piece.shape[outer]
-    for at in itertools.product(*map(range, piece.shape[:outer])):
-        first = piece.offset + dot(at, strides) * size
-        yield first, first + width * size, piece.name
+    """Yield (first byte, end, name) of the ranges of bytes that a slice consists of."""
+    size = itemsize(piece.dtype)
+    for _, first, width, _, count, _, pitch, _ in _rows(piece).table:
+        for row in range(count):
+            start = first + row * pitch * size
+            yield start, start + width * size, piece.name
 
 
 def spelled(manifests: Iterable[Manifest], names: Collection[str]) -> list[Manifest]:
-    """Returns the manifests as they are, but for parameters that `names` holds otherwise spelled:
+    """Return the manifests as they are, but for parameters that `names` holds otherwise spelled:
     of each part there is a slice of its own under its name, one of no rows where the target does
     not hold it.
     """
@@ -392,11 +445,11 @@ def _cut(manifest: Manifest, ways: Mapping[str, Sequence[Stored]]) -> Manifest:
 
 
 def _part(piece: ParamSlice, stored: Stored) -> ParamSlice | None:
-    """Returns what the slice has of a part; None: nothing."""
+    """Return what the slice has of a part; None: nothing."""
     common = Box(piece.start, piece.shape).intersect(Box(stored.start, stored.box))
     if common is None:
         return None
-    strides, last = piece.strides or row_major(piece.shape), -len(stored.shape)
+    strides, last = _strides(piece), -len(stored.shape)
     within = difference(common.start, piece.start)
     return replace(
         piece,

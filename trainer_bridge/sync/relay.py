@@ -1,4 +1,5 @@
-"""Relays what ranks send to those who speak for targets that they cannot map, message by message.
+"""Bring bytes to targets whose pages a rank cannot map: message by message to the rank that speaks
+for the target, which writes them into its pages, or passes them on by its handle.
 
 All ranks know the one order of the rounds: in round (step, number) each rank sends message `number`
 of those that it has for the rank `step` places further, and takes one from the rank `step` places
@@ -12,88 +13,239 @@ will serve, and raises afterwards: so the others need not wait for a time-out. W
 means is said of `Wire`.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from memsaver.ops.layout import row_major
+from memsaver.ops.layout import round_up, row_major
+from memsaver.ops.rows import RowCopies
+from memsaver.system.machine import device_key
 from rollout.protocols import UpdatableEngine
 from rollout.types import PackedBox
-from trainer_bridge.sync.cast_copy import CastCopy, placements
-from trainer_bridge.sync.connection import Connection, Posted
+from trainer_bridge.errors import SyncError
+from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import torch_dtype
-from trainer_bridge.sync.writer import DerivedCopies, LowRank, Written
+from trainer_bridge.sync.writer import DerivedCopies, LowRank, Written, copy_rows
 
 MESSAGE_BYTES = 64 << 20
 _ALIGNMENT = 16  # of a box in a message: what the kernels like
+_log = logging.getLogger("memsaver")
+
+Pair = tuple[int, int]
+"""A rank, and a target that it has bytes for."""
 
 
-class Packed(NamedTuple):
-    """A copy, or a part of one; its elements lie row-major from byte `at` of the message."""
+# ---------------------------------------------------------------- which way bytes go
 
-    copy: Copy
-    at: int
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """speakers: the rank that speaks for each target. indirect: pairs whose bytes go to that rank,
+    which is perhaps itself the sender; all others write into the pages. handled: targets whose
+    speaker passes bytes on by the handle, not into the pages.
+    """
+
+    speakers: Sequence[int]
+    indirect: frozenset[Pair] = frozenset()
+    handled: frozenset[int] = frozenset()
 
     @property
-    def packing(self) -> Copy:
-        """The copy from the shard into the message."""
-        return replace(self.copy, offset=self.at, strides=row_major(self.copy.shape))
+    def relayed(self) -> set[Pair]:
+        """Return the pairs whose bytes go from one rank to another."""
+        return {(rank, target) for rank, target in self.indirect if rank != self.speakers[target]}
 
-    @property
-    def unpacking(self) -> Copy:
-        """The copy from a tensor of its shape into the target."""
-        return replace(self.copy, start=(0,) * len(self.copy.shape))
+    def direct(self, rank: int) -> set[int]:
+        """Return the targets into whose pages the rank writes what it has for them."""
+        return {
+            target for target in range(len(self.speakers)) if (rank, target) not in self.indirect
+        }
 
-    @property
-    def box(self) -> PackedBox:
-        """Returns what a handle takes."""
-        copy = self.copy
-        return PackedBox(
-            at=self.at,
-            offset=copy.offset,
-            shape=copy.shape,
-            strides=copy.strides,
-            itemsize=copy.itemsize,
+
+def obstacle(place: str, target: str) -> str | None:
+    """Say why this process, its device at `place`, cannot map pages at `target`; None: it can.
+
+    Places are as of `memsaver.system.machine.place_of`; one without a host is on this one. Of a
+    GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
+    """
+    (host, _, mine), (other, _, theirs) = place.rpartition("/"), target.rpartition("/")
+    if host and other and host != other:
+        return f"{other} is another machine than {host}"
+    if not theirs.startswith("GPU-") or theirs == mine:
+        return None
+    numbers = range(torch.cuda.device_count())
+    gpus = {device_key(torch.device("cuda", number)): number for number in numbers}
+    if mine not in gpus or theirs not in gpus:
+        return None
+    reaches = torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs])
+    return None if reaches else f"{mine} cannot reach {theirs}"
+
+
+def obstacles(place: str, plan: SyncPlan) -> dict[int, str]:
+    """Return the targets whose pages this rank, at `place`, cannot map, and why."""
+    places = {target.place for target in plan.targets}
+    found = {where: obstacle(place, where) for where in places}
+    return {
+        n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None
+    }
+
+
+def choose_routes(
+    pairs: Iterable[Pair], speakers: Sequence[int], blocked: Sequence[Mapping[int, str]]
+) -> Routes:
+    """Choose mapped pages wherever they can be mapped. blocked: `obstacles` of each rank."""
+    return Routes(
+        speakers=speakers,
+        indirect=frozenset((rank, target) for rank, target in pairs if target in blocked[rank]),
+        handled=frozenset(
+            target for target, rank in enumerate(speakers) if target in blocked[rank]
+        ),
+    )
+
+
+def log_routes(routes: Routes, blocked: Sequence[Mapping[int, str]]) -> None:
+    """Warn of bytes that do not go into mapped pages."""
+    if routes.indirect:
+        pairs = sorted(routes.indirect)
+        shown = ", ".join(f"{rank}->{target}" for rank, target in pairs[:8])
+        more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+        why = blocked[pairs[0][0]][pairs[0][1]]
+        _log.warning("weight sync by messages for rank->target %s%s: %s", shown, more, why)
+
+
+# ---------------------------------------------------------------- between ranks
+
+
+class Wire:
+    """A message each way at a time. Ranks that exchange make the same exchanges in the same order.
+
+    It is NCCL between ranks with GPUs of their own, else gloo.
+
+    A rank that is gone: on gloo the others' `wait` raises a `SyncError`, at once or after the
+    group's time-out. On NCCL nothing is raised here: the others wait on the device, and NCCL's
+    watchdog ends their processes after the group's time-out (unless TORCH_NCCL_ASYNC_ERROR_HANDLING
+    says otherwise), as with any collective of the training itself. After an exchange that broke off
+    the ranks may be out of step: start them anew.
+    """
+
+    def __init__(
+        self, agreement: Agreement, routes: Routes, places: Sequence[str], device: torch.device
+    ) -> None:
+        """All ranks of the group make it together: NCCL's communicator is made here, because a
+        first exchange among some of the ranks would hang.
+
+        Args:
+            agreement: Of the ranks.
+            routes: Of all ranks.
+            places: Of each rank's device.
+            device: Of this rank's shards.
+        """
+        group, cpu = agreement.group, agreement.cpu
+        assert group is not None and cpu is not None
+        backends = dict(
+            part.split(":", 1) for part in str(dist.get_backend_config(group)).split(",")
         )
+        ranks = {rank for rank, _ in routes.relayed}
+        ranks |= {routes.speakers[target] for _, target in routes.relayed}
+        theirs = {places[rank] for rank in ranks}
+        apart = len(theirs) == len(ranks) and all("/GPU-" in place for place in theirs)
+        self.on_gpu = apart and not routes.handled and backends.get("cuda") == "nccl"
+        self.group = group if self.on_gpu else cpu
+        self.device = device if self.on_gpu else torch.device("cpu")
+        if self.on_gpu:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def post(
+        self, sent: tuple[Tensor, int] | None, taken: tuple[Tensor, int] | None
+    ) -> Callable[[], None]:
+        """Begin to send a tensor to a rank, and to fill one from another: uint8, contiguous.
+
+        Returns:
+            What waits until both are through: the host on gloo, the current stream on NCCL.
+        """
+        both = [(dist.isend, sent), (dist.irecv, taken)]
+        operations = [
+            dist.P2POp(way, end[0], group=self.group, group_peer=end[1])
+            for way, end in both
+            if end is not None
+        ]
+        works: list[dist.Work] = []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        peers = ", ".join(str(end[1]) for end in (sent, taken) if end is not None)
+        _exchanged(lambda: works.extend(dist.batch_isend_irecv(operations)), peers)
+        return lambda: _exchanged(wait, peers)
+
+
+def _exchanged(step: Callable[[], None], peers: str) -> None:
+    try:
+        step()
+    except RuntimeError as error:
+        raise SyncError("write", f"the exchange with ranks {peers} broke off ({error})") from error
 
 
 class Message(NamedTuple):
-    """A message from `rank`, for `target`. nbytes: with the gaps between boxes."""
+    """A message of rank `rank` for `target`: copies, each with the byte of the message from
+    which on its elements lie, row-major. nbytes: with the gaps between them.
+    """
 
     rank: int
     target: int
-    pieces: tuple[Packed, ...]
+    copies: Sequence[tuple[Copy, int]]
     nbytes: int
+
+    def boxes(self) -> list[PackedBox]:
+        """Return what a handle takes."""
+        return [
+            PackedBox(
+                at=at,
+                offset=copy.offset,
+                shape=copy.shape,
+                strides=copy.strides,
+                itemsize=copy.itemsize,
+            )
+            for copy, at in self.copies
+        ]
+
+    def unpacking(self, stage: Tensor) -> RowCopies:
+        """Make what copies the message from a stage into a target's pages."""
+        rows = []
+        for copy, at in self.copies:
+            whole = replace(copy, start=(0,) * len(copy.shape))
+            packed = stage[at : at + copy.nbytes].view(torch_dtype(copy.dtype)).view(copy.shape)
+            rows.append(copy_rows(whole, packed))
+        return RowCopies(rows, stage.device)
 
 
 def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
-    """Packs `copies` in order: each message of one rank and target, at most `limit` bytes long."""
+    """Pack `copies` in order: each message of one rank and target, at most `limit` bytes long."""
     made: list[Message] = []
-    pieces: list[Packed] = []
-    end = 0
     for copy in copies:
         for part in parts(copy, limit):
-            at = -(-end // _ALIGNMENT) * _ALIGNMENT
-            last = pieces[-1].copy if pieces else part
-            if pieces and (
-                (last.rank, last.target) != (part.rank, part.target) or at + part.nbytes > limit
-            ):
-                made.append(Message(last.rank, last.target, tuple(pieces), end))
-                pieces, at = [], 0
-            pieces.append(Packed(part, at))
-            end = at + part.nbytes
-    if pieces:
-        made.append(Message(pieces[-1].copy.rank, pieces[-1].copy.target, tuple(pieces), end))
+            last = made[-1] if made else None
+            at = round_up(last.nbytes, _ALIGNMENT) if last is not None else 0
+            ends = (part.rank, part.target)
+            if last is None or (last.rank, last.target) != ends or at + part.nbytes > limit:
+                made.append(Message(*ends, [(part, 0)], part.nbytes))
+            else:
+                joined = [*last.copies, (part, at)]
+                made[-1] = last._replace(copies=joined, nbytes=at + part.nbytes)
     return made
 
 
 def parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Yields boxes of at most `limit` bytes: rows together, or parts of a longer row."""
+    """Yield boxes of at most `limit` bytes: rows together, or parts of a longer row."""
     if copy.nbytes <= limit:
         yield copy
         return
@@ -105,7 +257,42 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
         yield from parts(copy.part(dim, first, min(each, copy.shape[dim] - first)), limit)
 
 
-class Buffer:
+class Packing:
+    """Casts the copies of one message from the shards into any stage."""
+
+    def __init__(
+        self, message: Message, sources: Mapping[str, Tensor], derived: Collection[str]
+    ) -> None:
+        self.message = message
+        self._sources = sources
+        copies = [
+            replace(copy, offset=at, strides=row_major(copy.shape)) for copy, at in message.copies
+        ]
+        self._derived = [copy for copy in copies if copy.name in derived]
+        plain = (copy for copy in copies if copy.name not in derived)
+        device = sources[copies[0].name].device
+        self._table = RowCopies([copy_rows(copy, sources[copy.name]) for copy in plain], device)
+        self._extra = 0
+        self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
+
+    def start(self, stage: Tensor, factors: Mapping[str, LowRank]) -> None:
+        """Pack on the current stream; derived parameters wait, and make their tables anew."""
+        self._table.start(stage)
+        self._extra = 0
+        if self._derived:
+            made = DerivedCopies(self._derived, self._sources)
+            made.start({self.message.target: stage}, factors)
+            self._extra = made.digests()[self.message.target]
+
+    def digest(self) -> int:
+        """Wait; return the digest of what the last start packed."""
+        return self._table.result() + self._extra
+
+
+# ---------------------------------------------------------------- one rank's part
+
+
+class _Buffer:
     """stage: uint8 where the kernels are. wire: where messages travel, the same or pinned."""
 
     def __init__(self, nbytes: int, device: torch.device, wire: torch.device) -> None:
@@ -114,75 +301,27 @@ class Buffer:
         if wire.type != device.type:
             self.wire = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def send(self, nbytes: int) -> None:
-        """Sends what is staged to the wire; waits, where that is another device."""
-        if self.wire is not self.stage:
-            self.wire[:nbytes].copy_(self.stage[:nbytes])
+    def pack(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
+        """Bring a message to the wire; waits, where that is another device."""
+        packing.start(self.stage, factors)
+        self._copy(self.wire, self.stage, packing.message.nbytes)
 
     def arrived(self, nbytes: int) -> None:
-        if self.wire is not self.stage:
-            self.stage[:nbytes].copy_(self.wire[:nbytes])
+        self._copy(self.stage, self.wire, nbytes)
 
-
-class Packing:
-    """Casts the pieces of one message from the shards into any stage."""
-
-    def __init__(
-        self, message: Message, sources: Mapping[str, Tensor], derived: Collection[str]
-    ) -> None:
-        self.message = message
-        self._sources = sources
-        copies = [piece.packing for piece in message.pieces]
-        plain = [copy for copy in copies if copy.name not in derived]
-        self._derived = [copy for copy in copies if copy.name in derived]
-        places = (placements(copy, sources[copy.name]) for copy in plain)
-        self._cast = CastCopy(list(chain.from_iterable(places)))
-        self._extra = 0
-        self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
-
-    def start(self, stage: Tensor, factors: Mapping[str, LowRank]) -> None:
-        """Packs on the current stream; derived parameters wait, and make their tables anew."""
-        self._cast.start(stage)
-        self._extra = 0
-        if self._derived:
-            made = DerivedCopies(self._derived, self._sources)
-            made.start({self.message.target: stage}, factors)
-            self._extra = made.digests()[self.message.target]
-
-    def digest(self) -> int:
-        """Returns the digest of what the last start packed; waits."""
-        return self._cast.result() + self._extra
-
-
-def unpacking(message: Message, stage: Tensor) -> CastCopy:
-    """Makes what copies the pieces of one message from one stage into a target's pages."""
-    places = []
-    for piece in message.pieces:
-        copy, packed = piece.unpacking, stage[piece.at : piece.at + piece.copy.nbytes]
-        places += placements(copy, packed.view(torch_dtype(copy.dtype)).view(copy.shape))
-    return CastCopy(places)
-
-
-class _Sent(NamedTuple):
-    packing: Packing
-    to: int
-    buffer: Buffer
-
-
-class _Taken(NamedTuple):
-    """unpack: called with the pages of all targets, once the message is in its buffer."""
-
-    message: Message
-    source: int
-    buffer: Buffer
-    unpack: Callable[[Mapping[int, Tensor]], None]
+    def _copy(self, to: Tensor, source: Tensor, nbytes: int) -> None:
+        if to is not source:
+            to[:nbytes].copy_(source[:nbytes])
 
 
 class _Exchange(NamedTuple):
-    """One round of this rank."""
+    """One round of this rank: what it sends to the rank `to`, and takes from the rank `source`."""
 
-    sent: _Sent | None
-    taken: _Taken | None
+    sent: Packing | None
+    to: int
+    taken: Message | None
+    source: int
+    unpack: Callable[[Mapping[int, Tensor]], None]
 
 
 class _Steps:
@@ -205,7 +344,7 @@ class _Steps:
 
 class Relay:
     """One rank's part of all that is not written into mapped pages. Tables are made once, as in
-    `RankCopies`.
+    `Writer`.
 
     All ranks make it, and run it, together. Memory: for each way that is used, two buffers as long
     as the longest message, at most `message_bytes`, and as much pinned where messages travel
@@ -215,66 +354,81 @@ class Relay:
     def __init__(
         self,
         plan: SyncPlan,
-        connection: Connection,
+        routes: Routes,
+        wire: Wire | None,
         sources: Mapping[str, Tensor],
         handles: Mapping[int, UpdatableEngine],
         *,
         rank: int,
+        device: torch.device,
         derived: Collection[str],
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """handles: on the targets that this rank speaks for. derived: as in `RankCopies`."""
-        routes, wire, device = connection.routes, connection.wire, connection.device
+        """Make the tables.
+
+        Args:
+            plan: Of all ranks.
+            routes: Of all ranks.
+            wire: None where nothing goes from one rank to another.
+            sources: This rank's tensors, by name.
+            handles: On the targets that this rank speaks for.
+            rank: This one.
+            device: Of its sources.
+            derived: As in `Writer`.
+            message_bytes: The longest message.
+        """
         self._plan, self._routes, self._rank = plan, routes, rank
         self._limit = message_bytes
         self._handles, self._wire = handles, wire
         self._packings = [Packing(message, sources, derived) for message in self._messages(rank)]
         senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
-        taken: dict[int, list[Message]] = {}
-        for sender in sorted(senders):
-            taken[sender] = [m for m in self._messages(sender) if self._to(m) == rank]
+        taken = {sender: self._messages(sender, rank) for sender in senders}
         travels = torch.device("cpu") if wire is None else wire.device
-        self._out = _buffers([packing.message for packing in self._packings], device, travels)
-        self._into = _buffers(list(chain.from_iterable(taken.values())), device, travels)
-        self._exchanges = self._make_exchanges(taken)
+        sends = [packing.message.nbytes for packing in self._packings]
+        self._out = [_Buffer(max(sends, default=0), device, travels) for _ in range(2)]
+        takes = [message.nbytes for message in chain.from_iterable(taken.values())]
+        self._into = [_Buffer(max(takes, default=0), device, travels) for _ in range(2)]
+        self._exchanges = list(self._make_exchanges(taken))
 
     @property
     def targets(self) -> list[int]:
-        """Returns the targets whose pages this rank has to map, to unpack into them."""
-        taken = [each.taken.message.target for each in self._exchanges if each.taken is not None]
-        return sorted(set(taken) - self._routes.handled)
+        """Return the targets whose pages this rank has to map, to unpack into them."""
+        taken = {each.taken.target for each in self._exchanges if each.taken is not None}
+        return sorted(taken - self._routes.handled)
 
     def run(
         self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]
     ) -> dict[int, Written]:
-        """Makes all exchanges and waits; returns what this rank sent, by target; another wrote it.
+        """Make all exchanges and wait.
 
-        Raises what went wrong here after the exchanges, or a `SyncError` for one that broke off.
+        Returns:
+            What this rank sent, by target; another wrote it.
+
+        Raises:
+            Exception: What went wrong here, after the exchanges.
+            SyncError: An exchange broke off.
         """
         steps = _Steps()
         self._pack(0, factors, steps)
-        under_way = self._post(0)
+        wait = self._post(0)
         for number, exchange in enumerate(self._exchanges):
             self._pack(number + 1, factors, steps)
-            if under_way is not None:
-                under_way.wait()
-            under_way = self._post(number + 1)
-            if exchange.taken is not None:
-                steps.run(lambda taken=exchange.taken: taken.unpack(pages))  # type: ignore[misc]
+            wait()
+            wait = self._post(number + 1)
+            steps.run(partial(exchange.unpack, pages))
         for packing in self._packings:
             if self._to(packing.message) == self._rank:
-                steps.run(lambda packing=packing: self._pass_on(packing, factors))  # type: ignore[misc]
-        for buffer in self._into:
-            if buffer.stage.is_cuda:  # the leases end next
-                torch.cuda.current_stream(buffer.stage.device).synchronize()
+                steps.run(partial(self._pass_on, packing, factors))
+        if self._into[0].stage.is_cuda:  # the leases end next
+            torch.cuda.current_stream(self._into[0].stage.device).synchronize()
         steps.end()
         return self._written()
 
-    def _messages(self, sender: int) -> list[Message]:
+    def _messages(self, sender: int, to: int | None = None) -> list[Message]:
         copies = self._plan.copies(sender)
-        return messages(
-            [copy for copy in copies if (sender, copy.target) in self._routes.indirect], self._limit
-        )
+        indirect = (copy for copy in copies if (sender, copy.target) in self._routes.indirect)
+        made = messages(indirect, self._limit)
+        return [message for message in made if to in (None, self._to(message))]
 
     def _to(self, message: Message) -> int:
         return self._routes.speakers[message.target]
@@ -285,74 +439,62 @@ class Relay:
         for step in range(1, world):
             to, source = (self._rank + step) % world, (self._rank - step) % world
             sends = [packing for packing in self._packings if self._to(packing.message) == to]
-            takes = taken.get(source, [])
-            for number in range(max(len(sends), len(takes))):
-                sent = received = None
-                if number < len(sends):
-                    sent = _Sent(sends[number], to, self._out[len(exchanges) % 2])
-                if number < len(takes):
-                    into, message = self._into[len(exchanges) % 2], takes[number]
-                    received = _Taken(message, source, into, self._unpack(message, into))
-                exchanges.append(_Exchange(sent, received))
+            for sent, message in zip_longest(sends, taken.get(source, [])):
+                unpack = self._unpacking(message, self._into[len(exchanges) % 2])
+                exchanges.append(_Exchange(sent, to, message, source, unpack))
         return exchanges
 
-    def _unpack(self, message: Message, buffer: Buffer) -> Callable[[Mapping[int, Tensor]], None]:
-        """Returns what is done with a message that has arrived in `buffer`."""
-        if message.target in self._routes.handled:
-            boxes, handle = [piece.box for piece in message.pieces], self._handles[message.target]
-            return lambda pages: handle.write_update(boxes, buffer.wire[: message.nbytes])
-        table = unpacking(message, buffer.stage)
+    def _unpacking(
+        self, message: Message | None, buffer: _Buffer
+    ) -> Callable[[Mapping[int, Tensor]], None]:
+        """Return what is done with a message that has arrived in `buffer`."""
+        if message is None:
+            return lambda pages: None
+        target, nbytes = message.target, message.nbytes
+        if target in self._routes.handled:
+            boxes, handle = message.boxes(), self._handles[target]
+            return lambda pages: handle.write_update(boxes, buffer.wire[:nbytes])
+        table = message.unpacking(buffer.stage)
 
         def unpack(pages: Mapping[int, Tensor]) -> None:
-            buffer.arrived(message.nbytes)
-            table.start(pages[message.target])
+            buffer.arrived(nbytes)
+            table.start(pages[target])
 
         return unpack
 
     def _pack(self, number: int, factors: Mapping[str, LowRank], steps: _Steps) -> None:
         if number < len(self._exchanges) and (sent := self._exchanges[number].sent) is not None:
-            steps.run(lambda: _staged(sent.packing, sent.buffer, factors))
+            steps.run(partial(self._out[number % 2].pack, sent, factors))
 
-    def _post(self, number: int) -> Posted | None:
+    def _post(self, number: int) -> Callable[[], None]:
         if number >= len(self._exchanges):
-            return None
+            return lambda: None
         assert self._wire is not None
-        sent, taken = self._exchanges[number]
-        out = into = None
-        if sent is not None:
-            out = sent.buffer.wire[: sent.packing.message.nbytes], sent.to
-        if taken is not None:
-            into = taken.buffer.wire[: taken.message.nbytes], taken.source
+        exchange, out, into = self._exchanges[number], None, None
+        if exchange.sent is not None:
+            out = self._out[number % 2].wire[: exchange.sent.message.nbytes], exchange.to
+        if exchange.taken is not None:
+            into = self._into[number % 2].wire[: exchange.taken.nbytes], exchange.source
         return self._wire.post(out, into)
 
     def _pass_on(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
-        """Passes this rank's own bytes on by the handle."""
+        """Pass this rank's own bytes on by the handle."""
         message, buffer = packing.message, self._out[0]
-        _staged(packing, buffer, factors)
-        boxes = [piece.box for piece in message.pieces]
-        self._handles[message.target].write_update(boxes, buffer.wire[: message.nbytes])
+        buffer.pack(packing, factors)
+        handle = self._handles[message.target]
+        handle.write_update(message.boxes(), buffer.wire[: message.nbytes])
 
     def _written(self) -> dict[int, Written]:
-        written: dict[int, Written] = {}
+        """Sum what the packings of each target digested; waits."""
+        nbytes, digests = Counter[int](), Counter[int]()
         for packing in self._packings:
-            target, nbytes, digest = packing.message.target, packing.nbytes, packing.digest()
-            if (before := written.get(target)) is not None:
-                nbytes, digest = nbytes + before.nbytes, digest + before.digest
-            away = self._plan.targets[target].place != self._plan.places[self._rank]
-            written[target] = Written(
-                nbytes=nbytes, link_bytes=nbytes if away else 0, digest=digest
+            nbytes[packing.message.target] += packing.nbytes
+            digests[packing.message.target] += packing.digest()
+        return {
+            target: Written(
+                nbytes=size,
+                link_bytes=self._plan.link_bytes.get((self._rank, target), 0),
+                digest=digests[target],
             )
-        return written
-
-
-def _staged(packing: Packing, buffer: Buffer, factors: Mapping[str, LowRank]) -> None:
-    packing.start(buffer.stage, factors)
-    buffer.send(packing.message.nbytes)
-
-
-def _buffers(
-    wanted: Sequence[Message], device: torch.device, travels: torch.device
-) -> list[Buffer]:
-    """Makes two buffers that hold any of the messages; none for none."""
-    longest = max((message.nbytes for message in wanted), default=0)
-    return [Buffer(longest, device, travels) for _ in range(2 if wanted else 0)]
+            for target, size in nbytes.items()
+        }

@@ -11,8 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -50,33 +48,6 @@ class Box(NamedTuple):
         """Returns where it lies in a tensor of what `outer` holds."""
         bounds = zip(self.start, self.shape, outer.start, strict=True)
         return tuple(slice(first - begin, first - begin + size) for first, size, begin in bounds)
-
-    def minus(self, other: Box) -> list[Box]:
-        """Returns disjoint boxes with what `other` does not contain."""
-        if (common := self.intersect(other)) is None:
-            return [self]
-        rest: list[Box] = []
-        start, shape = list(self.start), list(self.shape)
-        for dim, (first, size) in enumerate(zip(*common, strict=True)):
-            for low, high in ((start[dim], first), (first + size, start[dim] + shape[dim])):
-                if low < high:
-                    corner = (*start[:dim], low, *start[dim + 1 :])
-                    rest.append(Box(corner, (*shape[:dim], high - low, *shape[dim + 1 :])))
-            start[dim], shape[dim] = first, size
-        return rest
-
-
-def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """Returns disjoint boxes with the elements of `box` that are in none of `parts`."""
-    rest = [box] if box.volume else []
-    for part in parts:
-        rest = list(chain.from_iterable(each.minus(part) for each in rest))
-    return rest
-
-
-def dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    """Counts the elements between the first one and the one at `index`."""
-    return sum(map(mul, index, strides))
 
 
 def difference(a: Ints, b: Ints) -> Ints:
@@ -118,6 +89,54 @@ class SourceShard:
     start: Ints
     shape: Ints
     rank: int
+
+
+Held = tuple[tuple[Box, Ints], ...]
+"""Disjoint boxes of one parameter, each with the ranks that hold it."""
+
+
+def holders(shards: Iterable[SourceShard]) -> Held:
+    """Return who holds what of one parameter.
+
+    Args:
+        shards: Of all ranks, empty ones too; the same one twice does no harm.
+
+    Raises:
+        ValueError: The shards disagree about the shape, lie outside of it, or overlap without being
+            the same.
+    """
+    shards = sorted(set(shards), key=lambda shard: (shard.start, shard.shape, shard.rank))
+    shapes = sorted({shard.global_shape for shard in shards})
+    if len(shapes) > 1:
+        raise ValueError(f"shapes {' and '.join(map(str, shapes))} in the trainer")
+    space = Box((0,) * len(shapes[0]), shapes[0])
+    seen: set[int] = set()
+    held: dict[Box, list[int]] = defaultdict(list)
+    for shard in shards:
+        box = Box(shard.start, shard.shape)
+        if shard.rank in seen:
+            raise ValueError(f"rank {shard.rank} holds two different parts")
+        if not len(box.start) == len(box.shape) == len(space.shape) or (
+            box.volume and space.intersect(box) != box
+        ):
+            text = f"rank {shard.rank} holds {box.shape} at {box.start}"
+            raise ValueError(f"{text}, outside {space.shape}")
+        seen.add(shard.rank)
+        if box.volume:
+            held[box].append(shard.rank)
+    for (box, ranks), (other, others) in itertools.combinations(held.items(), 2):
+        if common := box.intersect(other):
+            text = f"element {common.start} is held by ranks {ranks[0]} and {others[0]}"
+            raise ValueError(f"{text}, in different parts; replicas must hold the same part")
+    return tuple((box, tuple(ranks)) for box, ranks in held.items())
+
+
+def cover(box: Box, held: Held) -> list[tuple[Box, Box, Ints]]:
+    """Return what `box` has in common with each held box: (the common box, the held box, its
+    ranks).
+    """
+    common = ((box.intersect(other), other, ranks) for other, ranks in held)
+    return [(both, other, ranks) for both, other, ranks in common if both is not None]
 
 
 def local_shard(param: Tensor) -> Tensor:

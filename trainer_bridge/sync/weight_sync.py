@@ -1,16 +1,16 @@
 """One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody
 serves.
 
-    prepare  finite? newer? the shards where they were?  nothing is touched yet
+    prepare  newer? the shards where they were?          nothing is touched yet
     open     every target offers its pages               without shadow pages: undefined from now on
     map      every rank maps the pages it writes into    from here on ranks may wait for each other
     write    every rank writes its copies                both sides know digests
     verify   every target reads its pages back           digests are the same, or the sync ends
     commit   every target serves the version             only now may the trainer give up its shards
 
-Bytes for targets whose pages a rank cannot map go by way of others (`connection.py`, `relay.py`).
+Bytes for targets whose pages a rank cannot map go by way of others (`relay.py`).
 
-After each stage all ranks agree (`consensus.py`), so each knows that the others succeeded before it
+After each stage all ranks agree (`agree.py`), so each knows that the others succeeded before it
 begins the next. A stage that fails anywhere ends the sync everywhere: targets with shadow pages
 serve their old version, others none.
 """
@@ -22,26 +22,29 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
+from memsaver.ops.hash import MASK64
 from rollout.protocols import UpdatableEngine
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
-from trainer_bridge.errors import listed
-from trainer_bridge.sync.agree import Alone, Consensus
-from trainer_bridge.sync.cast_copy import OnPart, all_finite
-from trainer_bridge.sync.connection import IpcTicket, connect, obstacles
+from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.plan import Planner, SyncPlan, Target
-from trainer_bridge.sync.relay import MESSAGE_BYTES, Relay
+from trainer_bridge.sync.relay import (
+    MESSAGE_BYTES,
+    Relay,
+    Wire,
+    choose_routes,
+    log_routes,
+    obstacles,
+)
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.writer import LowRank, RankCopies, Written
+from trainer_bridge.sync.writer import LowRank, Writer, Written, device_of
 
 T = TypeVar("T")
-_MASK64 = (1 << 64) - 1
 _log = logging.getLogger("memsaver")
 
 
@@ -78,8 +81,6 @@ class _Round:
 
     version: int
     opened: list[UpdatableEngine] = field(default_factory=list)
-    copies: RankCopies | None = None
-    relay: Relay | None = None
     leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     pages: dict[int, Tensor] = field(default_factory=dict)
     derived: Mapping[str, LowRank] = field(default_factory=dict)
@@ -88,21 +89,14 @@ class _Round:
     stages: dict[str, float] = field(default_factory=dict)
 
 
-class _Joined(NamedTuple):
-    """Holds what a rank brings along."""
-
-    place: str
-    shards: Sequence[SourceShard]
-    layouts: Sequence[WeightLayout]
-
-
 class WeightSync:
     """Writes shards of all ranks into the pages of all targets, version by version; plans and
     tables are made once.
 
     All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that
     this rank speaks for: each is one rank's, and in the order of the ranks they are the plan's
-    targets 0, 1, ...
+    targets 0, 1, ... Bytes go into mapped pages wherever a rank can map them; where it can't they
+    go by messages (`relay.py`), and a warning says why.
     """
 
     def __init__(
@@ -110,59 +104,64 @@ class WeightSync:
         shards: Sequence[SourceShard],
         sources: Callable[[], Mapping[str, Tensor]],
         targets: Sequence[UpdatableEngine],
-        consensus: Consensus | None = None,
+        agreement: Agreement | None = None,
         *,
         place: str,
         derived: Callable[[], Mapping[str, LowRank]] = dict,
-        transport: str = "auto",
-        group: dist.ProcessGroup | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """shards: this rank's, and its copy of the buffers that the targets compute with. sources:
-        this rank's, by name, asked for with every sync; they may move, and change strides and
-        dtype. place: of this rank's device, as in `WeightLayout`. derived: asked for with every
-        sync, the parameters that are written as a function of this rank's shard of them.
+        """Make the plan.
 
-        transport: "auto" writes into mapped pages wherever a rank can map them, and falls back
-        where it can't, with a warning and an entry in `transports`; or "pages", "relay", "handle"
-        alone. group: of the ranks, for what goes from one to another, in messages of at most
-        `message_bytes`. A ValueError lists what does not fit; nothing has been touched then.
+        Args:
+            shards: This rank's, and its copy of the buffers that the targets compute with.
+            sources: Returns this rank's tensors, by name, and is asked with every sync; they may
+                move, and change strides and dtype.
+            targets: Those that this rank speaks for, perhaps none.
+            agreement: Of all ranks; None: this rank is alone.
+            place: Of this rank's device, as in `WeightLayout`.
+            derived: Returns the parameters that are written as a function of this rank's shard of
+                them, and is asked with every sync.
+            message_bytes: The longest message between ranks.
+
+        Raises:
+            ValueError: Lists what does not fit; nothing has been touched then.
         """
-        self._consensus = consensus or Alone()
+        self._agreement = agreement = agreement or Agreement()
         self._targets = tuple(targets)
         self._shards = tuple(shards)
         self._sources = sources
         self._derived = derived
         self._version: int | None = None
-        brought = self._consensus.agree(
+        self._device = device_of(sources())
+        said = agreement.agree(
             "connect", lambda: (place, list(shards), [t.weight_layout() for t in targets])
         )
-        said = [_Joined(*each) for each in brought]
-        self._first = sum(len(each.layouts) for each in said[: self._consensus.rank])
-        blocked = self._consensus.agree("plan", lambda: self._make_plan(said, place))
+        counts = [len(layouts) for _, _, layouts in said]
+        self._first = sum(counts[: agreement.rank])
+        blocked = agreement.agree("plan", lambda: self._make_plan(said, place))
+        speakers = list(chain.from_iterable([rank] * n for rank, n in enumerate(counts)))
+        self._routes = choose_routes(self.plan.traffic, speakers, blocked)
+        self._wire = None
+        if self._routes.relayed:
+            self._wire = Wire(agreement, self._routes, self.plan.places, self._device)
         self._message_bytes = message_bytes
-        self._connection = connect(
-            self.plan,
-            list(chain.from_iterable([rank] * len(each.layouts) for rank, each in enumerate(said))),
-            blocked,
-            mode=transport,
-            rank=self._consensus.rank,
-            device=next((source.device for source in sources().values()), torch.device("cpu")),
-            group=group,
-            message_bytes=message_bytes,
-        )
-        self.transports = self._connection.transports
         self._kept = memsaver.LeaseCache()
         self._warned = False
         self._made_for: object = None  # the last kind of sync, and where its sources were
-        self._copies: tuple[RankCopies, Relay | None]
-        if self._consensus.rank == 0 and self._withheld:
-            _log.warning("%s; only the first sync is served with these values", self._unsynced())
+        self._writer: Writer
+        self._relay: Relay | None
+        if agreement.rank == 0:
+            log_routes(self._routes, blocked)
+            if self._withheld:
+                text = "only the first sync is served with these values"
+                _log.warning("%s; %s", self._unsynced(), text)
 
-    def _make_plan(self, said: Sequence[_Joined], place: str) -> dict[int, str]:
-        """Makes the plan, the same on all ranks; returns what this one cannot map."""
-        shards = chain.from_iterable(rank.shards for rank in said)
-        layouts = list(chain.from_iterable(rank.layouts for rank in said))
+    def _make_plan(
+        self, said: Sequence[tuple[str, list[SourceShard], list[WeightLayout]]], place: str
+    ) -> dict[int, str]:
+        """Make the plan, the same on all ranks; return what this one cannot map."""
+        shards = chain.from_iterable(theirs for _, theirs, _ in said)
+        layouts = list(chain.from_iterable(theirs for _, _, theirs in said))
         known = dict(chain.from_iterable(each.buffers.items() for each in layouts))
         params, buffers = list[SourceShard](), dict[str, SourceShard]()
         for shard in shards:
@@ -177,13 +176,13 @@ class WeightSync:
         self.buffers = sorted(buffers)
         self._withheld = sorted(known.keys() - buffers)
         self._planned = [Target(manifest=each.manifest, place=each.place) for each in layouts]
-        self._planner = Planner(params, [rank.place for rank in said])
+        self._planner = Planner(params, [where for where, _, _ in said])
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
 
     def holds(self) -> bool:
         """Tells whether all targets serve what the last sync wrote. All ranks ask."""
-        said = self._consensus.agree(
+        said = self._agreement.agree(
             "ask", lambda: {self._version, *(t.served_version() for t in self._targets)}
         )
         versions = set[int | None]().union(*said)
@@ -195,26 +194,29 @@ class WeightSync:
         *,
         shadow: bool = False,
         names: Collection[str] | None = None,
-        check_finite: bool = False,
-        on_part: OnPart | None = None,
     ) -> SyncReceipt:
         """Write the shards as they are now, verify them on both sides, and have every target serve
         them as `version`.
 
-        shadow: targets take pages for a second copy, and serve their old version until the commit.
-        names: write these parameters only, by either side's names, over weights that are defined
-        (`LowRank`, after a whole sync). check_finite: refuse NaN and infinity in shards, at the
-        cost of reading them twice. Raises what went wrong here, or a `SyncError` that names the
-        stage, the rank and its error.
+        Args:
+            version: Not lower than that of the last sync.
+            shadow: Targets take pages for a second copy, and serve their old version until the
+                commit.
+            names: Write these parameters only, by either side's names, over weights that are
+                defined (`LowRank`, after a whole sync).
+
+        Raises:
+            Exception: What went wrong here.
+            SyncError: Names the stage, the rank and its error.
         """
         started, state = time.perf_counter(), _Round(version)
         chosen = None if names is None else tuple(sorted(names))
-        self._agree(state, "prepare", lambda: self._prepare(state, chosen, check_finite))
+        self._agree(state, "prepare", lambda: self._prepare(state, chosen))
         try:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
             offers = list(chain.from_iterable(offered))
             self._agree(state, "map", lambda: self._map(state, offers))
-            said = self._agree(state, "write", lambda: self._write(state, on_part))
+            said = self._agree(state, "write", lambda: self._write(state))
             written = [each for each, _ in said]
             receipts = [
                 self._receipt(offer, number, written, state.buffers)
@@ -241,7 +243,7 @@ class WeightSync:
             stages=state.stages,
             merge_error=_merge_error([sums for _, sums in said]) if state.derived else None,
         )
-        if made.lossy and not self._warned and self._consensus.rank == 0:
+        if made.lossy and not self._warned and self._agreement.rank == 0:
             self._warned = True
             _log.warning(
                 "version %d: rounding took %.0f %% of what the adapters add to the weights, so the "
@@ -258,11 +260,11 @@ class WeightSync:
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
         started = time.perf_counter()
-        answers = self._consensus.agree(stage, step)
+        answers = self._agreement.agree(stage, step)
         state.stages[stage] = time.perf_counter() - started
         return answers
 
-    def _prepare(self, state: _Round, names: tuple[str, ...] | None, check_finite: bool) -> None:
+    def _prepare(self, state: _Round, names: tuple[str, ...] | None) -> None:
         if self._version is not None and state.version < self._version:
             text = f"version {state.version} is stale: version {self._version} has been written"
             raise ValueError(f"{text}; use a higher one")
@@ -272,20 +274,14 @@ class WeightSync:
         sources, state.derived = self._sources(), self._derived()
         wanted = names, frozenset(state.derived), places(sources)
         if wanted != self._made_for:
-            self._made_for, device = None, self._connection.device
-            away = {each.device for each in sources.values() if each.is_cuda} - {device}
-            if away:
-                text = f"the parameters are on {away.pop()}, and were on {device} when the sync was"
+            self._made_for = None
+            if (now := device_of(sources)) != self._device:
+                text = f"the parameters are on {now}, and were on {self._device} when the sync was"
                 raise ValueError(f"{text} connected; connect anew (nothing was written)")
-            plan = self._planner.plan(self._planned, names)
-            self._copies = self._tables(plan, sources, state.derived)
+            self._make_tables(self._planner.plan(self._planned, names), sources, state.derived)
             self._made_for = wanted
-        state.copies, state.relay = self._copies
-        state.copies.check(state.derived, check_finite)
+        self._writer.check(state.derived)
         state.buffers = buffer_values(sources, self.buffers)
-        if check_finite and (bad := [n for n, b in state.buffers.items() if not all_finite(b)]):
-            text = f"{listed(bad)} has NaN or infinite values"
-            raise ValueError(f"the weights are refused, nothing was written: {text}")
 
     def _unsynced(self) -> str:
         more = f" and {len(self._withheld) - 1} more" if len(self._withheld) > 1 else ""
@@ -294,24 +290,26 @@ class WeightSync:
             "module_sync the module itself, or this buffer among the parameters"
         )
 
-    def _tables(
+    def _make_tables(
         self, plan: SyncPlan, sources: Mapping[str, Tensor], derived: Collection[str]
-    ) -> tuple[RankCopies, Relay | None]:
-        rank, routes = self._consensus.rank, self._connection.routes
-        direct = routes.direct(rank) if routes.indirect else None
-        copies = RankCopies(plan, self._shards, sources, rank=rank, derived=derived, targets=direct)
-        if not routes.indirect:
-            return copies, None
-        relay = Relay(
-            plan,
-            self._connection,
-            sources,
-            dict(enumerate(self._targets, start=self._first)),
-            rank=rank,
-            derived=derived,
-            message_bytes=self._message_bytes,
+    ) -> None:
+        rank, self._relay = self._agreement.rank, None
+        direct = self._routes.direct(rank)
+        self._writer = Writer(
+            plan, self._shards, sources, rank=rank, derived=derived, targets=direct
         )
-        return copies, relay
+        if self._routes.indirect:
+            self._relay = Relay(
+                plan,
+                self._routes,
+                self._wire,
+                sources,
+                dict(enumerate(self._targets, start=self._first)),
+                rank=rank,
+                device=self._device,
+                derived=derived,
+                message_bytes=self._message_bytes,
+            )
 
     def _open(
         self, state: _Round, shadow: bool, names: tuple[str, ...] | None
@@ -328,24 +326,24 @@ class WeightSync:
         return offers
 
     def _map(self, state: _Round, offers: Sequence[WeightOffer]) -> None:
-        assert state.copies is not None
-        relayed = [] if state.relay is None else state.relay.targets
-        with _current(state.copies.sources):
-            for number in {*state.copies.targets, *relayed}:
+        relayed = [] if self._relay is None else self._relay.targets
+        with self._current():
+            for number in {*self._writer.targets, *relayed}:
                 state.pages[number] = mapped(offers[number], self._kept, state.leases)
 
-    def _write(
-        self, state: _Round, on_part: OnPart | None
-    ) -> tuple[dict[int, Written], tuple[float, float]]:
-        copies = state.copies
-        assert copies is not None
-        with _current(copies.sources), state.leases:
+    def _write(self, state: _Round) -> tuple[dict[int, Written], tuple[float, float]]:
+        with self._current(), state.leases:
             started = time.perf_counter()
-            relayed = {} if state.relay is None else state.relay.run(state.pages, state.derived)
-            written = copies.write(state.pages, state.derived, on_part) | relayed
+            relayed = {} if self._relay is None else self._relay.run(state.pages, state.derived)
+            written = self._writer.write(state.pages, state.derived) | relayed
             state.copy_seconds = time.perf_counter() - started
             state.pages.clear()  # they may dangle afterwards
-            return written, copies.rounding(state.derived)
+            return written, self._writer.rounding(state.derived)
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        """Make the shards' GPU the current one, for which pages are mapped."""
+        on_gpu = self._device.type == "cuda"
+        return torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
 
     def _receipt(
         self,
@@ -359,7 +357,7 @@ class WeightSync:
         return WriteReceipt(
             version=offer.version,
             layout_hash=offer.manifest.layout_hash,
-            digest=sum(part.digest for part in parts) & _MASK64,
+            digest=sum(part.digest for part in parts) & MASK64,
             nbytes=sum(part.nbytes for part in parts),
             buffers=buffers,
         )
@@ -397,29 +395,13 @@ def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
 
 def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:
     """Maps all bytes of the offered pages, uint8, for as long as the uses last."""
-    if isinstance(offer.ticket, IpcTicket):
-        pages = offer.ticket.map()
-    else:
-        try:
-            lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.manifest.nbytes))
-        except memsaver.LeaseError as error:
-            raise memsaver.LeaseError(
-                f"{error} (where pages cannot be mapped at all, connect with transport='handle')"
-            ) from error
-        pages = lease.tensor((lease.nbytes,), torch.uint8)
+    lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.manifest.nbytes))
+    pages = lease.tensor((lease.nbytes,), torch.uint8)
     if pages.nbytes < offer.manifest.nbytes:
         described = f"its manifest describes {offer.manifest.nbytes}"
         text = f"the rollout shares {pages.nbytes} bytes, {described}"
         raise ValueError(f"{text}; offer all of tag weights")
     return pages
-
-
-def _current(shards: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-    """Makes the shards' GPU the current one, for which pages are mapped."""
-    shard = next(iter(shards.values()), None)
-    if shard is None or not shard.is_cuda:
-        return contextlib.nullcontext()
-    return torch.cuda.device(shard.device)
 
 
 def _abort(state: _Round, error: BaseException) -> None:

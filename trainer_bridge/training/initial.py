@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsaver.ops.digest import digest
 from memsaver.ops.hash import MASK64, hash_text
+from memsaver.ops.rows import digest
 from memsaver.system.sealed import all_gather_plain
 from rollout.model import (
     Stored,

@@ -19,6 +19,7 @@ from rollout.types import WEIGHTS
 from rollout.vllm import VllmRollout
 from tests.helpers.peers import Peer, server
 from tests.helpers.rollout.fused import FusedEngine
+from tests.helpers.trainer_bridge.hooked import half_written
 from tests.helpers.trainer_bridge.trainers import serve
 from trainer_bridge import Cycle, Trainer, TrainerConfig
 from trainer_bridge.errors import ActorDied
@@ -88,7 +89,8 @@ class MortalTrainer(Trainer):
     on_write: Callable[[], None] = staticmethod(lambda: None)
 
     def sync_weights(self, version: int, **how: Any) -> Any:
-        return super().sync_weights(version, on_part=lambda done, total: self.on_write(), **how)
+        with half_written(lambda: self.on_write()):
+            return super().sync_weights(version, **how)
 
 
 def make_trainer(path: str) -> MortalTrainer:

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memsaver import MemorySaver, Ticket, attach
-from memsaver.ops.digest import digest
 from memsaver.ops.layout import row_major
+from memsaver.ops.rows import digest
 from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
 from rollout.types import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import build_tiny, greedy

@@ -15,8 +15,7 @@ from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.agree import group_consensus
-from trainer_bridge.sync.connection import Transport
+from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.shards import torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
 from trainer_bridge.sync.writer import LowRank
@@ -32,7 +31,6 @@ class Case:
     message_bytes: small enough for boxes to be split.
     """
 
-    mode: str = "auto"
     ranks: Sequence[str] | None = None
     targets: Sequence[str] | None = None
     low_rank: bool = False
@@ -50,7 +48,6 @@ class Seen:
     own: tuple[int, ...]
     link_bytes: int
     stages: list[str]
-    transports: tuple[Transport, ...]
     right: bool
     messages: list[list[int]]
 
@@ -74,19 +71,18 @@ def connected(
     assert dist.group.WORLD is not None
     numbers = ([0, 1] if rank == 0 else []) + ([2] if rank == world - 1 else [])
     here = place_of(torch.device(device))
+    key = here.rpartition("/")[2]
     for target, number in zip(targets, numbers, strict=True):
-        target.place = here if case.targets is None else f"{case.targets[number]}/cpu"
+        target.place = here if case.targets is None else f"{case.targets[number]}/{key}"
     mine = sources(rank, world, device)
-    place = here if case.ranks is None else f"{case.ranks[rank]}/cpu"
+    place = here if case.ranks is None else f"{case.ranks[rank]}/{key}"
     return WeightSync(
         [shard for shard in shards(world) if shard.rank == rank],
         lambda: mine,
         targets,
-        group_consensus(dist.group.WORLD, timeout=timeout),
+        group_agreement(dist.group.WORLD, timeout=timeout),
         place=place,
         derived=lambda: {"proj": low_rank(mine["proj"], rank, world)} if case.low_rank else {},
-        transport=case.mode,
-        group=dist.group.WORLD,
         message_bytes=case.message_bytes,
     )
 
@@ -124,7 +120,6 @@ def sync_cases(
             own=tuple(target.digest() for target in targets),
             link_bytes=receipt.link_bytes,
             stages=list(receipt.stages),
-            transports=sync.transports,
             right=all(
                 holds(target, device, case.low_rank) and target.version == version
                 for target in targets

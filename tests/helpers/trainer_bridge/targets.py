@@ -27,7 +27,7 @@ from rollout.types import (
 )
 from rollout.weights.update import write_boxes
 from tests.helpers.trainer_bridge.layouts import digest_of
-from trainer_bridge.sync.agree import StoreConsensus
+from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.shards import SourceShard, torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
 from trainer_bridge.sync.writer import LowRank
@@ -122,14 +122,14 @@ class PageTarget:
 
 @dataclasses.dataclass
 class Rank:
-    """What one trainer rank has. sync, consensus: made by `in_ranks`."""
+    """What one trainer rank has. sync, agreement: made by `in_ranks`."""
 
     sources: Mapping[str, Tensor]
     targets: Sequence[Any] = ()
     place: str = "here"
     derived: Mapping[str, LowRank] = dataclasses.field(default_factory=dict)
     sync: WeightSync | None = None
-    consensus: Any = None
+    agreement: Any = None
 
 
 def in_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
@@ -155,21 +155,21 @@ def in_ranks(
     run: Callable[[int, Rank], Any],
     shards: Sequence[SourceShard],
     timeout: float,
-    consensus: Callable[..., StoreConsensus],
+    agreement: Callable[..., Agreement],
 ) -> list[Any]:
     """What `run(number, rank)` returned or raised in every rank, after all were connected (once),
-    by `consensus`.
+    by `agreement`.
     """
     store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
 
     def body(number: int) -> Any:
         rank = ranks[number]
-        rank.consensus = consensus(store, number, len(ranks), timeout=timeout)
+        rank.agreement = agreement(store, number, len(ranks), timeout=timeout)
         rank.sync = WeightSync(
             [shard for shard in shards if shard.rank == number],
             lambda: rank.sources,
             rank.targets,
-            rank.consensus,
+            rank.agreement,
             place=rank.place,
             derived=lambda: rank.derived,
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.protocols import UpdatableEngine
 from tests.helpers.peers import Peer, server
-from tests.helpers.trainer_bridge.hooked import HookedConsensus
+from tests.helpers.trainer_bridge.hooked import HookedAgreement, half_written
 from trainer_bridge.sync.shards import fsdp_shards
 from trainer_bridge.sync.weight_sync import WeightSync
 
@@ -31,13 +31,10 @@ _CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "c
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """When a rank kills itself: at a moment of a stage (`hooked.py`). part: of the write, inside
-    it: 1.5 is half of the second target's copies.
-    """
+    """When a rank kills itself: at a moment of a stage (`hooked.py`)."""
 
     stage: str
     moment: str
-    part: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,37 +125,32 @@ class _Trainer:
         """port: of a store that outlives the trainers; prefix: of this set of ranks in it."""
         self._shapes = shapes
         self._death: Death | None = None
-        self._begun = 0  # targets that the write has come to
         whole = weights(shapes, 0)
         every = [fsdp_shards(name, shape, "float32", size) for name, shape in shapes.items()]
         self._shards = [shard for each in every for shard in each if shard.rank == rank]
         self._sources = {shard.name: _part(shard, whole) for shard in self._shards}
         store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
-        self._consensus = HookedConsensus(
+        self._agreement = HookedAgreement(
             store, rank, size, timeout=PATIENCE, hook=self._die_if_due
         )
         target: Any = _RemoteTarget(calls, self._die_if_due)
-        self._sync = WeightSync(self._shards, self._asked, [target], self._consensus, place=place)
+        self._sync = WeightSync(self._shards, self._asked, [target], self._agreement, place=place)
 
     def run(self, order: Order) -> Any:
         """The receipt, or what the sync raised."""
         whole = weights(self._shapes, order.seed)
         for shard in self._shards:
             self._sources[shard.name].copy_(_part(shard, whole))
-        self._death, self._begun, self._consensus.timeout = order.death, 0, order.timeout
+        self._death, self._agreement.timeout = order.death, order.timeout
         try:
-            return self._sync.sync(order.version, shadow=order.shadow, on_part=self._on_part)
+            with half_written(lambda: self._die_if_due("write", "inside")):
+                return self._sync.sync(order.version, shadow=order.shadow)
         except Exception as error:
             return error
 
     def _asked(self) -> Mapping[str, Tensor]:
         self._die_if_due("prepare", "inside")
         return self._sources
-
-    def _on_part(self, done: int, total: int) -> None:
-        self._begun += done == 0
-        if self._death is not None and self._begun - 1 + done / total >= self._death.part:
-            self._die_if_due("write", "inside")
 
     def _die_if_due(self, stage: str, moment: str) -> None:
         if self._death is not None and (self._death.stage, self._death.moment) == (stage, moment):

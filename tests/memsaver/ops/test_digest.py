@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver.ops import digest as digest_module
-from memsaver.ops.digest import BytesDigest, Digest, digest
 from memsaver.ops.hash import MASK64, splitmix64, splitmix64_int
-from memsaver.ops.segments import Segment
-from memsaver.system.machine import Impl
+from memsaver.ops.rows import Digest, digest
 from tests.helpers.digests import by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -88,44 +86,10 @@ def test_a_grid_is_its_elements(
         assert digest(flat, base) == by_definition(flat, base)
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_any_bytes_of_a_layout_are_digested(impl: Impl, device: str) -> None:
-    """Grids and runs by their places in it; the same tables for other memory."""
-    grid = Segment(
-        dtype=torch.bfloat16,
-        target=64,
-        count=40,
-        index_base=7,
-        rows=30,
-        target_pitch=48,
-        index_pitch=100,
-    )
-    run = Segment(dtype=torch.float32, target=4096, count=333, index_base=2**40)
-    many = BytesDigest([grid, run], torch.device(device), impl)
-    for seed in (1, 2):
-        data = torch.randint(
-            0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-        )
-        rows = data[64 : 64 + 30 * 48 * 2].view(torch.bfloat16).view(30, 48)[:, :40]
-        expected = by_definition(rows, 7, 100) + by_definition(
-            data[4096 : 4096 + 4 * 333].view(torch.float32), 2**40
-        )
-        assert many.run(data.to(device)) == expected % 2**64
-    assert BytesDigest([], torch.device(device), impl).run(data.to(device)) == 0
-    for wrong in (data[: 4096 + 4 * 333 - 1], data.view(torch.int32), data.view(2, -1).t()):
-        with pytest.raises(ValueError, match="reads 5428 bytes"):
-            many.run(wrong)
-
-
-def test_refuses_wide_elements_and_strides() -> None:
+def test_refuses_wide_elements() -> None:
     for dtype in (torch.float64, torch.int64, torch.complex64):
         with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
             digest(torch.zeros(3, dtype=dtype), 0)
-    with pytest.raises(ValueError, match="contiguous tensor"):
-        digest(torch.zeros(4, 4).t()[:, :2], 0)
-    for rows in (torch.zeros(4, 4).t(), torch.zeros(4), torch.zeros(2, 2, 2)):
-        with pytest.raises(ValueError, match="contiguous rows"):
-            digest(rows, 0, index_pitch=4)
 
 
 def test_tensor_hash_equals_integer_hash() -> None:

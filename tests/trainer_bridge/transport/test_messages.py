@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memsaver.ops.layout import row_major
+from memsaver.ops.rows import RowCopies
 from rollout.weights.update import write_boxes
-from trainer_bridge.sync.cast_copy import CastCopy, placements
 from trainer_bridge.sync.plan import Copy
-from trainer_bridge.sync.relay import Packing, messages, unpacking
+from trainer_bridge.sync.relay import Packing, messages
+from trainer_bridge.sync.writer import copy_rows
 
 
 @st.composite
@@ -56,23 +57,20 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
     )
     digest, stage = 0, torch.zeros(10_000, dtype=torch.uint8)
     for copy in given_copies:
-        table = CastCopy(placements(copy, sources[copy.name]))
-        table.start(expected[copy.target])
-        digest += table.result()
+        table = RowCopies([copy_rows(copy, sources[copy.name])], stage.device)
+        digest += table.run(expected[copy.target])
     made = messages(given_copies, limit)
     for message in made:
         end = 0
-        for piece in message.pieces:
-            assert piece.at >= end and piece.at % 16 == 0 and piece.copy.target == message.target
-            end = piece.at + piece.copy.nbytes
+        for copy, at in message.copies:
+            assert at >= end and at % 16 == 0 and copy.target == message.target
+            end = at + copy.nbytes
         assert end == message.nbytes <= limit
         packing = Packing(message, sources, ())
         packing.start(stage, {})
         digest -= packing.digest()
-        unpacking(message, stage).start(pages[message.target])
-        write_boxes(
-            boxes[message.target], [piece.box for piece in message.pieces], stage[: message.nbytes]
-        )
+        message.unpacking(stage).start(pages[message.target])
+        write_boxes(boxes[message.target], message.boxes(), stage[: message.nbytes])
     assert digest % 2**64 == 0
     for number in range(2):
         assert torch.equal(pages[number], expected[number]) and torch.equal(

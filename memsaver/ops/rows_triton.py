@@ -1,0 +1,393 @@
+"""Run the rows of a table on a device: one launch a kind, whose programs copy, cast and digest in
+one pass over memory.
+
+Rows are cut into programs on whole int64 tensors, without a loop over them. Rows that lie one
+behind the other become one *run*; shorter ones with pitches stay a *grid*, of which a program takes
+a range, unless each row is so long that it makes runs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memsaver.ops.hash import GOLDEN, MASK64, MUL32
+
+MIN_CHUNK = 1 << 15  # elements: a whole number of blocks of every kernel instance
+_MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
+_LONG = 4  # chunks of a row that is cut for itself: at most a quarter more programs than chunks
+_ALIGN = 16  # bytes an aligned access takes, and elements an aligned run is a multiple of
+_SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # `memsaver.ops.rows.FIELDS`
+_PITCHES = slice(5, 8)
+
+# vectors of 16 bytes a block, and warps: each thread has four vectors in flight. Blocks of half the
+# size copy 3 to 5 % slower on H100 and H200; those of twice the size read 12 to 40 % slower
+BLOCK, WARPS = 2048, 16
+_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+GOLDEN_KEY = tl.constexpr(GOLDEN)
+STEP = tl.constexpr(2 * GOLDEN & MASK64)  # from one element's key to the next one's
+_MASK64 = tl.constexpr(MASK64)
+_MUL32 = tl.constexpr(MUL32)
+
+
+Tables = Mapping[tuple[torch.dtype | None, torch.dtype], Sequence[tuple[int, ...]]]
+"""(source dtype, target dtype) -> rows, some at least; source None: digest only."""
+
+
+class Launch(NamedTuple):
+    """The programs of one kind.
+
+    constants: compile-time arguments. programs: int64 [n, 6] on the device (`cut`); shapes: of
+    grids. partials: int64 [n], where programs leave their sums.
+    """
+
+    constants: dict[str, Any]
+    programs: Tensor
+    shapes: Tensor
+    partials: Tensor
+
+
+class DeviceTable:
+    """Programs of rows, good while addresses hold; one launch a kind."""
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        rows_of_all = chain.from_iterable(tables.values())
+        chunk = _chunk(sum(row[_WIDTH] * row[_ROWS] for row in rows_of_all))
+        found = []
+        for (source, target), table in tables.items():
+            widths = 0 if source is None else source.itemsize, target.itemsize
+            for aligned, grid, programs, shapes in cut(torch.tensor(table), widths, chunk):
+                constants = instance(source, target, aligned=aligned, grid=grid)
+                found.append((constants, programs.to(device), shapes.to(device)))
+        sizes = [len(programs) for _, programs, _ in found]
+        self._partials = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self.launches = [
+            Launch(*each, partials)
+            for each, partials in zip(found, self._partials.split(sizes), strict=True)
+        ]
+        self._stream: torch.cuda.Stream | None = None
+        self._total = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    @property
+    def nbytes(self) -> int:
+        """Return the device memory of the tables."""
+        tables = (launch.programs.nbytes + launch.shapes.nbytes for launch in self.launches)
+        return self._partials.nbytes + sum(tables)
+
+    def launch(self, base: int, programs: int | None = None) -> None:
+        """Start all rows on the current stream.
+
+        Args:
+            base: Address that is added to the rows' targets.
+            programs: See `RowCopies.start`.
+
+        Raises:
+            ValueError: `programs` is less than one.
+        """
+        assert base % _ALIGN == 0
+        if programs is not None and programs < 1:
+            raise ValueError(
+                f"programs={programs} must be at least 1 (None: one for each row of the table)"
+            )
+        if self._partials.is_cuda:
+            self._stream = torch.cuda.current_stream(self._partials.device)
+        for constants, table, shapes, partials in self.launches:
+            count = len(table)
+            looping = programs is not None
+            size = min(programs, count) if programs is not None else count
+            with torch.cuda.device_of(table):
+                run_rows[(size,)](
+                    shapes, table, partials, base, count,
+                    **constants, LOOPING=looping, num_warps=WARPS,
+                )  # fmt: skip
+        # now: the host launches this while the device still copies
+        self._total.copy_(self._partials.sum(), non_blocking=True)
+
+    def digest(self) -> int:
+        """Wait; return the digest of the last launch, in [0, 2**64)."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return int(self._total) & MASK64
+
+
+def instance(
+    source: torch.dtype | None, target: torch.dtype, *, aligned: bool, grid: bool
+) -> dict[str, Any]:
+    """Return compile-time arguments of the kernel; without a cast elements move as integers."""
+    width = target.itemsize
+    cast = source is not None and source != target
+    return {
+        "SOURCE": _FLOATS[source] if cast and source is not None else _BITS[width],
+        "TARGET": _FLOATS[target] if cast else _BITS[width],
+        "BITS": _BITS[width],
+        "COPY": source is not None,
+        "ALIGNED": aligned,
+        "GRID": grid,
+        "VECTOR": 16 // width if aligned else 1,
+        "BLOCK": BLOCK,
+    }
+
+
+def _chunk(elements: int) -> int:
+    """Return the elements of one program: as few as the table's size allows, so that all end
+    together.
+    """
+    chunk = MIN_CHUNK
+    while elements > chunk * _MAX_PROGRAMS:
+        chunk *= 2
+    return chunk
+
+
+# ---------------------------------------------------------------- cutting
+
+
+def cut(
+    table: Tensor, widths: tuple[int, int], chunk: int
+) -> Iterator[tuple[bool, bool, Tensor, Tensor]]:
+    """Cut rows into programs of at most `chunk` elements, a power of two, 16 or more.
+
+    Args:
+        table: int64 [rows, 8].
+        widths: Bytes of a source and of a target element.
+        chunk: Elements.
+
+    Yields:
+        (aligned, grid, programs, shapes) of one kind. programs: int64 [n, 6]: address, target,
+        elements and number of the first element of a program; of grids these are those of its first
+        row, of which it leaves out as many elements as the fifth column says, and the sixth is the
+        row of `shapes`. shapes: int64 [different shapes, 4]: elements of a row, then its pitches in
+        source, target and numbers.
+    """
+    table = _joined(table)
+    some = table[:, _WIDTH] * table[:, _ROWS] > 0
+    apart = (table[:, _ROWS] == 1) | (table[:, _WIDTH] >= _LONG * chunk)
+    runs, grids = _runs(table[some & apart], widths), table[some & ~apart]
+    aligned = _aligned_grids(grids, widths)
+    found = [
+        *((vectors, False, part) for vectors, part in _whole_vectors(runs, widths)),
+        (True, True, grids[aligned]),
+        (False, True, grids[~aligned]),
+    ]
+    for vectors, is_grid, part in found:
+        if len(part):
+            make = _cut_grids if is_grid else _cut_runs
+            yield vectors, is_grid, *make(part, widths, chunk)
+
+
+def _joined(table: Tensor) -> Tensor:
+    """Make one row of those that follow each other in every space."""
+    joined = (table[:, _PITCHES] == table[:, _WIDTH, None]).all(1)
+    table = table.clone()
+    table[joined, _WIDTH] *= table[joined, _ROWS]
+    table[joined, _ROWS] = 1
+    return table
+
+
+def _repeat(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return item i counts[i] times: (i, how often it was there before) of each."""
+    which = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return which, torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+
+
+def _runs(table: Tensor, widths: tuple[int, int]) -> Tensor:
+    """Return every row as a run, int64 [runs, 4]."""
+    which, row = _repeat(table[:, _ROWS])
+    return _moved(table[which, :_ROWS], row[:, None] * table[:, _PITCHES][which], widths)
+
+
+def _moved(runs: Tensor, elements: Tensor, widths: tuple[int, int]) -> Tensor:
+    """Return runs that begin later by `elements` in source, target and numbers: [runs, 3], or
+    [runs, 1] where it is the same.
+    """
+    runs = runs.clone()
+    elements = elements.expand(-1, 3)
+    runs[:, _SOURCE] += elements[:, 0] * widths[0]
+    runs[:, _TARGET] += elements[:, 1] * widths[1]
+    runs[:, _INDEX] += elements[:, 2]
+    return runs
+
+
+def _whole_vectors(runs: Tensor, widths: tuple[int, int]) -> tuple[tuple[bool, Tensor], ...]:
+    """Return (aligned, runs) twice: whole vectors of 16 bytes, and what is left."""
+    aligned = (runs[:, _SOURCE] | runs[:, _TARGET]) % _ALIGN == 0
+    whole = torch.where(aligned, runs[:, _WIDTH] - runs[:, _WIDTH] % _ALIGN, 0)
+    vectors, rest = runs.clone(), _moved(runs, whole[:, None], widths)
+    vectors[:, _WIDTH] = whole
+    rest[:, _WIDTH] -= whole
+    return (True, vectors[whole > 0]), (False, rest[rest[:, _WIDTH] > 0])
+
+
+def _cut_runs(runs: Tensor, widths: tuple[int, int], chunk: int) -> tuple[Tensor, Tensor]:
+    which, piece = _repeat((runs[:, _WIDTH] + chunk - 1) // chunk)
+    first = piece * chunk
+    programs = _moved(runs[which], first[:, None], widths)
+    programs[:, _WIDTH] = (programs[:, _WIDTH] - first).clamp_(max=chunk)
+    return torch.nn.functional.pad(programs, (0, 2)), torch.zeros(0, 4, dtype=torch.int64)
+
+
+def _aligned_grids(grids: Tensor, widths: tuple[int, int]) -> Tensor:
+    """Return bool [grids]: all rows of the target are whole vectors of 16 bytes at such
+    addresses.
+    """
+    lane = _ALIGN // widths[1]
+    source, target = (grids[:, _PITCHES][:, space] for space in (0, 1))
+    odd = (grids[:, _SOURCE] | grids[:, _TARGET] | source * widths[0] | target * widths[1]) % _ALIGN
+    odd |= (grids[:, _WIDTH] | target) % lane  # lane: a power of two
+    if widths[0]:
+        odd |= source % lane
+    return odd == 0
+
+
+def _cut_grids(grids: Tensor, widths: tuple[int, int], chunk: int) -> tuple[Tensor, Tensor]:
+    width, elements = grids[:, _WIDTH], grids[:, _WIDTH] * grids[:, _ROWS]
+    which, piece = _repeat((elements + chunk - 1) // chunk)
+    first = piece * chunk
+    row = first // width[which]
+    shapes, shape = torch.unique(
+        torch.cat([width[:, None], grids[:, _PITCHES]], dim=1), dim=0, return_inverse=True
+    )
+    runs = _moved(grids[which, :_ROWS], row[:, None] * grids[:, _PITCHES][which], widths)
+    runs[:, _WIDTH] = (elements[which] - first).clamp_(max=chunk)
+    skipped = first - row * width[which]
+    return torch.cat([runs, skipped[:, None], shape[which, None]], dim=1), shapes
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _hash(bits, key, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Hash uint32 bits (`memsaver.ops.digest`); key: uint64, its k."""
+    if WIDTH == 32:
+        bits = bits ^ (bits >> 16)
+    high = (key >> 32).to(tl.uint32)
+    x = (bits ^ high) * _MUL32
+    x = x ^ (x >> 13)
+    return x.to(tl.uint64) * (key.to(tl.uint32) ^ (high & 0xFFFFFFFE)).to(tl.uint64)
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    source, target, inside, key,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Return uint64 [rows], sums of hashes of what pointers [rows, VECTOR] point to."""
+    if COPY:
+        values = tl.load(source, mask=inside)
+        if SOURCE != TARGET:
+            values = values.to(tl.float32).to(TARGET)
+        tl.store(target, values, mask=inside)
+    else:
+        values = tl.load(target, mask=inside)
+    column = tl.arange(0, VECTOR)[None, :]
+    keys = key[:, None] + column.to(tl.uint64) * STEP
+    hashes = _hash(values.to(BITS, bitcast=True).to(tl.uint32), keys, BITS.primitive_bitwidth)
+    if inside is not None:
+        hashes = tl.where(inside, hashes, 0)
+    return tl.sum(hashes, 1)
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    source, target, key, unit, inside, width, source_pitch, target_pitch, index_pitch,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    GRID: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """`_move` vectors number `unit` [rows], int32, of a run, or counted along a grid."""
+    lane = tl.arange(0, VECTOR)[None, :]
+    if GRID:
+        down = unit.to(tl.uint32) // width
+        across = unit.to(tl.uint32) - down * width
+        # a pitch times rows goes beyond 32 bits
+        far, near = down.to(tl.int64), across.to(tl.int64)
+        source += ((far * source_pitch + near) * VECTOR)[:, None] + lane
+        target += ((far * target_pitch + near) * VECTOR)[:, None] + lane
+        key += (far * index_pitch + near * VECTOR).to(tl.uint64) * STEP
+    else:
+        source += unit[:, None] * VECTOR + lane
+        target += unit[:, None] * VECTOR + lane
+    return _move(source, target, inside, key, SOURCE, TARGET, BITS, COPY, VECTOR)
+
+
+@triton.jit
+def _program(  # type: ignore[no-untyped-def]
+    shapes, rows, partials, base, program,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Run one program of the table: whole blocks first, then what is left of one."""
+    row = rows + program * 6
+    source = tl.load(row)
+    target = tl.load(row + 1) + base
+    units = tl.load(row + 2).to(tl.int32) // VECTOR
+    index = tl.load(row + 3)
+    if ALIGNED:
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+    source = source.to(tl.pointer_type(SOURCE))
+    target = target.to(tl.pointer_type(TARGET))
+    if ALIGNED:  # the hint does not survive the cast
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+    lane = tl.arange(0, BLOCK)
+    key = (index * 2 + 1).to(tl.uint64) * GOLDEN_KEY
+    first = 0
+    width, source_pitch, target_pitch, index_pitch = 1, 0, 0, 0
+    if GRID:
+        first = tl.load(row + 4).to(tl.int32) // VECTOR
+        shape = shapes + tl.load(row + 5) * 4
+        width = tl.load(shape).to(tl.uint32) // VECTOR
+        source_pitch, target_pitch = tl.load(shape + 1) // VECTOR, tl.load(shape + 2) // VECTOR
+        index_pitch = tl.load(shape + 3)
+    else:
+        # carried from block to block: constants of each element would fill the registers
+        key = key + lane.to(tl.uint64) * (VECTOR * STEP & _MASK64)
+    sums = tl.zeros((BLOCK,), tl.uint64)
+    done = 0
+    while done + BLOCK <= units:
+        sums += _block(
+            source, target, key, first + done + lane, None,
+            width, source_pitch, target_pitch, index_pitch,
+            SOURCE, TARGET, BITS, COPY, GRID, VECTOR,
+        )  # fmt: skip
+        if not GRID:
+            key += BLOCK * VECTOR * STEP & _MASK64
+        done += BLOCK
+    if done < units:
+        inside = (lane[:, None] + tl.zeros((BLOCK, VECTOR), tl.int32)) < units - done
+        sums += _block(
+            source, target, key, first + done + lane, inside,
+            width, source_pitch, target_pitch, index_pitch,
+            SOURCE, TARGET, BITS, COPY, GRID, VECTOR,
+        )  # fmt: skip
+    tl.store(partials + program, tl.sum(sums, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["partials", "base", "count"])
+def run_rows(  # type: ignore[no-untyped-def]
+    shapes, rows, partials, base: tl.int64, count,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
+    ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    LOOPING: tl.constexpr,
+):  # fmt: skip
+    """Run row p of the table in program p; LOOPING: and those one launch further, each."""
+    program = tl.program_id(0).to(tl.int64)
+    if LOOPING:
+        while program < count:
+            _program(
+                shapes, rows, partials, base, program,
+                SOURCE, TARGET, BITS, COPY, ALIGNED, GRID, VECTOR, BLOCK,
+            )  # fmt: skip
+            program += tl.num_programs(0)
+    else:
+        _program(
+            shapes, rows, partials, base, program,
+            SOURCE, TARGET, BITS, COPY, ALIGNED, GRID, VECTOR, BLOCK,
+        )  # fmt: skip

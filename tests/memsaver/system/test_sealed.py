@@ -1,0 +1,60 @@
+"""Plain values as sealed text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcache.staging import HeadSlice
+from memsaver.system.sealed import Forged, Plain, seal, unseal
+from rollout.actor_base import RankAddress
+from tests.helpers.memory import uncollected
+
+
+def test_plain_values_come_back_as_they_were() -> None:
+    plain = Plain(RankAddress, HeadSlice)
+    value = [
+        *(
+            None,
+            True,
+            -3,
+            2**64 - 1,
+            0.1,
+            float("inf"),
+            "é",
+            b"\0\xff",
+            (1, (2,)),
+            {1, 2},
+            frozenset(),
+            {},
+            {(1, 2): "x"},
+        ),
+        RankAddress(host="h", port=1, rank=0, size=2, seconds=1.5),
+        HeadSlice(1, 2, 3, 4),
+    ]
+    assert plain.value(plain.text(value)) == value
+    assert [type(each) for each in plain.value(plain.text(value))] == [type(each) for each in value]
+    with pytest.raises(TypeError, match="Path is not among the plain values"):
+        plain.text(Path())
+    for text in (
+        "{",
+        '{"Path": ["/"]}',
+        '{"RankAddress": [1]}',
+        '{"tuple": [], "list": []}',
+    ):
+        with pytest.raises(ValueError):
+            plain.value(text)
+    with uncollected(), pytest.raises(ValueError, match="recursion"):
+        plain.value("[" * 100_000)
+    sealed = seal(b"key", "here", plain.text(value))
+    assert unseal(b"key", "here", sealed) == plain.text(value)
+    for key, place, data in (
+        (b"other", "here", sealed),
+        (b"key", "there", sealed),
+        (b"key", "here", sealed + b" "),
+    ):
+        with pytest.raises(Forged):
+            unseal(key, place, data)
+    with pytest.raises(Forged):
+        unseal(b"key", "here", b"")
