@@ -16,7 +16,7 @@ from memsaver.errors import BackendError
 from memsaver.memory.backend import Backend, Waitable
 from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.ops.layout import Ranges, joined, round_up
-from memsaver.ops.rows import Digest
+from memsaver.ops.rows import RowCopies, digest_table
 from memsaver.system.interrupts import Finalizer
 
 _ALIGNMENT = 64
@@ -100,10 +100,10 @@ _WORD = 4
 _BYTES = 1 << 62  # numbers of single bytes, apart from those of words
 
 
-def fingerprint(ranges: Ranges, view: View) -> Digest:
+def fingerprint(ranges: Ranges, view: View) -> RowCopies:
     """One digest of all ranges (offset, nbytes), to be run as often as their addresses hold."""
     parts = (_parts(offset, view(offset, nbytes)) for offset, nbytes in joined(ranges))
-    return Digest([*itertools.chain.from_iterable(parts)])
+    return digest_table([*itertools.chain.from_iterable(parts)])
 
 
 def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
@@ -145,7 +145,7 @@ class CleanCopy:
 
     backup: HostBackup | DiskBackup
     version: Hashable
-    digest: Digest
+    digest: RowCopies
     copying: Waitable | None = None
     _expected: int | None = None
 

@@ -1,13 +1,11 @@
 """Tells where bytes and elements lie: in whole units (pages, blocks of a file), ranges (offset,
-nbytes) of a tag, boxes with strides in several spaces at once, as source and target.
+nbytes) of a tag, blocks of a grid, strides.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,51 +47,6 @@ def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
         yield at, parts
 
 
-@dataclass(frozen=True)
-class Grid:
-    """`rows` runs of `width` adjacent elements, in each of several spaces.
-
-    starts, pitches: one entry a space, in elements; pitches: 0 for a single row.
-    """
-
-    rows: int
-    width: int
-    starts: tuple[int, ...]
-    pitches: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Dim:
-    size: int
-    strides: tuple[int, ...]  # one a space
-
-
-def grids(shape: Sequence[int], *strides: Sequence[int]) -> list[Grid]:
-    """A box of `shape` as few grids: each element in one of them, `width` adjacent in all spaces.
-
-    strides: for every space one stride a dimension, in elements. Starts count from the first
-    element of the box. Raises ValueError for strides of another length than `shape`.
-    """
-    if not strides or any(len(space) != len(shape) for space in strides):
-        raise ValueError(
-            f"grids needs strides of {len(shape)} dimensions in each space, got {strides}"
-        )
-    if 0 in shape:
-        return []
-    sides = zip(shape, zip(*strides, strict=True), strict=True)
-    dims = _merged([_Dim(size, by) for size, by in sides if size > 1])
-    width = 1
-    if dims and set(dims[-1].strides) == {1}:
-        width = dims.pop().size
-    rows = max(dims, key=lambda dim: dim.size, default=_Dim(1, (0,) * len(strides)))
-    outer = [dim for dim in dims if dim is not rows]
-    steps = [range(dim.size) for dim in outer]
-    return [
-        Grid(rows.size, width, _start(at, outer, len(strides)), rows.strides)
-        for at in itertools.product(*steps)
-    ]
-
-
 def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
     """(rows, columns) of the parts of a grid, of at most `limit` elements each."""
     across = max(1, min(width, limit))
@@ -131,20 +84,3 @@ def _aligned(tensor: Tensor) -> int:
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _merged(dims: list[_Dim]) -> list[_Dim]:
-    """Joins dimensions that go on over each other in every space; outermost of the first first."""
-    merged: list[_Dim] = []
-    for dim in sorted(dims, key=lambda dim: dim.strides, reverse=True):
-        if merged and merged[-1].strides == tuple(stride * dim.size for stride in dim.strides):
-            dim = _Dim(merged.pop().size * dim.size, dim.strides)
-        merged.append(dim)
-    return merged
-
-
-def _start(at: Sequence[int], dims: Sequence[_Dim], spaces: int) -> tuple[int, ...]:
-    start = [0] * spaces
-    for i, dim in zip(at, dims, strict=True):
-        start = [sofar + i * stride for sofar, stride in zip(start, dim.strides, strict=True)]
-    return tuple(start)

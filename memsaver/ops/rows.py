@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memsaver.ops.digest import bits_of, digest_by_torch
+from memsaver.ops.digest import digest_by_torch
 from memsaver.ops.hash import MASK64
-from memsaver.ops.layout import blocks
+from memsaver.ops.layout import blocks, row_major
 from memsaver.system.machine import Impl, use_triton
 
 FIELDS = (
@@ -42,13 +42,17 @@ Strides = Sequence[int]
 
 
 class Rows(NamedTuple):
-    """Rows of one dtype: that of the target. source: the tensor in which the rows' sources lie, to
-    be cast to `dtype`; None: rows are digested where they are.
+    """Rows of one dtype: that of the target.
+
+    source: the tensor in which the rows' sources lie, to be cast to `dtype`; None: rows are
+    digested where they are. memory: the tensor whose addresses the targets are; None: targets count
+    from what a run is given.
     """
 
     table: Sequence[Row]
     dtype: torch.dtype
     source: Tensor | None = None
+    memory: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -161,25 +165,29 @@ class RowCopies:
         """Return whether `start` returns before the copies are done."""
         return self._table is not None and self._device.type == "cuda"
 
-    def start(self, target: Tensor, programs: int | None = None) -> None:
+    def start(self, target: Tensor | None = None, programs: int | None = None) -> None:
         """Begin to write into `target`, or to digest it, on the current stream.
 
         Args:
-            target: uint8, contiguous; its byte 0 is what targets of rows count from.
+            target: uint8, contiguous; its byte 0 is what targets of rows count from. None: all rows
+                have `memory`.
             programs: Of the kernel: one for each chunk of rows (None), or so many for all of them,
                 which leaves the rest of the device to other kernels.
 
         Raises:
             ValueError: The target is too short, or not bytes. Nothing was written.
         """
-        if target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end:
+        if target is not None and (
+            target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end
+        ):
             raise ValueError(
                 f"rows reach to byte {self._end}, got {target.dtype} {tuple(target.shape)}"
             )
         self._value = None
         # the target is perhaps of another GPU
-        if self._table is not None and target.is_cuda == (self._device.type == "cuda"):
-            self._table.launch(target.data_ptr(), programs)
+        on_gpu = self._device.type == "cuda"
+        if self._table is not None and (target is None or target.is_cuda == on_gpu):
+            self._table.launch(0 if target is None else target.data_ptr(), programs)
             return
         self._value = sum(_by_torch(target, rows) for rows in self._rows) & MASK64
 
@@ -190,15 +198,13 @@ class RowCopies:
             return self._table.digest()
         return self._value
 
-    def run(self, target: Tensor) -> int:
+    def run(self, target: Tensor | None = None) -> int:
         """Run all rows once; return their digest."""
         self.start(target)
         return self.result()
 
 
-def _by_dtypes(
-    rows: Iterable[Rows],
-) -> dict[tuple[torch.dtype | None, torch.dtype], list[Row]]:
+def _by_dtypes(rows: Iterable[Rows]) -> dict[tuple[torch.dtype | None, torch.dtype], list[Row]]:
     tables: dict[tuple[torch.dtype | None, torch.dtype], list[Row]] = defaultdict(list)
     for each in rows:
         if each.table:
@@ -207,14 +213,20 @@ def _by_dtypes(
     return tables
 
 
-def _by_torch(target: Tensor, rows: Rows) -> int:
-    return sum(_row_by_torch(target, rows, row) for row in rows.table)
+def _by_torch(target: Tensor | None, rows: Rows) -> int:
+    first = 0
+    if rows.memory is not None and rows.table:
+        first = rows.memory.data_ptr()
+        span = (rows.end - first) // rows.dtype.itemsize
+        target = rows.memory.detach().as_strided((span,), (1,)).view(torch.uint8)
+    assert target is not None or not rows.table
+    return sum(_row_by_torch(target, rows, row, first) for row in rows.table)
 
 
-def _row_by_torch(target: Tensor, rows: Rows, row: Row) -> int:
+def _row_by_torch(target: Tensor, rows: Rows, row: Row, base: int) -> int:
     source, offset, width, index, count, source_pitch, target_pitch, index_pitch = row
     span = ((count - 1) * target_pitch + width) * rows.dtype.itemsize
-    place = target[offset : offset + span].view(rows.dtype)
+    place = target[offset - base : offset - base + span].view(rows.dtype)
     place = place.as_strided((count, width), (target_pitch, 1))
     if rows.source is None:
         return digest_by_torch(place, index, index_pitch)
@@ -229,79 +241,52 @@ def _row_by_torch(target: Tensor, rows: Rows, row: Row) -> int:
     return total
 
 
-Part = tuple[Tensor, int] | tuple[Tensor, int, int]
-"""What `digest` takes: a contiguous tensor and its index_base, or a grid of rows, its index_base
-and index_pitch.
-"""
-
-
 def digest(
     tensor: Tensor, index_base: int, impl: Impl = "auto", *, index_pitch: int | None = None
 ) -> int:
     """Compute the digest of one tensor, as `memsaver.ops.digest` defines it.
 
     Args:
-        tensor: Elements of 1, 2 or 4 bytes; contiguous, or with `index_pitch` [rows, width] with
-            contiguous rows.
+        tensor: Elements of 1, 2 or 4 bytes.
         index_base: Number of the first element.
         impl: The kernel or torch; "auto": the kernel on a GPU.
-        index_pitch: By how much numbers rise from row to row.
+        index_pitch: By how much numbers rise from row to row of a tensor [rows, width]; None:
+            elements have consecutive numbers.
 
     Returns:
         The digest, in [0, 2**64). It is additive: digest(whole, b) == (digest(head, b) +
         digest(tail, b + len(head))) % 2**64.
     """
-    part = (tensor, index_base) if index_pitch is None else (tensor, index_base, index_pitch)
-    return Digest([part], impl).run()
+    pitches = None if index_pitch is None else (index_pitch, 1)
+    return RowCopies([tensor_rows(tensor, index_base, pitches)], tensor.device, impl).run()
 
 
-class Digest:
-    """Digest of many tensors, to be taken often. They keep their addresses; their memory may be
-    paused between runs.
+def digest_table(parts: Sequence[tuple[Tensor, int]]) -> RowCopies:
+    """Make what digests many tensors as one, again and again. They keep their addresses; their
+    memory may be paused between runs.
+
+    Args:
+        parts: Tensors of one device, each with the number of its first element.
     """
-
-    def __init__(self, parts: Sequence[Part], impl: Impl = "auto") -> None:
-        """parts: tensors of one device. ValueError for a shape, strides or dtype that fails."""
-        self._grids = [_grid(*part) for part in parts]
-        self._value = 0
-        self._table = None
-        if parts and use_triton(impl, parts[0][0].device):
-            from memsaver.ops.rows_triton import DeviceTable
-
-            rows = [_where(*grid) for grid in self._grids]
-            self._table = DeviceTable(_by_dtypes(rows), parts[0][0].device)
-
-    def start(self) -> None:
-        """Begin, on the current stream, after what is queued there."""
-        if self._table is not None:
-            self._table.launch(0)
-        else:
-            self._value = sum(digest_by_torch(*grid) for grid in self._grids) & MASK64
-
-    def result(self) -> int:
-        """Wait for the last `start`; return its digest, in [0, 2**64)."""
-        return self._value if self._table is None else self._table.digest()
-
-    def run(self) -> int:
-        """Return the digest of what the tensors hold now."""
-        self.start()
-        return self.result()
+    device = parts[0][0].device if parts else torch.device("cpu")
+    return RowCopies([tensor_rows(*part) for part in parts], device)
 
 
-def _grid(
-    tensor: Tensor, index_base: int, index_pitch: int | None = None
-) -> tuple[Tensor, int, int]:
-    bits = bits_of(tensor)
-    if index_pitch is not None:
-        assert tensor.dim() == 2
-        return bits, index_base, index_pitch
-    assert tensor.is_contiguous(), f"digest needs a contiguous tensor, got {tensor.stride()}"
-    return bits.view(1, -1), index_base, 0
+def tensor_rows(tensor: Tensor, index: int, index_strides: Strides | None = None) -> Rows:
+    """Make rows that digest a tensor where it lies.
 
-
-def _where(bits: Tensor, index: int, pitch: int) -> Rows:
-    """Make rows whose targets are addresses."""
-    place, strides = bits.data_ptr(), bits.stride()
-    return box_rows(
-        bits.shape, bits.dtype, offset=place, strides=strides, index=index, index_strides=(pitch, 1)
+    Args:
+        tensor: Elements of 1, 2 or 4 bytes, of any strides.
+        index: Number of the first element.
+        index_strides: By how much numbers rise along each dimension; None: elements have
+            consecutive numbers.
+    """
+    rows = box_rows(
+        tensor.shape,
+        tensor.dtype,
+        offset=tensor.data_ptr(),
+        strides=tensor.stride(),
+        index=index,
+        index_strides=index_strides or row_major(tensor.shape),
     )
+    return rows._replace(memory=tensor)

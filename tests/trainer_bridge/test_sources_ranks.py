@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.layouts import box_of
 from trainer_bridge.sync.plan import SourceShard
-from trainer_bridge.sync.shards import dtensor_shards
+from trainer_bridge.sync.shards import shard_of
 
 WORLD = 4
 SHAPES = {
@@ -35,7 +35,7 @@ WHOLE = {"fsdp", "fsdp dims", "hsdp", "tp columns + fsdp", "tp + fsdp dims"}
 class Held(NamedTuple):
     """What one rank has of a parameter. full: None where torch cannot gather it."""
 
-    shards: list[SourceShard]
+    shard: SourceShard
     local: Tensor
     full: Tensor | None
 
@@ -85,11 +85,11 @@ def hold(rank: int) -> dict[str, dict[str, Held]]:
             gathered = param.full_tensor().detach() if even else None
             local = param.to_local().detach()
             assert local.is_contiguous()
-            held[layout][name] = Held(dtensor_shards(name, param), local.clone(), gathered)
+            held[layout][name] = Held(shard_of(name, param, rank), local.clone(), gathered)
     wrong = distribute_tensor(torch.zeros(8), init_device_mesh("cpu", (WORLD,)), [Shard(0)])
     wrong._local_tensor = torch.zeros(3)
     with pytest.raises(ValueError, match=r"w: this rank holds a tensor of \(3,\)"):
-        dtensor_shards("w", wrong)
+        shard_of("w", wrong, rank)
     return held
 
 
@@ -106,14 +106,9 @@ def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
         whole = torch.arange(5.0) if name == "norm" else full(name)
         if mine.full is not None:
             assert torch.equal(mine.full, whole), "torch gathers something else"
-        shards = {shard.rank: shard for held in ranks for shard in held[layout][name].shards}
-        assert sorted(shards) == list(range(WORLD))
         holders = torch.zeros(whole.shape, dtype=torch.int64)
         for rank, held in enumerate(ranks):
-            shard, local = shards[rank], held[layout][name].local
-            assert all(other == shards[other.rank] for other in held[layout][name].shards), (
-                "ranks disagree"
-            )
+            shard, local = held[layout][name].shard, held[layout][name].local
             box = box_of(shard)
             assert (shard.global_shape, shard.shape) == (whole.shape, local.shape)
             assert shard.dtype == "float32"

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from rollout.model import spellings
 from rollout.model.params import one, shard_groups
+from rollout.types import WeightLayout
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedAgreement
 from tests.helpers.trainer_bridge.layouts import HEAD_DIM, box_of, manifests
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
-from trainer_bridge.sync.plan import Planner, Target
+from trainer_bridge.sync.plan import Planner
 from trainer_bridge.sync.shards import SourceShard, fsdp_shards
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
@@ -118,7 +119,7 @@ def test_an_expert_that_the_trainer_lacks_is_named() -> None:
     layouts = manifests(groups, 2, torch.float32, expert_parallel=2)
     trained = named({name: torch.zeros(shape) for name, shape in shapes.items()}, 1)
     trained[f"{MLP}experts.3.up_proj.weight"] = trained.pop(f"{MLP}experts.1.up_proj.weight")
-    targets = [Target(manifest=layout, place="cpu") for layout in layouts]
+    targets = [WeightLayout(manifest=layout, place="cpu") for layout in layouts]
     with pytest.raises(ValueError) as caught:
         Planner(shards_of(trained, 1), ["cpu"]).plan(targets)
     assert f"missing in the trainer: {MLP}experts.1.up_proj.weight" in str(caught.value)

@@ -137,6 +137,12 @@ class Agreement:
         return [rank for rank, rounds in enumerate(come) if rounds < self._round]
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """Return what a group exchanges tensors of a device with: "gloo", "nccl"; None: nothing."""
+    config = str(dist.get_backend_config(group))
+    return dict(part.split(":", 1) for part in config.split(",")).get(device_type)
+
+
 _made = itertools.count()
 
 
@@ -149,8 +155,8 @@ def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -
     """
     if group is None or dist.get_world_size(group) == 1:
         return Agreement(timeout=timeout)
-    cpu, backends = group, str(dist.get_backend_config(group))
-    if dict(part.split(":", 1) for part in backends.split(",")).get("cpu") != "gloo":
+    cpu = group
+    if backend_of(group, "cpu") != "gloo":
         ranks = dist.get_process_group_ranks(group)
         made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
         assert isinstance(made, dist.ProcessGroup)

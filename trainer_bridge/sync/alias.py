@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memsaver import MemorySaver
 from memsaver.ops.layout import row_major
-from memsaver.ops.rows import Digest
+from memsaver.ops.rows import RowCopies, digest_table
 from rollout.protocols import UpdatableEngine
 from rollout.types import CommitReceipt, Manifest, ParamSlice
 from trainer_bridge.errors import listed
@@ -54,7 +54,7 @@ class PageAlias:
         self._buffers: dict[str, Tensor] = {}
         self._agreement = agreement or Agreement()
         self._of: object = None  # where the parameters were the last time
-        self._digest: Digest | None = None
+        self._digest: RowCopies | None = None
         self._verified = False
         self._version: int | None = None
 
@@ -113,18 +113,19 @@ class PageAlias:
         if not thorough:
             return None
         if self._digest is None:
-            self._digest = Digest(parts(self._layout, sources))
+            numbers = {piece.name: piece.index_base for piece in self._layout.slices}
+            stored = {name: self._layout.aliases.get(name, name) for name in sources}
+            self._digest = digest_table(
+                [(each, numbers[stored[name]]) for name, each in sources.items()]
+            )
         return self._digest.run()
 
     def _check_places(self, sources: Mapping[str, Tensor]) -> None:
-        pieces = {piece.name: piece for piece in self._layout.slices}
-        for name, tensor in sources.items():
-            piece = pieces[self._layout.aliases.get(name, name)]
-            if (problem := _misfit(piece, tensor)) is not None or not tensor.is_contiguous():
-                text = problem or f"strides {tensor.stride()} in the trainer"
+        for name, wanted in byte_offsets(self._layout, sources).items():
+            if not sources[name].is_contiguous():
+                text = f"strides {sources[name].stride()} in the trainer"
                 raise ValueError(f"{name}: {text}; sync by copies (nothing was changed)")
-            wanted = piece.offset
-            if (found := self._saver.offset_of(tensor)) != wanted:
+            if (found := self._saver.offset_of(sources[name])) != wanted:
                 raise ValueError(
                     f"{name} lies at byte {found} of tag {self._tag!r}, the layout says {wanted}; "
                     "allocate nothing on the tag before the trainer does"
@@ -172,12 +173,6 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
         rule = "the trainer's parameters cannot lie as the rollout's do"
         raise ValueError(f"{rule}: {listed(problems)}; leave layout away, and sync by copies")
     return offsets
-
-
-def parts(layout: Manifest, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """Makes what `memsaver.ops.rows.Digest` takes: parameters, numbers of first elements."""
-    numbers = {piece.name: piece.index_base for piece in layout.slices}
-    return [(tensor, numbers[layout.aliases.get(name, name)]) for name, tensor in tensors.items()]
 
 
 def _misfit(piece: ParamSlice, param: Tensor) -> str | None:

@@ -10,7 +10,7 @@ from memsaver.system.machine import place_of
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
 from trainer_bridge.sync.agree import group_agreement
-from trainer_bridge.sync.shards import SourceShard, dtensor_shards
+from trainer_bridge.sync.shards import SourceShard, shard_of
 from trainer_bridge.sync.weight_sync import WeightSync
 
 
@@ -29,19 +29,7 @@ class Shards:
         rank, found = dist.get_rank() if dist.is_initialized() else 0, []
         for name, param in self._read().items():
             self._sharded[name] = _sharding(param)
-            if isinstance(param, DTensor):
-                found += [shard for shard in dtensor_shards(name, param) if shard.rank == rank]
-            else:
-                shape, dtype = tuple(param.shape), str(param.dtype).removeprefix("torch.")
-                whole = SourceShard(
-                    name=name,
-                    global_shape=shape,
-                    dtype=dtype,
-                    start=(0,) * len(shape),
-                    shape=shape,
-                    rank=rank,
-                )
-                found.append(whole)
+            found.append(shard_of(name, param, rank))
         return found
 
     def tensors(self) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ common. An element that several ranks hold is copied by one on the target's own 
 one, so links carry as little as they can.
 """
 
-import hashlib
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -19,7 +18,7 @@ from typing import Self
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import Rows, box_rows, dot
 from rollout.model import Stored, spellings
-from rollout.types import Manifest, ParamSlice
+from rollout.types import Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.shards import (
     Box,
@@ -32,14 +31,6 @@ from trainer_bridge.sync.shards import (
     itemsize,
     torch_dtype,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Weights to be written. place: of their device, named as trainer ranks name theirs."""
-
-    manifest: Manifest
-    place: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +85,11 @@ class SyncPlan:
     """The copies of all ranks: together they write every byte of every slice of every target
     exactly once.
 
-    layout_hash: of the targets, of all shards and of where they are; ranks with the same one have
-    the same plan. slices: (the trainer's name, slice, targets that have it, who sends what of it to
+    slices: (the trainer's name, slice, targets that have it, who sends what of it to
     them). traffic: (rank, target) -> bytes that are written.
     """
 
-    layout_hash: str
-    targets: Sequence[Target]
+    targets: Sequence[WeightLayout]
     places: Sequence[str]
     slices: Sequence[tuple[str, ParamSlice, Ints, Sends]]
     traffic: Mapping[tuple[int, int], int]
@@ -186,23 +175,17 @@ class Planner:
         self._places = tuple(places)
         # (shape, who holds what, or what is wrong) of each parameter
         self._parameters: dict[str, tuple[Ints, Held, str]] = {}
-        self._key = self._take(parts)
-        self._plans: dict[object, SyncPlan] = {}
-
-    def _take(self, parts: Mapping[str, set[SourceShard]]) -> str:
-        """Note who holds what; return a hash of it."""
         kinds: dict[frozenset[SourceShard], tuple[Held, str]] = {}
-        digest = hashlib.sha256(repr(self._places).encode())
         for name in sorted(parts):
             kind = frozenset(parts[name])
             if kind not in kinds:
                 kinds[kind] = _held(kind)
-            shape = next(iter(kind)).global_shape
-            self._parameters[name] = shape, *kinds[kind]
-            digest.update(repr((name, self._parameters[name])).encode())
-        return digest.hexdigest()
+            self._parameters[name] = next(iter(kind)).global_shape, *kinds[kind]
+        self._plans: dict[object, SyncPlan] = {}
 
-    def plan(self, targets: Sequence[Target], names: Collection[str] | None = None) -> SyncPlan:
+    def plan(
+        self, targets: Sequence[WeightLayout], names: Collection[str] | None = None
+    ) -> SyncPlan:
         """Return the plan for these targets, made once.
 
         Args:
@@ -216,10 +199,10 @@ class Planner:
         layouts = tuple((target.manifest.layout_hash, target.place) for target in targets)
         chosen = None if names is None else tuple(sorted(set(names)))
         if (layouts, chosen) not in self._plans:
-            self._plans[layouts, chosen] = self._make(targets, chosen, repr((layouts, chosen)))
+            self._plans[layouts, chosen] = self._make(targets, chosen)
         return self._plans[layouts, chosen]
 
-    def _make(self, targets: Sequence[Target], names: Sequence[str] | None, key: str) -> SyncPlan:
+    def _make(self, targets: Sequence[WeightLayout], names: Sequence[str] | None) -> SyncPlan:
         alike: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
         for number, target in enumerate(targets):
             alike[target.manifest.layout_hash].append(number)
@@ -241,13 +224,7 @@ class Planner:
             slices.append((name, piece, numbers, sends))
             for pair, boxes in sends.items():
                 traffic[pair] += sum(sent.volume for sent, _ in boxes) * size
-        return SyncPlan(
-            layout_hash=hashlib.sha256(f"{self._key} {key}".encode()).hexdigest(),
-            targets=targets,
-            places=self._places,
-            slices=slices,
-            traffic=traffic,
-        )
+        return SyncPlan(targets=targets, places=self._places, slices=slices, traffic=traffic)
 
     def _fitting(
         self, manifests: Sequence[Manifest], names: Collection[str] | None

@@ -31,7 +31,7 @@ from memsaver.system.machine import device_key
 from rollout.protocols import UpdatableEngine
 from rollout.types import PackedBox
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.agree import Agreement
+from trainer_bridge.sync.agree import Agreement, backend_of
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import torch_dtype
 from trainer_bridge.sync.writer import DerivedCopies, LowRank, Written, copy_rows
@@ -150,14 +150,11 @@ class Wire:
         """
         group, cpu = agreement.group, agreement.cpu
         assert group is not None and cpu is not None
-        backends = dict(
-            part.split(":", 1) for part in str(dist.get_backend_config(group)).split(",")
-        )
         ranks = {rank for rank, _ in routes.relayed}
         ranks |= {routes.speakers[target] for _, target in routes.relayed}
         theirs = {places[rank] for rank in ranks}
         apart = len(theirs) == len(ranks) and all("/GPU-" in place for place in theirs)
-        self.on_gpu = apart and not routes.handled and backends.get("cuda") == "nccl"
+        self.on_gpu = apart and not routes.handled and backend_of(group, "cuda") == "nccl"
         self.group = group if self.on_gpu else cpu
         self.device = device if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
@@ -202,7 +199,7 @@ class Message(NamedTuple):
 
     rank: int
     target: int
-    copies: Sequence[tuple[Copy, int]]
+    copies: list[tuple[Copy, int]]
     nbytes: int
 
     def boxes(self) -> list[PackedBox]:
@@ -239,8 +236,8 @@ def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
             if last is None or (last.rank, last.target) != ends or at + part.nbytes > limit:
                 made.append(Message(*ends, [(part, 0)], part.nbytes))
             else:
-                joined = [*last.copies, (part, at)]
-                made[-1] = last._replace(copies=joined, nbytes=at + part.nbytes)
+                last.copies.append((part, at))
+                made[-1] = last._replace(nbytes=at + part.nbytes)
     return made
 
 
@@ -324,24 +321,6 @@ class _Exchange(NamedTuple):
     unpack: Callable[[Mapping[int, Tensor]], None]
 
 
-class _Steps:
-    """Steps that are run until one fails; the rest is left out then, and `end` raises."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def run(self, step: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                step()
-            except Exception as error:
-                self._error = error
-
-    def end(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 class Relay:
     """One rank's part of all that is not written into mapped pages. Tables are made once, as in
     `Writer`.
@@ -388,7 +367,8 @@ class Relay:
         self._out = [_Buffer(max(sends, default=0), device, travels) for _ in range(2)]
         takes = [message.nbytes for message in chain.from_iterable(taken.values())]
         self._into = [_Buffer(max(takes, default=0), device, travels) for _ in range(2)]
-        self._exchanges = list(self._make_exchanges(taken))
+        self._exchanges = self._make_exchanges(taken)
+        self._error: Exception | None = None
 
     @property
     def targets(self) -> list[int]:
@@ -408,21 +388,30 @@ class Relay:
             Exception: What went wrong here, after the exchanges.
             SyncError: An exchange broke off.
         """
-        steps = _Steps()
-        self._pack(0, factors, steps)
+        self._error = None
+        self._pack(0, factors)
         wait = self._post(0)
         for number, exchange in enumerate(self._exchanges):
-            self._pack(number + 1, factors, steps)
+            self._pack(number + 1, factors)
             wait()
             wait = self._post(number + 1)
-            steps.run(partial(exchange.unpack, pages))
+            self._try(partial(exchange.unpack, pages))
         for packing in self._packings:
             if self._to(packing.message) == self._rank:
-                steps.run(partial(self._pass_on, packing, factors))
+                self._try(partial(self._pass_on, packing, factors))
         if self._into[0].stage.is_cuda:  # the leases end next
             torch.cuda.current_stream(self._into[0].stage.device).synchronize()
-        steps.end()
+        if self._error is not None:
+            raise self._error
         return self._written()
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """Run a step; after one that failed the rest is left out."""
+        if self._error is None:
+            try:
+                step()
+            except Exception as error:
+                self._error = error
 
     def _messages(self, sender: int, to: int | None = None) -> list[Message]:
         copies = self._plan.copies(sender)
@@ -462,9 +451,9 @@ class Relay:
 
         return unpack
 
-    def _pack(self, number: int, factors: Mapping[str, LowRank], steps: _Steps) -> None:
+    def _pack(self, number: int, factors: Mapping[str, LowRank]) -> None:
         if number < len(self._exchanges) and (sent := self._exchanges[number].sent) is not None:
-            steps.run(partial(self._out[number % 2].pack, sent, factors))
+            self._try(partial(self._out[number % 2].pack, sent, factors))
 
     def _post(self, number: int) -> Callable[[], None]:
         if number >= len(self._exchanges):

@@ -161,49 +161,48 @@ def local_box(
     ValueError says what is no box: partial sums, or a strided shard without that other dimension.
     """
     splits = tuple(_split(placement, len(global_shape)) for placement in placements)
-    return _local_box(tuple(global_shape), splits, tuple(mesh_shape), coordinate)
+    start, shape = [0] * len(global_shape), list(global_shape)
+    for mesh_dim, dim in _order(splits, tuple(mesh_shape)):
+        first, shape[dim] = chunk(shape[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
+        start[dim] += first
+    return Box(tuple(start), tuple(shape))
 
 
-def dtensor_shards(name: str, param: DTensor) -> list[SourceShard]:
-    """Returns the shards of all ranks of `param`'s mesh, under their numbers in the world.
+def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
+    """Return what this rank, number `rank` in the world, holds of a parameter: its box of a
+    DTensor, all of any other tensor.
 
-    A mesh need not hold all ranks: with FSDP2 over tensor parallel, a norm's mesh is one column of
-    ranks, and the ranks of another column find themselves only. SyncPlan from the shards that all
-    ranks found; the same one twice does no harm. A ValueError says what is no box, or that this
-    rank's tensor is not the box that its placements ask for.
+    Raises:
+        ValueError: The placements give no box, or another one than this rank's tensor.
     """
-    mesh = param.device_mesh
-    global_shape, mesh_shape = tuple(param.shape), tuple(mesh.mesh.shape)
-    splits = tuple(_split(place, param.ndim) for place in param.placements)
-    at = mesh.get_coordinate()
-    if at is not None:
-        box = _local_box(global_shape, splits, mesh_shape, at)
-        local = tuple(param._local_tensor.shape)
+    shape = tuple(param.shape)
+    box = Box((0,) * param.ndim, shape)
+    if isinstance(param, DTensor):
+        box, local = shard_box(param), tuple(param._local_tensor.shape)
         if local != box.shape:
             raise ValueError(
                 f"{name}: this rank holds a tensor of {local}, but {param.placements} on a mesh of "
-                f"{mesh_shape} gives it {box.shape}; shard it by fully_shard or distribute_tensor"
+                f"{tuple(param.device_mesh.mesh.shape)} gives it {box.shape}; shard it by "
+                "fully_shard or distribute_tensor"
             )
-    dtype = str(param.dtype).removeprefix("torch.")
-    boxes = _mesh_boxes(global_shape, splits, mesh_shape)
-    return _shards(name, global_shape, dtype, boxes, mesh.mesh.flatten().tolist())
+    return _shard(name, shape, str(param.dtype).removeprefix("torch."), box, rank)
 
 
 def fsdp_shards(
     name: str, global_shape: Sequence[int], dtype: str, world: int, dim: int = 0
 ) -> list[SourceShard]:
-    """The shards of FSDP2 over ranks 0 to `world`, without a DTensor: dimension `dim` is shared."""
+    """Return the shards of FSDP2 over ranks 0 to `world`, without a DTensor: dimension `dim` is
+    shared.
+    """
     shape = tuple(global_shape)
-    boxes = _mesh_boxes(shape, (_Split(dim, 1),), (world,))
-    return _shards(name, shape, dtype, boxes, range(world))
+    boxes = [local_box(shape, [Shard(dim)], (world,), (rank,)) for rank in range(world)]
+    return [_shard(name, shape, dtype, box, rank) for rank, box in enumerate(boxes)]
 
 
-def _shards(
-    name: str, shape: Ints, dtype: str, boxes: Sequence[Box], ranks: Sequence[int]
-) -> list[SourceShard]:
-    same = functools.partial(SourceShard, name=name, global_shape=shape, dtype=dtype)
-    pairs = zip(boxes, ranks, strict=True)
-    return [same(start=box.start, shape=box.shape, rank=rank) for box, rank in pairs]
+def _shard(name: str, whole: Ints, dtype: str, box: Box, rank: int) -> SourceShard:
+    return SourceShard(
+        name=name, global_shape=whole, dtype=dtype, start=box.start, shape=box.shape, rank=rank
+    )
 
 
 class _Split(NamedTuple):
@@ -224,28 +223,6 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
     raise ValueError(
         f"{placement} is no part of a tensor; only sharded and replicated parameters have one"
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _mesh_boxes(
-    global_shape: Ints, splits: tuple[_Split | None, ...], mesh_shape: Ints
-) -> list[Box]:
-    """Returns one box a rank of the mesh, in row-major order of its coordinates."""
-    coordinates = itertools.product(*(range(size) for size in mesh_shape))
-    return [_local_box(global_shape, splits, mesh_shape, at) for at in coordinates]
-
-
-def _local_box(
-    global_shape: Ints,
-    splits: tuple[_Split | None, ...],
-    mesh_shape: Ints,
-    coordinate: Sequence[int],
-) -> Box:
-    start, shape = [0] * len(global_shape), list(global_shape)
-    for mesh_dim, dim in _order(splits, mesh_shape):
-        first, shape[dim] = chunk(shape[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
-        start[dim] += first
-    return Box(tuple(start), tuple(shape))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -32,7 +32,7 @@ from memsaver.ops.hash import MASK64
 from rollout.protocols import UpdatableEngine
 from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.sync.agree import Agreement
-from trainer_bridge.sync.plan import Planner, SyncPlan, Target
+from trainer_bridge.sync.plan import Planner, SyncPlan
 from trainer_bridge.sync.relay import (
     MESSAGE_BYTES,
     Relay,
@@ -175,7 +175,7 @@ class WeightSync:
                 buffers[shard.name] = shard
         self.buffers = sorted(buffers)
         self._withheld = sorted(known.keys() - buffers)
-        self._planned = [Target(manifest=each.manifest, place=each.place) for each in layouts]
+        self._planned = layouts
         self._planner = Planner(params, [where for where, _, _ in said])
         self.plan = self._planner.plan(self._planned)
         return obstacles(place, self.plan)
@@ -189,11 +189,7 @@ class WeightSync:
         return len(versions) == 1 and None not in versions
 
     def sync(
-        self,
-        version: int,
-        *,
-        shadow: bool = False,
-        names: Collection[str] | None = None,
+        self, version: int, *, shadow: bool = False, names: Collection[str] | None = None
     ) -> SyncReceipt:
         """Write the shards as they are now, verify them on both sides, and have every target serve
         them as `version`.
@@ -275,7 +271,7 @@ class WeightSync:
         wanted = names, frozenset(state.derived), places(sources)
         if wanted != self._made_for:
             self._made_for = None
-            if (now := device_of(sources)) != self._device:
+            if (now := device_of(sources)).type == "cuda" and now != self._device:
                 text = f"the parameters are on {now}, and were on {self._device} when the sync was"
                 raise ValueError(f"{text} connected; connect anew (nothing was written)")
             self._make_tables(self._planner.plan(self._planned, names), sources, state.derived)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from memsaver.ops import digest as digest_module
 from memsaver.ops.hash import MASK64, splitmix64, splitmix64_int
-from memsaver.ops.rows import Digest, digest
+from memsaver.ops.rows import digest, digest_table
 from tests.helpers.digests import by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -57,11 +57,11 @@ def test_many_tensors_are_digested_as_one(device: str) -> None:
     whole = torch.cat([values(torch.bfloat16, n) for n in (7, 300, 4096)]).to(device)
     cuts = [0, 7, 300, 1000, 1000, len(whole)]
     parts = [(whole[a:b], 5 + a) for a, b in pairwise(cuts)]
-    many = Digest(parts)
+    many = digest_table(parts)
     assert many.run() == digest(whole, 5, impl="torch") == digest(whole, 5)
     whole[3] += 1
     assert many.run() == digest(whole, 5, impl="torch"), "it must look again"
-    assert Digest([]).run() == 0
+    assert digest_table([]).run() == 0
 
 
 @settings(max_examples=60)

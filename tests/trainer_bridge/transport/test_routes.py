@@ -71,7 +71,7 @@ def test_nccl_is_taken_between_gpus_that_are_apart(
 ) -> None:
     agreement = Mock(cpu=Mock(spec=dist.ProcessGroup), group=Mock(spec=dist.ProcessGroup))
     warmed: list[Any] = []
-    monkeypatch.setattr(relay.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(relay.dist, "all_reduce", lambda tensor, group: warmed.append(group))
     routes = Routes(speakers=[0], indirect=frozenset({(1, 0)}), handled=frozenset(handled))
     wire = Wire(agreement, routes, places, torch.device("cpu"))
