@@ -13,11 +13,12 @@ in b (every step is a bijection, the last factor is odd), so one changed element
 about ten integer instructions let a GPU digest what it copies. It finds errors, not forgeries.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed
-from memsaver.ops.layout import blocks
 
 # elements: stays in cache, and not above torch's grain size, so no chunk wakes threads ten times
 CHUNK = 1 << 15
@@ -26,13 +27,13 @@ _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 _MASK32 = (1 << 32) - 1
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return the stored bits of a tensor; ValueError for elements of another size than 1, 2 or 4
-    bytes.
-    """
-    if tensor.element_size() not in _BITS:
-        raise ValueError(f"digest takes elements of 1, 2 or 4 bytes, got {tensor.dtype}")
-    return tensor.detach().view(_BITS[tensor.element_size()])
+def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (rows, columns) of the parts of a grid, of at most `limit` elements each."""
+    across = max(1, min(width, limit))
+    down = limit // across
+    for row in range(0, rows, down):
+        for column in range(0, width, across):
+            yield slice(row, min(row + down, rows)), slice(column, min(column + across, width))
 
 
 def digest_by_torch(grid: Tensor, index_base: int, index_pitch: int) -> int:
@@ -47,7 +48,7 @@ def digest_by_torch(grid: Tensor, index_base: int, index_pitch: int) -> int:
     Returns:
         The digest, in [0, 2**64).
     """
-    bits, device = bits_of(grid), grid.device
+    bits, device = grid.detach().view(_BITS[grid.element_size()]), grid.device
     rows, width = bits.shape
     if index_pitch == width and bits.is_contiguous():
         bits, rows, width = bits.view(1, -1), 1, rows * width

@@ -1,5 +1,5 @@
 """Tells where bytes and elements lie: in whole units (pages, blocks of a file), ranges (offset,
-nbytes) of a tag, blocks of a grid, strides.
+nbytes) of a tag, strides.
 """
 
 from __future__ import annotations
@@ -45,15 +45,6 @@ def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
                 at, room, parts = at + chunk, chunk, []
     if parts:
         yield at, parts
-
-
-def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of the parts of a grid, of at most `limit` elements each."""
-    across = max(1, min(width, limit))
-    down = limit // across
-    for row in range(0, rows, down):
-        for column in range(0, width, across):
-            yield slice(row, min(row + down, rows)), slice(column, min(column + across, width))
 
 
 def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -18,31 +18,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memsaver.ops.digest import digest_by_torch
+from memsaver.ops.digest import blocks, digest_by_torch
 from memsaver.ops.hash import MASK64
-from memsaver.ops.layout import blocks, row_major
+from memsaver.ops.layout import row_major
 from memsaver.system.machine import Impl, use_triton
 
-FIELDS = (
-    "source",  # address; 0 without one
-    "target",  # first byte, from the start of what the rows are written into
-    "width",  # elements
-    "index",  # number of the first element
-    "rows",
-    "source_pitch",  # elements, as the other pitches
-    "target_pitch",
-    "index_pitch",
-)
 CHUNK = 1 << 20  # elements that torch casts at once: bounds the temporary
 CHUNK_CUDA = 1 << 22
 _KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
-Row = tuple[int, int, int, int, int, int, int, int]
 Strides = Sequence[int]
 
 
+class Row(NamedTuple):
+    """One strided copy.
+
+    source: address; 0 without one. target: first byte, from the start of what is written into, or
+    an address. index_base: number of the first element in the digest. Pitches are in elements, as
+    the width is.
+    """
+
+    source: int
+    target: int
+    width: int
+    index_base: int
+    rows: int
+    source_pitch: int
+    target_pitch: int
+    index_pitch: int
+
+
 class Rows(NamedTuple):
-    """Rows of one dtype: that of the target.
+    """Rows of the table that have one dtype: that of the target.
 
     source: the tensor in which the rows' sources lie, to be cast to `dtype`; None: rows are
     digested where they are. memory: the tensor whose addresses the targets are; None: targets count
@@ -57,10 +64,9 @@ class Rows(NamedTuple):
     @property
     def end(self) -> int:
         """Return the first byte of the target after all rows."""
-        ends = (
-            target + ((rows - 1) * pitch + width) * self.dtype.itemsize
-            for _, target, width, _, rows, _, pitch, _ in self.table
-        )
+        size = self.dtype.itemsize
+        spans = ((row.rows - 1) * row.target_pitch + row.width for row in self.table)
+        ends = (row.target + n * size for row, n in zip(self.table, spans, strict=True))
         return max(ends, default=0)
 
     def in_kernel(self, device: torch.device) -> bool:
@@ -117,7 +123,7 @@ def box_rows(
     for at in itertools.product(*(range(dim[0]) for dim in outer)):
         far, along, number = (dot(at, strides_of) for strides_of in by_space)
         place = address + far * size, offset + along * dtype.itemsize
-        table.append((*place, width, index + number, count, *pitches))  # type: ignore[arg-type]
+        table.append(Row(*place, width, index + number, count, *pitches))
     return Rows(table, dtype, source)
 
 
@@ -219,8 +225,11 @@ def _by_torch(target: Tensor | None, rows: Rows) -> int:
         first = rows.memory.data_ptr()
         span = (rows.end - first) // rows.dtype.itemsize
         target = rows.memory.detach().as_strided((span,), (1,)).view(torch.uint8)
-    assert target is not None or not rows.table
-    return sum(_row_by_torch(target, rows, row, first) for row in rows.table)
+    total = 0
+    for row in rows.table:
+        assert target is not None
+        total += _row_by_torch(target, rows, row, first)
+    return total
 
 
 def _row_by_torch(target: Tensor, rows: Rows, row: Row, base: int) -> int:

@@ -23,7 +23,7 @@ MIN_CHUNK = 1 << 15  # elements: a whole number of blocks of every kernel instan
 _MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
 _LONG = 4  # chunks of a row that is cut for itself: at most a quarter more programs than chunks
 _ALIGN = 16  # bytes an aligned access takes, and elements an aligned run is a multiple of
-_SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # `memsaver.ops.rows.FIELDS`
+_SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # of `memsaver.ops.rows.Row`
 _PITCHES = slice(5, 8)
 
 # vectors of 16 bytes a block, and warps: each thread has four vectors in flight. Blocks of half the

@@ -199,10 +199,8 @@ def test_digests_number_elements_of_whole_parameters(
     size: int, impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices of columns and of experts, padding left out; by the kernels, too."""
-    made = weights_module.BytesDigest
-    monkeypatch.setattr(
-        weights_module, "BytesDigest", lambda segments, on: made(segments, on, impl)
-    )
+    made = weights_module.RowCopies
+    monkeypatch.setattr(weights_module, "RowCopies", lambda segments, on: made(segments, on, impl))
     generator = torch.Generator().manual_seed(size)
     whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES}
     groups = [one(name, *shape) for name, shape in SHAPES]

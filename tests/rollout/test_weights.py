@@ -83,10 +83,10 @@ def test_digests_of_some_parameters_and_of_other_pages(
 ) -> None:
     """Tables are made once for a set of names, and hold for other memory of the same layout."""
     made: list[int] = []
-    digest_of = weights_module.BytesDigest
+    digest_of = weights_module.RowCopies
     monkeypatch.setattr(
         weights_module,
-        "BytesDigest",
+        "RowCopies",
         lambda segments, device: made.append(1) or digest_of(segments, device),
     )
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)

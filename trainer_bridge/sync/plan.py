@@ -210,21 +210,22 @@ class Planner:
         places = [target.place for target in targets]
         turns: Counter[object] = Counter()
         made: dict[object, Sends] = {}
+        uses: Counter[tuple[object, int]] = Counter()  # (key of `made`, bytes of an element)
         slices: list[tuple[str, ParamSlice, Ints, Sends]] = []
-        traffic: Counter[tuple[int, int]] = Counter()
         for name, piece, layout in self._fitting(spelled(manifests, self._parameters), names):
             held, numbers = self._parameters[name][1], tuple(alike[layout])
             box = Box(piece.start, piece.shape)
             kind = id(held), box, numbers
             turn = turns[kind] % max(len(ranks) for _, ranks in held)
             turns[kind] += 1
-            if (kind, turn) not in made:
-                made[kind, turn] = self._sends(box, held, numbers, places, turn)
-            sends, size = made[kind, turn], itemsize(piece.dtype)
-            slices.append((name, piece, numbers, sends))
-            for pair, boxes in sends.items():
-                traffic[pair] += sum(sent.volume for sent, _ in boxes) * size
-        return SyncPlan(targets=targets, places=self._places, slices=slices, traffic=traffic)
+            key = kind, turn
+            if key not in made:
+                made[key] = self._sends(box, held, numbers, places, turn)
+            uses[key, itemsize(piece.dtype)] += 1
+            slices.append((name, piece, numbers, made[key]))
+        return SyncPlan(
+            targets=targets, places=self._places, slices=slices, traffic=_traffic(made, uses)
+        )
 
     def _fitting(
         self, manifests: Sequence[Manifest], names: Collection[str] | None
@@ -295,6 +296,16 @@ class Planner:
                 turns[choice] += 1
                 sends[rank, target].append((common, whole))
         return dict(sends)
+
+
+def _traffic(
+    made: Mapping[object, Sends], uses: Mapping[tuple[object, int], int]
+) -> dict[tuple[int, int], int]:
+    traffic: Counter[tuple[int, int]] = Counter()
+    for (key, size), count in uses.items():
+        for pair, boxes in made[key].items():
+            traffic[pair] += sum(sent.volume for sent, _ in boxes) * size * count
+    return traffic
 
 
 def _held(kind: Iterable[SourceShard]) -> tuple[Held, str]:
@@ -389,10 +400,10 @@ def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
 def _runs(piece: ParamSlice) -> Iterable[tuple[int, int, str]]:
     """Yield (first byte, end, name) of the ranges of bytes that a slice consists of."""
     size = itemsize(piece.dtype)
-    for _, first, width, _, count, _, pitch, _ in _rows(piece).table:
-        for row in range(count):
-            start = first + row * pitch * size
-            yield start, start + width * size, piece.name
+    for row in _rows(piece).table:
+        for number in range(row.rows):
+            start = row.target + number * row.target_pitch * size
+            yield start, start + row.width * size, piece.name
 
 
 def spelled(manifests: Iterable[Manifest], names: Collection[str]) -> list[Manifest]:

@@ -131,6 +131,7 @@ def holders(shards: Iterable[SourceShard]) -> Held:
     return tuple((box, tuple(ranks)) for box, ranks in held.items())
 
 
+@functools.lru_cache(maxsize=4096)  # the layers of a model repeat each other
 def cover(box: Box, held: Held) -> list[tuple[Box, Box, Ints]]:
     """Return what `box` has in common with each held box: (the common box, the held box, its
     ranks).
@@ -195,8 +196,13 @@ def fsdp_shards(
     shared.
     """
     shape = tuple(global_shape)
-    boxes = [local_box(shape, [Shard(dim)], (world,), (rank,)) for rank in range(world)]
+    boxes = _fsdp_boxes(shape, world, dim)
     return [_shard(name, shape, dtype, box, rank) for rank, box in enumerate(boxes)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _fsdp_boxes(shape: Ints, world: int, dim: int) -> list[Box]:
+    return [local_box(shape, [Shard(dim)], (world,), (rank,)) for rank in range(world)]
 
 
 def _shard(name: str, whole: Ints, dtype: str, box: Box, rank: int) -> SourceShard:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from memsaver.ops import rows as rows_module
 from memsaver.ops import rows_triton
-from memsaver.ops.layout import blocks, row_major
+from memsaver.ops.digest import blocks
+from memsaver.ops.layout import row_major
 from memsaver.ops.rows import Row, RowCopies, Rows, box_rows, digest
 from memsaver.ops.rows_triton import DeviceTable, Launch
 from memsaver.system.machine import Impl
@@ -95,7 +96,7 @@ def test_box_of_any_shape_is_written_like_a_slice(
         target = torch.full_like(expected, UNTOUCHED)
         assert RowCopies([made], CPU, "torch").run(target) == total % 2**64
         assert torch.equal(target, expected)
-    read = Rows([(0, *row[1:]) for row in made.table], dtype)  # type: ignore[misc]
+    read = Rows([Row(0, *row[1:]) for row in made.table], dtype)
     assert RowCopies([read], CPU).run(target) == total % 2**64
 
 
@@ -212,7 +213,7 @@ def lay_out(boxes: list[Box], device: str) -> Case:
         place = expected[to : to + spans[1] * dtype.itemsize].view(dtype)
         place.as_strided((box.rows, box.width), (pitches[1], 1)).copy_(grid)
         total += by_definition(grid, number, pitches[2])
-        row = (mine.data_ptr(), to, box.width, number, box.rows, *pitches)
+        row = Row(mine.data_ptr(), to, box.width, number, box.rows, *pitches)
         made.append(Rows([row] if box.rows and box.width else [], dtype, mine))
         at = -(-(at + values.nbytes) // 16) * 16
         to = -(-(to + spans[1] * dtype.itemsize) // 16) * 16
@@ -304,7 +305,7 @@ def test_blocks_of_the_real_size(
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_target_that_does_not_fit_is_refused_untouched(impl: Impl) -> None:
     source = torch.ones(20)
-    row = (source.data_ptr(), 24, 20, 0, 1, 0, 0, 0)
+    row = Row(source.data_ptr(), 24, 20, 0, 1, 0, 0, 0)
     table = RowCopies([Rows([row], torch.bfloat16, source)], CPU, impl)
     target = torch.zeros(63, dtype=torch.uint8)
     for wrong in (target, target.view(torch.int8), torch.zeros(64, 2, dtype=torch.uint8).t()[0]):
@@ -318,7 +319,7 @@ def test_target_that_does_not_fit_is_refused_untouched(impl: Impl) -> None:
 def test_source_of_a_dtype_that_the_kernel_cannot_cast_is_copied_by_torch(device: str) -> None:
     source = torch.randn(33, dtype=torch.float64, device=device)
     target = torch.zeros(132, dtype=torch.uint8, device=device)
-    row = (source.data_ptr(), 0, 33, 7, 1, 0, 0, 0)
+    row = Row(source.data_ptr(), 0, 33, 7, 1, 0, 0, 0)
     table = RowCopies([Rows([row], torch.float32, source)], target.device)
     assert not table.on_gpu and table.run(target) == digest(source.float(), 7)
     assert torch.equal(target.view(torch.float32), source.float())
@@ -329,10 +330,10 @@ def test_source_of_a_dtype_that_the_kernel_cannot_cast_is_copied_by_torch(device
 
 def row(**changes: object) -> Rows:
     """fp32 to bf16."""
-    fields = {"source": 1 << 20, "target": 0, "width": 64, "index": 0, "rows": 10}
+    fields = {"source": 1 << 20, "target": 0, "width": 64, "index_base": 0, "rows": 10}
     fields |= {"source_pitch": 0, "target_pitch": 0, "index_pitch": 100}
     dtype, source = changes.pop("dtype", torch.bfloat16), changes.pop("cast", torch.float32)
-    made = tuple({**fields, **changes}.values())
+    made = Row(**{**fields, **changes})  # type: ignore[arg-type]
     return Rows([made], dtype, None if source is None else torch.empty(0, dtype=source))  # type: ignore[arg-type, call-overload]
 
 
@@ -438,7 +439,7 @@ def test_casts_round_to_nearest_even_like_torch() -> None:
     source = torch.cat([words.to(torch.int32), ties]).view(torch.float32)
     source = source[~source.isnan()].cuda()
     target = torch.empty(len(source), dtype=torch.bfloat16, device="cuda")
-    given = (source.data_ptr(), 0, len(source), 0, 1, 0, 0, 0)
+    given = Row(source.data_ptr(), 0, len(source), 0, 1, 0, 0, 0)
     table = RowCopies([Rows([given], torch.bfloat16, source)], source.device)
     assert table.run(target.view(torch.uint8)) == digest(source.bfloat16(), 0, impl="torch")
     assert torch.equal(target.view(torch.int16), source.bfloat16().view(torch.int16))
