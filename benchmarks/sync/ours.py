@@ -39,7 +39,6 @@ from memsaver.ops.layout import row_major
 from memsaver.ops.rows import dot
 from memsaver.system.machine import place_of
 from rollout import Engine
-from rollout.actor_base import open_store
 from trainer_bridge import LoraConfig, TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.sync.agree import Agreement, group_agreement
