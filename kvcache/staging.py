@@ -14,7 +14,6 @@ writer wait longer.
 The oldest range that is not freed may always be filled, whatever its size: nothing waits for ever.
 """
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,8 +21,6 @@ from typing import NamedTuple
 import torch
 
 from kvcache.pools.token_pools import MHATokenToKVPool
-
-ALLOC_OVERSIZED = -2  # what a writer is sent instead of an offset: the request can never fit
 
 
 class Assignment(NamedTuple):
@@ -49,11 +46,6 @@ def may_fill(round: int, end: int, watermark: Watermark) -> bool:
         or before < watermark.round
         or (before == watermark.round and end <= watermark.tail)
     )
-
-
-def offset_to_send(assigned: Assignment | None) -> int:
-    """The offset as a writer is told it, `ALLOC_OVERSIZED` for a request that was refused."""
-    return ALLOC_OVERSIZED if assigned is None else assigned.offset
 
 
 class StagingAllocator:
@@ -132,50 +124,36 @@ class HeadSlice(NamedTuple):
     num_heads: int
 
 
-def compute_head_slice_params(
-    src_attn_tp_size: int,
-    dst_attn_tp_size: int,
-    src_tp_rank: int,
-    dst_tp_rank: int,
-    total_kv_heads: int,
-) -> tuple[int, int, int, int]:
-    """`(src_head_start, num_heads_to_send, dst_head_start, num_heads_to_send)`, of each rank's own.
-
-    All zeros where this source has nothing to send to this destination. Every head of a destination
-    has exactly one writer; among sources that hold the same head the destinations are dealt out.
-    The sizes need not divide each other. ValueError for a rank outside its size, and where heads
-    and ranks do not divide: some heads would have no place.
-    """
-    src_first, src_heads, replicas = _held("source", src_attn_tp_size, src_tp_rank, total_kv_heads)
-    dst_first, dst_heads, _ = _held("destination", dst_attn_tp_size, dst_tp_rank, total_kv_heads)
-    first = max(src_first, dst_first)
-    count = min(src_first + src_heads, dst_first + dst_heads) - first
-    if count <= 0 or src_tp_rank % replicas != dst_tp_rank % replicas:
-        return 0, 0, 0, 0
-    return first - src_first, count, first - dst_first, count
-
-
 def head_writers(
-    src_attn_tp_size: int, dst_attn_tp_size: int, dst_tp_rank: int, total_kv_heads: int
+    src_size: int, dst_size: int, dst_rank: int, total_kv_heads: int
 ) -> tuple[HeadSlice, ...]:
-    """All that send to a destination rank, by source rank; their heads leave no gaps."""
+    """Return what each source rank sends to a destination rank, by source rank, without gaps.
+
+    Every head of a destination has exactly one writer; among sources that hold the same head the
+    destinations are dealt out. The sizes need not divide each other.
+
+    Raises:
+        ValueError: A rank is outside its size, or heads and ranks do not divide: some heads would
+            have no place.
+    """
+    dst_first, dst_heads, _ = _held("destination", dst_size, dst_rank, total_kv_heads)
     found = []
-    for src in range(src_attn_tp_size):
-        src_start, count, dst_start, _ = compute_head_slice_params(
-            src_attn_tp_size, dst_attn_tp_size, src, dst_tp_rank, total_kv_heads
-        )
-        if count:
-            found.append(HeadSlice(src, src_start, dst_start, count))
+    for src_rank in range(src_size):
+        src_first, src_heads, replicas = _held("source", src_size, src_rank, total_kv_heads)
+        first = max(src_first, dst_first)
+        count = min(src_first + src_heads, dst_first + dst_heads) - first
+        if count > 0 and src_rank % replicas == dst_rank % replicas:
+            found.append(HeadSlice(src_rank, first - src_first, first - dst_first, count))
     return tuple(found)
 
 
 def heads_per_rank(tp_size: int, total_kv_heads: int) -> int:
-    """KV heads that each of `tp_size` ranks holds; ValueError where they do not divide."""
+    """Return the KV heads of each of `tp_size` ranks; a ValueError where they do not divide."""
     return _held("a", tp_size, 0, total_kv_heads)[1]
 
 
 def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
-    """First head of the rank, how many it holds, how many ranks hold the same."""
+    """Return the rank's first head, its number of heads, and how many ranks hold the same."""
     if size < 1 or total < 1:
         raise ValueError(
             f"{side} tensor-parallel size {size} and {total} KV heads must be positive"
@@ -190,51 +168,6 @@ def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
     replicas = max(1, size // total)
     heads = max(1, total // size)
     return rank // replicas * heads, heads, replicas
-
-
-class StagingBuffer:
-    """`size_bytes` of contiguous uint8 on `device`, contents undefined.
-
-    custom_mem_pool: where the memory comes from, for instance `saver.mem_pool(tag)`, which a peer
-    GPU can read once it is exported; CUDA only. On the CPU open `saver.region(tag)` around the call
-    instead. The pool is kept as long as the buffer. A buffer on a paused tag must not be touched,
-    and its ring has to be empty before the pause.
-    """
-
-    def __init__(
-        self,
-        size_bytes: int,
-        device: torch.device | str,
-        custom_mem_pool: torch.cuda.MemPool | None = None,
-    ) -> None:
-        device = torch.device(device)
-        if size_bytes <= 0:
-            raise ValueError(f"size_bytes must be positive, got {size_bytes}")
-        if custom_mem_pool is not None and device.type != "cuda":
-            raise ValueError(f"custom_mem_pool needs a CUDA device, got {device}")
-        self._pool = custom_mem_pool
-        with contextlib.ExitStack() as placed:
-            if custom_mem_pool is not None:
-                placed.enter_context(torch.cuda.use_mem_pool(custom_mem_pool, device))
-            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self.device = self.tensor.device
-
-    @property
-    def size_bytes(self) -> int:
-        return self.tensor.numel()
-
-    @property
-    def address(self) -> int:
-        """Returns the address of the first byte, in this process."""
-        return self.tensor.data_ptr()
-
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes `offset` to `offset + nbytes`, uint8; ValueError past the end."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
-            raise ValueError(
-                f"bytes {offset} to {offset + nbytes} are outside this buffer of {self.size_bytes}"
-            )
-        return self.tensor[offset : offset + nbytes]
 
 
 def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:

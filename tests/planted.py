@@ -114,8 +114,8 @@ BUGS = [
     Bug(
         "readers and writers of replicated heads are paired wrongly (swapped ranks)",
         "kvcache/staging.py",
-        "return first - src_first, count, first - dst_first, count",
-        "return first - dst_first, count, first - src_first, count",
+        "HeadSlice(src_rank, first - src_first, first - dst_first, count)",
+        "HeadSlice(src_rank, first - dst_first, first - src_first, count)",
     ),
     # ------------------------------------------------------------------ rollout
     Bug(

@@ -13,14 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout import Completion, DoubleSparsity, Engine, SamplingParams, heavy_channels
-from rollout.disagg import (
-    DecodeEngine,
-    MappedReader,
-    MappedWriter,
-    PrefillEngine,
-    accept,
-    dial,
-)
+from rollout.disagg import DecodeEngine, MappedTransport, PrefillEngine
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.peers import Peer
 from tests.helpers.rollout.answers import GAP, ids, random_prompts
@@ -57,7 +50,7 @@ def prefill(pipe: Connection, paths: list[str], address: str) -> None:
     engine = PrefillEngine.from_pretrained(paths[0], **SIZES)
     for path in paths:
         engine.load(path)
-        engine.connect(dial([address], KEY), MappedWriter())
+        engine.connect([address], KEY, MappedTransport())
         engine.serve()
         nap(engine)
     pipe.send(engine.stats.computed_tokens)
@@ -66,14 +59,14 @@ def prefill(pipe: Connection, paths: list[str], address: str) -> None:
 def test_prefill_and_decode_in_two_engines(
     two: list[tuple[str, PreTrainedModel]], tmp_path: Path
 ) -> None:
-    paths, address = [path for path, _ in two], str(tmp_path / "socket")
+    paths, address = [path for path, _ in two], f"ipc://{tmp_path}/socket"
     sender = Peer(prefill, paths, address)
     plain = Engine.from_pretrained(paths[0], **SIZES)
     engine = DecodeEngine.from_pretrained(paths[0], **SIZES)
     for path in paths:
         for each in (plain, engine):
             each.load(path)
-        engine.connect(accept(address, 1, KEY), MappedReader(), ring_bytes=1 << 16)
+        engine.connect(address, KEY, MappedTransport(), prefill_ranks=1, ring_bytes=1 << 16)
         for params in (SAMPLED, GREEDY):
             assert ids(engine.generate(PROMPTS, params)) == ids(plain.generate(PROMPTS, params))
             engine.sleep()

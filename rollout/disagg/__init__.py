@@ -1,21 +1,16 @@
 """Prefill and decode in two engines, in processes of their own and of any tensor-parallel sizes."""
 
-from rollout.disagg.decode import DecodeEngine, GroupReader, MappedReader, Reader, SplitStats
-from rollout.disagg.line import accept, dial
-from rollout.disagg.prefill import GroupWriter, MappedWriter, PrefillEngine, Writer
+from rollout.disagg.decode import DecodeEngine, SplitStats
+from rollout.disagg.prefill import PrefillEngine
+from rollout.disagg.transport import GroupTransport, MappedTransport, Transport
 from rollout.types import PeerLostError
 
 __all__ = [
     "DecodeEngine",
-    "GroupReader",
-    "GroupWriter",
-    "MappedReader",
-    "MappedWriter",
+    "GroupTransport",
+    "MappedTransport",
     "PeerLostError",
     "PrefillEngine",
-    "Reader",
     "SplitStats",
-    "Writer",
-    "accept",
-    "dial",
+    "Transport",
 ]

@@ -3,101 +3,52 @@ each rank's ring: who was promised which bytes, what has come, and for which slo
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kvcache.ops import Writers, scatter_staged, staged_bytes
-from kvcache.staging import StagingAllocator, StagingBuffer, head_writers, heads_per_rank
-from memsaver import MemorySaver
-from rollout.disagg.line import (
+from kvcache.staging import StagingAllocator, head_writers
+from rollout.disagg.control import (
     Ask,
     Filled,
     First,
     Freed,
-    Hello,
-    Line,
     Peers,
     Range,
     Refused,
-    geometry,
+    greeting,
     kv_heads,
     staged_layers,
 )
+from rollout.disagg.transport import Transport
 from rollout.engine import Engine
 from rollout.serving.samples import Chunk, Sample, Step
 from rollout.types import PeerLostError, SamplingParams
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to decode
+_ALIGNMENT = 256  # bytes, of ranges in the ring
 
 OnLoss = Literal["recompute", "refuse"]
-_ALIGNMENT = 256  # bytes, of ranges in the ring
-STAGING = "staging"  # the ring's tag, where it is shared
-
-
-class Reader(ABC):
-    """A decode rank's side of what brings bulk bytes into its ring."""
-
-    @abstractmethod
-    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
-        """The bytes, uint8, and what a writer needs to reach them."""
-
-    def open(self, peer: int) -> None:
-        """Get to know a peer that opens this rank's ring; in the order of peers, as they do."""
-        return
-
-    @abstractmethod
-    def take(self, peer: int, part: Tensor) -> None:
-        """Takes `part` of the ring, which the peer has said is written: it is, on the current
-        stream, afterwards. RuntimeError if the peer is lost.
-        """
-
-
-class MappedReader(Reader):
-    """The ring lies on a tag of the saver that prefill ranks on the same host map."""
-
-    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
-        ring = saver.empty(nbytes, torch.uint8, STAGING)
-        return ring, (saver.share(STAGING, writable=True), saver.offset_of(ring))
-
-    def take(self, peer: int, part: Tensor) -> None:
-        return
-
-
-class GroupReader(Reader):
-    """Receives over torch.distributed. ranks: the peers', in the default group's numbers."""
-
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
-        self._ranks, self._group = list(ranks), group
-
-    def ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
-        self._ring = StagingBuffer(nbytes, saver.device).tensor
-        return self._ring, None
-
-    def open(self, peer: int) -> None:
-        self.take(peer, self._ring[:1])
-
-    def take(self, peer: int, part: Tensor) -> None:
-        dist.recv(part, src=self._ranks[peer], group=self._group)
 
 
 @dataclass(eq=False, kw_only=True)
 class KVTransfer:
-    """The prompt of `sample` on its way into `slots`. waiting: writers missing, by range."""
+    """The prompt of `sample` on its way into `slots`, the first of which is of token `start`.
+
+    Attributes:
+        waiting: Writers that each range still lacks.
+    """
 
     sample: Sample
-    number: int
     slots: Tensor
     start: int
-    ranges: list[Range]
-    ids: list[int]
+    ranges: tuple[Range, ...]
     waiting: list[int]
     first: First | None = None
     refusal: str | None = None
@@ -108,7 +59,7 @@ class KVTransfer:
 
     @property
     def wanted(self) -> bool:
-        """Tells whether the sample still waits in those pages: not aborted or preempted."""
+        """Return whether the sample still waits in those pages: not aborted or preempted."""
         return self.sample.remote and self.sample.handle is self._handle
 
     @property
@@ -117,7 +68,12 @@ class KVTransfer:
 
 
 class Inbox:
-    """Order of `transfers` is that of requests, the same on all ranks of the engine."""
+    """A decode rank's ring and the prompts that it has asked for.
+
+    Attributes:
+        transfers: In the order of requests, the same on all ranks of the engine.
+        heard: Whether the last `receive` has got a message.
+    """
 
     def __init__(
         self,
@@ -126,12 +82,19 @@ class Inbox:
         rank: int,
         size: int,
         peers: Peers,
-        reader: Reader,
+        transport: Transport,
         ring: Tensor,
     ) -> None:
-        """heads: KV heads of the whole model. rank, size: of this engine. ring: uint8."""
+        """Expect every prefill rank that sends to this one.
+
+        Args:
+            layers: Keys and values of the pool, see `pool_layers`.
+            heads: KV heads of the whole model.
+            rank, size: Of this engine.
+            ring: uint8.
+        """
         self._k, self._v = layers
-        self._peers, self._reader, self._ring = peers, reader, ring
+        self._peers, self._transport, self._ring = peers, transport, ring
         self._slices = {
             each.src_tp_rank: each for each in head_writers(len(peers), size, rank, heads)
         }
@@ -142,56 +105,55 @@ class Inbox:
         self.transfers: deque[KVTransfer] = deque()
         self.heard = False
         self._numbers = 0
-        self._fits = len(ring) // staged_bytes(self._k, self._v, 1, self._writers.total)  # tokens
+        self._fits = len(ring) // self._bytes(1, self._writers.total)  # tokens
         if not self._fits:
             raise ValueError(f"ring_bytes={len(ring)} does not hold one token; raise it")
         for peer in self._slices:
-            reader.open(peer)
+            transport.expect(peer)
+
+    def _bytes(self, tokens: int, heads: int) -> int:
+        return staged_bytes(self._k, self._v, tokens, heads)
 
     def ask(self, chunk: Chunk) -> None:
         """Promise ranges for the rest of a prompt, and ask all prefill ranks for it."""
         sample, end = chunk.sample, chunk.start + chunk.length
-        ranges, ids = [], []
-        for first in range(chunk.start, end, self._fits):
-            tokens = min(self._fits, end - first)
-            nbytes = staged_bytes(self._k, self._v, tokens, self._writers.total)
-            assigned = self.allocator.assign(nbytes)
-            assert assigned is not None, "ranges are cut to fit"
-            ids.append(assigned.id)
-            ranges.append(
-                Range(
-                    first=first,
-                    tokens=tokens,
-                    offset=assigned.offset,
-                    nbytes=nbytes,
-                    round=assigned.round,
-                )
-            )
+        ranges = tuple(
+            self._assign(first, min(self._fits, end - first))
+            for first in range(chunk.start, end, self._fits)
+        )
         waiting = [len(self._slices)] * len(ranges)
         self.transfers.append(
             KVTransfer(
-                sample=sample, number=self._numbers, slots=chunk.slots, start=chunk.start,
-                ranges=ranges, ids=ids, waiting=waiting,
+                sample=sample, slots=chunk.slots, start=chunk.start, ranges=ranges, waiting=waiting
             )
-        )  # fmt: skip
+        )
         ask = Ask(
             number=self._numbers,
             prompt=sample.tokens(0, end),
             params=sample.params,
             seed=sample.seed,
             indices=(sample.index, *(each.index for each in sample.siblings)),
-            ranges=tuple(ranges),
+            ranges=ranges,
         )
         self._numbers += 1
         self._peers.send_all(ask)
 
+    def _assign(self, first: int, tokens: int) -> Range:
+        nbytes = self._bytes(tokens, self._writers.total)
+        assigned = self.allocator.assign(nbytes)
+        assert assigned is not None, "ranges are cut to fit"
+        id, offset, round = assigned
+        return Range(
+            first=first, tokens=tokens, id=id, offset=offset, end=offset + nbytes, round=round
+        )
+
     @property
     def arrived(self) -> int:
-        """Counts the complete transfers, up to the first that is not: ranks agree on these."""
+        """Count the complete transfers before the first that is not: ranks agree on these."""
         return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
 
     def receive(self, seconds: float) -> None:
-        """Takes what has come; waits so long for the first of it. `heard`: something has."""
+        """Handle the messages that have come, waiting up to `seconds` for the first."""
         self.heard = False
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)
@@ -209,11 +171,10 @@ class Inbox:
 
     def _filled(self, peer: int, transfer: KVTransfer, message: Filled) -> None:
         at, part = transfer.ranges[message.nth], self._slices[peer]
-        before = sum(each.num_heads for each in self._slices.values() if each.src_tp_rank < peer)
-        begin = staged_bytes(self._k, self._v, at.tokens, before)
-        nbytes = staged_bytes(self._k, self._v, at.tokens, part.num_heads)
+        begin = at.offset + self._bytes(at.tokens, part.dst_head_start)
+        nbytes = self._bytes(at.tokens, part.num_heads)
         try:
-            self._reader.take(peer, self._ring[at.offset + begin : at.offset + begin + nbytes])
+            self._transport.take(peer, self._ring[begin : begin + nbytes])
         except RuntimeError as error:
             self._peers.lose(peer, f"is gone ({error})")
             return
@@ -232,14 +193,19 @@ class Inbox:
 
     def _free(self, transfer: KVTransfer, *nth: int) -> None:
         for each in nth:
-            self.allocator.free(transfer.ids[each])
+            self.allocator.free(transfer.ranges[each].id)
         self._peers.send_all(Freed(watermark=self.allocator.watermark))
 
 
 @dataclass(kw_only=True)
 class SplitStats:
-    """Counts since `connect`. arrived: prompts that came. recomputed: prompts that were refused or
-    lost, and computed here. reason: of the last. rounds: times that the ring began anew.
+    """Counts since `connect`.
+
+    Attributes:
+        arrived: Prompts that came.
+        recomputed: Prompts that were refused or lost, and computed here.
+        reason: Why the last of these was.
+        rounds: Times that the ring began again.
     """
 
     arrived: int = 0
@@ -258,33 +224,39 @@ class DecodeEngine(Engine):
 
     def connect(
         self,
-        connections: Sequence[Line],
-        reader: Reader,
+        address: str,
+        key: bytes,
+        transport: Transport,
         *,
+        prefill_ranks: int,
         ring_bytes: int,
         on_loss: OnLoss = "recompute",
         timeout: float = 60.0,
+        connect_timeout: float = 600.0,
     ) -> None:
-        """connections: one to every prefill rank, from `accept`. ring_bytes: of the ring; longer
-        prompts are sent in parts. on_loss: when a prefill rank is gone, or silent for `timeout`
-        seconds with prompts under way: compute these and all later ones here, or raise
-        PeerLostError and refuse to generate. ValueError where the engines do not fit together.
+        """Listen for all prefill ranks, and greet them.
+
+        Args:
+            address: zmq endpoint of this rank, `tcp://host:port` or `ipc://path`.
+            key: Secret that all ranks of both engines know.
+            prefill_ranks: Ranks of the prefill engine.
+            ring_bytes: Size of the ring; longer prompts are sent in parts.
+            on_loss: When a prefill rank is gone, or silent for `timeout` seconds with prompts under
+                way: compute these and all later ones here, or raise PeerLostError and refuse to
+                generate.
+            connect_timeout: Seconds to wait for the prefill ranks.
+
+        Raises:
+            TimeoutError: Too few ranks with the same key came.
+            ValueError: The engines do not fit together.
         """
         layers = staged_layers(self.cache)
-        heads = kv_heads(self.model)
-        ring, ticket = reader.ring(ring_bytes, self.saver)
-        hello = Hello(
-            tp_size=self._ranks.size,
-            tp_rank=self._ranks.rank,
-            geometry=geometry(self.model, self.cache, layers[0].dtype),
-            ring_bytes=ring_bytes,
-            ticket=ticket,
-        )
-        self._peers = Peers("prefill", connections, hello, timeout)
-        heads_per_rank(len(self._peers), heads)  # says if they do not divide
-        self.inbox = Inbox(
-            layers, heads, self._ranks.rank, self._ranks.size, self._peers, reader, ring
-        )
+        ring, ticket = transport.make_ring(ring_bytes, self.saver)
+        hello = greeting(self.model, self.cache, self._ranks, ring_bytes=ring_bytes, ticket=ticket)
+        listen = address, prefill_ranks
+        self._peers = Peers("prefill", hello, key, timeout, connect_timeout, listen=listen)
+        rank, size = self._ranks.rank, self._ranks.size
+        self.inbox = Inbox(layers, kv_heads(self.model), rank, size, self._peers, transport, ring)
         self._on_loss = on_loss
         self.split = SplitStats()
         self._remote = True  # whether prompts are sent away; the same on all ranks
@@ -293,11 +265,11 @@ class DecodeEngine(Engine):
         self._heard = time.monotonic()
 
     def close(self) -> None:
-        """Lets the prefill engine end, and waits for it."""
+        """Let the prefill engine end, and wait for it."""
         self._peers.end()
 
     def unavailable_reason(self) -> str | None:
-        """Adds to the engine's reasons the loss of a prefill rank that is not made good here."""
+        """Add the loss of a prefill rank, under `on_loss="refuse"`, to the engine's reasons."""
         lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
         return "; ".join(filter(None, (super().unavailable_reason(), lost))) or None
 
@@ -324,7 +296,7 @@ class DecodeEngine(Engine):
     # ---------------------------------------------------------------- arrivals
 
     def _receive(self) -> None:
-        """Takes what has come; a prompt starts to decode when all ranks have it."""
+        """Handle what has come; a prompt starts to decode when all ranks have it."""
         inbox = self.inbox
         self.inbox.receive(_WAIT_SECONDS if self._idle else 0)
         self._notice_silence()

@@ -1,44 +1,31 @@
 """The prefill side: computes prompts for a decode engine, and puts them into its ranks' rings."""
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kvcache import ReqHandle
 from kvcache.allocators import to_device
 from kvcache.ops import gather_staged, staged_bytes
-from kvcache.staging import (
-    StagingBuffer,
-    Watermark,
-    compute_head_slice_params,
-    head_writers,
-    heads_per_rank,
-    may_fill,
-)
-from memsaver import Lease, StateError, attach
+from kvcache.staging import HeadSlice, Watermark, head_writers, may_fill
+from memsaver import StateError
 from memsaver.content_watch import lost_by_others
-from rollout.disagg.line import (
+from rollout.disagg.control import (
     Ask,
-    Closed,
     Filled,
     First,
     Freed,
-    Hello,
-    Line,
     Peers,
     Range,
     Refused,
-    geometry,
+    greeting,
     kv_heads,
     staged_layers,
 )
+from rollout.disagg.transport import Transport
 from rollout.engine import Engine
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
@@ -47,126 +34,30 @@ from rollout.types import KV_CACHE, PeerLostError
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
 
 
-class Writer(ABC):
-    """Brings bulk bytes into decode ranks' rings: one call, one copy or message.
-
-    requests, nbytes: what was sent so far, of all peers.
-    """
-
-    def __init__(self) -> None:
-        self.requests = self.nbytes = 0
-
-    def put(self, peer: int, staged: Tensor, offset: int) -> None:
-        """Begin to send uint8 `staged` to byte `offset` of the peer's ring, before the message that
-        says so. It must stay as it is until `settle`. RuntimeError if the peer does not take it.
-        """
-        self.requests += 1
-        self.nbytes += staged.numel()
-        self._put(peer, staged, offset)
-
-    @abstractmethod
-    def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """Get to know a peer's ring, while the peer opens this rank; data is on `device`."""
-
-    @abstractmethod
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...
-
-    @abstractmethod
-    def settle(self, peer: int) -> None:
-        """Wait until what was last put to the peer may be overwritten."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class MappedWriter(Writer):
-    """Copies into the decode ranks' pages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._leases: list[Lease] = []
-        self._rings: dict[int, Tensor] = {}
-
-    def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        share, offset = ticket
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            self._leases.append(attach(share))  # for this GPU, which copies
-        self._rings[peer] = self._leases[-1].tensor((ring_bytes,), torch.uint8, offset)
-
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
-        ring = self._rings[peer]
-        ring[offset : offset + len(staged)].copy_(staged)
-        if ring.is_cuda:  # the peer reads as soon as it is told
-            torch.cuda.current_stream(ring.device).synchronize()
-
-    def settle(self, peer: int) -> None:
-        return
-
-    def close(self) -> None:
-        self._rings.clear()  # they dangle when the leases end
-        for lease in self._leases:
-            lease.close()
-        self._leases.clear()
-
-
-class GroupWriter(Writer):
-    """Sends over torch.distributed; see `GroupReader`."""
-
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        self._ranks, self._group = list(ranks), group
-        self._sending: dict[int, dist.Work] = {}
-
-    def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """One byte: NCCL connects two ranks when they first exchange something, and both have to
-        wait for it then. In `put` only this rank would, as the other one is told afterwards.
-        """
-        dist.send(
-            torch.zeros(1, dtype=torch.uint8, device=device),
-            dst=self._ranks[peer],
-            group=self._group,
-        )
-
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
-        work = dist.isend(staged, dst=self._ranks[peer], group=self._group)
-        assert work is not None
-        self._sending[peer] = work
-
-    def settle(self, peer: int) -> None:
-        if work := self._sending.pop(peer, None):
-            work.wait()
-
-    def close(self) -> None:
-        self._sending.clear()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slice:
-    """This rank's part of what a decode rank gets: heads, those before them, and the staging."""
-
-    start: int
-    heads: int
-    before: int
-    buffer: StagingBuffer
-
-
 @dataclass(kw_only=True)
 class Parcel:
-    """One prompt. asks: of all decode ranks. handle: of its pages, till sent. nth: by rank."""
+    """One prompt.
+
+    Attributes:
+        asks: Of all decode ranks.
+        handle: Of its pages, until it is sent.
+        nth: Ranges (or the refusal) sent so far, by rank.
+    """
 
     asks: Sequence[Ask]
     handle: ReqHandle | None = None
     first: First | None = None
     refusal: str | None = None
-    nth: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.nth = [0] * len(self.asks)
+    nth: Counter[int] = field(default_factory=Counter)
 
 
 class Outbox:
     """First in, first out, refusals too: decode ranks assign ranges in the order of their requests,
     so that the first parcel's next range is always the oldest that is not freed, and will be ready.
+
+    Attributes:
+        watermarks: Of the decode ranks' rings.
+        sent: Number of parcels.
     """
 
     def __init__(
@@ -176,32 +67,40 @@ class Outbox:
         rank: int,
         size: int,
         peers: Peers,
-        writer: Writer,
+        transport: Transport,
     ) -> None:
-        """heads: KV heads of the whole model. rank, size: of this engine."""
+        """Open the ring of every decode rank that this one sends to.
+
+        Args:
+            layers: Keys and values of the pool, see `pool_layers`.
+            heads: KV heads of the whole model.
+            rank, size: Of this engine.
+        """
         self._k, self._v = layers
-        self._peers, self._writer = peers, writer
+        self._peers, self._transport = peers, transport
         self._queue: deque[Parcel] = deque()
         self.watermarks = [Watermark(0, 0)] * len(peers)
-        self.sent = 0  # parcels
-        self._slices: dict[int, Slice] = {}
+        self.sent = 0
+        self._slices: dict[int, HeadSlice] = {}
+        self._staging: dict[int, Tensor] = {}
+        device = self._k.device
         for peer, hello in enumerate(peers.hellos):
-            start, count, _, _ = compute_head_slice_params(size, len(peers), rank, peer, heads)
-            if count:
-                writers = head_writers(size, len(peers), peer, heads)
-                before = sum(each.num_heads for each in writers if each.src_tp_rank < rank)
-                total = sum(each.num_heads for each in writers)
-                buffer = StagingBuffer(hello.ring_bytes * count // total, self._k.device)
-                self._slices[peer] = Slice(start=start, heads=count, before=before, buffer=buffer)
-                # which copies into a ring that may be on another GPU
-                with torch.cuda.device_of(self._k):
-                    writer.open(peer, hello.ring_bytes, hello.ticket, self._k.device)
+            writers = head_writers(size, len(peers), peer, heads)
+            total = sum(each.num_heads for each in writers)
+            for part in writers:
+                if part.src_tp_rank == rank:
+                    nbytes = hello.ring_bytes * part.num_heads // total
+                    self._slices[peer] = part
+                    self._staging[peer] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                    # which copies into a ring that may be on another GPU
+                    with torch.cuda.device_of(self._k):
+                        transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
     def add(self, parcel: Parcel) -> None:
         self._queue.append(parcel)
 
     def send(self, blocks: PrefixBlocks) -> None:
-        """Everything that is ready, in order; the pages of what is sent are free afterwards."""
+        """Send everything that is ready, in order, and free the pages of what is sent."""
         while self._queue and all(
             self._send_to(peer, self._queue[0], blocks) for peer in range(len(self._peers))
         ):
@@ -210,11 +109,11 @@ class Outbox:
 
     @property
     def holds_pages(self) -> bool:
-        """Tells whether computed prompts wait to be sent."""
+        """Return whether computed prompts wait to be sent."""
         return any(parcel.handle is not None for parcel in self._queue)
 
     def clear(self, blocks: PrefixBlocks) -> None:
-        """Forgets what is not sent."""
+        """Forget what is not sent."""
         while self._queue:
             self._release(self._queue.popleft(), blocks)
 
@@ -223,7 +122,7 @@ class Outbox:
             blocks.release(parcel.handle, parcel.asks[0].prompt)
 
     def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
-        """Sends what it can; True when the peer has all of the parcel that this rank owes it."""
+        """Send what may be sent; return whether the peer has all that this rank owes it."""
         ask = parcel.asks[peer]
         if parcel.refusal is not None:
             if not parcel.nth[peer]:
@@ -243,39 +142,53 @@ class Outbox:
             parcel.nth[peer] += 1
         return True
 
-    def _put(self, peer: int, part: Slice, parcel: Parcel, at: Range, blocks: PrefixBlocks) -> None:
-        """Gather this rank's heads of a range's tokens, and one bulk copy."""
+    def _put(
+        self, peer: int, part: HeadSlice, parcel: Parcel, at: Range, blocks: PrefixBlocks
+    ) -> None:
+        """Gather this rank's heads of a range's tokens, and make one bulk copy."""
         assert parcel.handle is not None
         slots = to_device(
             blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens), self._k.device
         )
-        nbytes = staged_bytes(self._k, self._v, at.tokens, part.heads)
-        self._writer.settle(peer)
-        staged = part.buffer.view(0, nbytes)
-        gather_staged(self._k, self._v, slots, part.start, part.heads, staged)
-        before = staged_bytes(self._k, self._v, at.tokens, part.before)
-        self._writer.put(peer, staged, at.offset + before)
+        nbytes = staged_bytes(self._k, self._v, at.tokens, part.num_heads)
+        self._transport.settle(peer)
+        staged = self._staging[peer][:nbytes]
+        gather_staged(self._k, self._v, slots, part.src_head_start, part.num_heads, staged)
+        before = staged_bytes(self._k, self._v, at.tokens, part.dst_head_start)
+        self._transport.put(peer, staged, at.offset + before)
 
 
 class PrefillEngine(Engine):
     """One rank of the prefill side. `connect`, then `serve` until the decode engine closes."""
 
-    def connect(self, connections: Sequence[Line], writer: Writer, timeout: float = 60.0) -> None:
-        """connections: of `dial`, one a decode rank. ValueError where the engines do not fit."""
+    def connect(
+        self,
+        addresses: Sequence[str],
+        key: bytes,
+        transport: Transport,
+        *,
+        timeout: float = 60.0,
+        connect_timeout: float = 600.0,
+    ) -> None:
+        """Dial all decode ranks, and greet them.
+
+        Args:
+            addresses: zmq endpoints at which the decode ranks listen, now or later.
+            key: Secret that all ranks of both engines know.
+            timeout: Seconds after which a decode rank is lost that takes no message.
+            connect_timeout: Seconds to wait for the decode ranks.
+
+        Raises:
+            TimeoutError: A decode rank did not answer.
+            ValueError: The engines do not fit together.
+        """
         layers = staged_layers(self.cache)
-        heads = kv_heads(self.model)
-        hello = Hello(
-            tp_size=self._ranks.size,
-            tp_rank=self._ranks.rank,
-            geometry=geometry(self.model, self.cache, layers[0].dtype),
-        )
-        self._peers = Peers("decode", connections, hello, timeout)
-        heads_per_rank(len(self._peers), heads)  # says if they do not divide
-        self._writer = writer
-        ranks = self._ranks
-        self._outbox = Outbox(layers, heads, ranks.rank, ranks.size, self._peers, writer)
+        hello = greeting(self.model, self.cache, self._ranks)
+        self._peers = Peers("decode", hello, key, timeout, connect_timeout, dial=addresses)
+        rank, size = self._ranks.rank, self._ranks.size
+        self._transport = transport
+        self._outbox = Outbox(layers, kv_heads(self.model), rank, size, self._peers, transport)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
-        self._closed = 0  # decode ranks that are done
         self._parcels: list[Parcel] = []  # admitted, by number
         self._costs: list[tuple[int, int]] = []  # pages and rows of each, until it is sent
         self._computed: list[tuple[Parcel, list[Sample]]] = []  # by the present step
@@ -289,7 +202,7 @@ class PrefillEngine(Engine):
         finally:
             self.scheduler.abort(self.scheduler.unfinished)
             self._outbox.clear(self.prefixes)
-            self._writer.close()
+            self._transport.close()
             self._peers.close()
 
     def _turn(self) -> bool:
@@ -297,7 +210,7 @@ class PrefillEngine(Engine):
         self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = self._ranks.agree(
-            [self._peers.loss, self._closed, known, self._outbox.sent],
+            [self._peers.loss, self._peers.closed, known, self._outbox.sent],
             self.saver.device,
             "requests",
         )
@@ -316,11 +229,9 @@ class PrefillEngine(Engine):
         for peer, message in self._peers.receive(seconds):
             if isinstance(message, Ask):
                 self._asked[peer].append(message)
-            elif isinstance(message, Freed):
-                self._outbox.watermarks[peer] = message.watermark
             else:
-                assert isinstance(message, Closed)
-                self._closed += 1
+                assert isinstance(message, Freed)
+                self._outbox.watermarks[peer] = message.watermark
 
     # ---------------------------------------------------------------- admission
 

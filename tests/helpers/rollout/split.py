@@ -12,14 +12,10 @@ import torch.distributed as dist
 from rollout import Completion, SamplingParams
 from rollout.disagg import (
     DecodeEngine,
-    GroupReader,
-    GroupWriter,
-    MappedReader,
-    MappedWriter,
+    GroupTransport,
+    MappedTransport,
     PrefillEngine,
-    Writer,
-    accept,
-    dial,
+    Transport,
 )
 
 KEY = b"tests"
@@ -70,9 +66,10 @@ def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backen
 
 
 def _take_part(rank: int, split: Split, prefill: Any, decode: Any, sockets: str) -> Any:
-    addresses = [f"{sockets}.{peer}" for peer in range(split.decode)]
+    addresses = [f"ipc://{sockets}.{peer}" for peer in range(split.decode)]
     if rank < split.prefill:
-        return serve(split, prefill, addresses, make_writer(split))
+        ranks = list(range(split.prefill, split.prefill + split.decode))
+        return serve(split, prefill, addresses, make_transport(split, ranks))
     if rank < split.prefill + split.decode:
         return generate(split, decode, addresses[rank - split.prefill])
     return None
@@ -86,22 +83,25 @@ def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dis
     return prefill, decode  # type: ignore[return-value]
 
 
-def make_writer(split: Split) -> Writer:
-    ranks = list(range(split.prefill, split.prefill + split.decode))
-    return MappedWriter() if split.mapped else GroupWriter(ranks)
+def make_transport(split: Split, peers: list[int]) -> Transport:
+    return MappedTransport() if split.mapped else GroupTransport(peers)
 
 
 def serve(
-    split: Split, group: Any, addresses: list[str], writer: Writer, version: int = 0
+    split: Split, group: Any, addresses: list[str], transport: Transport, version: int = 0
 ) -> dict[str, Any]:
     engine = PrefillEngine.from_pretrained(
         split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config
     )
     engine.store.define(version)
-    engine.connect(dial(addresses, KEY, timeout=200), writer)
+    engine.connect(addresses, KEY, transport)
     engine.serve()
     engine.check_integrity()
-    return {"requests": writer.requests, "bytes": writer.nbytes, "stats": asdict(engine.stats)}
+    return {
+        "requests": transport.requests,
+        "bytes": transport.nbytes,
+        "stats": asdict(engine.stats),
+    }
 
 
 def generate(
@@ -111,13 +111,11 @@ def generate(
     engine = DecodeEngine.from_pretrained(
         split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
     )
-    if split.decode > 1:
-        # who connects later than the other may take longer than its patience with a rank's hello
-        dist.barrier(group)
-    reader = MappedReader() if split.mapped else GroupReader(sources or list(range(split.prefill)))
     engine.connect(
-        accept(address, split.prefill, KEY),
-        reader,
+        address,
+        KEY,
+        make_transport(split, sources or list(range(split.prefill))),
+        prefill_ranks=split.prefill,
         ring_bytes=40 * TOKEN // split.decode,
         on_loss=split.on_loss,
         timeout=timeout,

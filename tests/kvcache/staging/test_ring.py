@@ -10,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.staging import (
-    ALLOC_OVERSIZED,
     StagingAllocator,
     Watermark,
-    compute_head_slice_params,
     head_writers,
     heads_per_rank,
     may_fill,
-    offset_to_send,
 )
 from tests.helpers.effort import rounds
 
@@ -113,7 +110,7 @@ def test_a_ring_step_by_step() -> None:
     assert may_fill(2, 100, ring.watermark)
 
 
-def test_ready_and_sent_as_the_design_says() -> None:
+def test_ready_as_the_design_says() -> None:
     assert may_fill(0, 10**12, Watermark(0, 0)) and not may_fill(1, 1, Watermark(0, 0))
     assert [may_fill(3, 64, Watermark(*at)) for at in ((1, 99), (2, 63), (2, 64), (3, 0))] == [
         False,
@@ -122,11 +119,9 @@ def test_ready_and_sent_as_the_design_says() -> None:
         True,
     ]
     ring = StagingAllocator(2**40)
-    first, second = ring.assign(2**33 + 1), ring.assign(1)
-    assert second is not None
-    assert second.offset == 2**33 + 256
-    assert offset_to_send(first) == 0
-    assert offset_to_send(ring.assign(2**40 + 1)) == ALLOC_OVERSIZED == -2
+    assert ring.assign(2**33 + 1) == (0, 0, 0)
+    second = ring.assign(1)
+    assert second is not None and second.offset == 2**33 + 256
 
 
 def test_what_is_wrong_is_named_and_changes_nothing() -> None:
@@ -168,7 +163,7 @@ def test_every_head_of_every_destination_has_one_writer(total: int) -> None:
         for dst_size in SIZES:
             if any(total % size and size % total for size in (src_size, dst_size)):
                 with pytest.raises(ValueError, match=f"{total} KV heads can't be split over"):
-                    compute_head_slice_params(src_size, dst_size, 0, 0, total)
+                    head_writers(src_size, dst_size, 0, total)
                 continue
             for dst in range(dst_size):
                 check_destination(src_size, dst_size, dst, total)
@@ -176,48 +171,32 @@ def test_every_head_of_every_destination_has_one_writer(total: int) -> None:
 
 def check_destination(src_size: int, dst_size: int, dst: int, total: int) -> None:
     got: list[int | None] = [None] * len(held(dst_size, dst, total))
-    sent = []
-    for src in range(src_size):
-        start, count, dst_start, same = compute_head_slice_params(
-            src_size, dst_size, src, dst, total
-        )
-        assert count == same >= 0
-        if count:
-            sent.append((src, start, dst_start, count))
+    writers = head_writers(src_size, dst_size, dst, total)
+    before = 0
+    for src, start, dst_start, count in writers:
+        assert dst_start == before and count > 0
         for i in range(count):
             assert got[dst_start + i] is None  # no other writer
             got[dst_start + i] = held(src_size, src, total)[start + i]
+        before += count
     assert got == held(dst_size, dst, total)  # as slicing the full tensor
-    writers = head_writers(src_size, dst_size, dst, total)
-    assert list(writers) == sent
-    assert [w.dst_head_start for w in writers] == [
-        sum(w.num_heads for w in writers[:i]) for i in range(len(writers))
-    ]
+    assert [each.src_tp_rank for each in writers] == sorted({each.src_tp_rank for each in writers})
     assert heads_per_rank(dst_size, total) == len(got)
 
 
 def test_the_work_is_dealt_out_among_replicas() -> None:
     # two heads on eight ranks: of four that hold head 1, one writes
-    assert [compute_head_slice_params(8, 1, src, 0, 2)[1] for src in range(8)] == [
-        1,
-        0,
-        0,
-        0,
-        1,
-        0,
-        0,
-        0,
-    ]
+    assert [each.src_tp_rank for each in head_writers(8, 1, 0, 2)] == [0, 4]
     assert [head_writers(4, 4, dst, 1)[0].src_tp_rank for dst in range(4)] == [0, 1, 2, 3]
 
 
 def test_wrong_ranks_and_heads_are_refused() -> None:
     for arguments, match in (
-        ((2, 4, 0, 0, 6), "6 KV heads can't be split over destination tensor-parallel size 4"),
-        ((2, 2, 2, 0, 4), "source rank 2 is outside"),
-        ((2, 2, 0, -1, 4), "destination rank -1 is outside"),
-        ((0, 2, 0, 0, 4), "must be positive"),
-        ((2, 2, 0, 0, 0), "must be positive"),
+        ((2, 4, 0, 6), "6 KV heads can't be split over destination tensor-parallel size 4"),
+        ((4, 2, 0, 6), "6 KV heads can't be split over source tensor-parallel size 4"),
+        ((2, 2, -1, 4), "destination rank -1 is outside"),
+        ((2, 0, 0, 4), "must be positive"),
+        ((2, 2, 0, 0), "must be positive"),
     ):
         with pytest.raises(ValueError, match=match):
-            compute_head_slice_params(*arguments)
+            head_writers(*arguments)

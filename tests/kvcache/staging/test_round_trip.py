@@ -15,7 +15,6 @@ from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from kvcache.staging import (
     HeadSlice,
     StagingAllocator,
-    StagingBuffer,
     head_writers,
     heads_per_rank,
     may_fill,
@@ -277,8 +276,8 @@ def receive(
     k, v = pool_layers(pool)
     slices = head_writers(len(sources), dst_size, dst, heads)
     writers = Writers.of([(one.dst_head_start, one.num_heads) for one in slices], DEVICE)
-    buffer = StagingBuffer(staged_bytes(k, v, 5, writers.total) + 100, DEVICE)
-    ring = StagingAllocator(buffer.size_bytes, alignment=16)
+    buffer = poisoned(staged_bytes(k, v, 5, writers.total) + 100)
+    ring = StagingAllocator(len(buffer), alignment=16)
     loc = PAGE + torch.randperm(SIZE, device=DEVICE)[:TOKENS]
     chunks = [slice(0, 4), slice(4, 8), slice(8, 9)]
     sizes = [staged_bytes(k, v, chunk.stop - chunk.start, writers.total) for chunk in chunks]
@@ -286,7 +285,7 @@ def receive(
     for chunk, size, one in zip(chunks, sizes, assigned, strict=True):
         assert one is not None
         assert may_fill(one.round, one.offset + size, ring.watermark)
-        staged = buffer.view(one.offset, size).fill_(255)
+        staged = buffer[one.offset : one.offset + size].fill_(255)
         send(impl, sources, slices, src_loc[chunk], staged)
         scatter_staged(staged, k, v, loc[chunk], writers, impl)
         ring.free(one.id)
@@ -330,32 +329,3 @@ def test_layers_that_do_not_fit_are_refused() -> None:
     fp4 = MHATokenToKVPoolFP4(mha(torch.float4_e2m1fn_x2))
     with pytest.raises(ValueError, match="view"):
         pool_layers(fp4)
-
-
-def test_the_buffer() -> None:
-    buffer = StagingBuffer(100, DEVICE)
-    assert (buffer.size_bytes, buffer.tensor.dtype, buffer.tensor.is_contiguous()) == (
-        100,
-        torch.uint8,
-        True,
-    )
-    view = buffer.view(90, 10)
-    assert (view.data_ptr(), len(view)) == (buffer.address + 90, 10)
-    for offset, nbytes in ((90, 11), (-1, 5), (5, -1)):
-        with pytest.raises(ValueError, match="outside this buffer of 100"):
-            buffer.view(offset, nbytes)
-    with pytest.raises(ValueError, match="size_bytes must be positive, got 0"):
-        StagingBuffer(0, DEVICE)
-    with pytest.raises(ValueError, match="custom_mem_pool needs a CUDA device, got cpu"):
-        StagingBuffer(100, "cpu", object())  # type: ignore[arg-type]
-
-
-@pytest.mark.gpu
-def test_the_buffer_lies_in_the_savers_pool() -> None:
-    from memsaver import MemorySaver
-
-    saver = MemorySaver(device="cuda:0")
-    buffer = StagingBuffer(2**20, "cuda:0", saver.mem_pool("staging"))
-    assert saver.offset_of(buffer.tensor) >= 0
-    buffer.tensor.fill_(7)
-    assert int(buffer.view(2**20 - 1, 1)) == 7

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvcache import ReqHandle
-from rollout.disagg import MappedReader
+from rollout.disagg import MappedTransport
+from rollout.disagg.control import Ask, Filled, First, Hello, Peers, Refused
 from rollout.disagg.decode import Inbox
-from rollout.disagg.line import Ask, Filled, First, Hello, Peers, Refused
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY
-from tests.helpers.rollout.lines import Far, line_pair
-from tests.helpers.rollout.split import TOKEN
+from tests.helpers.rollout.far import Far
+from tests.helpers.rollout.split import KEY, TOKEN
 
 SLOTS = [3, 4, 6]
 FIRST = First(tokens=(9,), logprobs=(-1.0,), version=0)
@@ -21,16 +23,15 @@ FIRST = First(tokens=(9,), logprobs=(-1.0,), version=0)
 class World:
     """An inbox of zeroed pages, and the ends of its prefill ranks."""
 
-    def __init__(self, ranks: int = 1) -> None:
-        mine, theirs = zip(*(line_pair() for _ in range(ranks)), strict=True)
-        self.theirs: tuple[Far, ...] = tuple(Far(line) for line in theirs)
+    def __init__(self, folder: Path, ranks: int = 1) -> None:
+        address = f"ipc://{folder}/line"
         hello = Hello(tp_size=1, tp_rank=0, geometry="equal", ring_bytes=40 * TOKEN)
-        for rank, each in enumerate(self.theirs):
-            each.send(Hello(tp_size=ranks, tp_rank=rank, geometry="equal"))
+        greetings = [Hello(tp_size=ranks, tp_rank=i, geometry="equal") for i in range(ranks)]
+        self.theirs = [Far(address, KEY, each) for each in greetings]
         self.k, self.v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
         ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
-        peers = Peers("prefill", mine, hello, 5.0)
-        self.inbox = Inbox((self.k, self.v), 4, 0, 1, peers, MappedReader(), ring)
+        peers = Peers("prefill", hello, KEY, 5.0, 5.0, listen=(address, ranks))
+        self.inbox = Inbox((self.k, self.v), 4, 0, 1, peers, MappedTransport(), ring)
         assert [each.recv() for each in self.theirs] == [hello] * ranks
 
     def ask(self, request: int = 0) -> Sample:
@@ -46,8 +47,8 @@ class World:
 
 
 @pytest.mark.parametrize("lost", [None, "preempted", "admitted anew", "recomputed"])
-def test_late_bytes_are_left_in_the_ring(lost: str | None) -> None:
-    world = World()
+def test_late_bytes_are_left_in_the_ring(tmp_path: Path, lost: str | None) -> None:
+    world = World(tmp_path)
     sample = world.ask()
     if lost == "recomputed":
         sample.remote = False
@@ -63,11 +64,11 @@ def test_late_bytes_are_left_in_the_ring(lost: str | None) -> None:
     assert world.inbox.allocator.outstanding == 0
 
 
-def test_what_overtakes_is_counted_when_all_before_it_are_there() -> None:
+def test_what_overtakes_is_counted_when_all_before_it_are_there(tmp_path: Path) -> None:
     """Two prefill ranks refuse the second of three prompts: the first rank before the other has
     sent the first prompt, the other when the decode engine is done with both.
     """
-    world = World(ranks=2)
+    world = World(tmp_path, ranks=2)
     for request in range(3):
         world.ask(request)
     inbox, (one, other) = world.inbox, world.theirs
@@ -75,7 +76,7 @@ def test_what_overtakes_is_counted_when_all_before_it_are_there() -> None:
     def hear(rank: Far, *messages: Filled | Refused) -> int:
         for each in messages:
             rank.send(each)
-        inbox.receive(5)
+            inbox.receive(5)
         return inbox.arrived
 
     refusal = Refused(number=1, reason="too long")

@@ -9,29 +9,40 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kvcache.staging import Watermark
 from rollout import Engine, SamplingParams
-from rollout.disagg import DecodeEngine, GroupReader, GroupWriter, MappedWriter, PrefillEngine, dial
-from rollout.disagg.line import Ask, Closed, Filled, Freed, Hello, Line, Range, Refused, geometry
+from rollout.disagg import DecodeEngine, GroupTransport, MappedTransport, PrefillEngine
+from rollout.disagg.control import Ask, Closed, Filled, Freed, Hello, Range, Refused, greeting
+from rollout.parallel import TensorParallel
 from rollout.types import PeerLostError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
-from tests.helpers.rollout.lines import Far, line_pair
+from tests.helpers.rollout.far import Far
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.split import CONFIG, KEY, MODEL, TOKEN, Split, generate, serve, tokens
+from tests.helpers.rollout.split import (
+    CONFIG,
+    KEY,
+    MODEL,
+    TOKEN,
+    Split,
+    generate,
+    make_transport,
+    serve,
+    tokens,
+)
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]
 
 
-class HalfMapped(MappedWriter):
+class HalfMapped(MappedTransport):
     """Dies in its third transfer, half of which is in the ring."""
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
@@ -42,7 +53,7 @@ class HalfMapped(MappedWriter):
         os._exit(1)
 
 
-class DyingGroup(GroupWriter):
+class DyingGroup(GroupTransport):
     """Dies when its third transfer was announced, or is about to be."""
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
@@ -51,7 +62,7 @@ class DyingGroup(GroupWriter):
         super().put(peer, staged, offset)
 
 
-class Unheard(GroupWriter):
+class Unheard(GroupTransport):
     """To a rank that is in no group with this one; nothing is put."""
 
     def open(self, *_: Any) -> None:
@@ -97,27 +108,33 @@ def lose(rank: int, path: str, sockets: str) -> Any:
         nth = rank - 2
         return prefill(
             splits[nth],
-            [f"{sockets}/{nth}.{peer}" for peer in range(2)],
+            addresses(sockets, nth),
             list(CASES.values())[nth].how,
         )
     found = []
     for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
         patience = 3 if nth == list(CASES).index("silent") else 60
         found.append(
-            generate(split, group, f"{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience)
+            generate(
+                split, group, f"ipc://{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience
+            )
         )
     return found
+
+
+def addresses(sockets: str, nth: int) -> list[str]:
+    return [f"ipc://{sockets}/{nth}.{peer}" for peer in range(2)]
 
 
 def prefill(split: Split, addresses: list[str], how: str) -> Any:
     if how == "silent":
         engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
-        engine.connect(dial(addresses, KEY, timeout=200), MappedWriter())
+        engine.connect(addresses, KEY, MappedTransport())
         time.sleep(60)  # until it is killed
-    writer = MappedWriter() if split.mapped else GroupWriter([0, 1])
+    transport = make_transport(split, [0, 1])
     if how == "dies":
-        writer = HalfMapped() if split.mapped else DyingGroup([0, 1])
-    return serve(split, None, addresses, writer, version=1 if how == "newer" else 0)
+        transport = HalfMapped() if split.mapped else DyingGroup([0, 1])
+    return serve(split, None, addresses, transport, version=1 if how == "newer" else 0)
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +201,16 @@ def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
         assert "the prefill engine is lost" in each["reason"]
 
 
-def greeted(engine: Engine, **changes: Any) -> tuple[Line, Far]:
-    """A connection to a prefill rank that has said hello."""
-    mine, line = line_pair()
-    theirs = Far(line)
-    words = geometry(engine.model, engine.cache, torch.float32)
-    theirs.send(Hello(**{"tp_size": 1, "tp_rank": 0, "geometry": words, **changes}))
-    return mine, theirs  # the second one at times only to keep it open
+def greeted(engine: Engine, address: str, listens: bool = False, **changes: Any) -> Far:
+    """A rank of the other engine that has greeted this one."""
+    hello = greeting(engine.model, engine.cache, TensorParallel(1, None))
+    told = {"tp_size": 1, "tp_rank": 0, "geometry": hello.geometry, **changes}
+    return Far(address, KEY, Hello(**told), listens=listens)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/line"
 
 
 @pytest.mark.parametrize(
@@ -206,23 +226,23 @@ def greeted(engine: Engine, **changes: Any) -> tuple[Line, Far]:
     ],
 )
 def test_engines_that_do_not_fit_are_refused(
-    path: str, ring_bytes: int, changes: dict[str, Any], message: str
+    path: str, address: str, ring_bytes: int, changes: dict[str, Any], message: str
 ) -> None:
     engine = DecodeEngine.from_pretrained(path, **CONFIG)
-    mine, theirs = greeted(engine, **changes)
+    theirs = greeted(engine, address, **changes)
     with pytest.raises(ValueError, match=message):
-        engine.connect([mine], GroupReader([0]), ring_bytes=ring_bytes)
+        engine.connect(address, KEY, GroupTransport([0]), prefill_ranks=1, ring_bytes=ring_bytes)
     theirs.close()
 
 
-def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
+def test_a_dead_decode_rank_ends_serving_with_its_name(path: str, address: str) -> None:
     """After it has asked for a prompt, and died before its ring was ready for it: no page stays
     taken.
     """
     engine = PrefillEngine.from_pretrained(path, **CONFIG)
-    mine, theirs = greeted(engine, ring_bytes=1 << 12)
-    engine.connect([mine], Unheard([0]))
-    later = Range(first=0, tokens=2, offset=0, nbytes=2 * TOKEN, round=1)
+    theirs = greeted(engine, address, listens=True, ring_bytes=1 << 12)
+    engine.connect([address], KEY, Unheard([0]))
+    later = Range(first=0, tokens=2, id=0, offset=0, end=2 * TOKEN, round=1)
     theirs.send(Ask(number=0, prompt=[1, 2], params=GREEDY, seed=0, indices=(0,), ranges=(later,)))
     theirs.close()
     with pytest.raises(PeerLostError, match="stopped serving: decode rank 0 is gone"):
@@ -230,16 +250,17 @@ def test_a_dead_decode_rank_ends_serving_with_its_name(path: str) -> None:
     engine.check_integrity()
 
 
-def test_a_refusal_waits_for_the_prompts_before_it(path: str) -> None:
+def test_a_refusal_waits_for_the_prompts_before_it(path: str, address: str) -> None:
     """The first one takes all pages and the ring is not ready for it: the third, which fits alone,
     has to wait, too.
     """
     engine = PrefillEngine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
-    mine, theirs = greeted(engine, ring_bytes=1 << 16)
-    engine.connect([mine], Unheard([0]))
+    theirs = greeted(engine, address, listens=True, ring_bytes=1 << 16)
+    engine.connect([address], KEY, Unheard([0]))
     prompts = random_prompts((30, 50, 21))
     for number, prompt in enumerate(prompts):
-        part = Range(first=0, tokens=len(prompt), offset=0, nbytes=2 * TOKEN * len(prompt), round=1)
+        nbytes = 2 * TOKEN * len(prompt)
+        part = Range(first=0, tokens=len(prompt), id=number, offset=0, end=nbytes, round=1)
         theirs.send(
             Ask(number=number, prompt=prompt, params=GREEDY, seed=0, indices=(0,), ranges=(part,))
         )
@@ -261,4 +282,4 @@ def test_a_refusal_waits_for_the_prompts_before_it(path: str) -> None:
 def test_models_that_cannot_be_split_are_refused(saved: Saved) -> None:
     engine = PrefillEngine.from_pretrained(saved("mistral", sliding_window=16)[0], **CONFIG)
     with pytest.raises(ValueError, match="needs full attention with heads in every layer"):
-        engine.connect([], MappedWriter())
+        engine.connect([], b"", MappedTransport())

@@ -1,0 +1,199 @@
+"""Ranks find each other past strangers, notice each other's end, and wait for nobody too long."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from rollout.disagg.control import Closed, Hello, Message, Peers, Refused
+from tests.helpers.memsaver.savers import at_once
+from tests.helpers.rollout.far import Far
+
+KEY = b"the ranks' secret"
+HELLO = Hello(tp_size=1, tp_rank=0, geometry="equal")
+REFUSED = Refused(number=0, reason="too long")
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "ipc":
+        return f"ipc://{tmp_path}/line"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def listen(address: str, count: int = 1, key: bytes = KEY, seconds: float = 60.0) -> Peers:
+    return Peers("prefill", HELLO, key, 2.0, seconds, listen=(address, count))
+
+
+def dial(
+    address: str, rank: int = 0, size: int = 1, key: bytes = KEY, seconds: float = 60
+) -> Peers:
+    hello = Hello(tp_size=size, tp_rank=rank, geometry="equal")
+    return Peers("decode", hello, key, 2.0, seconds, dial=[address])
+
+
+def hear(peers: Peers) -> list[tuple[int, Message]]:
+    """What comes until something has, or a peer is lost."""
+    end = time.monotonic() + 30
+    while not (found := list(peers.receive(0.05))) and peers.lost is None:
+        assert time.monotonic() < end
+    return found
+
+
+def connect(address: str) -> socket.socket:
+    place = address.removeprefix("ipc://").removeprefix("tcp://")
+    if address.startswith("ipc"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(place)
+        return connection
+    host, _, port = place.partition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def leaves(address: str, over: threading.Event) -> None:
+    connect(address).close()
+
+
+def is_silent(address: str, over: threading.Event) -> None:
+    with connect(address):
+        over.wait(60)
+
+
+def talks(address: str, over: threading.Event) -> None:
+    with connect(address) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100 + pickle.dumps(Path("/")) * 10)
+
+
+def has_no_key(address: str, over: threading.Event) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(address)
+        dealer.send(b'{"Hello":["tuple",[1,0,"equal",0,null]]}')
+        over.wait(0.1)
+
+
+def has_another_key(address: str, over: threading.Event) -> None:
+    far = Far(address, b"another", HELLO)
+    over.wait(0.1)
+    far.close()
+
+
+@contextlib.contextmanager
+def pestered(address: str, stranger: Callable[[str, threading.Event], None]) -> Iterator[None]:
+    """By strangers, from before the ranks meet until they have."""
+    over = threading.Event()
+
+    def pester() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                stranger(address, over)
+            time.sleep(0.005)
+
+    threads = [threading.Thread(target=pester, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("stranger", [leaves, is_silent, talks, has_no_key, has_another_key])
+def test_ranks_meet_past_strangers(
+    address: str, stranger: Callable[[str, threading.Event], None]
+) -> None:
+    with pestered(address, stranger):
+        one, *others = at_once(
+            lambda: listen(address, 2),
+            *[lambda rank=rank: dial(address, rank, 2) for rank in (1, 0)],
+        )
+        one.send_all(REFUSED)
+        assert [hear(each) for each in others] == [[(0, REFUSED)]] * 2
+        for rank, each in zip((1, 0), others, strict=True):
+            each.send(0, REFUSED)
+            assert hear(one) == [(rank, REFUSED)]
+    for each in (*others, one):
+        each.close()
+
+
+def test_ranks_with_another_key_or_none_at_all_time_out(address: str) -> None:
+    with pytest.raises(TimeoutError, match="met 0 of 1 decode ranks in 0.3 s; start all, with the"):
+        dial(address, seconds=0.3)
+
+    def refused(meet: Callable[[], Peers]) -> None:
+        with pytest.raises(TimeoutError, match="met 0 of 1 .* with the same key"):
+            meet()
+
+    at_once(
+        lambda: refused(lambda: listen(address, seconds=1.5)),
+        lambda: refused(lambda: dial(address, key=b"another", seconds=0.8)),
+    )
+
+
+def test_a_rank_that_does_not_greet_times_out(address: str) -> None:
+    silent = Far(address, KEY, None)
+    with pytest.raises(TimeoutError, match="met 0 of 1 prefill ranks in 0.3 s"):
+        listen(address, seconds=0.3)
+    silent.close()
+
+
+@pytest.fixture
+def pair(address: str) -> tuple[Peers, Far]:
+    far = Far(address, KEY, HELLO)
+    return listen(address), far
+
+
+def test_last_words_are_heard_before_the_end_is_noticed(pair: tuple[Peers, Far]) -> None:
+    peers, far = pair
+    far.send(REFUSED)
+    time.sleep(0.1)
+    far.close()
+    time.sleep(0.3)
+    assert list(peers.receive(0)) == [(0, REFUSED)]
+    assert peers.lost is not None and peers.lost.startswith("prefill rank 0 is gone")
+    peers.send_all(Closed())
+    peers.close()
+
+
+def test_the_end_of_who_listens_is_noticed_unless_it_has_closed(address: str) -> None:
+    for closes in (False, True):
+        far = Far(address, KEY, HELLO, listens=True)
+        peers = dial(address)
+        if closes:
+            far.send(Closed())
+            while not peers.closed:
+                assert not list(peers.receive(0.05))
+        far.close()
+        assert hear(peers) == [] if not closes else list(peers.receive(0.3)) == []
+        assert (peers.lost is None) == closes
+        peers.close()
+
+
+def test_a_peer_that_talks_rubbish_is_lost(pair: tuple[Peers, Far]) -> None:
+    peers, far = pair
+    far.send(b'{"Hello')
+    assert hear(peers) == [] and "prefill rank 0 is gone" in str(peers.lost)
+    peers.close()
+    far.close()
+
+
+def test_a_peer_that_reads_nothing_is_lost_in_time(pair: tuple[Peers, Far]) -> None:
+    peers, far = pair
+    started = time.monotonic()
+    while peers.lost is None:
+        peers.send(0, Refused(number=0, reason="x" * 10_000))
+    assert "prefill rank 0 is gone (Resource temporarily unavailable)" in peers.lost
+    assert time.monotonic() - started < 30
+    far.close()
+    peers.close()
