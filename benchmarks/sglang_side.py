@@ -86,7 +86,7 @@ class Ours(Rival):
     keeps = True
 
     def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
-        from rollout.sglang import SglangRollout
+        from rollout.hosted import SglangRollout
 
         self.rollout = SglangRollout.from_pretrained(
             path,

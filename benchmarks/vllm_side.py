@@ -141,7 +141,7 @@ class Ours(Rival):
     """The same engine on our tags; `sync` writes what a trainer of one rank would."""
 
     def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
-        from rollout.vllm import VllmRollout
+        from rollout.hosted import VllmRollout
 
         self.rollout = VllmRollout.from_pretrained(
             path,
@@ -168,7 +168,7 @@ class Ours(Rival):
         say("connect", timed(connect))
 
     def load(self) -> None:
-        self.rollout.engine.load_weights(self.tensors.items())
+        self.rollout.engine.model.load_weights(self.tensors.items())
 
     def sync(self) -> None:
         self.version += 1

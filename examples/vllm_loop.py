@@ -14,7 +14,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
 
 from memsaver import MemorySaver
 from rollout import SamplingParams
-from rollout.vllm import VllmRollout
+from rollout.hosted import VllmRollout
 from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]

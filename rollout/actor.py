@@ -14,9 +14,11 @@ import memsaver.compat
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase, RankAddress
 from rollout.engine import Engine
+from rollout.hosted import SglangRollout, VllmRollout
 from rollout.protocols import Rollout
 
-KINDS = ("native", "vllm", "sglang")
+_HOSTED: dict[str, Any] = {"vllm": VllmRollout, "sglang": SglangRollout}
+KINDS = ("native", *_HOSTED)
 
 
 class RolloutActor(ActorBase):
@@ -74,12 +76,12 @@ def build_engine(
     arguments: of its class's `from_pretrained`. group: of the ranks that share it; vLLM takes
     torch's default one, SGLang none. limit_bytes: of the native engine's saver.
     """
-    if kind in ("vllm", "sglang"):
+    if kind in _HOSTED:
         if limit_bytes is not None:
             raise ValueError(f"kind={kind} takes no limit_bytes; use kind=native")
         if group is not None and kind == "sglang":
             raise ValueError(f"kind={kind} takes one process; use kind=native, or kind=vllm")
-        rollout = _hosted(kind).from_pretrained(**arguments)
+        rollout = _HOSTED[kind].from_pretrained(**arguments)
         return rollout, rollout.close
     if kind != "native":
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
@@ -89,14 +91,3 @@ def build_engine(
     except BaseException:
         saver.close()
         raise
-
-
-def _hosted(kind: str) -> Any:
-    """The class of an engine that is another project's."""
-    if kind == "vllm":
-        from rollout.vllm import VllmRollout
-
-        return VllmRollout
-    from rollout.sglang import SglangRollout
-
-    return SglangRollout

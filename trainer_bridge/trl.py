@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from memsaver.memory import empty_torch_cache
-from rollout.hosted import HostedRollout
+from rollout.hosted import HostedRollout, VllmEngine
 from rollout.model import stored_buffers
-from rollout.vllm import VllmEngine
 from trainer_bridge.sync.module import module_sync
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 

@@ -1,5 +1,18 @@
-"""Other projects' engines as rollouts: their memory on our tags, their weights written in place."""
+"""Other projects' engines as rollouts: their memory on our tags, their weights written in place.
 
-from rollout.hosted.rollout import HostedEngine, HostedRollout
+vLLM and SGLang are imported when an engine is made.
+"""
 
-__all__ = ["HostedEngine", "HostedRollout"]
+from rollout.hosted.base import HostedEngine, HostedRollout
+from rollout.hosted.sglang import SglangRollout
+from rollout.hosted.vllm import COLDEST, VllmRollout
+from rollout.hosted.vllm_engine import VllmEngine
+
+__all__ = [
+    "COLDEST",
+    "HostedEngine",
+    "HostedRollout",
+    "SglangRollout",
+    "VllmEngine",
+    "VllmRollout",
+]

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ def manifest_of(
     """shapes: of the checkpoint's parameters, whole, tied ones once. aliases: tied name -> name.
     offset_of: byte of the tag's addresses at an address. See `check_taken` and `check_filled`.
     """
-    numbers = dict(zip(shapes, _first_numbers(shapes), strict=True))
+    firsts = accumulate(map(math.prod, shapes.values()), initial=0)
+    numbers = dict(zip(shapes, firsts, strict=False))
     slices: list[ParamSlice] = []
     params = [landed for landed in recording.landed if landed.name in shapes]
     for landed in params:
@@ -104,13 +105,6 @@ def _joined(slices: Sequence[ParamSlice]) -> Iterator[ParamSlice]:
         inner = (first.strides or row_major(first.shape))[1:]
         strides = (steps.pop() // size, *inner)
         yield replace(first, shape=shape, strides=None if strides == row_major(shape) else strides)
-
-
-def _first_numbers(shapes: Mapping[str, Ints]) -> Iterator[int]:
-    number = 0
-    for shape in shapes.values():
-        yield number
-        number += math.prod(shape)
 
 
 def _end(landed: Landed) -> int:

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from kvcache.pools import TokenPool
 from memsaver import MemorySaver, StateError
 from rollout import Engine, KVTiers, SamplingParams, WeightUpdateError
+from rollout.hosted import VllmRollout
 from rollout.types import KV_CACHE, WEIGHTS
-from rollout.vllm import VllmRollout
 from tests.helpers.effort import rounds
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import GREEDY, ids, random_prompts

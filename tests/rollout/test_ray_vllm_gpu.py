@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from memsaver import MemorySaver
 from memsaver.system.sealed import all_gather_plain
 from rollout import SamplingParams
-from rollout.vllm import VllmRollout
+from rollout.hosted import VllmRollout
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.rollout.answers import random_prompts

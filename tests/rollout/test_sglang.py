@@ -17,9 +17,9 @@ from memsaver import StateError
 from memsaver.compat import require
 from rollout import Completion, SamplingParams
 from rollout.actor import build_engine
-from rollout.sglang import SglangRollout
-from rollout.sglang.engine import SglangEngine
-from rollout.sglang.rollout import completion, sglang_params
+from rollout.hosted import SglangRollout
+from rollout.hosted.sglang import completion, sglang_params
+from rollout.hosted.sglang_process import SglangEngine
 from rollout.types import KV_CACHE, WEIGHTS
 from tests.helpers.models import save_tiny
 from trainer_bridge import Trainer, TrainerConfig
@@ -206,7 +206,7 @@ def test_its_end_is_told_and_signals_are_ours_again(path: str) -> None:
     with pytest.raises(StateError, match="SGLang's scheduler has ended"):
         engine.call("is_idle")
     with pytest.raises(StateError, match="SGLang's scheduler has ended"):
-        engine.run([[1]], [{"max_new_tokens": 200, "n": 1}], lambda *_: None)
+        engine.run([[1]], [{"max_new_tokens": 200, "n": 1}], lambda _: None)
     engine.close()
     assert {each: signal.getsignal(each) for each in before} == before
 

@@ -26,7 +26,7 @@ from memsaver import MemorySaver, StateError
 from memsaver.memory.torch_allocator import empty_torch_cache
 from memsaver.native import shim
 from rollout import Completion, SamplingParams
-from rollout.sglang import SglangRollout
+from rollout.hosted import SglangRollout
 from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from tests.helpers.trainer_bridge.models import describe
 from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig

@@ -16,10 +16,10 @@ from transformers import AutoConfig
 from memsaver import LeaseError, StateError, attach
 from rollout import SamplingParams, WeightUpdateError
 from rollout.actor import build_engine
+from rollout.hosted import VllmRollout
 from rollout.hosted.load_recorder import Landed, boxes, record
+from rollout.hosted.vllm import vllm_params
 from rollout.types import KV_CACHE, WEIGHTS, VerifyReceipt, WriteReceipt
-from rollout.vllm import VllmRollout
-from rollout.vllm.rollout import vllm_params
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from trainer_bridge import LoraConfig, Trainer, TrainerConfig
 

@@ -23,8 +23,8 @@ import torch
 from memsaver import MemorySaver, StateError
 from memsaver.memory.torch_allocator import empty_torch_cache
 from rollout import Completion, SamplingParams
+from rollout.hosted import VllmRollout
 from rollout.types import KV_CACHE, WEIGHTS
-from rollout.vllm import VllmRollout
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.trainer_bridge.models import describe, write_model
 from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig
@@ -117,7 +117,7 @@ class Pair:
     def load(self) -> None:
         """The same weights by vLLM's own loader."""
         shards = self.trainer.shards().items()
-        self.rollout.engine.load_weights([(name, each.bfloat16()) for name, each in shards])
+        self.rollout.engine.model.load_weights([(name, each.bfloat16()) for name, each in shards])
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

@@ -202,7 +202,7 @@ def test_bias_that_a_hosted_engine_has_as_a_parameter_is_served(
     """Also over a sleep at level 2, which no page of an update makes up for."""
     from transformers import AutoConfig
 
-    from rollout.vllm import VllmRollout
+    from rollout.hosted import VllmRollout
 
     path = random_directory(tmp_path, "glm4_moe")
     hosted: Any = FusedEngine(AutoConfig.from_pretrained(path), device, normed=False)

@@ -200,9 +200,6 @@ class FusedEngine:
     def check_plain(self) -> None:
         pass
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load_weights(tensors)
-
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
@@ -250,7 +247,7 @@ def loaded(engine: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             spelled.append((name, tensor))
     state = engine.model.state_dict().items()
     before = {name: each.detach().clone() for name, each in state}
-    engine.load_weights(spelled)
+    engine.model.load_weights(spelled)
     made = {name: each.detach().clone() for name, each in state}
     for name, each in state:
         each.copy_(before[name])

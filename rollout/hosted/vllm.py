@@ -7,7 +7,6 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,21 +14,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from memsaver import StateError
-from rollout.hosted import HostedRollout
+from rollout.hosted.base import Answers, Generating, HostedRollout, OnStep, Prompts, Request
+from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model import resolve_model, stop_token_ids
 from rollout.parallel import TensorParallel
-from rollout.protocols import Progress
-from rollout.serving import for_each
 from rollout.types import Completion, SamplingParams
-from rollout.vllm.engine import VllmEngine, several_ranks
 
 
-class VllmRollout(HostedRollout):
+class VllmRollout(HostedRollout, Generating):
     """A `Rollout` over vLLM's engine in this process. Not thread-safe: one call at a time.
 
     It is what `Engine` is to trainer and cycle; `docs/how-to/vllm.md` lists what it refuses. Ranks
     that share an engine make the same calls in the same order, and all get the same answers.
+    `generate` refuses what vLLM cannot do with our log-probabilities: beam search, top-k and top-p,
+    temperatures between 0 and 0.01; and where ranks that share an engine ask different things.
     """
 
     def __init__(self, engine: VllmEngine, path: str | Path, seed: int = 0) -> None:
@@ -94,36 +92,27 @@ class VllmRollout(HostedRollout):
 
     # ---------------------------------------------------------------- generate
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """Continue every prompt params.n times; result [prompt][sample]. See `Engine.generate`.
+    def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+        return [vllm_params(params, self._stops)]
 
-        ValueError for what vLLM cannot do with our log-probabilities: beam search, top-k and top-p,
-        temperatures between 0 and 0.01; and where ranks that share an engine ask different things.
-        """
-        if reason := self.make_ready():
-            raise StateError(f"cannot generate: {reason}")
-        each = for_each(prompts, params)
-        asked = [vllm_params(one, self._stops) for one in each]
-        found: list[list[Completion]] = [[] for _ in prompts]
-        total = sum(one.n for one in each)
+    def completions(self, output: Any, version: int) -> list[Completion]:
+        return [
+            Completion(
+                token_ids=list(sample.token_ids),
+                logprobs=list(sample.logprobs.logprobs),
+                finish_reason=sample.finish_reason,
+                weight_versions=[version] * len(sample.token_ids),
+            )
+            for sample in sorted(output.outputs, key=lambda each: each.index)
+        ]
 
-        def collect(outputs: list[Any]) -> None:
-            for output in outputs:
-                found[int(output.request_id)] = completions(output, self.store.last_version)
-            if on_progress is not None:
-                done = sum(map(len, found))
-                answers = chain.from_iterable(found)
-                on_progress(done, total, sum(len(one.token_ids) for one in answers))
+    def run(self, prompts: Prompts, requests: Sequence[Request], on_step: OnStep) -> None:
+        def checked(answers: Answers) -> None:
+            on_step(answers)
             self._require_undisturbed()
 
-        with self._in_step((list(map(list, prompts)), asked)):
-            self.engine.run(prompts, asked, collect)
-        return found
+        with self._in_step((list(map(list, prompts)), requests)):
+            self.engine.run(prompts, requests, checked)
 
     @contextmanager
     def _in_step(self, asked: object) -> Iterator[None]:
@@ -202,7 +191,7 @@ COLDEST = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
 
 
-def vllm_params(params: SamplingParams, stops: Collection[int]) -> dict[str, Any]:
+def vllm_params(params: SamplingParams, stops: Collection[int]) -> Request:
     """Fields of `vllm.SamplingParams`. stops: the model's own end tokens.
 
     ValueError for what vLLM's log-probabilities would not be ours of.
@@ -230,16 +219,3 @@ def vllm_params(params: SamplingParams, stops: Collection[int]) -> dict[str, Any
 
 def _own(params: SamplingParams, stops: Collection[int]) -> Collection[int]:
     return () if params.ignore_eos else stops
-
-
-def completions(output: Any, version: int) -> list[Completion]:
-    """output: vLLM's `RequestOutput` of a request that has ended."""
-    return [
-        Completion(
-            token_ids=list(answer.token_ids),
-            logprobs=list(answer.logprobs.logprobs),
-            finish_reason=answer.finish_reason,
-            weight_versions=[version] * len(answer.token_ids),
-        )
-        for answer in sorted(output.outputs, key=lambda each: each.index)
-    ]

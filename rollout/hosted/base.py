@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,51 +28,146 @@ from rollout.hosted.load_recorder import (
 )
 from rollout.model import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
-from rollout.protocols import EngineBase, handing_over
-from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS, CommitReceipt, WeightOffer
+from rollout.protocols import EngineBase, Progress, handing_over
+from rollout.serving import for_each
+from rollout.types import (
+    CUDA_GRAPH,
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    CommitReceipt,
+    Completion,
+    SamplingParams,
+    WeightOffer,
+)
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
 
+Request = dict[str, Any]
+"""Sampling parameters in an engine's own words."""
+Answers = Iterable[tuple[int, Any]]
+"""Numbers of requests, and the engine's outputs for them."""
+OnStep = Callable[[Answers], None]
+Prompts = Sequence[Sequence[int]]
 
-class HostedEngine(Protocol):
+
+class HostedEngine(ABC):
     """Another project's engine, in the process that has its weights.
 
-    name: what errors call it. saver: whose tags its memory is on. group: on gloo, of the processes
-    that share the model, each with a part of it; None for one that has all of it.
-    graphs_need_content: captured graphs read what only the capture has written into their memory.
+    Attributes:
+        name: What errors call the engine.
+        experts_option: The engine's option that chooses how experts are computed.
+        graphs_need_content: Captured graphs read what only the capture has written into their
+            memory.
+        group: Processes that share the model, on gloo; None where this one has all of it.
+        saver: The saver on whose tags the engine's memory is.
+        model: The model, with a `load_weights` of its own.
     """
 
-    name: str
-    graphs_need_content: bool
+    name: ClassVar[str]
+    experts_option: ClassVar[str]
+    graphs_need_content: ClassVar[bool]
+    group: dist.ProcessGroup | None = None
+    saver: MemorySaver
+    model: Any
 
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-    @property
-    def saver(self) -> MemorySaver: ...
-
-    @property
-    def model(self) -> nn.Module: ...
-
+    @abstractmethod
     def tags_behind(self, tag: str) -> list[str]:
-        """Returns the saver's tags that one of ours is."""
-        ...
+        """Return the saver's tags that make up one of ours."""
 
-    def check_plain(self) -> None:
-        """ValueError naming a layer that repacks its weights, or computes with copies of them."""
-        ...
+    @abstractmethod
+    def is_plain(self, method: Any) -> bool:
+        """Return whether weights of layers with this quantisation method stay where the model's
+        `load_weights` puts them.
+        """
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The model's own loader."""
-        ...
+    @abstractmethod
+    def copies(self, module: nn.Module) -> bool:
+        """Return whether a layer computes with copies of its weights."""
 
+    @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Forget all keys and values; StateError while a request holds some."""
-        ...
 
     def refill_kv_state(self) -> None:
         """Write again what lies beside the KV cache, whose content a sleep lost."""
-        ...
+        return
+
+    def check_plain(self) -> None:
+        """Raise a ValueError naming a layer whose weights cannot be written in place."""
+        for name, module in self.model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and not self.is_plain(method):
+                raise ValueError(
+                    f"{name}: {type(method).__name__} repacks its weights after loading; "
+                    f"use unquantised ones, and {self.experts_option}='triton' for experts"
+                )
+            if self.copies(module):
+                raise ValueError(
+                    f"{name}: {self.name} computes latent attention with copies of its weights, "
+                    "which would stay old; use engine.kind=native"
+                )
+
+
+class Generating(ABC):
+    """`generate` of a rollout whose engine answers requests in its own words."""
+
+    engine: Any
+
+    @property
+    @abstractmethod
+    def weights_version(self) -> int: ...
+
+    @abstractmethod
+    def make_ready(self) -> str | None: ...
+
+    @abstractmethod
+    def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Return the requests for the samples of a prompt; a ValueError for what is impossible."""
+
+    def run(self, prompts: Prompts, requests: Sequence[Request], on_step: OnStep) -> None:
+        """Answer a prompt for each request; pass answers on after every step."""
+        self.engine.run(prompts, requests, on_step)
+
+    @abstractmethod
+    def completions(self, output: Any, version: int) -> list[Completion]:
+        """Return the samples of a request's output."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Continue every prompt params.n times; result [prompt][sample]. See `Engine.generate`.
+
+        Raises:
+            StateError: Memory or content is missing, see `unavailable_reason`.
+            ValueError: The engine has no words for what is asked.
+        """
+        if reason := self.make_ready():
+            raise StateError(f"cannot generate: {reason}")
+        each = for_each(prompts, params)
+        asked: list[Request] = []
+        owners: list[int] = []
+        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            asked += self.requests(prompt, one)
+            owners += [number] * (len(asked) - len(owners))
+        version, total = self.weights_version, sum(one.n for one in each)
+        found: list[list[Completion]] = [[] for _ in asked]
+
+        def collect(answers: Answers) -> None:
+            for number, output in answers:
+                found[number] = self.completions(output, version)
+            if on_progress is not None:
+                done = list(chain.from_iterable(found))
+                on_progress(len(done), total, sum(len(sample.token_ids) for sample in done))
+
+        self.run([prompts[number] for number in owners], asked, collect)
+        by_prompt: list[list[Completion]] = [[] for _ in prompts]
+        for number, samples in zip(owners, found, strict=True):
+            by_prompt[number] += samples
+        return by_prompt
 
 
 class HostedRollout(EngineBase):
@@ -106,7 +202,7 @@ class HostedRollout(EngineBase):
         shapes, aliases = parameter_shapes(path)
         beside = buffer_shapes(path)
         address = first.data_ptr() - saver.offset_of(first)
-        recording = record(self._hosted.load_weights, model, shapes | beside)
+        recording = record(model.load_weights, model, shapes | beside)
         manifest = manifest_of(recording, shapes, aliases, lambda at: at - address)
         mine, group = parts(manifest), self._hosted.group
         check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)

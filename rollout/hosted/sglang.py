@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from memsaver import StateError
-from rollout.hosted import HostedRollout
+from rollout.hosted.base import Generating, HostedRollout, Request
+from rollout.hosted.sglang_process import SglangEngine
 from rollout.model import resolve_model, stop_token_ids
-from rollout.protocols import Progress
-from rollout.serving import for_each
-from rollout.sglang.engine import SglangEngine
 from rollout.types import Completion, PackedBox, SamplingParams
 
-P = ParamSpec("P")
-Answer = TypeVar("Answer")
 
-
-def in_scheduler(
-    method: Callable[Concatenate[Any, P], Answer],
-) -> Callable[Concatenate[SglangRollout, P], Answer]:
-    """Makes the same method, run where SGLang's weights are."""
-    name = method.__name__
-
-    @functools.wraps(method)
-    def forward(rollout: SglangRollout, *args: P.args, **kwargs: P.kwargs) -> Answer:
-        answer: Answer = rollout.engine.call(name, *args, **kwargs)
-        return answer
-
-    return forward
-
-
-class SglangRollout:
+class SglangRollout(Generating):
     """A `Rollout` over SGLang's engine, whose scheduler is a process of its own. Not thread-safe:
     one call at a time.
 
-    It is what `Engine` is to trainer and cycle; `docs/how-to/sglang.md` lists what it refuses.
+    It is what `Engine` is to trainer and cycle; `docs/how-to/sglang.md` lists what it refuses. All
+    methods of `HostedRollout` are here. Seeds are without effect unless the engine was made with
+    `enable_deterministic_inference`; requests that SGLang would cut short are refused.
     """
 
     def __init__(self, engine: SglangEngine, path: str | Path, loaded: bool) -> None:
@@ -119,73 +100,35 @@ class SglangRollout:
 
     # ---------------------------------------------------------------- generate
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """Continue every prompt params.n times; result [prompt][sample]. See `Engine.generate`.
+    def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
+        if len(prompt) + params.max_tokens > self._longest:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
+                f"SGLang's {self._longest}; make it with a larger max_context_len or kv_tokens"
+            )
+        return sglang_params(params, self._stops, self.engine.seeded)
 
-        Seeds are without effect unless the engine was made with `enable_deterministic_inference`.
-        ValueError for what SGLang has no words for, and for requests that it would cut short.
-        """
-        if reason := self.make_ready():
-            raise StateError(f"cannot generate: {reason}")
-        each = for_each(prompts, params)
-        for prompt, one in zip(prompts, each, strict=True):
-            if len(prompt) + one.max_tokens > self._longest:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens and max_tokens={one.max_tokens} exceed "
-                    f"SGLang's {self._longest}; make it with a larger max_context_len or kv_tokens"
-                )
-        asked: list[tuple[int, dict[str, Any]]] = []
-        for number, one in enumerate(each):
-            requests = sglang_params(one, self._stops, self.engine.seeded)
-            asked += [(number, request) for request in requests]
-        version = self.weights_version
-        found: list[list[Completion]] = [[] for _ in asked]
-        total = sum(one.n for one in each)
-
-        def collect(number: int, outputs: list[dict[str, Any]]) -> None:
-            found[number] = [completion(output, version) for output in outputs]
-            if on_progress is not None:
-                answers = list(chain.from_iterable(found))
-                on_progress(len(answers), total, sum(len(one.token_ids) for one in answers))
-
-        self.engine.run([prompts[number] for number, _ in asked], [r for _, r in asked], collect)
-        by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        for (number, _), answers in zip(asked, found, strict=True):
-            by_prompt[number] += answers
-        return by_prompt
+    def completions(self, output: Any, version: int) -> list[Completion]:
+        return [completion(sample, version) for sample in output]
 
     # ---------------------------------------------------------------- in the scheduler
-
-    sleep = in_scheduler(HostedRollout.sleep)
-    wake_up = in_scheduler(HostedRollout.wake_up)
-    unavailable_reason = in_scheduler(HostedRollout.unavailable_reason)
-    make_ready = in_scheduler(HostedRollout.make_ready)
-    weight_layout = in_scheduler(HostedRollout.weight_layout)
-    served_version = in_scheduler(HostedRollout.served_version)
-    begin_update = in_scheduler(HostedRollout.begin_update)
-    verify_update = in_scheduler(HostedRollout.verify_update)
-    commit_update = in_scheduler(HostedRollout.commit_update)
-    alias_update = in_scheduler(HostedRollout.alias_update)
-    abort_update = in_scheduler(HostedRollout.abort_update)
-    digest = in_scheduler(HostedRollout.digest)
-    report = in_scheduler(HostedRollout.report)
-    as_peer = in_scheduler(HostedRollout.as_peer)
-    hand_over_to = in_scheduler(HostedRollout.hand_over_to)
-    shrink = in_scheduler(HostedRollout.shrink)
-    prepare_sleep = in_scheduler(HostedRollout.prepare_sleep)
-    drain_events = in_scheduler(HostedRollout.drain_events)
-    take_usage = in_scheduler(HostedRollout.take_usage)
 
     @property
     def weights_version(self) -> int:
         """See `Engine.weights_version`."""
         version: int = self.engine.call("weights_version")
         return version
+
+    def make_ready(self) -> str | None:
+        """See `HostedRollout.make_ready`."""
+        reason: str | None = self.engine.call("make_ready")
+        return reason
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of `HostedRollout` that runs in the scheduler, where the weights are."""
+        if name.startswith("_") or not callable(getattr(HostedRollout, name)):
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return functools.partial(self.engine.call, name)
 
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
         """See `Engine.write_update`. `data` is copied once: a view would take all bytes of its
@@ -200,7 +143,7 @@ class SglangRollout:
 
 def sglang_params(
     params: SamplingParams, stops: Collection[int], seeded: bool = False
-) -> list[dict[str, Any]]:
+) -> list[Request]:
     """Sampling parameters of SGLang's requests for params.n samples.
 
     stops: the model's own end tokens. seeded: the engine draws by each request's seed, so each

@@ -9,17 +9,18 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import memsaver.compat
-from memsaver import MemorySaver, StateError
+from memsaver import StateError
 from memsaver.compat import IN_PROCESS, require
+from rollout.hosted.base import HostedEngine, OnStep, Prompts, Request
 from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
@@ -35,10 +36,11 @@ _BEHIND = {
 }
 
 
-class VllmEngine:
+class VllmEngine(HostedEngine):
     """One `vllm.LLM` whose worker is in this process."""
 
     name = "vLLM"
+    experts_option = "moe_backend"
     graphs_need_content = True
 
     def __init__(self, llm: Any) -> None:
@@ -55,7 +57,13 @@ class VllmEngine:
                 "vLLM's memory is on its own allocator, not on our tags; start the program with "
                 "VLLM_PLUGINS=memsaver"
             )
+        self.saver = self.allocator.saver
         self.worker: Any = llm.collective_rpc(lambda worker: worker)[0]
+        self.model = self.worker.get_model()
+        if several_ranks():
+            place = importlib.import_module("vllm.distributed.parallel_state")
+            ranks: Any = place.get_tp_group()
+            self.group = ranks.cpu_group if ranks.world_size > 1 else None
 
     @classmethod
     def start(cls, path: str | Path, options: dict[str, Any]) -> Self:
@@ -77,70 +85,30 @@ class VllmEngine:
         with _launched() as more:
             return cls(vllm.LLM(model=str(path), enable_sleep_mode=True, **more, **options))
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Returns the ranks that share the model, on gloo; None for one alone."""
-        if not several_ranks():
-            return None
-        ranks: Any = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
-        return ranks.cpu_group if ranks.world_size > 1 else None
-
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self.worker.get_model()
-        return model
-
-    @property
-    def saver(self) -> MemorySaver:
-        """Whose tags the worker's memory is on."""
-        saver: MemorySaver = self.allocator.saver
-        return saver
-
     def tags_behind(self, tag: str) -> list[str]:
-        """Returns the saver's tags that one of ours is."""
         return [name for name in _BEHIND[tag] if name in self.saver.tags]
 
-    def check_plain(self) -> None:
-        """ValueError naming a layer that repacks its weights, or computes with copies of them."""
-        for name, module in self.model.named_modules():
-            method = getattr(module, "quant_method", None)
-            kind = type(method).__name__
-            if method is not None and kind not in _PLAIN_METHODS:
-                backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
-                if backend not in _PLAIN_EXPERTS:
-                    raise ValueError(
-                        f"{name}: {kind} ({backend or 'quantised'}) repacks its weights after "
-                        "loading; use unquantised ones, and moe_backend='triton' for experts"
-                    )
-            if type(module).__name__ == "MLAAttention":
-                raise ValueError(
-                    f"{name}: vLLM computes latent attention with copies of its weights, which "
-                    "would stay old; use engine.kind=native"
-                )
+    def is_plain(self, method: Any) -> bool:
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        return type(method).__name__ in _PLAIN_METHODS or backend in _PLAIN_EXPERTS
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The model's own loader."""
-        self.worker.get_model().load_weights(tensors)
+    def copies(self, module: nn.Module) -> bool:
+        return type(module).__name__ == "MLAAttention"
 
     def reset_prefix_cache(self) -> None:
-        """Forget all keys and values; StateError while a request holds some."""
         if not self.llm.reset_prefix_cache():
             raise StateError("vLLM's requests hold keys of the present weights; let them finish")
 
     def refill_kv_state(self) -> None:
-        """vLLM's worker does so after a wake-up: tables of addresses, scales of an fp8 cache."""
+        """Do as vLLM's worker after a wake-up: tables of addresses, scales of an fp8 cache."""
         self.worker.model_runner.post_kv_cache_wake_up()
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[dict[str, Any]],
-        on_step: Callable[[list[Any]], None],
-    ) -> None:
-        """Answer the prompts; params: of `vllm.SamplingParams`, one a prompt. on_step gets the
-        `RequestOutput`s of those that ended in a step, whose `request_id` is the prompt's number.
+    def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
+        """Answer the prompts. No request is left where this raises.
 
-        Whatever raises, no request is left.
+        Args:
+            params: Of `vllm.SamplingParams`, one a prompt.
+            on_step: Gets number and `RequestOutput` of the prompts that ended in a step.
         """
         engine = self.llm.llm_engine
         final = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
@@ -151,7 +119,8 @@ class VllmEngine:
                 tokens = {"type": "token", "prompt_token_ids": list(prompt)}
                 engine.add_request(name, tokens, chosen)
             while engine.has_unfinished_requests():
-                on_step([output for output in engine.step() if output.finished])
+                ended = [output for output in engine.step() if output.finished]
+                on_step([(int(output.request_id), output) for output in ended])
         except BaseException:
             engine.abort_request(names)
             raise
@@ -159,7 +128,7 @@ class VllmEngine:
     def close(self) -> None:
         """End the engine, and give its memory back."""
         self.llm.llm_engine.engine_core.shutdown()
-        del self.llm, self.worker
+        del self.llm, self.worker, self.model
         gc.collect()
         self.allocator.release_pools()
         atexit.unregister(self.allocator.release_pools)

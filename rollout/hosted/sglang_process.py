@@ -17,21 +17,21 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import memsaver.compat
 from memsaver import MemorySaver, StateError
 from memsaver.compat import require
 from rollout.actor_base import ActorBase
-from rollout.hosted import HostedRollout
+from rollout.hosted.base import HostedEngine, HostedRollout, OnStep, Prompts, Request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
 _NEVER = 1 << 30  # tokens: an answer streams when it has ended, and once at its beginning
-Answers = asyncio.Future[list[dict[str, Any]]]
+Outputs = asyncio.Future[list[dict[str, Any]]]
 _IO = "sglang.srt.managers.io_struct"
 ANSWER = "answer_memsaver"
 _SCHEDULER = "sglang.srt.managers.scheduler"
@@ -90,21 +90,20 @@ class SglangEngine:
             raise answer
         return answer
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[dict[str, Any]],
-        on_answer: Callable[[int, list[dict[str, Any]]], None],
-    ) -> None:
-        """Answer the prompts; params: of SGLang's requests, one a prompt. on_answer gets the number
-        of a prompt and the outputs of its samples when it has ended.
+    def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
+        """Answer the prompts. No request is left where this raises.
 
-        Whatever raises, no request is left. StateError where the scheduler has ended.
+        Args:
+            params: Of SGLang's requests, one a prompt.
+            on_step: Gets number and outputs, one a sample, of the prompts that have ended.
+
+        Raises:
+            StateError: The scheduler has ended.
         """
         loop = self.engine.loop
         ended = loop.create_future()
         loop.add_reader(self._process, _set_once, ended)
-        answers: list[Answers] = [loop.create_future() for _ in prompts]
+        answers: list[Outputs] = [loop.create_future() for _ in prompts]
         waiting = {answer: number for number, answer in enumerate(answers)}
         left = {loop.create_task(each) for each in self._asked(prompts, params, answers)}
         try:
@@ -116,8 +115,8 @@ class SglangEngine:
                 for task in done & left:
                     task.result()  # raises what it raised
                 left -= done
-                for answer in done & waiting.keys():
-                    on_answer(waiting.pop(answer), answer.result())
+                ended_now = done & waiting.keys()
+                on_step([(waiting.pop(answer), answer.result()) for answer in ended_now])
         except BaseException:
             loop.run_until_complete(self._abort(left, ended))
             raise
@@ -127,10 +126,7 @@ class SglangEngine:
                 time.sleep(0.001)  # it takes a step more than the answers need
 
     def _asked(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[dict[str, Any]],
-        answers: Sequence[Answers],
+        self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
     ) -> Iterable[Coroutine[Any, Any, None]]:
         """Returns what asks for all answers: one message where each prompt has one sample, so that
         the first batch is not what happened to have arrived. Several samples of a prompt are asked
@@ -140,17 +136,14 @@ class SglangEngine:
             return [self._together(prompts, params, answers)]
         return map(self._one, prompts, params, answers)
 
-    async def _one(self, prompt: Sequence[int], params: dict[str, Any], answer: Answers) -> None:
+    async def _one(self, prompt: Sequence[int], params: dict[str, Any], answer: Outputs) -> None:
         said = await self.engine.async_generate(
             input_ids=list(prompt), sampling_params=params, return_logprob=True
         )
         answer.set_result(said if isinstance(said, list) else [said])
 
     async def _together(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[dict[str, Any]],
-        answers: Sequence[Answers],
+        self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
     ) -> None:
         outputs = await self.engine.async_generate(
             input_ids=list(map(list, prompts)),
@@ -272,12 +265,12 @@ class SchedulerSide(ActorBase):
         return self._scheduler.max_total_num_tokens, self._scheduler.max_req_len - 1
 
 
-class HostedScheduler:
+class HostedScheduler(HostedEngine):
     """SGLang's scheduler as a `HostedEngine`."""
 
     name = "SGLang"
+    experts_option = "moe_runner_backend"
     graphs_need_content = False  # its own release discards their memory
-    group = None
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -287,43 +280,21 @@ class HostedScheduler:
                 f"SGLang's memory is {type(adapter).__name__}'s, not on our tags; pass "
                 "enable_memory_saver=True, and let no other plugin replace its adapter"
             )
-        self.saver: MemorySaver = saver
-
-    @property
-    def model(self) -> nn.Module:
-        model: nn.Module = self._scheduler.tp_worker.model_runner.model
-        return model
+        self.saver = saver
+        self.model = scheduler.tp_worker.model_runner.model
 
     def tags_behind(self, tag: str) -> list[str]:
-        """Returns the saver's tags that one of ours is: one for each content."""
+        """Return the saver's tags that make up one of ours: one for each content."""
         return [name for name in self.saver.tags if name.rpartition(":")[0] == tag]
 
-    def check_plain(self) -> None:
-        """ValueError naming a layer that repacks its weights, or computes with copies of them."""
-        for name, module in self.model.named_modules():
-            method = getattr(module, "quant_method", None)
-            kind = type(method).__name__
-            repacks = any(getattr(method, each, False) for each in _REPACKING)
-            plain = kind in _PLAIN_METHODS or (kind == _EXPERTS and not repacks)
-            if method is not None and not plain:
-                raise ValueError(
-                    f"{name}: {kind} repacks its weights after loading; use unquantised ones, and "
-                    "moe_runner_backend='triton' for experts"
-                )
-            if hasattr(module, "w_kc"):
-                raise ValueError(
-                    f"{name}: SGLang computes latent attention with copies of its weights, which "
-                    "would stay old; use engine.kind=native"
-                )
+    def is_plain(self, method: Any) -> bool:
+        kind = type(method).__name__
+        repacks = any(getattr(method, each, False) for each in _REPACKING)
+        return kind in _PLAIN_METHODS or (kind == _EXPERTS and not repacks)
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The model's own loader."""
-        self._scheduler.tp_worker.model_runner.model.load_weights(tensors)
+    def copies(self, module: nn.Module) -> bool:
+        return hasattr(module, "w_kc")
 
     def reset_prefix_cache(self) -> None:
-        """Forget all keys and values; StateError while a request holds some."""
         if not self._scheduler.flush_cache(empty_cache=False):
             raise StateError("SGLang's requests hold keys of the present weights; let them finish")
-
-    def refill_kv_state(self) -> None:
-        """SGLang keeps nothing beside its KV cache but what a request writes."""
