@@ -1,5 +1,5 @@
 """Our rollout over a stand-in for SGLang, whose scheduler is a process of its own: hooks, calls,
-sleeps, updates, answers, ends. With SGLang itself: test_sglang_gpu.py.
+sleeps, updates, answers, ends. With SGLang itself: test_hosted_gpu.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What vLLM's loaders do to parameters, recorded and written again by a trainer; sleeps, updates
-and refusals, over an engine that lies as vLLM's does. With vLLM itself: test_vllm_gpu.py.
+and refusals, over an engine that lies as vLLM's does. With vLLM itself: test_hosted_gpu.py.
 """
 
 from __future__ import annotations
