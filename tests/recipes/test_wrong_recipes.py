@@ -16,8 +16,8 @@ from recipes.config.load import load, packaged_recipes, recipe_text
 from recipes.config.recipe import FIELDS, VLLM_COLDEST, Recipe, is_section
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.tasks import TOY_WORDS
+from rollout.hosted import COLDEST as COLDEST_OF_VLLM
 from rollout.types import COLDEST
-from rollout.vllm import COLDEST as COLDEST_OF_VLLM
 
 TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"
