@@ -149,11 +149,10 @@ class EngineConfig:
                 f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity "
                 f"nor kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
             )
-        if self.tensor_parallel_size > 1 and self.tiers is not None and self.tiers.rank_dependent:
+        if self.tensor_parallel_size > 1 and self.tiers and self.tiers.disk_directory is not None:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: ranks must decide alike, "
-                f"whatever they measure and whatever a disk does; use tiers without disk_directory "
-                f"and with preemption='swap' or 'recompute'"
+                "whatever a disk does; use tiers without disk_directory"
             )
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))

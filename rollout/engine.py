@@ -4,7 +4,6 @@ replaced in place.
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -245,7 +244,6 @@ class Engine(EngineBase):
         return not arriving and self.prefixes.compact(pages)
 
     def _run(self, step: Step) -> None:
-        started = time.perf_counter()
         logits = self.runner.forward(step)
         routing = None
         if self.runner.recorder is not None:
@@ -269,9 +267,6 @@ class Engine(EngineBase):
                 self.scheduler.append(sample, token, logprob, self.store.last_version)
         if routing is not None:
             routing.arrive(waited=bool(samples))
-        self.prefixes.ran(
-            step.tokens, step.prefilled, time.perf_counter() - started, waited=bool(samples)
-        )
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
         """The next token of every beam search: all branches of one are in the same step."""

@@ -1,7 +1,5 @@
 """The host tier: pages of a device pool in host memory, and the copies that are under way."""
 
-import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,37 +20,16 @@ from memsaver.memory import host_memory
 from memsaver.system.machine import Impl
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Holds what a copy is measured by. start: None where it took `seconds` and is over."""
-
-    nbytes: int
-    to_host: bool
-    start: torch.cuda.Event | None = None
-    seconds: float = 0.0
-
-
 class HostTransfer:
     """An event for each layer that is copied; without any (on the CPU) all is done already."""
 
-    def __init__(
-        self, layers: range, events: Mapping[int, torch.cuda.Event], clock: Clock | None = None
-    ) -> None:
+    def __init__(self, layers: range, events: Mapping[int, torch.cuda.Event]) -> None:
         self.layers = layers
-        self.clock = clock
         self._events = events
 
     @property
     def done(self) -> bool:
         return all(event.query() for event in self._events.values())
-
-    @property
-    def seconds(self) -> float:
-        """Returns, once it is done, how long it took on its stream."""
-        assert self.clock is not None and self.done, "not measured, or not over yet"
-        if self.clock.start is None:
-            return self.clock.seconds
-        return self.clock.start.elapsed_time(self._events[self.layers[-1]]) / 1e3
 
     def wait(self, layer: int | None = None) -> None:
         """Makes what is queued on the current stream from now on wait for this layer (None: for
@@ -76,7 +53,6 @@ class HostTransfer:
 
 
 Layout = Literal["layer_first", "page_first"]
-_RECENT = 64  # transfers kept for who measures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +121,6 @@ class HostKVCache:
         self.nbytes = pages * self.page_bytes
         self._block = host_memory(self.nbytes, pool.device, "a host tier", "make the tier smaller")
         self.plan = HostCopyPlan(_sides(pool, self._block, pages, config.layout))
-        # oldest first; who measures takes them out
-        self.recent: deque[HostTransfer] = deque(maxlen=_RECENT)
         self.accept_scales()
         self._impl = impl
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
@@ -209,22 +183,11 @@ class HostKVCache:
         self._check_device_slots(device_slots, len(host_rows))
         self._check_scales(layers)
         groups = [layers] if to_host else [range(layer, layer + 1) for layer in layers]
-        if self._stream is None:
-            started = time.perf_counter()
-            for group in groups:
-                copy_rows(self.plan, host_rows, device_slots, group, to_host, self._impl)
-            clock = Clock(
-                nbytes=self._bytes(host_rows, layers),
-                to_host=to_host,
-                seconds=time.perf_counter() - started,
-            )
-            self.recent.append(HostTransfer(layers, {}, clock))
-        else:
-            self.recent.append(self._queue(self._stream, host_rows, device_slots, groups, to_host))
-        return self.recent[-1]
-
-    def _bytes(self, rows: torch.Tensor, layers: range) -> int:
-        return len(rows) * self.pool.bytes_per_token * len(layers) // self.num_layers
+        if self._stream is not None:
+            return self._queue(self._stream, host_rows, device_slots, groups, to_host)
+        for group in groups:
+            copy_rows(self.plan, host_rows, device_slots, group, to_host, self._impl)
+        return HostTransfer(layers, {})
 
     def _queue(
         self,
@@ -240,17 +203,11 @@ class HostKVCache:
             rows, slots = (self._on_device(each) for each in (host_rows, device_slots))
             slots.record_stream(stream)  # it may be the caller's, who may drop it
         stream.wait_stream(torch.cuda.current_stream(self.pool.device))
-        layers = range(groups[0].start, groups[-1].stop)
         with torch.cuda.stream(stream):
-            start = stream.record_event(torch.cuda.Event(enable_timing=True))
             for group in groups:
                 copy_rows(self.plan, rows, slots, group, to_host, self._impl)
-                events |= dict.fromkeys(
-                    group, stream.record_event(torch.cuda.Event(enable_timing=True))
-                )
-        return HostTransfer(
-            layers, events, Clock(nbytes=self._bytes(rows, layers), to_host=to_host, start=start)
-        )
+                events |= dict.fromkeys(group, stream.record_event())
+        return HostTransfer(range(groups[0].start, groups[-1].stop), events)
 
     def _on_device(self, slots: torch.Tensor) -> torch.Tensor:
         return to_device(slots.numpy(), self.pool.device) if slots.device.type == "cpu" else slots

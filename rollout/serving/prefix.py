@@ -147,7 +147,7 @@ class PrefixBlocks:
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
         """Returns, before the `release` of a sequence that is to go on later, what of its computed
-        `tokens` waits on the host; None where computing them again is cheaper, or all there is.
+        `tokens` waits on the host; None where they are to be computed again.
         """
         return None
 
@@ -167,9 +167,6 @@ class PrefixBlocks:
     def loads(self) -> tuple[HostTransfer, ...]:
         """Copies to the device under way, which a forward waits for."""
         return ()
-
-    def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
-        """See PreemptionCost.ran."""
 
     def move_below(self, keep: bool) -> None:
         """Prepares for a pause of the pool. keep: the cached pages, where there is a place."""

@@ -289,7 +289,7 @@ class Scheduler:
             self._end(sample.beams)
 
     def _make_room(self, sample: Sample) -> None:
-        """Preempts the sample, its pages to the host where that is the cheaper way back."""
+        """Preempt the sample, and swap its pages out where `KVTiers.preemption` says so."""
         if sample.beams is None:  # branches share pages, and start over together
             sample.swapped = self.blocks.swap_out(_handle(sample), sample.computed_tokens())
         if sample.swapped is None:

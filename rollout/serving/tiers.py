@@ -1,21 +1,16 @@
-"""PrefixBlocks over host and disk too, where preempted samples wait; its configuration; and what
-bringing a preempted sample back costs: computing it again, or copying pages.
-"""
+"""PrefixBlocks over host and disk too, where preempted samples wait; and its configuration."""
 
 import logging
 import uuid
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Literal, get_args
 
 import torch
 
 from kvcache import BlockManager, PrefixMatch, ReqHandle
 from kvcache.pools import TokenPool
-from kvcache.radix import RadixNode
 from kvcache.tiers import (
     DiskTier,
     HostCacheConfig,
@@ -31,23 +26,7 @@ from rollout.serving.prefix import PrefixBlocks, Swapped
 
 _log = logging.getLogger("rollout")
 
-Preemption = Literal["cheapest", "recompute", "swap"]
-Way = Literal["prefill", "to_host", "to_device"]
-
-# observations that count: the median of so many is deaf to single ones, such as a kernel being
-# compiled
-WINDOW = 15
-# a prefill of fewer tokens, a copy of fewer bytes tells of its overhead, not of a rate
-LEAST_TOKENS = 64
-LEAST_BYTES = 1 << 18
-# tokens or bytes a second
-START: dict[Way, float] = {"prefill": 10_000.0, "to_host": 8e9, "to_device": 8e9}
-
-
-def check_preemption(choice: str) -> None:
-    """ValueError for a name that is none."""
-    if choice not in get_args(Preemption):
-        raise ValueError(f"preemption={choice!r} must be one of {', '.join(get_args(Preemption))}")
+Preemption = Literal["recompute", "swap"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +40,7 @@ class KVTiers:
     bytes of files; None: no disk. The directory is this engine's alone, and what another one left
     there is deleted.
     preemption: a sample that has to make room is brought back by computing its tokens again
-    ("recompute"), by copying its pages to the host and back ("swap"), or whichever is cheaper at
-    the rates measured so far ("cheapest").
+    ("recompute"), or by copying its pages to the host and back ("swap").
     keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again
     afterwards under the same weights; False: they are forgotten.
     """
@@ -73,13 +51,16 @@ class KVTiers:
     write_policy: WritePolicy = "write_through"
     disk_directory: str | Path | None = None
     disk_bytes: int | None = None
-    preemption: Preemption = "cheapest"
+    preemption: Preemption = "swap"
     keep_asleep: bool = True
 
     def __post_init__(self) -> None:
         _ = self.host  # says what is wrong with it
         check_policy(self.write_policy)
-        check_preemption(self.preemption)
+        if self.preemption not in get_args(Preemption):
+            raise ValueError(
+                f"preemption={self.preemption!r} must be one of {', '.join(get_args(Preemption))}"
+            )
         if (self.disk_directory is None) != (self.disk_bytes is None):
             raise ValueError(
                 f"give disk_directory and disk_bytes together or neither, got "
@@ -87,90 +68,10 @@ class KVTiers:
             )
 
     @property
-    def rank_dependent(self) -> bool:
-        """Tells whether ranks may decide differently, by measured times or a disk's faults."""
-        return self.preemption == "cheapest" or self.disk_directory is not None
-
-    @property
     def host(self) -> HostCacheConfig:
         return HostCacheConfig(
             ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout
         )
-
-
-class Rate:
-    """Units a second: the median of the last observations, a start value before there are any."""
-
-    def __init__(self, start: float, least: float) -> None:
-        self._start, self._least = start, least
-        self._seen: deque[float] = deque(maxlen=WINDOW)
-
-    @property
-    def value(self) -> float:
-        return median(self._seen) if self._seen else self._start
-
-    def observe(self, amount: float, seconds: float) -> None:
-        """Takes no notice of amounts below the least one, nor of no time at all."""
-        if amount >= self._least and seconds > 0:
-            self._seen.append(amount / seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Victim:
-    """Holds what preempting a sample is about. tokens: that nobody else keeps, to be computed again
-    or else brought back; bytes_out: of them that the host does not have yet; bytes_in: all of them.
-    """
-
-    tokens: int
-    bytes_out: int
-    bytes_in: int
-
-
-class PreemptionCost:
-    """The cheaper way, by measured rates. No tensors, no clock of its own."""
-
-    def __init__(self, choice: Preemption = "cheapest") -> None:
-        check_preemption(choice)
-        self.choice = choice
-        self.rates = {way: Rate(start, self._least(way)) for way, start in START.items()}
-        self._tokens = self._prefilled = 0  # of steps whose end was not waited for
-        self._seconds = 0.0
-
-    @staticmethod
-    def _least(way: Way) -> float:
-        return LEAST_TOKENS if way == "prefill" else LEAST_BYTES
-
-    def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
-        """A step of `tokens`, `prefilled` of them of prompts. Steps count together up to one whose
-        end was waited for: until then seconds are those of queueing work. Tokens that decoded
-        beside a prefill count as prefilled.
-        """
-        self._tokens += tokens
-        self._prefilled += prefilled
-        self._seconds += seconds
-        if waited:
-            if self._prefilled >= LEAST_TOKENS:
-                self.rates["prefill"].observe(self._tokens, self._seconds)
-            self._tokens = self._prefilled = 0
-            self._seconds = 0.0
-
-    def copied(self, to_host: bool, nbytes: int, seconds: float) -> None:
-        self.rates["to_host" if to_host else "to_device"].observe(nbytes, seconds)
-
-    def recompute_seconds(self, victim: Victim) -> float:
-        return victim.tokens / self.rates["prefill"].value
-
-    def swap_seconds(self, victim: Victim) -> float:
-        return (
-            victim.bytes_out / self.rates["to_host"].value
-            + victim.bytes_in / self.rates["to_device"].value
-        )
-
-    def swaps(self, victim: Victim) -> bool:
-        """Tells whether to copy; where both cost the same, computing needs no host memory."""
-        if self.choice == "cheapest":
-            return self.swap_seconds(victim) < self.recompute_seconds(victim)
-        return self.choice == "swap"
 
 
 class TieredBlocks(PrefixBlocks):
@@ -189,9 +90,8 @@ class TieredBlocks(PrefixBlocks):
             blocks.allocator, host, _disk(config, host), write_policy=config.write_policy
         )
         super().__init__(blocks, self.tiers)
-        self.cost = PreemptionCost(config.preemption)
+        self._swaps = config.preemption == "swap"
         self._keep_asleep = config.keep_asleep
-        self._bytes_per_token = pool.bytes_per_token
         self._loads: list[HostTransfer] = []
 
     def admit(
@@ -213,11 +113,9 @@ class TieredBlocks(PrefixBlocks):
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
         held = self._held[handle]
-        if held.version != self.tiers.version:
+        if not self._swaps or held.version != self.tiers.version:
             return None
         hashes = page_hashes(tokens, self.tiers.page_size)
-        if not self.cost.swaps(self._victim(held.node, tokens, hashes)):
-            return None
         kept = self.tiers.save(hashes, self.blocks.pages(handle)[: len(hashes)])
         page, whole = 0, len(hashes) * self.tiers.page_size
         if kept and whole < len(tokens):
@@ -243,14 +141,6 @@ class TieredBlocks(PrefixBlocks):
         for load in self.loads():  # of a step that failed: its pages may be written next
             load.wait()
         super().release(handle, tokens)
-
-    def ran(self, tokens: int, prefilled: int, seconds: float, waited: bool) -> None:
-        self.cost.ran(tokens, prefilled, seconds, waited)
-        recent = self.tiers.lower.host.recent
-        while recent and recent[0].done:
-            copy = recent.popleft()
-            assert copy.clock is not None
-            self.cost.copied(copy.clock.to_host, copy.clock.nbytes, copy.seconds)
 
     def move_below(self, keep: bool) -> None:
         if keep and self._keep_asleep:
@@ -294,15 +184,6 @@ class TieredBlocks(PrefixBlocks):
                 self._loads.append(self.tiers.load_private(swapped.page, slots))
                 found = swapped.tokens
         return found
-
-    def _victim(self, node: RadixNode, tokens: Sequence[int], hashes: Sequence[bytes]) -> Victim:
-        shared = sum(each.length for each in node.path() if each.lock_ref > 1)
-        own = len(tokens) - shared
-        page = self.tiers.page_size
-        out = self.tiers.lower.absent(hashes) * page + len(tokens) % page
-        return Victim(
-            tokens=own, bytes_out=out * self._bytes_per_token, bytes_in=own * self._bytes_per_token
-        )
 
     def _notice_format(self) -> None:
         before = self._format

@@ -26,7 +26,7 @@ from tests.helpers.rollout.answers import (
 )
 from tests.helpers.rollout.poison import poison
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.tiers import PAGE, blocks_of, conversations, lose_device, make, tiered
+from tests.helpers.rollout.tiers import PAGE, conversations, lose_device, make, swap_if, tiered
 from tests.helpers.rollout.updates import tiny, update, write
 
 POLICIES = get_args(WritePolicy)
@@ -314,7 +314,7 @@ def test_random_work(path: Path, tmp_path: Path, kind: Callable[..., Engine], de
         engine = tiered(
             path, 112, device, fields, host_ratio=2.0, disk_directory=tmp_path, disk_bytes=1 << 21
         )
-        blocks_of(engine).cost.swaps = lambda victim: rng.random() < 0.5  # type: ignore[method-assign]
+        swap_if(engine, lambda: rng.random() < 0.5)
     else:
         engine = make(path, kv_tokens=160, device=device, **fields)
     roots = random_prompts((40, 60, 25))

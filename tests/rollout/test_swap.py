@@ -17,7 +17,15 @@ from rollout import Completion, SamplingParams
 from tests.helpers.effort import pairwise
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import assert_same, check, random_prompts, run
-from tests.helpers.rollout.tiers import blocks_of, failing, lose_device, make, out_of_memory, tiered
+from tests.helpers.rollout.tiers import (
+    blocks_of,
+    failing,
+    lose_device,
+    make,
+    out_of_memory,
+    swap_if,
+    tiered,
+)
 from tests.helpers.rollout.updates import tiny, update
 
 LONG = SamplingParams(max_tokens=40, temperature=0)
@@ -55,15 +63,12 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
     n: int,
     way: str,
     device: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Swapped ones go on where they were: the model sees every token once."""
-    engine = tiered(
-        path, device=device, kv_tokens=104, preemption="recompute" if way == "both" else way
-    )
+    engine = tiered(path, device=device, kv_tokens=104, preemption="swap" if way == "both" else way)
     if way == "both":
         turns = itertools.cycle([True, False])
-        monkeypatch.setattr(blocks_of(engine).cost, "swaps", lambda victim: next(turns))
+        swap_if(engine, lambda: next(turns))
     params = replace(params, n=n)
     out = engine.generate(crowd(), params, on_progress=lambda *_: engine.check_integrity())
     for mine, its in zip(out, uncrowded(device, params), strict=True):
@@ -100,26 +105,6 @@ def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
     check(tiny(0), crowd(), out)
     assert engine.stats.swapped_back < engine.stats.preempted_swap
     assert "pages that the tiers had to drop" in caplog.text
-
-
-def test_the_rates_are_those_of_the_engines_own_steps_and_copies(
-    path: Path, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = tiered(path, device=device, engine={"max_prefill_tokens": 128})
-    seen: list[tuple[Any, ...]] = []
-    cost = blocks_of(engine).cost
-    monkeypatch.setattr(cost, "copied", lambda *what: seen.append(what))
-    before = cost.rates["prefill"].value
-    for prompt in random_prompts((100, 100, 100)) * 2:
-        run(engine, [prompt])
-    blocks_of(engine).tiers.finish_copies()
-    blocks_of(engine).ran(0, 0, 0.0, waited=False)  # copies that ended after the last step
-    per_token = engine.kv_pool.bytes_per_token
-    out = sum(nbytes for to_host, nbytes, _ in seen if to_host)
-    back = sum(nbytes for to_host, nbytes, _ in seen if not to_host)
-    assert back == engine.stats.loaded_tokens * per_token > 0
-    assert out >= 3 * 100 * per_token and all(seconds > 0 for *_, seconds in seen)
-    assert cost.rates["prefill"].value != before
 
 
 def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:

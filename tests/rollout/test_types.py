@@ -81,7 +81,6 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
         ),
         (EngineConfig, {"prefix_states": -1}, "prefix_states=-1 must be at least 0"),
         (EngineConfig, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
-        (EngineConfig, {"tensor_parallel_size": 2, "tiers": TIERS}, "ranks must decide alike"),
         (EngineConfig, {"tensor_parallel_size": 2, "tiers": ON_DISK}, "ranks must decide alike"),
         (
             EngineConfig,

@@ -18,7 +18,7 @@ from rollout import KVTiers, SamplingParams
 from rollout.serving.prefix import Swapped
 from rollout.serving.samples import Sample
 from rollout.serving.scheduler import Scheduler
-from rollout.serving.tiers import TieredBlocks, Victim
+from rollout.serving.tiers import TieredBlocks
 from tests.helpers.rollout.poison import fill
 
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
@@ -31,17 +31,17 @@ def value(version: int, tokens: Sequence[int], layer: int) -> float:
 
 
 class Recorded(TieredBlocks):
-    """Remembers what was admitted in a step, and preempts by dice."""
+    """Remembers what was admitted in a step, and preempts by dice; without dice it swaps."""
 
     def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
         super().__init__(blocks, config)
         self.admitted: list[tuple[ReqHandle, list[int]]] = []
-        self.cost.swaps = self._either  # type: ignore[method-assign]
-        self._dice = dice
+        self.dice: random.Random | None = dice
 
-    def _either(self, victim: Victim) -> bool:
-        assert 0 <= victim.tokens <= CONTEXT and victim.bytes_in <= CONTEXT * PAGE_BYTES // PS
-        return self._dice.random() < 0.7
+    def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
+        if self.dice is not None and self.dice.random() >= 0.7:
+            return None
+        return super().swap_out(handle, tokens)
 
     def admit(
         self, tokens: Sequence[int], swapped: Swapped | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,13 @@ def tiered(
 def blocks_of(engine: Engine) -> TieredBlocks:
     assert isinstance(engine.prefixes, TieredBlocks)
     return engine.prefixes
+
+
+def swap_if(engine: Engine, chosen: Callable[[], bool]) -> None:
+    """Let `chosen` say for each preempted sample whether it is swapped out or recomputed."""
+    blocks = blocks_of(engine)
+    swap_out = blocks.swap_out
+    blocks.swap_out = lambda *args: swap_out(*args) if chosen() else None  # type: ignore[method-assign]
 
 
 def lose_device(engine: Engine) -> None:
