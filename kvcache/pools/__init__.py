@@ -1,6 +1,6 @@
 """Pools on a tag: what is kept of a token, how, and where; a class for each kind of layer."""
 
-from kvcache.pools.base import HostCopy, KVPool
+from kvcache.pools.base import KVPool
 from kvcache.pools.mamba import HybridReqToTokenPool, MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
 from kvcache.pools.token_pools import (
@@ -14,7 +14,6 @@ from kvcache.pools.token_pools import (
 
 __all__ = [
     "DoubleSparseTokenToKVPool",
-    "HostCopy",
     "HybridLinearKVPool",
     "HybridReqToTokenPool",
     "KVPool",

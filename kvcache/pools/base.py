@@ -1,21 +1,8 @@
 """Defines what every device pool of keys and values does."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
-
-
-@dataclass(frozen=True)
-class HostCopy:
-    """Slots of a pool in host memory, bytes as stored; fits any pool of the same `format`."""
-
-    format: tuple[object, ...]
-    tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 class KVPool(ABC):
@@ -74,14 +61,6 @@ class KVPool(ABC):
         """Copies slots `src_loc` to `tgt_loc` in every layer, all read before any is written."""
 
     @abstractmethod
-    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
-        """Slots `indices` of every layer in host memory; synchronises."""
-
-    @abstractmethod
-    def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
-        """Writes a host copy into as many other slots, bit for bit."""
-
-    @abstractmethod
     def on_resume(self) -> None:
         """Zeroes page 0, as 0 x NaN spreads; to be called after every resume and graph capture."""
 
@@ -101,16 +80,5 @@ def check_pairs(tgt_loc: torch.Tensor, src_loc: torch.Tensor, device: torch.devi
     if tgt_loc.shape != src_loc.shape:
         raise ValueError(
             f"{tuple(tgt_loc.shape)} target slots for {tuple(src_loc.shape)} source slots; "
-            "pair them"
-        )
-
-
-def check_copy(copy: HostCopy, wanted: tuple[object, ...], count: int) -> None:
-    """ValueError unless a host copy has the pool's format and `count` slots."""
-    if copy.format != wanted:
-        raise ValueError(f"the host copy is of a pool with {copy.format}, this pool has {wanted}")
-    if any(tensor.shape[1] != count for tensor in copy.tensors):
-        raise ValueError(
-            f"the host copy holds {copy.tensors[0].shape[1]} slots, {count} indices were given; "
             "pair them"
         )

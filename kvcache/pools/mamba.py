@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcache.config import check_device, check_positive
-from kvcache.pools.base import HostCopy, check_copy
 from kvcache.pools.storage import PoolPart, SlotStorage
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
@@ -163,17 +162,6 @@ class MambaPool:
             )
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 
-    def get_cpu_copy(self, slots: Sequence[int]) -> HostCopy:
-        """States of held slots in host memory; synchronises."""
-        self._check_held(slots)
-        return HostCopy(self._format(), self._storage.to_host(self._index(slots)))
-
-    def load_cpu_copy(self, copy: HostCopy, slots: Sequence[int]) -> None:
-        """Writes a host copy into as many other held slots, bit for bit."""
-        self._check_held(slots)
-        check_copy(copy, self._format(), len(slots))
-        self._storage.from_host(copy.tensors, self._index(slots))
-
     def on_resume(self) -> None:
         """Must be called after every resume of the tag."""
         self._storage.zero_first(1)
@@ -226,12 +214,6 @@ class MambaPool:
         for slot in slots:
             if slot not in self._held:
                 raise ValueError(f"slot {slot} is not held; it was freed or never handed out")
-
-    def _format(self) -> tuple[object, ...]:
-        return (
-            self.config.num_layers,
-            *((part.name, part.row, part.dtype) for part in self.config.parts),
-        )
 
 
 class HybridReqToTokenPool(ReqToTokenPool):

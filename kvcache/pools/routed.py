@@ -1,12 +1,11 @@
 """Pools for models whose layers differ: a layer id leads to a pool and an index in it."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from kvcache.config import KVCacheConfig
-from kvcache.pools.base import HostCopy, KVPool, check_loc, check_pairs
+from kvcache.pools.base import KVPool, check_loc, check_pairs
 from kvcache.pools.token_pools import MHATokenToKVPool
 from memsaver import MemorySaver
 
@@ -84,28 +83,6 @@ class RoutedKVPool(KVPool):
         check_pairs(tgt_loc, src_loc, self.device)
         for pool in self.pools:
             pool.move_kv_cache(self._slots(pool, tgt_loc), self._slots(pool, src_loc))
-
-    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
-        check_loc("indices", indices, self.device)
-        copies = [pool.get_cpu_copy(self._slots(pool, indices)) for pool in self.pools]
-        tensors = itertools.chain.from_iterable(copy.tensors for copy in copies)
-        return HostCopy(tuple(copy.format for copy in copies), tuple(tensors))
-
-    def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
-        check_loc("indices", indices, self.device)
-        if len(copy.format) != len(self.pools) or not all(
-            isinstance(each, tuple) for each in copy.format
-        ):
-            raise ValueError(f"the host copy is of {copy.format}, not of {len(self.pools)} pools")
-        parts, start = [], 0
-        for pool, form in zip(self.pools, copy.format, strict=True):
-            count = len(pool.stored)
-            parts.append(HostCopy(form, copy.tensors[start : start + count]))  # type: ignore[arg-type]
-            start += count
-        for pool, part in zip(self.pools, parts, strict=True):
-            pool.check_cpu_copy(part, len(indices))  # all of them before the first is written
-        for pool, part in zip(self.pools, parts, strict=True):
-            pool.load_cpu_copy(part, self._slots(pool, indices))
 
     def on_resume(self) -> None:
         for pool in self.pools:

@@ -95,16 +95,6 @@ class SlotStorage:
         """Copies slots src to tgt (int64 [n]) in every layer, all read before any is written."""
         move_rows(self._words, tgt, src)
 
-    def to_host(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The slots' content as stored, `[L, n, *row]` a part, in host memory; synchronises."""
-        # not index_select: on the CPU that copies the whole of a strided tensor first
-        return tuple(part[:, slots].contiguous().cpu() for part in self.parts.values())
-
-    def from_host(self, copies: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        """Writes what `to_host` gave into other slots."""
-        for part, copy in zip(self.parts.values(), copies, strict=True):
-            part.index_copy_(1, slots, copy.to(part.device))
-
     def resize(self, slots: int) -> int:
         """Puts memory behind the first `slots` only; how many are usable now."""
         if self._saver is None or not self.slot_major:

@@ -18,7 +18,7 @@ from kvcache.config import (
 )
 from kvcache.ops.kv_write import set_rows
 from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
-from kvcache.pools.base import HostCopy, KVPool, check_copy, check_loc, check_pairs
+from kvcache.pools.base import KVPool, check_loc, check_pairs
 from kvcache.pools.storage import PlainCodec, PoolPart, SlotStorage, make_codec
 from memsaver import MemorySaver
 
@@ -98,19 +98,6 @@ class TokenPool(KVPool):
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         check_pairs(tgt_loc, src_loc, self.device)
         self._storage.move(tgt_loc, src_loc)
-
-    def get_cpu_copy(self, indices: torch.Tensor) -> HostCopy:
-        check_loc("indices", indices, self.device)
-        return HostCopy(self.format(), self._storage.to_host(indices))
-
-    def load_cpu_copy(self, copy: HostCopy, indices: torch.Tensor) -> None:
-        check_loc("indices", indices, self.device)
-        self.check_cpu_copy(copy, len(indices))
-        self._storage.from_host(copy.tensors, indices)
-
-    def check_cpu_copy(self, copy: HostCopy, count: int) -> None:
-        """ValueError unless `load_cpu_copy` can put the copy into `count` slots."""
-        check_copy(copy, self.format(), count)
 
     @property
     def stored(self) -> Mapping[str, torch.Tensor]:

@@ -107,11 +107,6 @@ def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
     large.move_kv_cache(there[[2, 0, 3]], there[[1, 3, 2]])
     small.move_kv_cache(here[[2, 0, 3]], here[[1, 3, 2]])
     check_equal()
-    copied, copy = large.get_cpu_copy(there), small.get_cpu_copy(here)
-    assert all(torch.equal(a, b) for a, b in zip(copied.tensors, copy.tensors, strict=True))
-    large.load_cpu_copy(copy, there.flip(0))
-    small.load_cpu_copy(copy, here.flip(0))
-    check_equal()
     large.on_resume()
     assert not any(part[:PS].any() for layer in range(LAYERS) for part in large.get_stored(layer))
 

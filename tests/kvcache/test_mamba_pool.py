@@ -90,14 +90,6 @@ def test_states_are_cloned_and_copied() -> None:
         pool.clone([99])
     with pytest.raises(ValueError, match="pair them"):
         pool.copy([a, b], [c])
-    copy = pool.get_cpu_copy([a, c])
-    assert copy.nbytes == 2 * pool.bytes_per_slot
-    pool.load_cpu_copy(copy, [b, a])
-    assert (values(pool, b), values(pool, a)) == ([20, 21, 22], [10, 11, 12])
-    with pytest.raises(ValueError, match="pair them"):
-        pool.load_cpu_copy(copy, [a])
-    with pytest.raises(ValueError, match="the host copy is of"):
-        make(conv_dtype=torch.float16).load_cpu_copy(copy, [])
 
 
 def test_slots_taken_in_a_pause_are_zeroed_by_the_resume(saver: MemorySaver) -> None:

@@ -84,7 +84,7 @@ def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
         # kernels take the stride between slots
         assert view.stride()[1:] == view[0].contiguous().stride()
     other = make_pool(size=8, page_size=2, **fields | {"slot_major": not slot_major})
-    assert pool.get_cpu_copy(at(2)).format == other.get_cpu_copy(at(2)).format
+    assert pool.format() == other.format()
 
 
 def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySaver) -> None:
@@ -127,25 +127,6 @@ def test_moves_read_all_before_they_write(name: str) -> None:
             assert torch.equal(now, expected)
 
 
-def test_host_copies_come_back_bit_for_bit(name: str, saver: MemorySaver) -> None:
-    pool = make(name, saver)
-    loc, other = at(7, 18, 9), at(12, 7, 15)
-    write(pool, loc)
-    before = [pool.get_rows(layer, loc) for layer in range(2)]
-    copy = pool.get_cpu_copy(loc)
-    assert all(t.device.type == "cpu" for t in copy.tensors)
-    assert copy.nbytes == 3 * pool.bytes_per_token
-    saver.pause("kv_cache")
-    saver.resume("kv_cache")
-    pool.on_resume()
-    pool.load_cpu_copy(copy, other)
-    for layer in range(2):
-        for was, now in zip(before[layer], pool.get_rows(layer, other), strict=True):
-            assert torch.equal(was, now)
-    assert torch.equal(pool.get_cpu_copy(other).tensors[0], copy.tensors[0])
-    assert pool.get_cpu_copy(loc[:0]).nbytes == 0
-
-
 def test_mistakes_write_nothing(name: str) -> None:
     pool: Any = make(name)
     for part in stored(pool):
@@ -176,17 +157,11 @@ def test_mistakes_write_nothing(name: str) -> None:
             (pool.set_kv_buffer, (0, wrong, k, v)),
             (pool.get_rows, (0, wrong)),
             (pool.move_kv_cache, (wrong, wrong)),
-            (pool.get_cpu_copy, (wrong,)),
         ):
             with pytest.raises(ValueError, match="int64|must be on the pool's"):
                 call(*arguments)
     with pytest.raises(ValueError, match="pair them"):
         pool.move_kv_cache(loc, loc[:1])
-    with pytest.raises(ValueError, match="pair them"):
-        pool.load_cpu_copy(pool.get_cpu_copy(loc), loc[:1])
-    other = "mla" if name != "mla" else "mha"
-    with pytest.raises(ValueError, match="the host copy is of"):
-        pool.load_cpu_copy(make(other).get_cpu_copy(loc), loc)
     assert all((part == 9).all() for part in stored(pool))
 
 
