@@ -1,11 +1,6 @@
 """Ledgers of a pool's pages: which are free, and which a request gets next."""
 
-from kvcache.allocators.paged import (
-    KVAllocator,
-    PagedTokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-    to_device,
-)
+from kvcache.allocators.paged import KVAllocator, PagedTokenToKVPoolAllocator, to_device
 from kvcache.allocators.windows import Ledger, SWATokenToKVPoolAllocator, pages_across
 
 __all__ = [
@@ -13,7 +8,6 @@ __all__ = [
     "Ledger",
     "PagedTokenToKVPoolAllocator",
     "SWATokenToKVPoolAllocator",
-    "TokenToKVPoolAllocator",
     "pages_across",
     "to_device",
 ]

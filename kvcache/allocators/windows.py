@@ -31,16 +31,15 @@ class SWATokenToKVPoolAllocator(KVAllocator):
     token's slot in the window pool; the ledger behind it is on the CPU. Every operation is atomic
     over both pools: what one of them can't do leaves the other untouched.
 
-    Window owners never exceed full owners. `free` drops a share that has left the window, where
-    there is one, before one that has not: without knowing which sequence asks, a window slot may so
-    be kept too long, never too short. Who knows calls `free_swa_pages` first.
+    Window owners never exceed full owners. `free_pages` drops a share that has left the window,
+    where there is one, before one that has not: without knowing which sequence asks, a window slot
+    may so be kept too long, never too short. A caller that knows calls `free_swa_pages` first.
     """
 
     def __init__(
         self, size: int, size_swa: int, page_size: int, device: torch.device | str
     ) -> None:
         super().__init__(size, page_size, device)
-        self.size_swa = size_swa
         self.full = PagedTokenToKVPoolAllocator(size, page_size, device)
         self.swa = PagedTokenToKVPoolAllocator(size_swa, page_size, device)
         self.full_to_swa_index_mapping = torch.zeros(
@@ -59,10 +58,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
     def swa_ref_counts(self, pages: Indices) -> Int64Array:
         """Owners of pages that have them in their window, int64 `[n]`; 0: no window half."""
-        return self._window_owners(self._valid_pages(as_int64(pages, "pages")))
-
-    def next_pages(self, count: int) -> Int64Array | None:
-        return None if self.swa.next_pages(count) is None else self.full.next_pages(count)
+        return self._window_owners(self._valid_pages(pages))
 
     def alloc_pages(self, count: int) -> Int64Array | None:
         full, swa = self.full.next_pages(count), self.swa.next_pages(count)
@@ -90,7 +86,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         """Pages have left the window of one owner: drops its share of their window halves, two of a
         page named twice; the full pages stay. ValueError (double free) leaves all as it was.
         """
-        distinct, times = np.unique(self._valid_pages(as_int64(pages, "pages")), return_counts=True)
+        distinct, times = np.unique(self._valid_pages(pages), return_counts=True)
         owners = self._window_owners(distinct)
         if (owners < times).any():
             i = int((owners < times).argmax())
@@ -100,16 +96,6 @@ class SWATokenToKVPoolAllocator(KVAllocator):
                 "free each page once after it left the window"
             )
         self._drop_window(distinct, times.astype(np.int64, copy=False))
-
-    def free_group_begin(self) -> None:
-        super().free_group_begin()
-        self.full.free_group_begin()
-        self.swa.free_group_begin()
-
-    def free_group_end(self) -> None:
-        super().free_group_end()
-        self.swa.free_group_end()
-        self.full.free_group_end()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless ledgers, halves of pages and mapping agree; waits."""
@@ -129,11 +115,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         expected = np.zeros((self.total_pages + 1, self.page_size), dtype=np.int64)
         expected[mapped] = halves[:, None] * self.page_size + np.arange(self.page_size)
         actual = self.full_to_swa_index_mapping.cpu().numpy().reshape(expected.shape)
-        settled = np.ones(len(expected), dtype=np.bool_)
-        settled[self._deferred_pages()] = False  # unmapped when the group ends
-        assert np.array_equal(actual[settled], expected[settled]), (
-            "full_to_swa_index_mapping differs from the ledger"
-        )
+        assert np.array_equal(actual, expected), "full_to_swa_index_mapping differs from the ledger"
 
     def _window_owners(self, pages: Int64Array) -> Int64Array:
         halves = self._swa_page[pages]
@@ -145,7 +127,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         """Takes `times` window owners from each page; the device write, which may fail, first."""
         pages, times = pages[times > 0], times[times > 0]
         unmapped = pages[self._window_owners(pages) == times]
-        self._retire(unmapped)
+        self._unmap(unmapped)
         self.swa.drop(self._swa_page[pages], times)
         self._swa_page[unmapped] = 0
 
@@ -155,20 +137,11 @@ class SWATokenToKVPoolAllocator(KVAllocator):
             slots = halves[:, None] * self.page_size + self._offsets
             self.full_to_swa_index_mapping.view(-1, self.page_size).index_copy_(0, rows, slots)
 
-    def _give_back(self, pages: Int64Array) -> None:
-        """Clears the mapping of pages without a window half; their ledgers give them back."""
+    def _unmap(self, pages: Int64Array) -> None:
+        """Clear the mapping of pages without a window half."""
         if len(pages):
             rows = to_device(pages, self.device)
             self.full_to_swa_index_mapping.view(-1, self.page_size).index_fill_(0, rows, 0)
-
-    def _check_open(self, pages: Int64Array) -> None:
-        self.full._check_open(pages)
-        gone = self._swa_page[pages] == 0
-        if gone.any():
-            raise ValueError(
-                f"last_loc is in page {int(pages[gone][0])}, whose window slots were freed; "
-                "the newest token of a sequence never leaves the window, keep its page"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

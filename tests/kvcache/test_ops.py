@@ -1,11 +1,10 @@
 """Kernels beside their torch references, without a GPU in Triton's interpreter, and the references
 against plain
-arithmetic: writing and moving rows, expanding pages, fp8 and FP4.
+arithmetic: writing and moving rows, fp8 and FP4.
 """
 
 import bisect
 import itertools
-import random
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from kvcache.ops import kv_write, quant
-from kvcache.ops.expand import expand_pages, expand_triton
 from kvcache.ops.kv_write import set_kv_buffer, set_rows
 from kvcache.ops.move import move_rows
 from memsaver.system.machine import use_triton
@@ -194,99 +192,6 @@ def test_rows_move_past_2_to_the_31_elements() -> None:
     as_one[:, ends] = rows[None, 0, :2]
     move_rows([as_one], ends, ends.flip(0), "triton")  # both are staged
     assert torch.equal(as_one[:, ends.flip(0)], rows[None, 0, :2])
-
-
-# ---------------------------------------------------------------- pages
-
-FAR, MARGIN = -(2**60), 70
-
-
-def batch(
-    lengths: list[tuple[int, int]], page_size: int, first_page: int
-) -> tuple[torch.Tensor, torch.Tensor, int, int, list[int]]:
-    """Arguments of expand_pages for requests (prefix, seq), and by plain arithmetic the ids it must
-    give.
-    """
-    rows, pages, expected = [], [], []
-    next_page = first_page + 40
-    for r, (prefix, seq) in enumerate(lengths):
-        old_page = first_page + r  # the partial page of request r
-        last = old_page * page_size + (prefix - 1) % page_size if prefix else -1
-        rows.append([prefix, seq, last, len(expected), len(pages)])
-        page = old_page
-        for position in range(prefix, seq):
-            if position % page_size == 0:
-                next_page -= 1
-                page = next_page
-                pages.append(page)
-            expected.append(page * page_size + position % page_size)
-    meta = torch.tensor(rows, dtype=torch.int64, device=DEVICE).view(-1, 5).T.contiguous()
-    largest = max((seq - prefix for prefix, seq in lengths), default=0)
-    return (
-        meta,
-        torch.tensor(pages, dtype=torch.int64, device=DEVICE),
-        len(expected),
-        largest,
-        expected,
-    )
-
-
-def hidden(values: torch.Tensor) -> torch.Tensor:
-    """The values as every third element of a poisoned buffer: contiguous in no dimension."""
-    buffer = torch.full((*values.shape[:-1], 3 * values.shape[-1] + 2 * MARGIN), FAR, device=DEVICE)
-    rows = (
-        torch.full((2 * len(values), buffer.shape[-1]), FAR, device=DEVICE)
-        if values.ndim == 2
-        else buffer
-    )
-    view = (rows[::2] if values.ndim == 2 else rows)[
-        ..., MARGIN : MARGIN + 3 * values.shape[-1] : 3
-    ]
-    view.copy_(values)
-    return view
-
-
-def random_batch(seed: int) -> tuple[list[tuple[int, int]], int, int]:
-    dice = random.Random(seed)
-    prefixes = [dice.choice([0, 1, 5, dice.randint(0, 40)]) for _ in range(dice.randint(1, 6))]
-    return (
-        [(p, p + dice.choice([0, 1, 1, 3, dice.randint(0, 70)])) for p in prefixes],
-        dice.choice([1, 2, 3, 8, 13]),
-        9,
-    )
-
-
-@pytest.mark.parametrize(
-    ("lengths", "page_size", "first_page"),
-    [
-        ([(0, 5)], 1, 10),
-        ([(4, 5), (7, 8), (3, 4), (16, 17)], 4, 10),  # a decode step
-        ([(3, 3), (0, 0)], 4, 10),
-        # chunks beside decodes, more than a program's 32
-        ([(7, 49), (0, 1), (24, 24), (1, 30), (48, 60)], 24, 10),
-        *(random_batch(seed) for seed in range(12)),
-        # small tensors, large numbers: each factor and each product that an id is made of passes
-        # 2^31 somewhere
-        *(
-            ([(2**31 // size * size + size - 1, 2**31 // size * size + 3 * size)], size, 2**33)
-            for size in (1, 3, 16)
-        ),
-    ],
-)
-def test_pages_are_expanded_and_nothing_else_is_touched(
-    lengths: list[tuple[int, int]], page_size: int, first_page: int
-) -> None:
-    meta, pages, total, largest, expected = batch(lengths, page_size, first_page)
-    strided_meta, strided_pages = hidden(meta), hidden(pages)
-    for impl in IMPLS:
-        got = expand_pages(strided_meta, strided_pages, page_size, total, largest, impl=impl)
-        assert got.dtype == torch.int64 and got.tolist() == expected
-    if total:
-        out = torch.full((total + 2 * MARGIN,), FAR, device=DEVICE)
-        expand_triton(strided_meta, strided_pages, page_size, largest, out[MARGIN : MARGIN + total])
-        assert out[MARGIN : MARGIN + total].tolist() == expected
-        assert (out[:MARGIN] == FAR).all() and (out[MARGIN + total :] == FAR).all()
-    assert torch.equal(strided_meta, meta) and torch.equal(strided_pages, pages)
 
 
 def nearest(x: float, values: list[float]) -> int:

@@ -2,6 +2,7 @@
 without a model.
 """
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -358,7 +359,7 @@ def test_admit_with_pages_shares_them_or_changes_nothing() -> None:
     blocks.check_integrity()
     assert blocks.available_pages == 2
     with pytest.raises(ValueError, match="is free and can't be shared"):
-        blocks.admit(blocks.allocator.next_pages(1))  # type: ignore[arg-type]
+        blocks.admit(np.array([3]))
     blocks.release(first)
     blocks.release(second)
     blocks.check_integrity()

@@ -161,9 +161,7 @@ def make_windowed(
 
 
 def ledger_state(allocator: KVAllocator) -> tuple[Any, ...]:
-    """All that a refused call must leave as it was: owners, free pages in order, and the mapping.
-    Pages that are neither owned nor free are those that an open group holds back.
-    """
+    """All that a refused call must leave as it was: owners, free pages in order, the mapping."""
     owners = allocator.ref_counts(np.arange(1, allocator.total_pages + 1)).tolist()
     if isinstance(allocator, SWATokenToKVPoolAllocator):
         mapping = allocator.full_to_swa_index_mapping.tolist()
