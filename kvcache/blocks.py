@@ -97,10 +97,9 @@ class BlockManager:
                 "a sequence with a sliding window can't begin with given pages; "
                 "admit() an empty one"
             )
-        handles = self.req_to_token.alloc([None])
-        if handles is None:
+        handle = self.req_to_token.alloc()
+        if handle is None:
             return None
-        (handle,) = handles
         try:
             self._begin_with(handle.row, pages)
         except BaseException:  # such as the device being out of memory

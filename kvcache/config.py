@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -91,36 +92,24 @@ class TokenConfig(ABC):
         return (self.size + self.page_size) * self.bytes_per_token
 
     def __post_init__(self) -> None:
-        who = type(self).__name__
-        for name in ("num_layers", "size", "page_size", *self._shape_fields()):
-            check_positive(f"{who}.{name}", getattr(self, name))
-        if self.size % self.page_size:
-            raise ValueError(
-                f"{who}.size is {self.size} tokens, not a multiple of page_size {self.page_size}; "
-                f"use {self.size // self.page_size * self.page_size} or "
-                f"{(self.size // self.page_size + 1) * self.page_size}"
-            )
-        if self.size + self.page_size > 2**31:
-            raise ValueError(
-                f"{who}.size {self.size} does not fit int32 token ids; use fewer than 2**31 tokens"
-            )
-        self._check_dtypes(who)
-        check_device(who, self.device)
+        check_counts(self, "num_layers", "size", "page_size", *self._shape_fields())
+        down = self.size // self.page_size * self.page_size
+        rule = f"must be a multiple of page_size={self.page_size}; use {down + self.page_size}"
+        check_option(self, "size", self.size == down, rule)
+        rule = "does not fit int32 token ids; use fewer than 2**31 tokens"
+        check_option(self, "size", self.size + self.page_size <= 2**31, rule)
+        rule = f"can't be stored; use one of {', '.join(map(str, STORABLE_DTYPES))}"
+        check_option(self, "dtype", self.dtype in STORABLE_DTYPES, rule)
+        computable = (None, torch.float32, torch.float16, torch.bfloat16)
+        rule = "must be float32, float16 or bfloat16"
+        check_option(self, "compute_dtype", self.compute_dtype in computable, rule)
+        if self.dtype == FP4_DTYPE:
+            for name, (_, width) in self.rows.items():
+                self._check_blocks(f"rows of {name!r}", width)
 
-    def _check_dtypes(self, who: str) -> None:
-        if self.dtype not in STORABLE_DTYPES:
-            names = ", ".join(str(d) for d in STORABLE_DTYPES)
-            raise ValueError(f"{who}.dtype {self.dtype} can't be stored; use one of {names}")
-        if self.compute_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"{who}.compute_dtype {self.compute_dtype} must be float32, float16 or bfloat16"
-            )
-        for name, (_, width) in self.rows.items():
-            if self.dtype == FP4_DTYPE and width % FP4_BLOCK:
-                raise ValueError(
-                    f"{who}: FP4 needs rows of a multiple of {FP4_BLOCK} elements, "
-                    f"{name!r} has {width}"
-                )
+    def _check_blocks(self, what: str, width: int) -> None:
+        if width % FP4_BLOCK:
+            raise ValueError(f"FP4 needs {what} of a multiple of {FP4_BLOCK} elements, got {width}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,24 +146,22 @@ class MLACacheConfig(TokenConfig):
     def _shape_fields(self) -> tuple[str, ...]:
         return ("kv_lora_rank", "qk_rope_head_dim")
 
-    def _check_dtypes(self, who: str) -> None:
-        super()._check_dtypes(who)
-        if self.dtype == FP4_DTYPE and self.kv_lora_rank % FP4_BLOCK:
-            raise ValueError(
-                f"{who}: FP4 needs a kv_lora_rank of a multiple of {FP4_BLOCK}, "
-                f"got {self.kv_lora_rank}"
-            )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype == FP4_DTYPE:
+            self._check_blocks("a kv_lora_rank", self.kv_lora_rank)
 
 
-def check_positive(what: str, value: object) -> None:
-    """ValueError unless `value` is a whole number >= 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} must be a whole number >= 1, got {value!r}")
+def check_option(options: object, name: str, good: bool, rule: str) -> None:
+    """ValueError that names a field and its value, unless it is good."""
+    if not good:
+        raise ValueError(f"{name}={getattr(options, name)!r} {rule}")
 
 
-def check_device(who: str, device: torch.device | str) -> None:
-    """ValueError unless torch knows the device's name."""
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{who}.device {device!r} is no device; use 'cpu' or 'cuda:0'") from error
+def check_counts(options: object, *names: str, least: int = 1) -> None:
+    """ValueError for the first of these fields that is no whole number of at least `least`."""
+    for name in names:
+        value = getattr(options, name)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        check_option(options, name, whole, "must be whole")
+        check_option(options, name, value >= least, f"must be at least {least}")

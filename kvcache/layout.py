@@ -64,33 +64,16 @@ class KVLayout:
         return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
 
     @property
-    def layer_shapes(self) -> tuple[dict[str, tuple[int, ...]], ...]:
-        """For each layer: what a token has there (heads, width), or a request (states)."""
-        states = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
-        states |= {"temporal": self.temporal_shape} if self.temporal_shape else {}
-        return tuple(dict(states if kind == "linear" else self.rows) for kind in self.kinds)
-
-    @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all layers, as long as it is in every window."""
-        return self._bytes(len(self.kinds) - len(self.layers("linear")))
-
-    @property
-    def bytes_per_token_past_window(self) -> int:
-        """Bytes of a token that the sliding layers of a `swa` pool have let go."""
-        return self._bytes(len(self.layers("full"))) if self.pool == "swa" else self.bytes_per_token
+        """Return the bytes of one token over all layers, as long as it is in every window."""
+        layers = len(self.kinds) - len(self.layers("linear"))
+        sizes: dict[str, Any] = {"size": 1, "page_size": 1, "device": "cpu"}
+        return self.token_config(num_layers=layers, **sizes).bytes_per_token if layers else 0
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one request's states over all linear layers, 0 without any."""
         return self.mamba_config(size=1, device="cpu").bytes_per_slot if self.temporal_shape else 0
-
-    def _bytes(self, layers: int) -> int:
-        if not layers:
-            return 0
-        return self.token_config(
-            num_layers=layers, size=1, page_size=1, device="cpu"
-        ).bytes_per_token
 
     @property
     def pages_tell_all(self) -> bool:
@@ -190,7 +173,7 @@ def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None 
         kv_lora_rank=rank,
         **states,
     )
-    result._bytes(1)  # says if the dtype can't hold the rows
+    _ = result.bytes_per_token  # a ValueError where the dtype can't hold the rows
     return result
 
 

@@ -24,8 +24,7 @@ class ReqToTokenPool:
     on the CPU. Row 0 is the padding row: never issued, always zero, so padded batch entries read
     the padding page. Positions past a request's length hold leftovers of earlier owners.
 
-    A pool whose requests hold more than a row extends `alloc`, `_fits` (is there enough of
-    everything for n new requests?) and `_drop` (gives one request's back).
+    A pool whose requests hold more than a row extends `alloc` and `free`.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -45,43 +44,29 @@ class ReqToTokenPool:
         self._issued: dict[int, ReqHandle] = {}  # by row
 
     def available_size(self) -> int:
-        """Rows that can still be handed out."""
+        """Return how many rows can still be handed out."""
         return len(self._free_rows)
 
-    def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """One handle a request: None asks for a new row, a handle keeps the row it holds.
-
-        All, or None, with nothing changed, when rows don't suffice. ValueError if stale.
-        """
-        self.rows([r for r in reqs if r is not None])
-        count = sum(r is None for r in reqs)
-        if not self._fits(count):
+    def alloc(self) -> ReqHandle | None:
+        """Take a row; None, with nothing changed, when there is none."""
+        if not self._free_rows:
             return None
-        handles = []
-        for handle in reqs:
-            if handle is None:
-                row = self._free_rows.pop()
-                handle = self._issued[row] = ReqHandle(row, self._generation[row])
-            handles.append(handle)
-        return handles
+        row = self._free_rows.pop()
+        handle = self._issued[row] = ReqHandle(row, self._generation[row])
+        return handle
 
     def free(self, handle: ReqHandle) -> None:
-        """Gives the row back and makes `handle` stale. Freeing it again raises ValueError."""
-        self._drop(self.row(handle))
-
-    def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
-        """After a fork: gives `target` what `source` holds besides tokens. Here that is nothing."""
-
-    def _fits(self, count: int) -> bool:
-        return count <= len(self._free_rows)
-
-    def _drop(self, row: int) -> None:
+        """Give the row back and make `handle` stale. Freeing it again raises ValueError."""
+        row = self.row(handle)
         del self._issued[row]
         self._generation[row] += 1
         self._free_rows.append(row)
 
+    def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
+        """Give `target`, after a fork, what `source` holds besides tokens. Here that is nothing."""
+
     def row(self, handle: ReqHandle) -> int:
-        """The row of a live handle; ValueError for a stale one."""
+        """Return the row of a live handle; ValueError for a stale one."""
         if self._issued.get(handle.row) != handle:
             raise ValueError(
                 f"stale {handle}: its row was released or never issued; "
@@ -90,7 +75,7 @@ class ReqToTokenPool:
         return handle.row
 
     def rows(self, handles: Sequence[ReqHandle]) -> npt.NDArray[np.int64]:
-        """Rows of live handles as int64 `[n]`; ValueError names the first stale one."""
+        """Return rows of live handles as int64 `[n]`; ValueError names the first stale one."""
         rows = [handle.row for handle in handles]
         # comparing lists asks for identity first: quicker than to look at each
         if list(map(self._issued.get, rows)) != list(handles):

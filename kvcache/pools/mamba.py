@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from kvcache.config import check_device, check_positive
-from kvcache.pools.storage import PoolPart, SlotStorage
+from kvcache.config import check_counts, check_option
+from kvcache.pools.storage import FLOATS, PoolPart, SlotStorage
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
 if TYPE_CHECKING:
@@ -33,24 +33,18 @@ class MambaConfig:
     device: torch.device | str
 
     def __post_init__(self) -> None:
-        check_positive("MambaConfig.num_layers", self.num_layers)
-        check_positive("MambaConfig.size", self.size)
-        for name, shape in (
-            *(("conv_shapes", s) for s in self.conv_shapes),
-            ("temporal_shape", self.temporal_shape),
-        ):
-            for length in shape:
-                check_positive(f"MambaConfig.{name} {shape}", length)
+        check_counts(self, "num_layers", "size")
+        convs = all(min(shape) >= 1 for shape in self.conv_shapes)
+        check_option(self, "conv_shapes", convs, "must have lengths of at least 1")
+        rule = "must have lengths of at least 1"
+        check_option(self, "temporal_shape", min(self.temporal_shape) >= 1, rule)
         for name in ("conv_dtype", "temporal_dtype"):
-            if getattr(self, name) not in (torch.float32, torch.float16, torch.bfloat16):
-                raise ValueError(
-                    f"MambaConfig.{name} {getattr(self, name)} must be float32, float16 or bfloat16"
-                )
-        check_device("MambaConfig", self.device)
+            rule = "must be float32, float16 or bfloat16"
+            check_option(self, name, getattr(self, name) in FLOATS, rule)
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
-        """Returns what a slot holds in each layer."""
+        """Return what a slot holds in each layer."""
         convs = (
             PoolPart(name=f"conv{i}", row=s, dtype=self.conv_dtype)
             for i, s in enumerate(self.conv_shapes)
@@ -62,7 +56,7 @@ class MambaConfig:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one request's states over all layers."""
+        """Return the bytes of one request's states over all layers."""
         return self.num_layers * sum(part.nbytes for part in self.parts)
 
 
@@ -71,7 +65,8 @@ class MambaPool:
 
     Who holds a slot is decided on the CPU and outlives a pause; states are in one block on the
     saver's `tag` and are undefined after a resume, but for slot 0 and slots taken during the pause,
-    which `on_resume` zeroes. While it is paused slots may come and go.
+    which `on_resume` zeroes. While it is paused slots may come and go. Nothing here waits for the
+    device.
     """
 
     def __init__(
@@ -105,72 +100,66 @@ class MambaPool:
         return self._storage.bytes_per_slot
 
     def available_size(self) -> int:
-        """Slots that can still be handed out."""
+        """Return how many slots can still be handed out."""
         return len(self._free)
 
-    def alloc(self, count: int) -> list[int] | None:
-        """Slots with zeroed states, or None with nothing changed. Nothing waits for the device."""
-        slots = self._take(count)
-        if slots is None:
+    def alloc(self) -> int | None:
+        """Take a slot with zeroed states; None, with nothing changed, when there is none."""
+        slot = self._take()
+        if slot is None:
             return None
         try:
-            self._zero(slots)
+            self._zero(slot)
         except BaseException:
-            self.free(slots)
+            self.free(slot)
             raise
-        return slots
+        return slot
 
-    def clone(self, sources: Sequence[int]) -> list[int] | None:
-        """New slots with copies of held ones' states, or None with nothing changed."""
-        self._check_held(sources)
-        self._check_active(sources)
-        slots = self._take(len(sources))
-        if slots is None:
+    def clone(self, source: int) -> int | None:
+        """Take a slot with a copy of a held one's states, or None with nothing changed."""
+        slot = self._take()
+        if slot is None:
             return None
         try:
-            self._storage.move(self._index(slots), self._index(sources))
+            self.copy(slot, source)
         except BaseException:
-            self.free(slots)
+            self.free(slot)
             raise
-        return slots
+        return slot
 
-    def copy(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Copies the states of held slots into others, all read before any is written."""
-        self._check_held([*targets, *sources])
-        if len(targets) != len(sources):
+    def copy(self, target: int, source: int) -> None:
+        """Copy the states of a held slot into another one."""
+        assert {target, source} <= self._held
+        if self._paused():
             raise ValueError(
-                f"{len(targets)} target slots for {len(sources)} source slots; pair them"
+                f"states of slot {source} can't be copied while tag {self._tag!r} is paused"
             )
-        self._check_active(sources)
-        self._storage.move(self._index(targets), self._index(sources))
+        for part in self._storage.parts.values():
+            part[:, target] = part[:, source]
 
-    def free(self, slots: Sequence[int]) -> None:
-        """Gives slots back; ValueError, and nothing changed, if one is not held or named twice."""
-        self._check_held(slots)
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"slots {sorted(slots)} name one twice; free each once")
-        self._held -= set(slots)
-        self._to_zero -= set(slots)
-        self._free += reversed(slots)
+    def free(self, slot: int) -> None:
+        """Give a slot back; ValueError, with nothing changed, if it is not held."""
+        if slot not in self._held:
+            raise ValueError(f"slot {slot} is not held; it was freed or never handed out")
+        self._held.remove(slot)
+        self._to_zero.discard(slot)
+        self._free.append(slot)
 
-    def states(self, layer: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Views of a layer's convolution states and of its recurrent one: `[size + 1, *shape]`."""
-        if not 0 <= layer < self.config.num_layers:
-            raise ValueError(
-                f"layer {layer} is not in this pool; "
-                f"it holds layers 0..{self.config.num_layers - 1}"
-            )
+    def states(self, layer: int) -> tuple[list[Tensor], Tensor]:
+        """Return views of a layer's convolution states and of its recurrent one: `[size + 1,
+        *shape]`.
+        """
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 
     def on_resume(self) -> None:
-        """Must be called after every resume of the tag."""
+        """Zero slot 0, and slots taken during the pause; to be called after every resume."""
         self._storage.zero_first(1)
-        if self._to_zero:
-            late, self._to_zero = sorted(self._to_zero), set()
-            self._zero(late)
+        late, self._to_zero = self._to_zero, set()
+        for slot in sorted(late):
+            self._zero(slot)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot but 0 is either free or held, once."""
+        """Raise AssertionError unless every slot but 0 is either free or held, once."""
         assert len(set(self._free)) == len(self._free), (
             f"a slot is free twice: {sorted(self._free)}"
         )
@@ -178,42 +167,22 @@ class MambaPool:
         assert self._held | set(self._free) == set(range(1, self.size + 1)), "slots were lost"
         assert self._to_zero <= self._held, "a slot that nobody holds waits to be zeroed"
 
-    def _take(self, count: int) -> list[int] | None:
-        if count < 0:
-            raise ValueError(f"can't take {count} slots")
-        if count > len(self._free):
+    def _take(self) -> int | None:
+        if not self._free:
             return None
-        slots = [self._free.pop() for _ in range(count)]
-        self._held.update(slots)
-        return slots
+        slot = self._free.pop()
+        self._held.add(slot)
+        return slot
 
-    def _zero(self, slots: Sequence[int]) -> None:
-        if not slots:
-            return
+    def _zero(self, slot: int) -> None:
         if self._paused():  # no memory to zero: remember it
-            self._to_zero.update(slots)
+            self._to_zero.add(slot)
             return
-        at = self._index(slots)
         for part in self._storage.parts.values():
-            part.index_fill_(1, at, 0)
-
-    def _index(self, slots: Sequence[int]) -> torch.Tensor:
-        # from pageable memory CUDA stages the bytes before it returns: nothing waits for the device
-        return torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)
+            part[:, slot].zero_()
 
     def _paused(self) -> bool:
         return self._saver is not None and self._saver.is_paused(self._tag)
-
-    def _check_active(self, slots: Sequence[int]) -> None:
-        if self._paused():
-            raise ValueError(
-                f"states of slots {list(slots)} can't be copied while tag {self._tag!r} is paused"
-            )
-
-    def _check_held(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if slot not in self._held:
-                raise ValueError(f"slot {slot} is not held; it was freed or never handed out")
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
@@ -234,47 +203,40 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.req_to_mamba = torch.zeros(size + 1, dtype=torch.int32, device=device)
         self._slot_of = [0] * (size + 1)
 
-    def alloc(self, reqs: Sequence[ReqHandle | None]) -> list[ReqHandle] | None:
-        """Allocates as the base does; new rows come with zeroed states.
-
-        Returns None, and changes nothing, if rows or slots are short.
-        """
-        handles = super().alloc(reqs)
-        if handles is None:
+    def alloc(self) -> ReqHandle | None:
+        """Take a row with zeroed states; None, with nothing changed, without a row or a slot."""
+        if not self.mamba.available_size():
             return None
-        fresh = [handle for handle, req in zip(handles, reqs, strict=True) if req is None]
+        handle = super().alloc()
+        if handle is None:
+            return None
         try:
-            slots = self.mamba.alloc(len(fresh))
-            assert slots is not None, "slots were counted before"
-            for handle, slot in zip(fresh, slots, strict=True):
-                self._slot_of[handle.row] = slot
-            self._map([handle.row for handle in fresh], slots)
+            slot = self.mamba.alloc()
+            assert slot is not None
+            self._slot_of[handle.row] = slot
+            self.req_to_mamba[handle.row].fill_(slot)
         except BaseException:  # such as the device being out of memory
-            for handle in fresh:
-                self._drop(handle.row)
+            self.free(handle)
             raise
-        return handles
+        return handle
 
-    def _fits(self, count: int) -> bool:
-        return super()._fits(count) and count <= self.mamba.available_size()
-
-    def _drop(self, row: int) -> None:
-        slot, self._slot_of[row] = self._slot_of[row], 0
-        super()._drop(row)
+    def free(self, handle: ReqHandle) -> None:
+        super().free(handle)
+        slot, self._slot_of[handle.row] = self._slot_of[handle.row], 0
         if slot:
-            self.mamba.free([slot])
-            self._map([row], [0])
+            self.mamba.free(slot)
+            self.req_to_mamba[handle.row].fill_(0)
 
     def mamba_slot(self, handle: ReqHandle) -> int:
-        """The state slot of a live handle; ValueError for a stale one."""
+        """Return the state slot of a live handle; ValueError for a stale one."""
         return self._slot_of[self.row(handle)]
 
     def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
-        """Gives `target` the states that `source` has now, as after a fork."""
-        self.mamba.copy([self.mamba_slot(target)], [self.mamba_slot(source)])
+        """Give `target` the states that `source` has now, as after a fork."""
+        self.mamba.copy(self.mamba_slot(target), self.mamba_slot(source))
 
     def check_integrity(self) -> None:
-        """Checks as the base does, and the map on the device against the slots held; waits."""
+        """Check as the base does, and the map on the device against the slots held; waits."""
         super().check_integrity()
         self.mamba.check_integrity()
         assert self.req_to_mamba.tolist() == self._slot_of, (
@@ -284,7 +246,3 @@ class HybridReqToTokenPool(ReqToTokenPool):
         assert len(live) == self.size - self.available_size() == len(set(live)), (
             "a live row has no slot of its own"
         )
-
-    def _map(self, rows: Sequence[int], slots: Sequence[int]) -> None:
-        pairs = torch.tensor([rows, slots], dtype=torch.int64).to(self.device, non_blocking=True)
-        self.req_to_mamba.index_copy_(0, pairs[0], pairs[1].to(torch.int32))

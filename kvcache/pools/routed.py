@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from kvcache.config import KVCacheConfig
-from kvcache.pools.base import KVPool, check_loc, check_pairs
+from kvcache.pools.base import KVPool, check_loc
 from kvcache.pools.token_pools import MHATokenToKVPool
 from memsaver import MemorySaver
 
@@ -27,19 +27,17 @@ class RoutedKVPool(KVPool):
         self.device = first.device
         self.dtype = first.dtype
 
-    def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
-        """Slots `loc` as slots of `pool`."""
+    def _slots(self, pool: MHATokenToKVPool, loc: Tensor) -> Tensor:
+        """Return slots `loc` as slots of `pool`."""
         return loc
 
-    def _no_such_layer(self, layer_id: int, layers: str) -> str:
-        """Returns what to say of a layer that is none of those that have keys and values here."""
-        return f"layer {layer_id} is not in this pool; it holds layers {layers}"
-
     def route(self, layer_id: int) -> tuple[MHATokenToKVPool, int]:
-        """The pool that holds a layer, and the layer's index in it; ValueError if none does."""
+        """Return the pool that holds a layer, and its index there; ValueError if none does."""
         if layer_id not in self._routes:
             layers = ", ".join(map(str, sorted(self._routes)))
-            raise ValueError(self._no_such_layer(layer_id, layers))
+            raise ValueError(
+                f"layer {layer_id} is not in this pool; layers {layers} have keys and values here"
+            )
         return self._routes[layer_id]
 
     @property
@@ -48,14 +46,14 @@ class RoutedKVPool(KVPool):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token that every pool holds."""
+        """Return the bytes of a token that every pool holds."""
         return sum(pool.bytes_per_token for pool in self.pools)
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
         pool, index = self.route(layer_id)
         return pool.scales(index)
 
-    def device_scales(self, layer_id: int) -> torch.Tensor | None:
+    def device_scales(self, layer_id: int) -> Tensor | None:
         pool, index = self.route(layer_id)
         return pool.device_scales(index)
 
@@ -63,24 +61,19 @@ class RoutedKVPool(KVPool):
         pool, index = self.route(layer_id)
         pool.set_scales(index, *scales)
 
-    def set_kv_buffer(
-        self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         pool, index = self.route(layer_id)
-        check_loc("loc", loc, self.device)
         pool.set_kv_buffer(index, self._slots(pool, loc), k, v)
 
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         pool, index = self.route(layer_id)
         return pool.get_kv_buffer(index)
 
-    def get_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_rows(self, layer_id: int, loc: Tensor) -> tuple[Tensor, Tensor]:
         pool, index = self.route(layer_id)
-        check_loc("loc", loc, self.device)
         return pool.get_rows(index, self._slots(pool, loc))
 
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        check_pairs(tgt_loc, src_loc, self.device)
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         for pool in self.pools:
             pool.move_kv_cache(self._slots(pool, tgt_loc), self._slots(pool, src_loc))
 
@@ -109,45 +102,32 @@ class SWAKVPool(RoutedKVPool):
         tag: str = "kv_cache",
         pool_class: type[MHATokenToKVPool] = MHATokenToKVPool,
     ) -> None:
-        _check_layers("full", full, full_layers)
-        _check_layers("window", window, window_layers)
-        if both := set(full_layers) & set(window_layers):
+        self.full_pool = pool_class(full, saver, tag)
+        self.window_pool = pool_class(window, saver, tag)
+        self._mapping: Tensor | None = None
+        full_routes = _routes(self.full_pool, full_layers)
+        window_routes = _routes(self.window_pool, window_layers)
+        if both := full_routes.keys() & window_routes.keys():
             raise ValueError(
                 f"layers {sorted(both)} are named as full and as window layers; "
                 "a layer is one of them"
             )
-        if window.size > full.size:
-            raise ValueError(
-                f"the window pool of {window.size} tokens is larger than the "
-                f"full pool of {full.size}"
-            )
-        self.full_pool = pool_class(full, saver, tag)
-        self.window_pool = pool_class(window, saver, tag)
-        self._mapping: torch.Tensor | None = None
-        routes = {layer: (self.full_pool, i) for i, layer in enumerate(full_layers)}
-        routes |= {layer: (self.window_pool, i) for i, layer in enumerate(window_layers)}
-        super().__init__((self.full_pool, self.window_pool), routes)
+        super().__init__((self.full_pool, self.window_pool), full_routes | window_routes)
 
-    def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None:
-        """Takes the allocator's mapping, int64 `[>= full.size + page_size]`; not copied."""
+    def register_mapping(self, full_to_swa_index_mapping: Tensor) -> None:
+        """Take the allocator's mapping, int64 `[full.size + page_size]`; not copied."""
         slots = self.full_pool.size + self.page_size
-        check_loc("full_to_swa_index_mapping", full_to_swa_index_mapping, self.device)
-        if len(full_to_swa_index_mapping) < slots:
-            raise ValueError(
-                f"full_to_swa_index_mapping has {len(full_to_swa_index_mapping)} entries, "
-                f"needed {slots}"
-            )
+        name = "full_to_swa_index_mapping"
+        check_loc(name, full_to_swa_index_mapping, self.device, slots)
         self._mapping = full_to_swa_index_mapping
 
-    def translate(self, loc: torch.Tensor) -> torch.Tensor:
-        """Slots of the window pool for slots `loc` of the full pool; 0 where there is none."""
-        if self._mapping is None:
-            raise ValueError(
-                "the window pool has no slots without a mapping; call register_mapping() first"
-            )
+    def translate(self, loc: Tensor) -> Tensor:
+        """Return slots of the window pool for slots `loc` of the full pool; 0: there is none."""
+        check_loc("loc", loc, self.device)
+        assert self._mapping is not None, "call register_mapping() first"
         return self._mapping[loc]
 
-    def _slots(self, pool: MHATokenToKVPool, loc: torch.Tensor) -> torch.Tensor:
+    def _slots(self, pool: MHATokenToKVPool, loc: Tensor) -> Tensor:
         return loc if pool is self.full_pool else self.translate(loc)
 
 
@@ -162,20 +142,16 @@ class HybridLinearKVPool(RoutedKVPool):
         tag: str = "kv_cache",
         pool_class: type[MHATokenToKVPool] = MHATokenToKVPool,
     ) -> None:
-        _check_layers("full", config, full_layers)
         self.full_pool = pool_class(config, saver, tag)
-        super().__init__(
-            (self.full_pool,), {layer: (self.full_pool, i) for i, layer in enumerate(full_layers)}
-        )
-
-    def _no_such_layer(self, layer_id: int, layers: str) -> str:
-        why = "(a linear layer, or none of the model)"
-        return f"layer {layer_id} keeps no keys and values {why}; layers {layers} do"
+        super().__init__((self.full_pool,), _routes(self.full_pool, full_layers))
 
 
-def _check_layers(kind: str, config: KVCacheConfig, layers: Sequence[int]) -> None:
-    wrong = len(set(layers)) != len(layers) or any(layer < 0 for layer in layers)
-    if len(layers) != config.num_layers or wrong:
+def _routes(
+    pool: MHATokenToKVPool, layers: Sequence[int]
+) -> dict[int, tuple[MHATokenToKVPool, int]]:
+    if len(set(layers)) != pool.config.num_layers or len(layers) != pool.config.num_layers:
         raise ValueError(
-            f"the {kind} pool is for {config.num_layers} layers, got the layer ids {list(layers)}"
+            f"a pool of {pool.config.num_layers} layers got the layer ids {list(layers)}; "
+            "name each of its layers once"
         )
+    return {layer: (pool, i) for i, layer in enumerate(layers)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvcache.config import FP4_BLOCK, FP4_DTYPE, FP8_DTYPES, TokenConfig, store_dtype
 from kvcache.ops.kv_write import set_kv_buffer, set_kv_buffer_fp4, set_kv_buffer_fp8
@@ -13,8 +14,8 @@ from kvcache.ops.move import move_rows
 from kvcache.ops.quant import read_fp4, read_fp8
 from memsaver import MemorySaver
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-Stored = Sequence[torch.Tensor]  # the parts of one kind of row in one layer, each [N, H, ...]
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+Stored = Sequence[Tensor]  # the parts of one kind of row in one layer, each [N, H, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class SlotStorage:
         self.block = _allocate(
             slots * self.bytes_per_slot, torch.device(device), saver, tag, elastic=slot_major
         )
-        self.parts: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
         start = 0
         # widest first: each starts aligned
         for part in sorted(parts, key=lambda part: -part.dtype.itemsize):
@@ -72,7 +73,7 @@ class SlotStorage:
             start += num_layers * part.nbytes * (1 if slot_major else slots)
         self._words = [_as_words(part) for part in self.parts.values()]
 
-    def _view(self, part: PoolPart, start: int, layers: int) -> torch.Tensor:
+    def _view(self, part: PoolPart, start: int, layers: int) -> Tensor:
         if self.slot_major:
             inside = self.block.view(self.slots, self.bytes_per_slot)[
                 :, start : start + layers * part.nbytes
@@ -91,7 +92,7 @@ class SlotStorage:
         for part in self.parts.values():
             part[:, :slots].zero_()
 
-    def move(self, tgt: torch.Tensor, src: torch.Tensor) -> None:
+    def move(self, tgt: Tensor, src: Tensor) -> None:
         """Copies slots src to tgt (int64 [n]) in every layer, all read before any is written."""
         move_rows(self._words, tgt, src)
 
@@ -102,9 +103,6 @@ class SlotStorage:
                 "only a slot_major pool on a saver's tag can be resized; "
                 "say slot_major=True in its config"
             )
-        full = len(self.block) // self.bytes_per_slot
-        if not 0 < slots <= full:
-            raise ValueError(f"can't resize to {slots} slots; the pool was made for 1..{full}")
         end = self._saver.offset_of(self.block) + slots * self.bytes_per_slot
         self._saver.resize(self._tag, end)
         return self.refresh()
@@ -118,7 +116,7 @@ class SlotStorage:
 
 def _allocate(
     nbytes: int, device: torch.device, saver: MemorySaver | None, tag: str, elastic: bool
-) -> torch.Tensor:
+) -> Tensor:
     if saver is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     has = saver.device
@@ -131,7 +129,7 @@ def _allocate(
     return saver.empty((nbytes,), torch.uint8, tag=tag, elastic=elastic)
 
 
-def _as_words(part: torch.Tensor) -> torch.Tensor:
+def _as_words(part: Tensor) -> Tensor:
     """`[L, slots, words]` of the same memory in the widest integers that fit: fewer steps."""
     rows = part.flatten(2).view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()]
@@ -159,15 +157,15 @@ class Codec(ABC):
 
     @abstractmethod
     def write(
-        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
     ) -> None:
         """Two rows a token of one dtype into slots `loc`; checked before."""
 
     @abstractmethod
-    def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
         """The rows in slots `loc` as `config.row_dtype`; nth: which kind of row, for its scale."""
 
-    def view(self, stored: Stored) -> torch.Tensor:
+    def view(self, stored: Stored) -> Tensor:
         """A whole layer as `[N, H, W]`."""
         return stored[0].view(self.config.dtype)
 
@@ -175,7 +173,7 @@ class Codec(ABC):
         """Returns what values read from the layer are multiplied by, one number a kind of row."""
         return (1.0,) * len(self.config.rows)
 
-    def device_scales(self, layer: int) -> torch.Tensor | None:
+    def device_scales(self, layer: int) -> Tensor | None:
         """Returns `KVPool.device_scales` of the layer."""
         return None
 
@@ -191,11 +189,11 @@ class PlainCodec(Codec):
         self.accepts = (config.dtype,)
 
     def write(
-        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
     ) -> None:
         set_kv_buffer(rows[0], rows[1], into[0][0], into[1][0], loc)
 
-    def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
         return stored[0][loc]
 
 
@@ -208,7 +206,7 @@ class FP8Codec(Codec):
 
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
-        self.accepts = (config.dtype, *_FLOATS)
+        self.accepts = (config.dtype, *FLOATS)
         kinds = len(config.rows)
         self._scales = [(1.0,) * kinds for _ in range(config.num_layers)]
         # always two: keys and values are read, and two kinds of rows written, at once
@@ -217,7 +215,7 @@ class FP8Codec(Codec):
         )
 
     def write(
-        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
     ) -> None:
         (k, v), (k_buffer, v_buffer) = rows, (stored[0] for stored in into)
         if k.dtype == self.config.dtype:
@@ -227,7 +225,7 @@ class FP8Codec(Codec):
                 k, v, k_buffer, v_buffer, loc, self._inverse[layer], self.config.dtype
             )
 
-    def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
         config = self.config
         return read_fp8(
             stored[0], loc, self._device_scales[layer, nth], config.dtype, config.row_dtype
@@ -236,7 +234,7 @@ class FP8Codec(Codec):
     def scales(self, layer: int) -> tuple[float, ...]:
         return self._scales[layer]
 
-    def device_scales(self, layer: int) -> torch.Tensor | None:
+    def device_scales(self, layer: int) -> Tensor | None:
         return self._device_scales[layer]
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
@@ -259,7 +257,7 @@ class FP8Codec(Codec):
 class FP4Codec(Codec):
     """E2M1 codes, two a byte, and a scale byte for 16 elements (see `kvcache/ops/quant.py`)."""
 
-    accepts = _FLOATS
+    accepts = FLOATS
 
     def parts(self, name: str, heads: int, width: int) -> tuple[PoolPart, ...]:
         return (
@@ -268,16 +266,16 @@ class FP4Codec(Codec):
         )
 
     def write(
-        self, layer: int, rows: Sequence[torch.Tensor], into: Sequence[Stored], loc: torch.Tensor
+        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
     ) -> None:
         set_kv_buffer_fp4(rows[0], rows[1], into[0], into[1], loc)
 
-    def read(self, layer: int, nth: int, stored: Stored, loc: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
         return read_fp4(stored[0], stored[1], loc, self.config.row_dtype)
 
-    def view(self, stored: Stored) -> torch.Tensor:
+    def view(self, stored: Stored) -> Tensor:
         raise ValueError(
-            "FP4 rows can't be viewed; use get_rows(layer, loc), or get_stored(layer) for the bytes"
+            "FP4 rows can't be viewed; use get_rows(layer, loc), or `stored` for the bytes"
         )
 
 

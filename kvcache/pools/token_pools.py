@@ -5,7 +5,7 @@ what all pools with one block of token rows share.
 import itertools
 from collections.abc import Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from kvcache.config import (
     FP4_BLOCK,
@@ -13,12 +13,11 @@ from kvcache.config import (
     KVCacheConfig,
     MLACacheConfig,
     TokenConfig,
-    check_positive,
     store_dtype,
 )
 from kvcache.ops.kv_write import set_rows
 from kvcache.ops.rotary import RotaryTables, rotate, rotate_and_store
-from kvcache.pools.base import KVPool, check_loc, check_pairs
+from kvcache.pools.base import KVPool, check_loc, check_tensor
 from kvcache.pools.storage import PlainCodec, PoolPart, SlotStorage, make_codec
 from memsaver import MemorySaver
 
@@ -41,11 +40,11 @@ class TokenPool(KVPool):
                 f"{type(self).__name__} can't store {config.dtype}; "
                 "FP4 has pools of its own (...PoolFP4)"
             )
+        self.config = config
         self.size = config.size
         self.page_size = config.page_size
         self.dtype = config.dtype
         self.store_dtype = store_dtype(config.dtype)
-        self._token_config = config
         self._codec = make_codec(config)
         by_row = [self._codec.parts(name, *shape) for name, shape in config.rows.items()]
         self._storage = SlotStorage(
@@ -58,16 +57,16 @@ class TokenPool(KVPool):
             slot_major=config.slot_major,
         )
         self.device = self._storage.block.device
-        self._layers: list[list[tuple[torch.Tensor, ...]]] = []
+        self._layers: list[list[tuple[Tensor, ...]]] = []
         for layer in range(config.num_layers):
             self._layers.append([self._stored(parts, layer) for parts in by_row])
         self.on_resume()
 
-    def _stored(self, parts: Sequence[PoolPart], layer: int) -> tuple[torch.Tensor, ...]:
+    def _stored(self, parts: Sequence[PoolPart], layer: int) -> tuple[Tensor, ...]:
         return tuple(self._storage.parts[part.name][layer] for part in parts)
 
     def _extra_parts(self) -> Sequence[PoolPart]:
-        """Parts beside the rows, for subclasses."""
+        """Return parts beside the rows, for subclasses."""
         return ()
 
     @property
@@ -82,7 +81,7 @@ class TokenPool(KVPool):
         self._check_layer(layer_id)
         return self._codec.scales(layer_id)
 
-    def device_scales(self, layer_id: int) -> torch.Tensor | None:
+    def device_scales(self, layer_id: int) -> Tensor | None:
         self._check_layer(layer_id)
         return self._codec.device_scales(layer_id)
 
@@ -90,23 +89,21 @@ class TokenPool(KVPool):
         self._check_layer(layer_id)
         self._codec.set_scales(layer_id, scales)
 
-    def get_stored(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The stored tensors `[size + ps, H, ...]` of a layer: elements, with FP4 scales, too."""
-        self._check_layer(layer_id)
-        return tuple(itertools.chain.from_iterable(self._layers[layer_id]))
-
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        check_pairs(tgt_loc, src_loc, self.device)
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        check_loc("tgt_loc", tgt_loc, self.device)
+        check_loc("src_loc", src_loc, self.device, len(tgt_loc))
         self._storage.move(tgt_loc, src_loc)
 
     @property
-    def stored(self) -> Mapping[str, torch.Tensor]:
-        """All that a slot holds, `[L, N, *row]` a part: views of the memory, rows contiguous."""
+    def stored(self) -> Mapping[str, Tensor]:
+        """Return all that a slot holds, `[L, N, *row]` a part: views of the memory, rows
+        contiguous; elements, and with FP4 their block scales.
+        """
         return self._storage.parts
 
     def format(self) -> tuple[object, ...]:
-        """Returns what two pools must have in common so that one can take the other's bytes."""
-        config = self._token_config
+        """Return what two pools must have in common so that one can take the other's bytes."""
+        config = self.config
         shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())
         scales = tuple(self._codec.scales(layer) for layer in range(config.num_layers))
         return (config.dtype, config.num_layers, shapes, scales)
@@ -117,17 +114,16 @@ class TokenPool(KVPool):
         self._storage.zero_first(self.page_size)
 
     def resize(self, tokens: int) -> int:
-        """Gives memory back, or takes it again, past `tokens`; returns `size`, usable now.
+        """Give memory back, or take it again, past `tokens`; return `size`, usable now.
 
         For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so
         do contents of the slots that stay; slots that come are undefined, and slots that went must
         not be touched: their pages have to be out of the ledger before. ValueError past
         `config.size`; the saver's errors leave everything as it was.
         """
-        if not 0 < tokens <= self._token_config.size:
+        if not 0 < tokens <= self.config.size:
             raise ValueError(
-                f"can't resize to {tokens} tokens; "
-                f"the pool was made for 1..{self._token_config.size}"
+                f"can't resize to {tokens} tokens; the pool was made for 1..{self.config.size}"
             )
         self._storage.resize(tokens + self.page_size)
         # on a GPU the saver rounds up to whole extents
@@ -140,44 +136,24 @@ class TokenPool(KVPool):
                 f"layer {layer_id} is not in this pool; it holds layers 0..{len(self._layers) - 1}"
             )
 
-    def _check_rows(self, loc: torch.Tensor, **rows: tuple[torch.Tensor, tuple[int, int]]) -> None:
-        """ValueError unless each fits. rows: name -> (tensor, its wanted heads and width)."""
+    def _check_rows(self, loc: Tensor, **rows: tuple[Tensor, tuple[int | None, int]]) -> None:
+        """ValueError unless all rows fit and have one dtype. rows: name -> (tensor, its heads and
+        width).
+        """
         check_loc("loc", loc, self.device)
-        count, first = loc.shape[0], next(iter(rows.values()))[0].dtype
+        dtypes = self._codec.accepts
         for name, (row, shape) in rows.items():
-            if row.dtype not in self._codec.accepts:
-                raise ValueError(
-                    f"{name} is {row.dtype}, the pool stores {self.dtype}; "
-                    f"convert {name} before writing it"
-                )
-            if row.dtype != first:
-                raise ValueError(f"{name} is {row.dtype}, beside {first}; give all rows one dtype")
-            self._check_shape(name, row, (count, *shape))
-
-    def _check_shape(self, name: str, row: torch.Tensor, shape: tuple[int, int, int]) -> None:
-        if row.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(row.shape)}, needed {shape}: [tokens, KV heads, head dim]"
-            )
-        if row.device != self.device:
-            raise ValueError(f"{name} on {row.device} must be on the pool's {self.device}")
+            check_tensor(name, row, (len(loc), *shape), dtypes, self.device)
+            dtypes = (row.dtype,)
 
 
 class MHATokenToKVPool(TokenPool):
     """One storage block: keys `[L, size + ps, H, D]`, then values `[L, size + ps, H, Dv]`."""
 
-    def __init__(
-        self, config: KVCacheConfig, saver: MemorySaver | None = None, tag: str = "kv_cache"
-    ) -> None:
-        self.config = config
-        super().__init__(config, saver, tag)
-        view = self._codec.view
-        self._views = [] if self.fp4 else [(view(k), view(v)) for k, v in self._layers]
+    config: KVCacheConfig
 
-    def set_kv_buffer(
-        self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Writes k `[n, H, D]` and v `[n, H, Dv]` into slots loc int64 `[n]`; one launch on a GPU.
+    def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k `[n, H, D]` and v `[n, H, Dv]` into slots loc int64 `[n]`; one launch on a GPU.
 
         Of the pool's dtype: bit-exact. Into fp8 and FP4 also from float32, float16 and bfloat16:
         divided by the layer's scale (fp8) or the block's (FP4), rounded and saturated as
@@ -191,14 +167,14 @@ class MHATokenToKVPool(TokenPool):
     def set_rotated_kv_buffer(
         self,
         layer_id: int,
-        loc: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
+        loc: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
         rotary: RotaryTables,
-    ) -> torch.Tensor:
-        """Writes k and v as `set_kv_buffer` does, the keys rotated on the way; returns q rotated.
+    ) -> Tensor:
+        """Write k and v as `set_kv_buffer` does, the keys rotated on the way; return q rotated.
 
         q `[n, Hq, D]`, k `[n, H, D]` and v `[n, H, Dv]` are of one floating dtype, their heads
         contiguous; they are never modified. loc and positions are contiguous int64 `[n]`, what is
@@ -206,11 +182,10 @@ class MHATokenToKVPool(TokenPool):
         """
         self._check_layer(layer_id)
         rows = self.config.rows
-        queries = (q.shape[1] if q.ndim == 3 else 0, self.config.head_dim)
-        self._check_rows(loc, k=(k, rows["k"]), v=(v, rows["v"]), q=(q, queries))
-        check_loc("positions", positions, self.device)
-        if positions.shape != loc.shape:
-            raise ValueError(f"{len(positions)} positions for {len(loc)} slots; pair them")
+        self._check_rows(
+            loc, k=(k, rows["k"]), v=(v, rows["v"]), q=(q, (None, self.config.head_dim))
+        )
+        check_loc("positions", positions, self.device, len(loc))
         stored, tables = self._layers[layer_id], (rotary.cos, rotary.sin)
         if isinstance(self._codec, PlainCodec):
             (k_buffer,), (v_buffer,) = stored
@@ -219,13 +194,14 @@ class MHATokenToKVPool(TokenPool):
         self._codec.write(layer_id, (k, v), stored, loc)
         return q
 
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[size + ps, H, D]` and values `[size + ps, H, Dv]`, views of the pool's memory."""
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """Return keys `[size + ps, H, D]` and values `[size + ps, H, Dv]`, views of the memory."""
         self._check_layer(layer_id)
-        return self._views[layer_id]
+        k, v = self._layers[layer_id]
+        return self._codec.view(k), self._codec.view(v)
 
-    def get_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[n, H, D]` and values `[n, H, Dv]` as `config.row_dtype`."""
+    def get_rows(self, layer_id: int, loc: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys `[n, H, D]` and values `[n, H, Dv]` as `config.row_dtype`."""
         self._check_layer(layer_id)
         check_loc("loc", loc, self.device)
         k, v = self._layers[layer_id]
@@ -237,12 +213,6 @@ class MHATokenToKVPoolFP4(MHATokenToKVPool):
 
     fp4 = True
 
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ValueError: FP4 elements have no views."""
-        self._check_layer(layer_id)
-        k, v = self._layers[layer_id]
-        return self._codec.view(k), self._codec.view(v)
-
 
 class MLATokenToKVPool(TokenPool):
     """One storage block `[L, size + ps, 1, kv_lora_rank + qk_rope_head_dim]`, latent first.
@@ -250,51 +220,50 @@ class MLATokenToKVPool(TokenPool):
     The whole row is the key, its first `kv_lora_rank` elements the value. fp8: a scale a layer.
     """
 
+    config: MLACacheConfig
+
     def __init__(
         self, config: MLACacheConfig, saver: MemorySaver | None = None, tag: str = "kv_cache"
     ) -> None:
-        self.config = config
         super().__init__(config, saver, tag)
         self._sides = [self._split(stored) for (stored,) in self._layers]
 
-    def set_kv_buffer(
-        self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
-    ) -> None:
-        """Writes k `[n, 1, rank + rope]`; v, if given, is its first `rank` elements."""
+    def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+        """Write k `[n, 1, rank + rope]`; v, if given, is its first `rank` elements."""
         rank, width = self.config.kv_lora_rank, self.config.rows["kv"][1]
         self._check_layer(layer_id)
         self._check_rows(loc, k=(k, (1, width)), **({} if v is None else {"v": (v, (1, rank))}))
         self._write(layer_id, loc, k[..., :rank], k[..., rank:])
 
-    def set_mla_kv_buffer(
-        self, layer_id: int, loc: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
-    ) -> None:
-        """Writes latent `[n, 1, rank]` and rope `[n, 1, rope]` side by side, without joining."""
+    def set_mla_kv_buffer(self, layer_id: int, loc: Tensor, latent: Tensor, rope: Tensor) -> None:
+        """Write latent `[n, 1, rank]` and rope `[n, 1, rope]` side by side, without joining."""
         self._check_layer(layer_id)
         shapes = (1, self.config.kv_lora_rank), (1, self.config.qk_rope_head_dim)
         self._check_rows(loc, latent=(latent, shapes[0]), rope=(rope, shapes[1]))
         self._write(layer_id, loc, latent, rope)
 
-    def _write(
-        self, layer_id: int, loc: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor
-    ) -> None:
+    def _write(self, layer_id: int, loc: Tensor, latent: Tensor, rope: Tensor) -> None:
         self._codec.write(layer_id, (latent, rope), self._sides[layer_id], loc)
 
-    def _split(self, stored: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], ...]:
-        """The latent and the rotary side of each stored part."""
+    def _split(self, stored: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
+        """Return the latent and the rotary side of each stored part."""
         rank = self.config.kv_lora_rank
         cuts = [rank] if len(stored) == 1 else [rank // 2, rank // FP4_BLOCK]
         sides = (part.tensor_split([cut], -1) for part, cut in zip(stored, cuts, strict=True))
         return tuple(zip(*sides, strict=True))
 
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[size + ps, 1, rank + rope]` and values, a view of their first `rank` elements."""
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """Return keys `[size + ps, 1, rank + rope]` and values, a view of their first `rank`
+        elements.
+        """
         self._check_layer(layer_id)
         k = self._codec.view(self._layers[layer_id][0])
         return k, k[..., : self.config.kv_lora_rank]
 
-    def get_rows(self, layer_id: int, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[n, 1, rank + rope]` as `config.row_dtype`; values: their first `rank` elements."""
+    def get_rows(self, layer_id: int, loc: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys `[n, 1, rank + rope]` as `config.row_dtype`, and values: their first `rank`
+        elements.
+        """
         self._check_layer(layer_id)
         check_loc("loc", loc, self.device)
         k = self._codec.read(layer_id, 0, self._layers[layer_id][0], loc)
@@ -317,11 +286,10 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         saver: MemorySaver | None = None,
         tag: str = "kv_cache",
     ) -> None:
-        check_positive("heavy_channel_num", heavy_channel_num)
-        if heavy_channel_num > config.head_dim:
+        if not 1 <= heavy_channel_num <= config.head_dim:
             raise ValueError(
-                f"heavy_channel_num {heavy_channel_num} is more than the head's "
-                f"{config.head_dim} channels"
+                f"heavy_channel_num={heavy_channel_num} must be in 1..{config.head_dim}, the "
+                "head's channels"
             )
         self.heavy_channel_num = heavy_channel_num
         super().__init__(config, saver, tag)
@@ -330,19 +298,14 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         shape = (self.config.num_kv_heads, self.heavy_channel_num)
         return (PoolPart(name="label", row=shape, dtype=self.config.row_dtype),)
 
-    def set_label_buffer(self, layer_id: int, loc: torch.Tensor, label: torch.Tensor) -> None:
-        """Writes label `[n, H, heavy_channel_num]` of `config.row_dtype` into slots loc `[n]`."""
+    def set_label_buffer(self, layer_id: int, loc: Tensor, label: Tensor) -> None:
+        """Write label `[n, H, heavy_channel_num]` of `config.row_dtype` into slots loc `[n]`."""
         buffer = self.get_label_buffer(layer_id)
-        if label.dtype != buffer.dtype:
-            raise ValueError(
-                f"label is {label.dtype}, the pool stores {buffer.dtype} labels; convert it before"
-            )
         check_loc("loc", loc, self.device)
-        shape = (self.config.num_kv_heads, self.heavy_channel_num)
-        self._check_shape("label", label, (len(loc), *shape))
+        check_tensor("label", label, (len(loc), *buffer.shape[1:]), (buffer.dtype,), self.device)
         set_rows(label, buffer, loc)
 
-    def get_label_buffer(self, layer_id: int) -> torch.Tensor:
-        """Labels `[size + ps, H, heavy_channel_num]` of a layer, as a view of the pool's memory."""
+    def get_label_buffer(self, layer_id: int) -> Tensor:
+        """Return labels `[size + ps, H, heavy_channel_num]` of a layer, a view of the memory."""
         self._check_layer(layer_id)
         return self._storage.parts["label"][layer_id]

@@ -124,15 +124,6 @@ class MambaRadixCache(PrefixTree):
         self.states = states
         self._num_states = 0
 
-    @property
-    def evictable_states(self) -> int:
-        """States that `evict_states` can free."""
-        return sum(len(generation.states) for generation in self.generations())
-
-    @property
-    def protected_states(self) -> int:
-        return self._num_states - self.evictable_states
-
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
         """The longest prefix of this version that ends at a node with a state. Splits nothing."""
         run = as_run(key, "key")
@@ -218,7 +209,8 @@ class MambaRadixCache(PrefixTree):
     def reset(self) -> None:
         held = self.state_slots()
         super().reset()
-        self.states.free(held)
+        for slot in held:
+            self.states.free(slot)
         self._num_states = 0
 
     def check_integrity(self) -> None:
@@ -259,7 +251,7 @@ class MambaRadixCache(PrefixTree):
 
     def _drop_state(self, node: RadixNode) -> None:
         if node.state:
-            self.states.free([node.state])
+            self.states.free(node.state)
             node.generation.states.discard(node)
             node.state, node.state_usage = 0, None
             self._num_states -= 1

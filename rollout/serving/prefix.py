@@ -264,10 +264,10 @@ class StatePrefixBlocks(PrefixBlocks):
         # again after the eviction, which may take pages that this one would only add states to
         if not (self._wanted(held.length, ids) and self._slot() and self._wanted(held.length, ids)):
             return
-        slots = self._states.clone([self._table.mamba_slot(handle)])
-        assert slots is not None, "a slot was made free"
+        slot = self._states.clone(self._table.mamba_slot(handle))
+        assert slot is not None, "a slot was made free"
         pages = self.blocks.pages(handle)
-        kept = self._prefixes.insert(ids, pages, slots[0], version=held.version)
+        kept = self._prefixes.insert(ids, pages, slot, version=held.version)
         self.blocks.allocator.share(pages[kept.length // self._prefixes.page_size :])
         if kept.length == held.length:
             super()._begin(handle, self._prefixes.match_prefix(ids))
@@ -299,7 +299,7 @@ class StatePrefixBlocks(PrefixBlocks):
         assert isinstance(match, MambaMatch)
         if match.state is not None:
             try:
-                self._states.copy([self._table.mamba_slot(handle)], [match.state])
+                self._states.copy(self._table.mamba_slot(handle), match.state)
             except BaseException:  # such as the device being out of memory
                 self.blocks.release(handle)
                 raise

@@ -84,12 +84,12 @@ def check_room(nbytes: int, device: str) -> None:
 @pytest.mark.parametrize("kind", some("bf16, slot-major", "fp8", "mla-fp4", whole=sorted(KINDS)))
 def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
     small = make(kind, 3 * PS, device)
-    width = small.get_stored(0)[0].stride(0)  # elements between slots
+    width = next(iter(small.stored.values())).stride(1)  # elements between slots
     past = LIMIT // width + 1
     size = past // PS * PS + 3 * PS
     check_room((size + PS) * small.bytes_per_token, device)
     large = make(kind, size, device)
-    stored = large.get_stored(0)[0]
+    stored = next(iter(large.stored.values()))[0]
     assert past * stored.stride(0) >= LIMIT
     assert stored[past:].storage_offset() >= LIMIT
     # two slots at each end, and where the small pool has the same
@@ -108,7 +108,7 @@ def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
     small.move_kv_cache(here[[2, 0, 3]], here[[1, 3, 2]])
     check_equal()
     large.on_resume()
-    assert not any(part[:PS].any() for layer in range(LAYERS) for part in large.get_stored(layer))
+    assert not any(part[:, :PS].any() for part in large.stored.values())
 
 
 def test_attention_reads_slots_past_2_to_the_31_elements(device: str) -> None:

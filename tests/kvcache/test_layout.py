@@ -18,15 +18,12 @@ QWEN = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
 OPT_13B = {"num_attention_heads": 40, "hidden_size": 5120, "dtype": "float16"}
 ALTERNATING = ("sliding", "full") * 2 + ("sliding",)
-MODELS: list[
-    tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int, int]
-] = [
-    # fields; kinds of layers, pool, heads and their width, window, bytes of a token and of one past
-    # the window
-    ("LlamaConfig", {}, ("full",) * 4, "mha", (32, 128), None, 65_536, 65_536),
-    ("LlamaConfig", OPT_13B, ("full",) * 40, "mha", (40, 128), None, 819_200, 819_200),
-    ("Qwen2Config", QWEN, ("full",) * 24, "mha", (2, 64), None, 12_288, 12_288),  # Qwen2.5-0.5B
-    ("Qwen2Config", SLIDING, ("full",) * 3 + ("sliding",), "swa", (32, 128), 64, 65_536, 49_152),
+MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int]] = [
+    # fields; kinds of layers, pool, heads and their width, window, bytes of a token
+    ("LlamaConfig", {}, ("full",) * 4, "mha", (32, 128), None, 65_536),
+    ("LlamaConfig", OPT_13B, ("full",) * 40, "mha", (40, 128), None, 819_200),
+    ("Qwen2Config", QWEN, ("full",) * 24, "mha", (2, 64), None, 12_288),  # Qwen2.5-0.5B
+    ("Qwen2Config", SLIDING, ("full",) * 3 + ("sliding",), "swa", (32, 128), 64, 65_536),
     (
         "Qwen3Config",
         {"num_key_value_heads": 8, "head_dim": 96},
@@ -35,9 +32,8 @@ MODELS: list[
         (8, 96),
         None,
         6144,
-        6144,
     ),
-    ("MistralConfig", {}, ("sliding",) * 3, "mha", (8, 128), 4096, 12_288, 12_288),
+    ("MistralConfig", {}, ("sliding",) * 3, "mha", (8, 128), 4096, 12_288),
     (
         "MistralConfig",
         {"sliding_window": None},
@@ -46,11 +42,10 @@ MODELS: list[
         (8, 128),
         None,
         12_288,
-        12_288,
     ),
-    ("Gemma2Config", {}, ALTERNATING, "swa", (4, 256), 4096, 20_480, 8192),
-    ("DeepseekV2Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456, 3456),
-    ("DeepseekV3Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456, 3456),
+    ("Gemma2Config", {}, ALTERNATING, "swa", (4, 256), 4096, 20_480),
+    ("DeepseekV2Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456),
+    ("DeepseekV3Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456),
 ]
 
 
@@ -64,8 +59,7 @@ def test_models(model: Any) -> None:
     )
     assert (got.kinds, got.pool) == (kinds, pool)
     assert got.rows == dict.fromkeys(("kv",) if pool == "mla" else ("k", "v"), heads)
-    assert [got.sliding_window, got.bytes_per_token, got.bytes_per_token_past_window] == wanted
-    assert got.layer_shapes == (got.rows,) * len(kinds) and got.state_bytes == 0
+    assert [got.sliding_window, got.bytes_per_token] == wanted and got.state_bytes == 0
 
 
 def test_dtypes() -> None:
@@ -171,13 +165,13 @@ def test_linear_layers_and_their_states(
     config = tiny(name, **fields)
     got = layout(config)
     assert (got.kinds, got.pool) == (kinds, "hybrid_linear")
-    for kind, shapes, own in zip(kinds, got.layer_shapes, states_of(config), strict=True):
+    for kind, own in zip(kinds, states_of(config), strict=True):
         assert (kind == "linear") == (own is not None)
         # transformers keeps one column more of the convolution, which the next token shifts out
         if own is not None:
             (channels, kernel), temporal = own
-            assert shapes == {"conv0": (channels, kernel - 1), "temporal": temporal}
-    assert got.layer_shapes[3] == {"k": (2, 8), "v": (2, 8)}
+            assert got.conv_shapes == ((channels, kernel - 1),) and got.temporal_shape == temporal
+    assert got.rows == {"k": (2, 8), "v": (2, 8)}
     pool = got.build(size=8, page_size=4, device=DEVICE)
     assert isinstance(pool, HybridLinearKVPool)
     assert pool.bytes_per_token == got.bytes_per_token == kinds.count("full") * 2 * 2 * 8 * 4

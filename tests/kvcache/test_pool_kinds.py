@@ -51,7 +51,7 @@ def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
     ready = torch.full((1, 2, 32), 3.0, device=DEVICE).to(dtype)  # taken as scaled
     pool.set_kv_buffer(1, at(4), ready, ready[..., :16])
     assert (pool.get_rows(1, at(4))[1] == 3 * 4).all()
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="v is torch.float32"):
         pool.set_kv_buffer(1, at(4), ready, ready[..., :16].float())
 
 
@@ -98,7 +98,7 @@ def test_fp4_reads_what_the_definition_says() -> None:
     got = pool.get_rows(1, at(9, 4, 30))
     for rows, read in zip((k, v), got, strict=True):
         assert torch.equal(read, quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float16))
-    assert [tuple(t.shape) for t in pool.get_stored(1)] == [(SLOTS, 2, w) for w in (16, 2, 8, 1)]
+    assert [tuple(t.shape) for t in stored(pool)] == [(2, SLOTS, 2, w) for w in (16, 2, 8, 1)]
     with pytest.raises(ValueError, match="use get_rows"):
         pool.get_kv_buffer(1)
 
@@ -107,24 +107,23 @@ def test_pools_and_configs_refuse_what_they_can_not_store() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: MHATokenToKVPool(mha(FP4_DTYPE)), "FP4 has pools of its own"),
         (lambda: MLATokenToKVPoolFP4(mla()), "MLATokenToKVPoolFP4 can't store torch.bfloat16"),
-        (lambda: mha(FP4_DTYPE, head_dim=24), "a multiple of 16 elements, 'k' has 24"),
+        (lambda: mha(FP4_DTYPE, head_dim=24), "rows of 'k' of a multiple of 16 elements, got 24"),
         (
             lambda: mla(FP4_DTYPE, kv_lora_rank=40, qk_rope_head_dim=8),
-            "kv_lora_rank of a multiple of 16, got 40",
+            "kv_lora_rank of a multiple of 16 elements, got 40",
         ),
         (lambda: mha(FP8, compute_dtype=torch.float8_e5m2), "compute_dtype"),
-        (lambda: DoubleSparseTokenToKVPool(mha(), 33), "more than the head's 32 channels"),
+        (lambda: DoubleSparseTokenToKVPool(mha(), 33), "heavy_channel_num=33 must be in 1..32"),
         (
             lambda: mha(size=33, page_size=16),
-            "33 tokens, not a multiple of page_size 16; use 32 or 48",
+            "size=33 must be a multiple of page_size=16; use 48",
         ),
-        (lambda: mha(layers=0), "num_layers must be a whole number >= 1"),
-        (lambda: mha(page_size=2.0), "page_size must be a whole number"),
+        (lambda: mha(layers=0), "num_layers=0 must be at least 1"),
+        (lambda: mha(page_size=2.0), "page_size=2.0 must be whole"),
         (lambda: mha(num_kv_heads=True), "num_kv_heads"),
         (lambda: mha(v_head_dim=0), "v_head_dim"),
         (lambda: mha(size=2**31, page_size=16), "fewer than 2"),
-        (lambda: mha(torch.int32), "int32 can't be stored; use one of"),
-        (lambda: mha(device="nowhere"), "'nowhere' is no device"),
+        (lambda: mha(torch.int32), "dtype=torch.int32 can't be stored; use one of"),
     ]
     for make, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -169,7 +168,7 @@ def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
             (SLOTS, 1, 48),
             whole.data_ptr(),
         )
-    with pytest.raises(ValueError, match=r"rope has shape \(3, 1, 48\), needed \(3, 1, 16\)"):
+    with pytest.raises(ValueError, match=r"rope is .* \[3, 1, 48\] .* \[3, 1, 16\]"):
         pools[0].set_mla_kv_buffer(1, loc, row[..., :48], row[..., :48])
 
 
@@ -188,7 +187,7 @@ def test_labels_beside_keys_and_values() -> None:
     assert torch.equal(buffer[5], label[1])
     for wrong, message in (
         (label.float(), "label is torch.float32"),
-        (label[:1], r"label has shape \(1, 2, 5\)"),
+        (label[:1], r"label is torch.bfloat16 \[1, 2, 5\]"),
     ):
         with pytest.raises(ValueError, match=message):
             pool.set_label_buffer(1, at(4, 9), wrong)
@@ -228,8 +227,6 @@ def test_layers_lead_to_their_pool() -> None:
 
 def test_writes_to_the_window_go_through_the_mapping() -> None:
     pool = swa()
-    with pytest.raises(ValueError, match="register_mapping"):
-        pool.set_kv_buffer(0, at(4), rows(1), rows(1))
     pool.set_kv_buffer(1, at(4), rows(1), rows(1))  # the full side needs none
     mapping = torch.zeros(36, dtype=torch.int64, device=DEVICE)
     pool.register_mapping(mapping)
@@ -250,14 +247,12 @@ def test_writes_to_the_window_go_through_the_mapping() -> None:
 
 
 def test_wrong_sides_and_mappings() -> None:
-    full, window = config(1, 32), config(1, 8)
-    for sides, layers, message in (
-        ((full, window), ([0, 1], [2]), "the full pool is for 1 layers, got the layer ids"),
-        ((full, window), ([0], [0]), r"layers \[0\] are named as full and as window"),
-        ((window, full), ([0], [1]), "larger than the full pool"),
+    for layers, message in (
+        (([0, 1], [2]), "a pool of 1 layers got the layer ids"),
+        (([0], [0]), r"layers \[0\] are named as full and as window"),
     ):
         with pytest.raises(ValueError, match=message):
-            SWAKVPool(*sides, *layers)
+            SWAKVPool(config(1, 32), config(1, 8), *layers)
     pool = swa()
     for wrong in (
         torch.zeros(36),
@@ -266,9 +261,7 @@ def test_wrong_sides_and_mappings() -> None:
     ):
         with pytest.raises(ValueError, match="full_to_swa_index_mapping"):
             pool.register_mapping(wrong.to(DEVICE))
-    with pytest.raises(
-        ValueError, match="layer 5 is not in this pool; it holds layers 0, 1, 2, 3, 4"
-    ):
+    with pytest.raises(ValueError, match="layer 5 is not in this pool; layers 0, 1, 2, 3, 4 have"):
         pool.get_kv_buffer(5)
 
 
@@ -281,8 +274,8 @@ def test_only_full_layers_of_a_hybrid_keep_keys() -> None:
     assert pool.nbytes == 12 * pool.bytes_per_token == 12 * 2 * 2 * 9
     for layer in (0, 4, -1):
         with pytest.raises(
-            ValueError, match=rf"layer {layer} keeps no keys and values .* layers 3, 7 do"
+            ValueError, match=rf"layer {layer} is not in this pool; layers 3, 7 have"
         ):
             pool.set_kv_buffer(layer, at(5), rows(6), rows(-3))
-    with pytest.raises(ValueError, match="the full pool is for 2 layers"):
+    with pytest.raises(ValueError, match="a pool of 2 layers got"):
         HybridLinearKVPool(config(2, 8), [3, 3])

@@ -443,11 +443,12 @@ def test_few_states_are_used_again_and_advanced_in_chunks(
     """taken: by somebody else, so that a request's row and its slot are different numbers."""
     engine, model = make("states", device=device, max_prefill_tokens=chunk, max_running=running)
     assert engine.cache.states is not None
-    mine = engine.cache.states.alloc(taken)
-    assert mine is not None
+    mine = [engine.cache.states.alloc() for _ in range(taken)]
     prompts = random_prompts((1, 3, 12, 70, 5))
     check(model, prompts, engine.generate(prompts, GREEDY, on_progress=lambda *_: poison(engine)))
-    engine.cache.states.free(mine)
+    for slot in mine:
+        assert slot is not None
+        engine.cache.states.free(slot)
     check_idle(engine)
 
 

@@ -202,14 +202,15 @@ class Hybrid(Model):
             super().insert(key, salt, age)
 
     def put(self, key: Any, pages: Any, version: int, salt: str | None) -> int:
-        (state,) = self.slots.alloc(1) or []
+        state = self.slots.alloc()
+        assert state is not None
         done = self.real.insert(key, pages, state, version=version, extra_key=salt)
         prefix = (version, salt, tuple(key.tolist()))
         assert done.state_taken == (version == self.real.version and prefix not in self.states)
         if done.state_taken:
             self.states[prefix] = state
         else:
-            self.slots.free([state])
+            self.slots.free(state)
         return done.length
 
     def found(self, named: list[Prefix]) -> list[Prefix]:
@@ -248,7 +249,6 @@ class Hybrid(Model):
         assert self.in_tree()[1] == self.states
         self.slots.check_integrity()
         assert self.slots.available_size() + len(self.states) == STATES
-        assert self.real.protected_states == len(self.held())
 
 
 MODELS = [Model, Hybrid]
