@@ -69,6 +69,11 @@ class TokenConfig(ABC):
     def rows(self) -> dict[str, tuple[int, int]]:
         """Returns what a token has in each layer: name -> (heads, width)."""
 
+    @property
+    @abstractmethod
+    def value_dim(self) -> int:
+        """Return the width of a value, a head."""
+
     @abstractmethod
     def _shape_fields(self) -> tuple[str, ...]:
         """Fields that must be whole numbers >= 1."""
@@ -138,6 +143,10 @@ class MLACacheConfig(TokenConfig):
 
     kv_lora_rank: int
     qk_rope_head_dim: int
+
+    @property
+    def value_dim(self) -> int:
+        return self.kv_lora_rank
 
     @property
     def rows(self) -> dict[str, tuple[int, int]]:

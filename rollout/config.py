@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 
 from kvcache import kv_dtype
+from kvcache.config import check_counts, check_option
 from memsaver.ops.layout import round_up
 from memsaver.system.machine import Impl
 from rollout.model.layer_kv import DoubleSparsity
@@ -102,87 +103,52 @@ class EngineConfig:
     expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for key in (
-            "kv_tokens",
-            "page_size",
-            "max_running",
-            "max_prefill_tokens",
-            "tensor_parallel_size",
-            "expert_parallel",
-        ):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
-        if self.prefix_states < 0:
-            raise ValueError(f"prefix_states={self.prefix_states} must be at least 0")
-        self._check_whole_pages("kv_tokens", self.kv_tokens)
-        if self.window_tokens is not None:
-            self._check_whole_pages("window_tokens", self.window_tokens)
-            if not 0 < self.window_tokens <= self.kv_tokens:
-                raise ValueError(
-                    f"window_tokens={self.window_tokens} must be in 1..kv_tokens={self.kv_tokens}"
-                )
-        if self.max_context_len is not None and self.max_context_len < 2:
-            raise ValueError(
-                f"max_context_len={self.max_context_len} has no room for a prompt and one token; "
-                f"raise it"
-            )
-        if self.attention not in get_args(Impl):
-            raise ValueError(
-                f"attention={self.attention!r} is unknown; use one of {', '.join(get_args(Impl))}"
-            )
+        counts = ("kv_tokens", "page_size", "max_running", "max_prefill_tokens")
+        check_counts(self, *counts, "tensor_parallel_size", "expert_parallel")
+        check_counts(self, "prefix_states", least=0)
+        for key in ("kv_tokens", "window_tokens"):
+            whole = round_up(getattr(self, key) or 0, self.page_size)
+            rule = f"is not a multiple of page_size={self.page_size}; use {key}={whole}"
+            check_option(self, key, getattr(self, key) in (None, whole), rule)
+        rule = f"must be in 1..kv_tokens={self.kv_tokens}"
+        window = self.window_tokens
+        check_option(self, "window_tokens", window is None or 0 < window <= self.kv_tokens, rule)
+        longest = self.max_context_len
+        rule = "has no room for a prompt and one token; raise it"
+        check_option(self, "max_context_len", longest is None or longest >= 2, rule)
+        rule = f"must be one of {', '.join(get_args(Impl))}"
+        check_option(self, "attention", self.attention in get_args(Impl), rule)
         kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
-        if self.double_sparsity is not None:
-            self._check_double_sparsity()
-        if self.tiers is not None and not self.prefix_cache:
-            raise ValueError(
-                "tiers are part of the prefix cache; use prefix_cache=True with them, or tiers=None"
-            )
-        if self.tensor_parallel_size % self.expert_parallel:
-            raise ValueError(
-                f"expert_parallel={self.expert_parallel} must divide "
-                f"tensor_parallel_size={self.tensor_parallel_size}"
-            )
-        if self.tensor_parallel_size > 1 and (
-            self.double_sparsity is not None or self.kv_cache_dtype == "fp4_e2m1"
-        ):
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} takes neither double_sparsity "
-                f"nor kv_cache_dtype='fp4_e2m1'; use tensor_parallel_size=1, or leave these out"
-            )
-        if self.tensor_parallel_size > 1 and self.tiers and self.tiers.disk_directory is not None:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: ranks must decide alike, "
-                "whatever a disk does; use tiers without disk_directory"
-            )
+        check_option(self, "seed", 0 <= self.seed < 2**63, "must be in [0, 2**63)")
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
-            if not self.graph_batch_sizes or min(self.graph_batch_sizes) < 1:
-                raise ValueError(
-                    f"graph_batch_sizes={self.graph_batch_sizes} must be batch sizes of at least "
-                    f"1; use cuda_graphs=False for no graphs"
-                )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} must be in [0, 2**63)")
+            rule = "must be batch sizes of at least 1; use cuda_graphs=False for no graphs"
+            check_option(
+                self, "graph_batch_sizes", min(self.graph_batch_sizes, default=0) > 0, rule
+            )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """ValueError for options that exclude each other."""
+        sparse, fp4 = self.double_sparsity is not None, self.kv_cache_dtype == "fp4_e2m1"
+        if sparse:
+            rule = "has no double sparsity; use attention='torch' or 'auto'"
+            check_option(self, "attention", self.attention != "triton", rule)
+            rule = "has no double sparsity; use kv_cache_dtype='auto'"
+            check_option(self, "kv_cache_dtype", self.kv_cache_dtype == "auto", rule)
+            object.__setattr__(self, "attention", "torch")
+        rule = "has no place for tiers, a part of the prefix cache; use tiers=None"
+        check_option(self, "prefix_cache", self.prefix_cache or self.tiers is None, rule)
+        ranks = self.tensor_parallel_size
+        rule = f"must divide tensor_parallel_size={ranks}"
+        check_option(self, "expert_parallel", ranks % self.expert_parallel == 0, rule)
+        rule = "takes neither double_sparsity nor kv_cache_dtype='fp4_e2m1'; leave these out"
+        check_option(self, "tensor_parallel_size", ranks == 1 or not (sparse or fp4), rule)
+        disk = self.tiers is not None and self.tiers.disk_directory is not None
+        rule = "takes no tiers with disk_directory: ranks must decide alike, whatever a disk does"
+        check_option(self, "tensor_parallel_size", ranks == 1 or not disk, rule)
 
     @property
     def state_slots(self) -> int:
         """Counts the state slots of a model with linear layers, without the padding slot."""
         return self.max_running + (self.prefix_states if self.prefix_cache else 0)
-
-    def _check_double_sparsity(self) -> None:
-        if self.attention == "triton":
-            raise ValueError('attention="triton" has no double sparsity; use "torch" or "auto"')
-        if self.kv_cache_dtype != "auto":
-            raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} can't be combined with double_sparsity; "
-                f"use 'auto', or double_sparsity=None"
-            )
-        object.__setattr__(self, "attention", "torch")
-
-    def _check_whole_pages(self, key: str, tokens: int) -> None:
-        if tokens % self.page_size:
-            rounded = round_up(tokens, self.page_size)
-            raise ValueError(
-                f"{key}={tokens} is not a multiple of page_size={self.page_size}; "
-                f"use {key}={rounded}"
-            )

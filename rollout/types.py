@@ -10,6 +10,8 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcache.config import check_counts, check_option
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from memsaver import Ticket
 
 FinishReason = Literal["stop", "length", "abort"]
-FINISH_REASONS = ("stop", "length", "abort")
 
 COLDEST = 1e-6
 """Below, logits divided by the temperature may pass the range of fp32; the draw is greedy long
@@ -62,55 +63,37 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.stop_token_ids is not None:
             object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in ("max_tokens", "top_k", "n", "seed", "beam_width"):
-            value = getattr(self, name)
-            if not _is_number(value, Integral) and (value is not None or name != "seed"):
-                raise ValueError(f"{name}={value!r} must be whole")
-        if not all(_is_number(token, Integral) for token in self.stop_token_ids or ()):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
+        whole = all(_is_number(token, Integral) for token in self.stop_token_ids or ())
+        check_option(self, "stop_token_ids", whole, "must be token ids")
+        check_counts(self, "max_tokens", "n", "beam_width")
+        check_counts(self, "top_k", *([] if self.seed is None else ["seed"]), least=0)
         for name in ("temperature", "top_p", "length_penalty"):
-            if not _is_number(value := getattr(self, name), Real):
-                raise ValueError(f"{name}={value!r} must be a number")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if self.temperature != 0 and not COLDEST <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature} must be 0 (greedy), or finite and at "
-                f"least {COLDEST:g}"
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k={self.top_k} must be in [0, 2**31) (0 is off)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1] (1 is off)")
-        if self.n < 1:
-            raise ValueError(f"n={self.n} must be at least 1")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed} must be in [0, 2**63), or None")
+            check_option(self, name, _is_number(getattr(self, name), Real), "must be a number")
+        warm = self.temperature == 0 or COLDEST <= self.temperature < math.inf
+        rule = f"must be 0 (greedy), or finite and at least {COLDEST:g}"
+        check_option(self, "temperature", warm, rule)
+        check_option(self, "top_k", self.top_k < 2**31, "must be in [0, 2**31) (0 is off)")
+        check_option(self, "top_p", 0 < self.top_p <= 1, "must be in (0, 1] (1 is off)")
+        check_option(self, "seed", (self.seed or 0) < 2**63, "must be in [0, 2**63), or None")
         self._check_beams()
 
     def _check_beams(self) -> None:
-        if self.beam_width < 1:
-            raise ValueError(f"beam_width={self.beam_width} must be at least 1 (1 is off)")
-        if not abs(self.length_penalty) < float("inf"):
-            raise ValueError(f"length_penalty={self.length_penalty} must be finite")
-        if self.early_stopping not in (True, False, "never"):
-            rule = 'must be True, False or "never"'
-            raise ValueError(f"early_stopping={self.early_stopping!r} {rule}")
+        check_option(self, "length_penalty", abs(self.length_penalty) < math.inf, "must be finite")
+        rule = 'must be True, False or "never"'
+        check_option(self, "early_stopping", self.early_stopping in (True, False, "never"), rule)
         if self.beam_width == 1:
-            if self.length_penalty != 1 or self.early_stopping:
-                raise ValueError(
-                    "length_penalty and early_stopping are for beam search; set beam_width above 1"
-                )
+            rule = "is for beam search; set beam_width above 1"
+            check_option(self, "length_penalty", self.length_penalty == 1, rule)
+            check_option(self, "early_stopping", not self.early_stopping, rule)
             return
-        if self.n > self.beam_width:
-            text = f"n={self.n} answers of a beam search of {self.beam_width}"
-            raise ValueError(f"{text}; raise beam_width or lower n")
-        if self.temperature not in (0, 1) or self.top_k or self.top_p < 1:
-            raise ValueError(
-                f"beam search ranks by the model's own log-probabilities and samples nothing; with "
-                f"beam_width={self.beam_width} leave temperature at 0 or 1, top_k at 0 and top_p "
-                f"at 1"
-            )
+        rule = f"answers of a beam search of {self.beam_width}; raise beam_width or lower n"
+        check_option(self, "n", self.n <= self.beam_width, rule)
+        plain = self.temperature in (0, 1) and not self.top_k and self.top_p == 1
+        rule = (
+            "ranks by the model's own log-probabilities and samples nothing; leave temperature at "
+            "0 or 1, top_k at 0 and top_p at 1"
+        )
+        check_option(self, "beam_width", plain, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +117,6 @@ class Completion:
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs) == len(self.weight_versions)
-        if self.finish_reason not in FINISH_REASONS:
-            raise ValueError(
-                f"finish_reason={self.finish_reason!r} must be one of {', '.join(FINISH_REASONS)}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +139,10 @@ class ParamSlice:
     strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.strides is not None and (
-            len(self.strides) != len(self.shape) or min(self.strides, default=1) < 1
-        ):
-            rule = f"must be positive, one for each of {self.shape}"
-            raise ValueError(f"{self.name}: strides {self.strides} {rule}")
-        if not len(self.shape) == len(self.global_shape) == len(self.start):
-            rule = "must have as many dimensions"
-            raise ValueError(f"{self.name}: shape, global_shape and start {rule}")
-        for size, whole, first in zip(self.shape, self.global_shape, self.start, strict=True):
-            if first < 0 or first + size > whole:
-                text = f"slice {self.shape} at {self.start} is outside {self.global_shape}"
-                raise ValueError(f"{self.name}: {text}")
-        if self.offset < 0 or self.index_base < 0:
-            raise ValueError(f"{self.name}: offset and index_base must not be negative")
+        assert len(self.shape) == len(self.global_shape) == len(self.start), self
+        assert self.strides is None or len(self.strides) == len(self.shape), self
+        ends = (first + size for first, size in zip(self.start, self.shape, strict=True))
+        assert all(end <= whole for end, whole in zip(ends, self.global_shape, strict=True)), self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +174,8 @@ class Manifest:
     zeros: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        names = {piece.name for piece in self.slices}
-        if len({(piece.name, piece.start) for piece in self.slices}) != len(self.slices):
-            raise ValueError("a parameter, or the same part of it, appears twice in the manifest")
-        for alias, target in self.aliases.items():
-            # the target may be a module: all of it is padding here
-            if alias in names or target not in names | self.modules.keys():
-                rule = "must go from a name that is not stored to one that is"
-                raise ValueError(f"alias {alias} -> {target} {rule}")
+        places = {(piece.name, piece.start) for piece in self.slices}
+        assert len(places) == len(self.slices), "a part of a parameter appears twice"
 
     def __reduce__(self) -> tuple[Callable[[bytes], "Manifest"], tuple[bytes]]:
         """One string of bytes, made once: hundreds of slices in each message of an update cost
@@ -307,10 +270,6 @@ class WriteReceipt:
     digest: int
     nbytes: int
     buffers: "dict[str, Tensor]" = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.digest < 2**64:
-            raise ValueError(f"digest={self.digest} must be in [0, 2**64)")
 
 
 @dataclass(frozen=True, kw_only=True)

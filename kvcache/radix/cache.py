@@ -163,8 +163,7 @@ class MambaRadixCache(PrefixTree):
                 f"{len(key)} tokens are not one or more whole pages of {self.page_size}; "
                 "align the key"
             )
-        if state < 1:
-            raise ValueError(f"slot {state} holds no request's state; slots begin at 1")
+        assert state >= 1, "slot 0 holds no request's state"
         if version < self.version:
             return MambaInsert(len(key), False)
         self._now += 1
@@ -188,8 +187,6 @@ class MambaRadixCache(PrefixTree):
         """Frees states, older versions first and then by policy, until `count` are free or all
         others locked; how many. Inner nodes become tombstones, leaves go with their pages.
         """
-        if count < 0:
-            raise ValueError(f"can't evict {count} states; pass a count >= 0")
         gone: list[RadixNode] = []
         before = self._num_states
         for generation in self.generations():

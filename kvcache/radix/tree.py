@@ -158,8 +158,6 @@ class PrefixTree:
         that goes, besides freeing its pages, and a leaf that comes up having been used since it was
         queued: at most all of them, once.
         """
-        if num_tokens < 0:
-            raise ValueError(f"can't evict {num_tokens} tokens; pass a count >= 0")
         gone: list[RadixNode] = []
         before = self._evictable
         for generation in self.generations():

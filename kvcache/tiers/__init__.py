@@ -3,7 +3,7 @@
 from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostCacheConfig, HostKVCache, HostTransfer, Layout
 from kvcache.tiers.keys import page_hashes
-from kvcache.tiers.tiered_prefix import TieredMatch, TieredPrefixCache, WritePolicy, check_policy
+from kvcache.tiers.tiered_prefix import TieredMatch, TieredPrefixCache, WritePolicy
 
 __all__ = [
     "DiskTier",
@@ -14,6 +14,5 @@ __all__ = [
     "TieredMatch",
     "TieredPrefixCache",
     "WritePolicy",
-    "check_policy",
     "page_hashes",
 ]

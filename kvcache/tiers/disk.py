@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache.tiers.keys import HASH_BYTES, VersionedLRU, check_page, stable_hash
+from kvcache.tiers.keys import HASH_BYTES, VersionedLRU, stable_hash
 from memsaver.content import BLOCK, BlockFile, explained
 from memsaver.errors import BackendError
 from memsaver.memory import host_memory
@@ -98,7 +98,7 @@ class DiskTier:
         Evicts what was used longest ago, older versions first. `BackendError` for a full or failing
         disk: the page is not stored, nothing else is lost but what had to make room.
         """
-        check_page(content, self.page_bytes)
+        assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         if self.use(key):
             return
         self._make_room()

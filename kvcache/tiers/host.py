@@ -1,8 +1,8 @@
 """The host tier: pages of a device pool in host memory, and the copies that are under way."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -13,42 +13,34 @@ from kvcache.allocators.paged import (
     as_int64,
     to_device,
 )
+from kvcache.config import check_option
 from kvcache.ops.move import HostCopyPlan, Side, copy_rows
+from kvcache.pools.base import check_loc
 from kvcache.pools.token_pools import TokenPool
-from kvcache.tiers.keys import check_page
 from memsaver.memory import host_memory
 from memsaver.system.machine import Impl
 
 
 class HostTransfer:
-    """An event for each layer that is copied; without any (on the CPU) all is done already."""
+    """Copies under way: an event for each layer; without any (on the CPU) all is done already."""
 
-    def __init__(self, layers: range, events: Mapping[int, torch.cuda.Event]) -> None:
-        self.layers = layers
+    def __init__(self, events: Sequence[torch.cuda.Event] = ()) -> None:
         self._events = events
 
     @property
     def done(self) -> bool:
-        return all(event.query() for event in self._events.values())
+        return all(event.query() for event in self._events)
 
-    def wait(self, layer: int | None = None) -> None:
-        """Makes what is queued on the current stream from now on wait for this layer (None: for
-        all); the host does not wait.
-
-        Raises ValueError for a layer that is not copied here.
+    def wait(self, layer: int = -1) -> None:
+        """Make what is queued on the current stream from now on wait for this layer and those
+        before it (-1: for all); the host does not wait.
         """
-        last = self.layers[-1] if layer is None else layer
-        if last not in self.layers:
-            raise ValueError(
-                f"layer {layer} is not copied here, "
-                f"but layers {self.layers.start}..{self.layers[-1]} are"
-            )
-        if last in self._events:  # layers follow each other on one stream
-            torch.cuda.current_stream().wait_event(self._events[last])
+        if self._events:
+            torch.cuda.current_stream().wait_event(self._events[layer])
 
     def synchronize(self) -> None:
-        """The host waits for all layers: before the pool is paused, or host pages are read."""
-        for event in self._events.values():
+        """Wait on the host for all layers: before the pool is paused, or host pages are read."""
+        for event in self._events:
             event.synchronize()
 
 
@@ -75,12 +67,11 @@ class HostCacheConfig:
                 f"give either ratio or size_bytes, got ratio={self.ratio}, "
                 f"size_bytes={self.size_bytes}"
             )
-        if not (self.ratio or self.size_bytes or 0) > 0:
-            raise ValueError(
-                f"a host tier needs a positive size, got {self.ratio or self.size_bytes}"
-            )
-        if self.layout not in ("layer_first", "page_first"):
-            raise ValueError(f"no layout {self.layout!r}; there are 'layer_first' and 'page_first'")
+        for name in ("ratio", "size_bytes"):
+            size = getattr(self, name)
+            check_option(self, name, size is None or size > 0, "must be positive")
+        layouts = get_args(Layout)
+        check_option(self, "layout", self.layout in layouts, f"must be one of {', '.join(layouts)}")
 
     def pages(self, pool: TokenPool) -> int:
         """Host pages for a pool; ValueError where not even one fits."""
@@ -133,22 +124,13 @@ class HostKVCache:
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: torch.Tensor
     ) -> HostTransfer:
-        """Starts copying all layers to as many host slots; ValueError: nothing was copied."""
-        return self._start(host_slots, device_slots, range(self.num_layers), to_host=True)
-
-    def load_to_device_per_layer(
-        self, host_slots: Indices, device_slots: torch.Tensor, layer: int
-    ) -> HostTransfer:
-        """Starts copying one layer of the host slots to as many device slots."""
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(
-                f"layer {layer} is not in this pool; it holds layers 0..{self.num_layers - 1}"
-            )
-        return self._start(host_slots, device_slots, range(layer, layer + 1), to_host=False)
+        """Start copying all layers to as many host slots; ValueError: nothing was copied."""
+        return self._start(host_slots, device_slots, [range(self.num_layers)], to_host=True)
 
     def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> HostTransfer:
-        """Starts copying all layers, in order: `HostTransfer.wait(i)` waits for those up to i."""
-        return self._start(host_slots, device_slots, range(self.num_layers), to_host=False)
+        """Start copying all layers, in order: `HostTransfer.wait(i)` waits for those up to i."""
+        layers = [range(layer, layer + 1) for layer in range(self.num_layers)]
+        return self._start(host_slots, device_slots, layers, to_host=False)
 
     def read_page(self, page: int) -> torch.Tensor:
         """A copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part. Waits for the copy."""
@@ -156,14 +138,14 @@ class HostKVCache:
 
     def write_page(self, page: int, content: torch.Tensor) -> None:
         """Fills a page with what `read_page` gave. Waits until nothing reads it."""
-        check_page(content, self.page_bytes)
+        assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
             rows.copy_(part.view(rows.shape))
 
     def accept_scales(self) -> None:
-        """The pool's scales of now are all pages'; what was here before must be dropped."""
-        self._scales = [self.pool.scales(layer) for layer in range(self.num_layers)]
+        """Take the pool's scales of now for those of all pages; drop what was here before."""
+        self._accepted = self.pool.format()
 
     def slots_of(self, pages: Int64Array) -> torch.Tensor:
         """Token slots of host or device pages in order, int64 `[n * ps]` on the CPU."""
@@ -177,37 +159,30 @@ class HostKVCache:
         return [part.host[:, page - 1] for part in self.plan.parts]
 
     def _start(
-        self, host_slots: Indices, device_slots: torch.Tensor, layers: range, to_host: bool
+        self, host_slots: Indices, device_slots: torch.Tensor, groups: list[range], to_host: bool
     ) -> HostTransfer:
-        host_rows = self._host_rows(host_slots)
-        self._check_device_slots(device_slots, len(host_rows))
-        self._check_scales(layers)
-        groups = [layers] if to_host else [range(layer, layer + 1) for layer in layers]
-        if self._stream is not None:
-            return self._queue(self._stream, host_rows, device_slots, groups, to_host)
-        for group in groups:
-            copy_rows(self.plan, host_rows, device_slots, group, to_host, self._impl)
-        return HostTransfer(layers, {})
-
-    def _queue(
-        self,
-        stream: torch.cuda.Stream,
-        host_rows: torch.Tensor,
-        device_slots: torch.Tensor,
-        groups: list[range],
-        to_host: bool,
-    ) -> HostTransfer:
-        """One launch and one event a group of layers."""
-        events: dict[int, torch.cuda.Event] = {}
-        with torch.cuda.stream(stream):
-            rows, slots = (self._on_device(each) for each in (host_rows, device_slots))
-            slots.record_stream(stream)  # it may be the caller's, who may drop it
-        stream.wait_stream(torch.cuda.current_stream(self.pool.device))
-        with torch.cuda.stream(stream):
+        """Copy groups of layers one after the other; on a GPU one launch and one event each."""
+        rows = self._host_rows(host_slots)
+        self._check_device_slots(device_slots, len(rows))
+        if self.pool.format() != self._accepted:
+            raise ValueError(
+                "the pool's fp8 scales have changed, so pages on the host mean other values; "
+                "set scales before making the host tier"
+            )
+        if self._stream is None:
+            for group in groups:
+                copy_rows(self.plan, rows, device_slots, group, to_host, self._impl)
+            return HostTransfer()
+        events: list[torch.cuda.Event] = []
+        with torch.cuda.stream(self._stream):
+            rows, slots = self._on_device(rows), self._on_device(device_slots)
+            slots.record_stream(self._stream)  # it may be the caller's, who may drop it
+        self._stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(self._stream):
             for group in groups:
                 copy_rows(self.plan, rows, slots, group, to_host, self._impl)
-                events |= dict.fromkeys(group, stream.record_event())
-        return HostTransfer(range(groups[0].start, groups[-1].stop), events)
+                events += [self._stream.record_event()] * len(group)
+        return HostTransfer(events)
 
     def _on_device(self, slots: torch.Tensor) -> torch.Tensor:
         return to_device(slots.numpy(), self.pool.device) if slots.device.type == "cpu" else slots
@@ -226,31 +201,13 @@ class HostKVCache:
             )
 
     def _check_device_slots(self, slots: torch.Tensor, count: int) -> None:
-        if slots.dtype != torch.int64 or slots.shape != (count,):
-            raise ValueError(
-                f"device_slots must be int64 [{count}], one a host slot, "
-                f"got {slots.dtype} {slots.shape}"
-            )
-        if slots.device not in (self.pool.device, torch.device("cpu")):
-            raise ValueError(
-                f"device_slots on {slots.device} must be on the CPU or the pool's "
-                f"{self.pool.device}"
-            )
+        check_loc("device_slots", slots, slots.device, count)
         first, end = self.page_size, self.page_size + self.pool.size
         if slots.device.type == "cpu" and ((slots < first) | (slots >= end)).any():
             raise ValueError(
                 f"device slots must be {first}..{end - 1} (page 0 is padding), "
                 f"got {slots.tolist()[:8]}"
             )
-
-    def _check_scales(self, layers: range) -> None:
-        for layer in layers:
-            if self.pool.scales(layer) != self._scales[layer]:
-                raise ValueError(
-                    f"the fp8 scales of layer {layer} changed from {self._scales[layer]} to "
-                    f"{self.pool.scales(layer)}, so pages on the host mean other values; "
-                    "set scales before making the host tier"
-                )
 
 
 def _sides(pool: TokenPool, block: torch.Tensor, pages: int, layout: Layout) -> list[Side]:

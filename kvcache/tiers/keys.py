@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from kvcache.allocators.paged import Int64Array
 from kvcache.radix.node import Tokens, as_ids
@@ -44,14 +43,6 @@ def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> l
         ).digest()
         hashes.append(parent)
     return hashes
-
-
-def check_page(content: torch.Tensor, nbytes: int) -> None:
-    """ValueError unless it is uint8 `[nbytes]`, all bytes of a page."""
-    if content.dtype != torch.uint8 or content.shape != (nbytes,):
-        raise ValueError(
-            f"a page is uint8 [{nbytes}], got {content.dtype} of {tuple(content.shape)}"
-        )
 
 
 V = TypeVar("V")
@@ -120,11 +111,8 @@ class VersionedLRU(Generic[V]):
         return found
 
     def raise_version(self, version: int) -> None:
-        """Sets all entries aside. ValueError unless `version` is above the present one."""
-        if version <= self.version:
-            raise ValueError(
-                f"version {version} is not above {self.version}; weight versions only grow"
-            )
+        """Set all entries aside; `version` is above the present one."""
+        assert version > self.version, "weight versions only grow"
         if self._entries:
             self._older.append((self.version, self._entries))
         self._entries = OrderedDict()

@@ -23,14 +23,6 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 _HITS = {"write_through": 0, "write_through_selective": 2}
 
 
-def check_policy(policy: str) -> None:
-    """ValueError for a name that is none."""
-    if policy not in get_args(WritePolicy):
-        raise ValueError(
-            f"no write policy {policy!r}; there are {', '.join(get_args(WritePolicy))}"
-        )
-
-
 class LowerTiers:
     """Pages below the device, of one weight version at a time. A page may be on the device, on the
     host and on disk at once; each tier evicts on its own, least recently used first.
@@ -214,7 +206,8 @@ class TieredPrefixCache(RadixCache):
         eviction_policy: str = "lru",
         version: int = 0,
     ) -> None:
-        check_policy(write_policy)
+        if write_policy not in (policies := get_args(WritePolicy)):
+            raise ValueError(f"write_policy={write_policy!r} must be one of {', '.join(policies)}")
         super().__init__(allocator, eviction_policy, version)
         self.write_policy = write_policy
         self.lower = LowerTiers(host, disk, version)
@@ -223,7 +216,7 @@ class TieredPrefixCache(RadixCache):
         self._hashes: dict[int, tuple[int, bytes]] = {}
         self._hits = np.zeros(allocator.total_pages + 1, dtype=np.int64)
         # the last load, and the last of all
-        self._loading = self._last = HostTransfer(range(host.num_layers), {})
+        self._loading = self._last = HostTransfer()
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
         """The longest prefix that the tiers have one after the other; what is below the device gets

@@ -4,7 +4,6 @@ double sparsity: what decode attends to, and which channels of the keys it choos
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,24 +12,29 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kvcache import KVLayout, KVPool
-from kvcache.config import FP4_DTYPE, FP8_DTYPES
+from kvcache import KVPool
+from kvcache.config import check_counts, check_option
 from kvcache.ops import RotaryTables
-from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool
+from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool, TokenPool
 from rollout.ops.attention_plan import AttentionPlan, DecodeBucket, StoredKV, TorchPlan, TritonPlan
 from rollout.ops.paged_attention import attend, decode_bucket, torch_attention
 
 HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
 
-class LayerKV(ABC):
+class LayerKV:
     """A `KVReader` of one layer of a pool, whose rows the pool writes.
 
-    q is [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv]; positions and slots are int64 [T].
+    q is [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv]; positions and slots are int64 [T]. stored:
+    the rows as they lie in the pool, read in place; None (FP4): kernels read a dequantized copy of
+    the batch's rows, which lives as long as the layer is computed.
     """
 
-    def __init__(self, pool: KVPool, layer: int, value_dim: int) -> None:
+    def __init__(
+        self, pool: KVPool, layer: int, value_dim: int, stored: StoredKV | None = None
+    ) -> None:
         self._pool, self._layer, self.value_dim = pool, layer, value_dim
+        self._stored = stored
 
     def store(
         self,
@@ -41,67 +45,45 @@ class LayerKV(ABC):
         slots: Tensor,
         rotary: RotaryTables,
     ) -> Tensor:
-        """Puts rotated keys and the values into `slots`; returns q rotated. No argument is
-        modified.
-        """
+        """Put rotated keys and the values into `slots`; return q rotated. Modify no argument."""
         assert isinstance(self._pool, MHATokenToKVPool), "latent rows are written by their mixer"
         return self._pool.set_rotated_kv_buffer(self._layer, slots, q, k, v, positions, rotary)
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See `KVReader.rows`."""
+        if self._stored is not None and self._stored.scales is None:
+            return self._stored.rows(slots)
         keys, values = self._pool.get_rows(self._layer, slots)
         return keys.float(), values.float()
 
-    @abstractmethod
     def for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
         """See `KVReader.for_kernels`."""
+        if self._stored is not None:
+            return self._stored, plan
+        slots, gathered = plan.gathered
+        keys, values = self._pool.get_rows(self._layer, slots)
+        return StoredKV(k=keys, v=values), gathered
 
     def attend(self, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """See `rollout.ops.paged_attention.attend`."""
         return attend(q, self, plan, scale)
 
 
-class FP8KV(LayerKV):
-    """Kernels read the bytes where they lie, and the scales on the device."""
-
-    def __init__(self, pool: KVPool, layer: int, value_dim: int) -> None:
-        super().__init__(pool, layer, value_dim)
-        k, v = pool.get_kv_buffer(layer)
-        self._stored = StoredKV(k=k, v=v, scales=pool.device_scales(layer))
-
-    def for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
-        return self._stored, plan
-
-
-class PlainKV(FP8KV):
-    """Rows of the model's dtype, without scales: the torch reference reads them in place, too."""
-
-    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self._stored.rows(slots)
-
-
-class FP4KV(LayerKV):
-    """Kernels read a dequantised copy of the batch's rows, which lives as long as the layer is
-    computed.
-    """
-
-    def for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
-        slots, gathered = plan.gathered
-        keys, values = self._pool.get_rows(self._layer, slots)
-        return StoredKV(k=keys, v=values), gathered
-
-
-class SparseKV(PlainKV):
+class SparseKV(LayerKV):
     """Keeps labels beside plain rows, by which decode chooses its tokens; prefill is full
     attention.
     """
 
     def __init__(
-        self, pool: DoubleSparseTokenToKVPool, layer: int, value_dim: int, sparsity: DoubleSparsity
+        self,
+        pool: DoubleSparseTokenToKVPool,
+        layer: int,
+        stored: StoredKV,
+        sparsity: DoubleSparsity,
     ) -> None:
-        super().__init__(pool, layer, value_dim)
-        self._labels, self._sparsity = pool, sparsity
-        kv_heads = self._stored.k.shape[1]
+        super().__init__(pool, layer, stored.value_dim, stored)
+        self._rows, self._labels, self._sparsity = stored, pool, sparsity
+        kv_heads = stored.k.shape[1]
         self._channels = torch.tensor(sparsity.of_layer(layer, kv_heads), device=pool.device)
         self._heads = torch.arange(kv_heads, device=pool.device)[:, None]
 
@@ -116,7 +98,7 @@ class SparseKV(PlainKV):
     ) -> Tensor:
         q = super().store(q, k, v, positions, slots, rotary)
         # labels of keys as they are stored
-        labels = self._stored.k[slots[:, None, None], self._heads, self._channels]
+        labels = self._rows.k[slots[:, None, None], self._heads, self._channels]
         self._labels.set_label_buffer(self._layer, slots, labels)
         return q
 
@@ -125,7 +107,7 @@ class SparseKV(PlainKV):
         chosen = self._sparsity
         decode = partial(
             decode_sparse,
-            self._stored,
+            self._rows,
             self._labels.get_label_buffer(self._layer),
             self._channels,
             chosen.heavy_token_num,
@@ -134,23 +116,22 @@ class SparseKV(PlainKV):
         return torch_attention(q, self, plan, scale, decode)
 
 
-def layer_kv(
-    pool: KVPool, kv_layout: KVLayout, sparsity: DoubleSparsity | None, layer: int
-) -> LayerKV:
-    """Returns the `LayerKV` for how the pool keeps this layer.
+def layer_kv(pool: KVPool, layer: int, sparsity: DoubleSparsity | None = None) -> LayerKV:
+    """Return the `LayerKV` for how the pool keeps this layer.
 
     Slots are those of the pool that holds it. Latent rows are written by their mixer.
     """
-    value_dim = kv_layout.kv_lora_rank or kv_layout.rows["v"][1]
-    if sparsity is not None:
-        assert isinstance(pool, DoubleSparseTokenToKVPool)
-        return SparseKV(pool, layer, value_dim, sparsity)
     if isinstance(pool, RoutedKVPool):
         pool, layer = pool.route(layer)
-    if kv_layout.dtype == FP4_DTYPE:
-        return FP4KV(pool, layer, value_dim)
-    kind = FP8KV if kv_layout.dtype in FP8_DTYPES else PlainKV
-    return kind(pool, layer, value_dim)
+    assert isinstance(pool, TokenPool)
+    if pool.fp4:
+        return LayerKV(pool, layer, pool.config.value_dim)
+    k, v = pool.get_kv_buffer(layer)
+    stored = StoredKV(k=k, v=v, scales=pool.device_scales(layer))
+    if sparsity is None:
+        return LayerKV(pool, layer, stored.value_dim, stored)
+    assert isinstance(pool, DoubleSparseTokenToKVPool)
+    return SparseKV(pool, layer, stored, sparsity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +150,10 @@ class DoubleSparsity:
     channels: tuple[HeadChannels, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("heavy_channel_num", "heavy_token_num", "recent_token_num"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"double_sparsity.{name}={getattr(self, name)} must be at least 1")
-        if self.recent_token_num > self.heavy_token_num:
-            raise ValueError(
-                f"double_sparsity.recent_token_num={self.recent_token_num} exceeds heavy_token_num="
-                f"{self.heavy_token_num}, of which they are a part; raise heavy_token_num"
-            )
+        check_counts(self, "heavy_channel_num", "heavy_token_num", "recent_token_num")
+        rule = f"exceeds heavy_token_num={self.heavy_token_num}, of which they are a part"
+        few = self.recent_token_num <= self.heavy_token_num
+        check_option(self, "recent_token_num", few, rule)
         for layer, heads in enumerate(self.channels or ()):
             for head, chosen in enumerate(heads):
                 if not len(set(chosen)) == len(chosen) == self.heavy_channel_num:
@@ -188,11 +165,8 @@ class DoubleSparsity:
 
     def check(self, num_layers: int, kv_heads: int, head_dim: int) -> None:
         """ValueError unless the channels are those of a model of this shape."""
-        if self.heavy_channel_num > head_dim:
-            raise ValueError(
-                f"double_sparsity.heavy_channel_num={self.heavy_channel_num}, keys have "
-                f"{head_dim} channels; lower it"
-            )
+        rule = f"exceeds the {head_dim} channels of keys; lower it"
+        check_option(self, "heavy_channel_num", self.heavy_channel_num <= head_dim, rule)
         if self.channels is None:
             return
         shape = {(len(self.channels), len(heads)) for heads in self.channels}

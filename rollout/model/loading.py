@@ -339,26 +339,21 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: Any, where: str) -> None:
-    def refuse(key: str, value: object, supported: str) -> None:
-        raise ValueError(
-            f"{where}: config key {key}={value!r} is not supported; supported: {supported}"
-        )
-
-    if config.hidden_act != "silu":
-        refuse("hidden_act", config.hidden_act, "silu")
-    if getattr(config, "mlp_bias", False):
-        refuse("mlp_bias", True, "False")
-    if getattr(config, "sliding_window", None) == 0:
-        refuse("sliding_window", 0, "at least 1, or null")
     partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    if partial != 1.0 and config.model_type != "qwen3_next":
-        refuse("partial_rotary_factor", partial, "1.0")
-    if getattr(config, "quantization_config", None) is not None:
-        refuse(
-            "quantization_config",
-            config.quantization_config,
-            "unquantised weights; dequantise and save them",
-        )
+    rotates = partial == 1.0 or config.model_type == "qwen3_next"
+    bias, window = getattr(config, "mlp_bias", False), getattr(config, "sliding_window", None)
+    quantized = getattr(config, "quantization_config", None)
+    for key, value, good, supported in (
+        ("hidden_act", config.hidden_act, config.hidden_act == "silu", "silu"),
+        ("mlp_bias", bias, not bias, "False"),
+        ("sliding_window", window, window is None or window >= 1, "at least 1, or null"),
+        ("partial_rotary_factor", partial, rotates, "1.0"),
+        ("quantization_config", quantized, quantized is None, "null; dequantize the weights"),
+    ):
+        if not good:
+            raise ValueError(
+                f"{where}: config key {key}={value!r} is not supported; supported: {supported}"
+            )
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:

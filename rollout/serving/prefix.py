@@ -41,7 +41,8 @@ class _Held:
 
 
 class PrefixBlocks:
-    """A BlockManager for the scheduler, with beginnings kept in `cache`; None keeps nothing.
+    """A BlockManager for the scheduler, with beginnings kept in `cache`; None: in one that stays
+    empty.
 
     A page of the cache that a running sequence shares is locked by that sequence, so that what the
     cache can evict is exactly what eviction makes free. Versions of the cache are numbers of its
@@ -50,7 +51,8 @@ class PrefixBlocks:
 
     def __init__(self, blocks: BlockManager, cache: RadixCache | MambaRadixCache | None) -> None:
         self.blocks = blocks
-        self.cache = cache
+        self.cache = RadixCache(blocks.allocator) if cache is None else cache
+        self._keeps = cache is not None
         self._held: dict[ReqHandle, _Held] = {}
         self._format = self._pool_format()
         self.loaded_tokens = 0  # found below the device
@@ -58,20 +60,12 @@ class PrefixBlocks:
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
         """The ledgers of the blocks; pages that the cache can evict count as available."""
-        if self.cache is None:
-            return self.blocks.ledgers
-        (ledger,) = self.blocks.ledgers
-        return (
-            replace(
-                ledger,
-                available=ledger.available + self.cache.evictable_size // self.cache.page_size,
-            ),
-        )
+        cached = self.cache.evictable_size // self.cache.page_size
+        ledgers = self.blocks.ledgers
+        return tuple(replace(ledger, available=ledger.available + cached) for ledger in ledgers)
 
     def held_pages(self, tokens: Sequence[int]) -> int:
         """Pages of running sequences that `admit` would share, without taking available ones."""
-        if self.cache is None:
-            return 0
         self._notice_format()
         return self.cache.peek(tokens[:-1])[1] // self.cache.page_size
 
@@ -82,9 +76,6 @@ class PrefixBlocks:
 
         The pages that it found are locked from here on. swapped: of `swap_out`, used up.
         """
-        if self.cache is None:
-            empty = self.blocks.admit()
-            return None if empty is None else (empty, 0)
         self._notice_format()
         match = self._match(tokens[:-1])
         handle = self.blocks.admit(match.pages)
@@ -96,7 +87,7 @@ class PrefixBlocks:
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
         """Extends as BlockManager does, and evicts from the cache what is missing."""
         slots = self.blocks.extend(handles, new_lens)
-        if slots is not None or self.cache is None:
+        if slots is not None:
             return slots
         missing = self.blocks.pages_needed(handles, new_lens) - self.blocks.available_pages
         self.cache.evict(missing * self.cache.page_size)
@@ -114,7 +105,7 @@ class PrefixBlocks:
         computed, while it goes on. Before its first fork. Nothing happens where another sequence
         was faster: this one has pages of its own.
         """
-        if self.cache is None:
+        if not self._keeps:
             return
         assert isinstance(self.cache, RadixCache)
         held = self._held[handle]
@@ -128,19 +119,17 @@ class PrefixBlocks:
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
         child = self.blocks.fork(handle)
-        if child is not None and self.cache is not None:
+        if child is not None:
             self._held[child] = self._held[handle]
             self.cache.inc_lock_ref(self._held[child].node)
         return child
 
     def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
         """Ends a sequence, whose first, computed `tokens` can be found from now on."""
-        if self.cache is None:
-            self.blocks.release(handle)
-            return
         held = self._held.pop(handle)
         try:
-            self._insert(handle, array("i", tokens), held.version)
+            if self._keeps:
+                self._insert(handle, array("i", tokens), held.version)
         finally:
             self.blocks.release(handle)
             self.cache.dec_lock_ref(held.node)
@@ -156,8 +145,6 @@ class PrefixBlocks:
 
     def compact(self, pages: int) -> bool:
         """Moves what sequences hold to the first `pages` pages, evicts the rest; False: no room."""
-        if self.cache is None:
-            return self.blocks.compact(pages) is not None
         self.cache.evict(self.cache.evictable_size)
         renamed = self.blocks.compact(pages)
         if renamed is not None:
@@ -178,20 +165,15 @@ class PrefixBlocks:
 
     def new_weights(self) -> None:
         """Ends hits on what is in the pool; what nobody uses goes first when pages are short."""
-        if self.cache is not None:
-            self.cache.raise_version(self.cache.version + 1)
+        self.cache.raise_version(self.cache.version + 1)
 
     def clear(self) -> None:
         """The pool's content is gone: forgets all of it. Running sequences' follows later."""
-        if self.cache is not None:
-            self.new_weights()
-            self.cache.evict(self.cache.evictable_size)
+        self.new_weights()
+        self.cache.evict(self.cache.evictable_size)
 
     def check_integrity(self) -> None:
         """AssertionError unless ledger, sequences, cache and locks agree."""
-        if self.cache is None:
-            self.blocks.check_integrity()
-            return
         self.cache.check_integrity()
         pages = self.cache.pages()
         self.blocks.check_integrity(pages)
@@ -201,12 +183,10 @@ class PrefixBlocks:
         )
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        assert self.cache is not None
         return self.cache.match_prefix(tokens)
 
     def _begin(self, handle: ReqHandle, match: PrefixMatch) -> None:
         """Locks what a sequence begins with, from its start or since it was kept."""
-        assert self.cache is not None
         self.cache.inc_lock_ref(match.node)
         self._held[handle] = _Held(match.node, match.length, self.cache.version)
 

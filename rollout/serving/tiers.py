@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from kvcache import BlockManager, PrefixMatch, ReqHandle
+from kvcache.config import check_option
 from kvcache.pools import TokenPool
 from kvcache.tiers import (
     DiskTier,
@@ -19,7 +20,6 @@ from kvcache.tiers import (
     Layout,
     TieredPrefixCache,
     WritePolicy,
-    check_policy,
     page_hashes,
 )
 from rollout.serving.prefix import PrefixBlocks, Swapped
@@ -56,11 +56,10 @@ class KVTiers:
 
     def __post_init__(self) -> None:
         _ = self.host  # says what is wrong with it
-        check_policy(self.write_policy)
-        if self.preemption not in get_args(Preemption):
-            raise ValueError(
-                f"preemption={self.preemption!r} must be one of {', '.join(get_args(Preemption))}"
-            )
+        for key, known in (("write_policy", WritePolicy), ("preemption", Preemption)):
+            names = get_args(known)
+            good = getattr(self, key) in names
+            check_option(self, key, good, f"must be one of {', '.join(names)}")
         if (self.disk_directory is None) != (self.disk_bytes is None):
             raise ValueError(
                 f"give disk_directory and disk_bytes together or neither, got "

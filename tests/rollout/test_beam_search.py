@@ -217,7 +217,7 @@ def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: 
     # each branch has the pages of 10 tokens alone
     assert engine.blocks.total_pages - min(used) <= 40 // PAGE + 4 * 3
     # dead branches left nothing
-    assert engine.prefixes.cache is not None and engine.prefixes.cache.total_size == 40
+    assert engine.prefixes.cache.total_size == 40
 
 
 def test_refused_by_the_engine(path: Path) -> None:

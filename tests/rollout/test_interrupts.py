@@ -55,7 +55,7 @@ def goes_on(engine: Engine) -> None:
     engine.check_integrity()
     assert not engine.scheduler.unfinished and not engine.scheduler.running
     cache = engine.prefixes.cache
-    assert cache is not None and cache.protected_size == engine.prefixes.swapped_pages() == 0
+    assert cache.protected_size == engine.prefixes.swapped_pages() == 0
 
 
 def answers_are_right(engine: Engine) -> None:

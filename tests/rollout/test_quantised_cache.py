@@ -13,7 +13,7 @@ from kvcache.config import FP4_DTYPE, kv_dtype
 from kvcache.ops.rotary import rotate
 from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
 from rollout import Completion, Engine, SamplingParams
-from rollout.model.layer_kv import FP4KV, FP8KV, LayerKV
+from rollout.model.layer_kv import LayerKV, layer_kv
 from rollout.ops.attention_plan import BatchShape, plan_attention
 from rollout.ops.paged_attention import paged_attention
 from tests.helpers import models
@@ -97,8 +97,7 @@ def random_layer(
     for row, mine in zip(SHAPE.rows, slots.split(SHAPE.kv_lens), strict=True):
         table[row, : len(mine)] = mine.int()
     q = torch.randn(sum(SHAPE.q_lens), 6, 32, generator=generator)
-    layer = (FP4KV if dtype == "fp4_e2m1" else FP8KV)(pool, 0, 32)
-    return pool, layer, table.to(device), q.to(device), slots.to(device)
+    return pool, layer_kv(pool, 0), table.to(device), q.to(device), slots.to(device)
 
 
 @pytest.mark.parametrize("dtype", KERNELS)
@@ -302,7 +301,7 @@ def test_poisoned_free_slots_change_nothing(make: Make, kind: str, dtype: str, d
             "qwen3",
             {"head_dim": 8},
             "fp4_e2m1",
-            "FP4 needs rows of a multiple of 16 elements, 'k' has 8",
+            "FP4 needs rows of 'k' of a multiple of 16 elements, got 8",
         ),
         ("deepseek_v3", models.MLA, "fp4_e2m1", "multiple.* of 16"),  # 16 + 8
     ],

@@ -13,14 +13,12 @@ from rollout import (
     Manifest,
     ParamSlice,
     SamplingParams,
-    WriteReceipt,
 )
 
 PIECE: dict[str, Any] = {
     "name": "w", "offset": 0, "shape": (2,), "dtype": "float32",
     "global_shape": (4,), "start": (2,), "index_base": 0,
 }  # fmt: skip
-RECEIPT: dict[str, Any] = {"version": 1, "layout_hash": "", "nbytes": 0}
 TIERS = KVTiers(host_ratio=1.0)
 ON_DISK = KVTiers(host_ratio=1, preemption="swap", disk_directory="x", disk_bytes=1)
 SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
@@ -77,7 +75,7 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
         (
             EngineConfig,
             {"tiers": TIERS, "prefix_cache": False},
-            "tiers are part of the prefix cache",
+            "prefix_cache=False has no place for tiers",
         ),
         (EngineConfig, {"prefix_states": -1}, "prefix_states=-1 must be at least 0"),
         (EngineConfig, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
@@ -85,18 +83,22 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
         (
             EngineConfig,
             {"tensor_parallel_size": 2, "kv_cache_dtype": "fp4_e2m1"},
-            "neither double_sparsity nor",
+            "takes neither double_sparsity nor",
         ),
         (KVTiers, {}, "give either ratio or size_bytes"),
         (KVTiers, {"host_ratio": 1.0, "host_bytes": 4}, "give either ratio or size_bytes"),
-        (KVTiers, {"host_ratio": 1.0, "write_policy": "never"}, "no write policy 'never'"),
+        (
+            KVTiers,
+            {"host_ratio": 1.0, "write_policy": "never"},
+            "write_policy='never' must be one of",
+        ),
         (KVTiers, {"host_ratio": 1.0, "preemption": "never"}, "preemption='never' must be one of"),
         (
             KVTiers,
             {"host_ratio": 1.0, "disk_bytes": 5},
             "give disk_directory and disk_bytes together",
         ),
-        (KVTiers, {"host_ratio": 1.0, "layout": "random"}, "no layout 'random'"),
+        (KVTiers, {"host_ratio": 1.0, "layout": "random"}, "layout='random' must be one of"),
         (
             DoubleSparsity,
             SPARSITY | {"heavy_channel_num": 0},
@@ -112,10 +114,6 @@ SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
             SPARSITY | {"channels": (((0, 0),),)},
             r"layer 0, KV head 0 are \(0, 0\); give heavy_channel_n",
         ),
-        *((ParamSlice, PIECE | {"start": wrong}, "w: ") for wrong in ((3,), (0, 0))),
-        *((ParamSlice, PIECE | {name: -1}, "w: ") for name in ("offset", "index_base")),
-        *((ParamSlice, PIECE | {"strides": wrong}, "w: strides") for wrong in ((1, 1), (0,))),
-        (WriteReceipt, RECEIPT | {"digest": 2**64}, "digest"),
     ],
 )
 def test_what_is_wrong_is_said_where_it_is_made(
@@ -130,14 +128,6 @@ def test_sampling_params_are_frozen_and_take_any_sequence_of_stops() -> None:
     assert params.stop_token_ids == (3, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
-
-
-def test_manifest_refuses_repeated_names_and_dangling_aliases() -> None:
-    fields: dict[str, Any] = {"nbytes": 8, "modules": {}, "layout_hash": ""}
-    with pytest.raises(ValueError, match="twice"):
-        Manifest(slices=(ParamSlice(**PIECE), ParamSlice(**PIECE)), aliases={}, **fields)
-    with pytest.raises(ValueError, match="alias"):
-        Manifest(slices=(ParamSlice(**PIECE),), aliases={"tied": "missing"}, **fields)
 
 
 def test_a_manifest_is_packed_once_and_unpacked_once() -> None:

@@ -43,16 +43,9 @@ class AttentionConfig(MixerConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"sliding_window={self.window} must be at least 1 token, or null for full attention"
-            )
-        if self.rotary_dim is not None and (
-            self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim
-        ):
-            raise ValueError(
-                f"rotary_dim={self.rotary_dim} must be even and in 2..head_dim={self.head_dim}"
-            )
+        assert self.window is None or self.window >= 1
+        if (self.rotary_dim or 0) % 2:
+            raise ValueError(f"rotary_dim={self.rotary_dim} must be even")
 
     @property
     def query_rows(self) -> int:
@@ -120,7 +113,7 @@ class Attention:
         )
         self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
         self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
-        self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
+        self._kv = layer_kv(parts.pool, index, parts.sparsity)
         self._scale = config.head_dim**-0.5
         self._stage = f"attention of layer {index}"
 

@@ -151,7 +151,7 @@ class LatentAttention:
         self._rotary = parts.rotary(config.rope, config.rope_dim)
         assert isinstance(parts.pool, MLATokenToKVPool)
         self._layer, self._pool = index, parts.pool
-        self._kv = layer_kv(parts.pool, parts.layout, parts.sparsity, index)
+        self._kv = layer_kv(parts.pool, index, parts.sparsity)
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.score_scale
         self._stage = f"attention of layer {index}"
 

@@ -42,9 +42,8 @@ def poison(engine: Engine, *_: int) -> None:
             keep[slots if mapping is None else mapping[slots]] = True
         if mapping is not None:
             assert not keep[0], "a token in the window has no slot"
-        if engine.prefixes.cache is not None:
-            pages = torch.from_numpy(engine.prefixes.cache.pages()).to(keep.device)
-            keep.view(-1, engine.config.page_size)[pages] = True
+        pages = torch.from_numpy(engine.prefixes.cache.pages()).to(keep.device)
+        keep.view(-1, engine.config.page_size)[pages] = True
         fill(each, (~keep).nonzero().squeeze(1))
     if cache.states is not None:
         assert isinstance(cache.table, HybridReqToTokenPool)

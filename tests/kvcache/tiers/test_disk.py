@@ -86,8 +86,6 @@ def test_round_trip(
         == 2 * disk.file_bytes
     )
     assert open_files_in(tmp_path) == before, "files stay open"
-    with pytest.raises(ValueError, match=rf"a page is uint8 \[{nbytes}\]"):
-        disk.put(KEYS[0], page(0, nbytes + 1))
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
@@ -111,8 +109,6 @@ def test_a_raised_version_makes_everything_a_miss_and_touches_no_file(
         disk.raise_version(2)
     assert len(disk) == 0 and disk.nbytes == 3 * FILE
     assert stored(disk, 0, 1, 2) == [False] * 3
-    with pytest.raises(ValueError, match="only grow"):
-        disk.raise_version(2)
     disk.put(KEYS[5], page(5))
     disk.put(KEYS[6], page(6))  # what is old makes room, not page 5
     assert stored(disk, 5, 6) == [True] * 2 and disk.nbytes == 4 * FILE

@@ -315,7 +315,7 @@ def test_a_disk_tier_of_another_version(device: str, tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="the disk tier is for version 3"):
         TieredPrefixCache(engine.ledger, engine.host, disk)
-    with pytest.raises(ValueError, match="no write policy 'sometimes'"):
+    with pytest.raises(ValueError, match="write_policy='sometimes' must be"):
         TieredPrefixCache(engine.ledger, engine.host, write_policy="sometimes")  # type: ignore[arg-type]
 
 
