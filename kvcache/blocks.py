@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvcache.allocators.paged import (
     Int64Array,
@@ -89,14 +90,10 @@ class BlockManager:
 
     def admit(self, pages: Int64Array = NO_PAGES) -> ReqHandle | None:
         """A new sequence, empty or with the tokens of whole `pages`, which it shares; None when all
-        rows of the request table are taken. ValueError, with nothing changed, where a page is free
-        or sequences have a window.
+        rows of the request table are taken. ValueError, with nothing changed, where a page is free.
+        Sequences with a window begin empty.
         """
-        if len(pages) and self._shares.window is not None:
-            raise ValueError(
-                "a sequence with a sliding window can't begin with given pages; "
-                "admit() an empty one"
-            )
+        assert not len(pages) or self._shares.window is None, "a window gives pages back"
         handle = self.req_to_token.alloc()
         if handle is None:
             return None
@@ -156,15 +153,12 @@ class BlockManager:
         has given back.
         """
         row = self.req_to_token.row(handle)
-        if not 0 <= start <= stop <= self._lens[row]:
-            raise ValueError(
-                f"{handle} has {self._lens[row]} tokens, asked for [{start}, {stop}); "
-                "stay inside them"
-            )
         first = self._shares.first_held(row) * self.page_size
-        if start < min(first, stop):
+        held = start == stop or start >= first
+        if not (0 <= start <= stop <= self._lens[row] and held):
             raise ValueError(
-                f"{handle} gave back the slots before position {first}, asked for [{start}, {stop})"
+                f"{handle} holds the slots of positions [{first}, {self._lens[row]}), "
+                f"asked for [{start}, {stop}); stay inside them"
             )
         return self._slots(row, np.arange(start, stop))
 
@@ -173,7 +167,7 @@ class BlockManager:
         growth = self._plan(handles, new_lens)
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
-    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> torch.Tensor | None:
+    def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Tensor | None:
         """Grows sequences, by prefill chunks and decode steps alike, to `new_lens` tokens.
 
         Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the
@@ -277,25 +271,18 @@ class BlockManager:
     def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
         rows = self.req_to_token.rows(handles)
         new = as_int64(new_lens, "new_lens")
-        if len(rows) != len(new):
-            raise ValueError(
-                f"{len(rows)} handles but {len(new)} new lengths; pass one length a handle"
-            )
+        assert len(rows) == len(new), "pass one length a handle"
         in_order = np.sort(rows)
         if (in_order[1:] == in_order[:-1]).any():
             raise ValueError("a handle is twice in one batch; name each sequence once")
         old = self._lens[rows]
-        if (new < old).any():
-            i = int((new < old).argmax())
-            raise ValueError(
-                f"{handles[i]} can't shrink from {old[i]} to {new[i]} tokens; release it instead"
-            )
         longest = self.req_to_token.max_context_len
-        if (new > longest).any():
-            i = int((new > longest).argmax())
+        wrong = (new < old) | (new > longest)
+        if wrong.any():
+            i = int(wrong.argmax())
             raise ValueError(
-                f"{handles[i]} would hold {new[i]} tokens; "
-                f"max_context_len is {longest}, end it before"
+                f"{handles[i]} can't go from {old[i]} to {new[i]} tokens: lengths only grow, to "
+                f"max_context_len={longest} at most; release it instead"
             )
         start, left = self._fresh_start(rows, old, new)
         return _Growth(rows=rows, old=old, new=new, start=start, left=left)
@@ -324,7 +311,7 @@ class BlockManager:
         copying = np.flatnonzero(start < old)
         return start, self._pages[rows[copying], start[copying] // self.page_size]
 
-    def _fill_device(self, growth: _Growth) -> torch.Tensor:
+    def _fill_device(self, growth: _Growth) -> Tensor:
         """Copies shared pages, then writes fresh ids to the table; returns the new tokens'.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
@@ -347,7 +334,7 @@ class BlockManager:
         flat = rows * self.req_to_token.max_context_len + positions
         return self._write_table(flat, loc)[copies:]
 
-    def _write_table(self, flat: Int64Array, loc: Int64Array) -> torch.Tensor:
+    def _write_table(self, flat: Int64Array, loc: Int64Array) -> Tensor:
         """Writes slots to the table at these places, by one launch; returns them."""
         n = len(loc)
         if not n:

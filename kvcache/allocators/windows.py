@@ -177,8 +177,7 @@ class WindowShares:
     """
 
     def __init__(self, allocator: KVAllocator, rows: int, window: int | None) -> None:
-        if window is not None and window < 1:
-            raise ValueError(f"window={window} must be at least 1 token, or None for no window")
+        assert window is None or window >= 1
         self.allocator = allocator
         self.window = window
         self.behind = np.zeros(rows, dtype=np.int64)

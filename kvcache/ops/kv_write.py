@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvcache.config import FP4_BLOCK
 from kvcache.ops.quant import (
@@ -32,12 +33,7 @@ _FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bit
 
 
 def set_kv_buffer(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    loc: torch.Tensor,
-    impl: Impl = "auto",
+    k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, loc: Tensor, impl: Impl = "auto"
 ) -> None:
     """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit."""
     if loc.shape[0] == 0:
@@ -51,20 +47,18 @@ def set_kv_buffer(
         v_buffer[loc] = v
 
 
-def set_rows(
-    rows: torch.Tensor, buffer: torch.Tensor, loc: torch.Tensor, impl: Impl = "auto"
-) -> None:
+def set_rows(rows: Tensor, buffer: Tensor, loc: Tensor, impl: Impl = "auto") -> None:
     """`buffer[loc[i]] = rows[i]`, bit for bit, where there is one row a token."""
     set_kv_buffer(rows, rows[..., :0], buffer, buffer[..., :0], loc, impl)
 
 
 def set_kv_buffer_fp8(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    loc: torch.Tensor,
-    inverse_scales: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    loc: Tensor,
+    inverse_scales: Tensor,
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> None:
@@ -83,11 +77,11 @@ def set_kv_buffer_fp8(
 
 
 def set_kv_buffer_fp4(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_parts: Sequence[torch.Tensor],
-    v_parts: Sequence[torch.Tensor],
-    loc: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_parts: Sequence[Tensor],
+    v_parts: Sequence[Tensor],
+    loc: Tensor,
     impl: Impl = "auto",
 ) -> None:
     """The rows as FP4 into `*_parts`: codes `[N, H, D / 2]`, block scales `[N, H, D / 16]`, uint8.
@@ -117,7 +111,7 @@ def set_kv_buffer_fp4(
         )  # fmt: skip
 
 
-def _as_bits(rows: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_bits(rows: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     assert rows.dtype.itemsize == buffer.dtype.itemsize, (
         f"{rows.dtype} rows for a {buffer.dtype} buffer"
     )
@@ -126,12 +120,12 @@ def _as_bits(rows: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _set_triton(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
-    loc: torch.Tensor,
-    inverse_scales: torch.Tensor | None = None,
+    k: Tensor,
+    v: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    loc: Tensor,
+    inverse_scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Copies rows as they are, or as fp8 `dtype` where inverse scales are given."""

@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from memsaver.system.machine import Impl, use_triton
 
@@ -33,9 +34,7 @@ FIELDS = tl.constexpr(6)  # of a row of the plan's table
 WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64, 16: tl.uint64}  # by bytes of a unit
 
 
-def move_rows(
-    parts: Sequence[torch.Tensor], tgt: torch.Tensor, src: torch.Tensor, impl: Impl = "auto"
-) -> None:
+def move_rows(parts: Sequence[Tensor], tgt: Tensor, src: Tensor, impl: Impl = "auto") -> None:
     """`part[:, tgt[i]] = part[:, src[i]]` for every i and part, all read before any is written.
 
     parts: integers `[L, N, W]`, the same L and N, each with a contiguous last dimension. tgt and
@@ -74,8 +73,8 @@ def move_rows(
 class Side:
     """A part of a slot: `device` uint8 `[L, N, R]`, `host` uint8 `[L, pages, ps, R]`."""
 
-    device: torch.Tensor
-    host: torch.Tensor
+    device: Tensor
+    host: Tensor
 
 
 class HostCopyPlan:
@@ -93,7 +92,7 @@ class HostCopyPlan:
             assert part.device.dtype == part.host.dtype == torch.uint8, "rows are moved as bytes"
 
     @cached_property
-    def table(self) -> torch.Tensor:
+    def table(self) -> Tensor:
         """int64 `[L * parts, 6]` on the device, all parts of layer 0 first: device address, host
         address, bytes from slot to slot on the device, from page to page and from token to token on
         the host, row bytes.
@@ -123,8 +122,8 @@ class HostCopyPlan:
 
 def copy_rows(
     plan: HostCopyPlan,
-    host_rows: torch.Tensor,
-    device_slots: torch.Tensor,
+    host_rows: Tensor,
+    device_slots: Tensor,
     layers: range,
     to_host: bool,
     impl: Impl = "auto",

@@ -18,6 +18,7 @@ NaN becomes 0, infinity the largest value (its neighbours then vanish), elements
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvcache.config import FP4_BLOCK, FP4_MAX_EXPONENT
 from memsaver.system.machine import Impl, use_triton
@@ -30,9 +31,7 @@ _MAX_BLOCK = 1024
 FP4_WARPS = 1  # writes and reads reach 84 and 81 % of an H100's copy rate; with four, 73 %
 
 
-def quantise_fp8(
-    rows: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def quantise_fp8(rows: Tensor, inverse_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`rows` (any shape, floating) times `inverse_scale` (fp32, one element) as fp8, saturated."""
     limit = torch.finfo(dtype).max
     scaled = (rows.float() * inverse_scale).nan_to_num(0.0, limit, -limit)
@@ -40,13 +39,13 @@ def quantise_fp8(
 
 
 def read_fp8(
-    buffer: torch.Tensor,
-    loc: torch.Tensor,
-    scale: torch.Tensor,
+    buffer: Tensor,
+    loc: Tensor,
+    scale: Tensor,
     stored: torch.dtype,
     dtype: torch.dtype,
     impl: Impl = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Rows `loc` (int64 `[n]`) of a uint8 buffer `[N, H, D]` of fp8 `stored`, times `scale` (fp32,
     one element), as `dtype` `[n, H, D]`, saturated. Contiguous rows; `dtype` as in `read_fp4`.
     """
@@ -66,7 +65,7 @@ def read_fp8(
     return out
 
 
-def quantise_fp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_fp4(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`rows` `[..., W]`, floating -> codes uint8 `[..., W / 2]`, scales uint8 `[..., W / 16]`."""
     blocks = rows.float().nan_to_num(0.0, FP4_LIMIT, -FP4_LIMIT).clamp(-FP4_LIMIT, FP4_LIMIT)
     blocks = blocks.unflatten(-1, (-1, FP4_BLOCK))
@@ -84,7 +83,7 @@ def quantise_fp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return packed.flatten(-2), torch.where(amax == 0, 0, e + 127).to(torch.uint8)
 
 
-def dequantise_fp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantise_fp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantise_fp4`: `[..., W]` of `dtype`, saturated in fp16."""
     values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)), device=codes.device)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
@@ -97,12 +96,8 @@ def dequantise_fp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 
 
 def read_fp4(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    loc: torch.Tensor,
-    dtype: torch.dtype,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    codes: Tensor, scales: Tensor, loc: Tensor, dtype: torch.dtype, impl: Impl = "auto"
+) -> Tensor:
     """Rows `loc` (int64 `[n]`) of codes and block scales, uint8, as `dtype` `[n, H, D]`.
 
     Only the asked rows are read, and contiguous. `dtype`: float32, float16 or bfloat16.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from kvcache.allocators.paged import (
     Indices,
@@ -122,21 +123,21 @@ class HostKVCache:
         return self.allocator.size
 
     def backup_from_device_all_layer(
-        self, host_slots: Indices, device_slots: torch.Tensor
+        self, host_slots: Indices, device_slots: Tensor
     ) -> HostTransfer:
         """Start copying all layers to as many host slots; ValueError: nothing was copied."""
         return self._start(host_slots, device_slots, [range(self.num_layers)], to_host=True)
 
-    def load_to_device(self, host_slots: Indices, device_slots: torch.Tensor) -> HostTransfer:
+    def load_to_device(self, host_slots: Indices, device_slots: Tensor) -> HostTransfer:
         """Start copying all layers, in order: `HostTransfer.wait(i)` waits for those up to i."""
         layers = [range(layer, layer + 1) for layer in range(self.num_layers)]
         return self._start(host_slots, device_slots, layers, to_host=False)
 
-    def read_page(self, page: int) -> torch.Tensor:
+    def read_page(self, page: int) -> Tensor:
         """A copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part. Waits for the copy."""
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
-    def write_page(self, page: int, content: torch.Tensor) -> None:
+    def write_page(self, page: int, content: Tensor) -> None:
         """Fills a page with what `read_page` gave. Waits until nothing reads it."""
         assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         pages = self._page(page)
@@ -147,19 +148,19 @@ class HostKVCache:
         """Take the pool's scales of now for those of all pages; drop what was here before."""
         self._accepted = self.pool.format()
 
-    def slots_of(self, pages: Int64Array) -> torch.Tensor:
+    def slots_of(self, pages: Int64Array) -> Tensor:
         """Token slots of host or device pages in order, int64 `[n * ps]` on the CPU."""
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 
-    def _page(self, page: int) -> list[torch.Tensor]:
+    def _page(self, page: int) -> list[Tensor]:
         self._check_issued(as_int64([page], "page"))
         if self._stream is not None:
             self._stream.synchronize()
         return [part.host[:, page - 1] for part in self.plan.parts]
 
     def _start(
-        self, host_slots: Indices, device_slots: torch.Tensor, groups: list[range], to_host: bool
+        self, host_slots: Indices, device_slots: Tensor, groups: list[range], to_host: bool
     ) -> HostTransfer:
         """Copy groups of layers one after the other; on a GPU one launch and one event each."""
         rows = self._host_rows(host_slots)
@@ -184,10 +185,10 @@ class HostKVCache:
                 events += [self._stream.record_event()] * len(group)
         return HostTransfer(events)
 
-    def _on_device(self, slots: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, slots: Tensor) -> Tensor:
         return to_device(slots.numpy(), self.pool.device) if slots.device.type == "cpu" else slots
 
-    def _host_rows(self, host_slots: Indices) -> torch.Tensor:
+    def _host_rows(self, host_slots: Indices) -> Tensor:
         """Rows of the block, where page 1 is the first: the padding page has no host memory."""
         slots = as_int64(host_slots, "host_slots")
         self._check_issued(slots // self.page_size)
@@ -200,7 +201,7 @@ class HostKVCache:
                 f"host page {int(pages[free][0])} is free; allocate it before it is written or read"
             )
 
-    def _check_device_slots(self, slots: torch.Tensor, count: int) -> None:
+    def _check_device_slots(self, slots: Tensor, count: int) -> None:
         check_loc("device_slots", slots, slots.device, count)
         first, end = self.page_size, self.page_size + self.pool.size
         if slots.device.type == "cpu" and ((slots < first) | (slots >= end)).any():
@@ -210,7 +211,7 @@ class HostKVCache:
             )
 
 
-def _sides(pool: TokenPool, block: torch.Tensor, pages: int, layout: Layout) -> list[Side]:
+def _sides(pool: TokenPool, block: Tensor, pages: int, layout: Layout) -> list[Side]:
     """Each part of the pool with its place in the host block."""
     sides, start = [], 0
     page_bytes = pool.page_size * pool.bytes_per_token

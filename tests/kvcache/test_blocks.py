@@ -12,7 +12,7 @@ import torch
 
 from kvcache import BlockManager, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.allocators.windows import WindowShares, pages_across, pages_behind
+from kvcache.allocators.windows import pages_across, pages_behind
 from tests.helpers.kvcache.blocks import DEVICE, Blocks, make_blocks, make_pool
 
 
@@ -39,10 +39,9 @@ def test_mistakes_raise_and_change_nothing() -> None:
     blocks.manager.release(gone)
     before = blocks.state([a, b])
     for handles, lens, message in (
-        ([a, b], [2, 4], "can't shrink from 3 to 2"),
-        ([b, a], [4, 21], "max_context_len is 20"),
+        ([a, b], [2, 4], "can't go from 3 to 2"),
+        ([b, a], [4, 21], "max_context_len=20"),
         ([a, b, a], [4, 4, 5], "twice in one batch"),
-        ([a, b], [4], "2 handles but 1 new lengths"),
         ([b, gone], [1, 1], "stale"),
         ([b], [1.5], "one-dimensional integers"),
     ):
@@ -50,7 +49,7 @@ def test_mistakes_raise_and_change_nothing() -> None:
             with pytest.raises(ValueError, match=message):
                 call(handles, lens)  # type: ignore[arg-type]
     for start, stop in ((-1, 2), (3, 2), (0, 4)):
-        with pytest.raises(ValueError, match="has 3 tokens, asked for"):
+        with pytest.raises(ValueError, match=r"positions \[0, 3\), asked for"):
             blocks.manager.token_ids(a, start, stop)
     manager = blocks.manager
     for use in (manager.seq_len, manager.release, manager.fork, manager.pages):
@@ -106,8 +105,6 @@ def test_counts_of_pages(page_size: int, window: int) -> None:
         assert pages_behind(length, window, page_size) == max(0, length - window + 1) // page_size
     most = max(len({each // page_size for each in range(s, s + window)}) for s in range(page_size))
     assert pages_across(window, page_size) == most
-    with pytest.raises(ValueError, match="window=0 must be at least 1"):
-        WindowShares(PagedTokenToKVPoolAllocator(4, 4, "cpu"), 2, 0)
 
 
 def test_without_a_window_the_caller_frees_window_halves() -> None:
