@@ -178,9 +178,7 @@ def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None 
 
 
 def _dtype(config: Any) -> torch.dtype:
-    # transformers 5 has renamed torch_dtype, and warns of whoever asks a config for it
-    given = getattr(config, "dtype", None) or vars(config).get("torch_dtype")
-    given = given or torch.get_default_dtype()
+    given = getattr(config, "dtype", None) or torch.get_default_dtype()
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise ValueError(f"the config's dtype {given!r} is no torch dtype; pass dtype=")

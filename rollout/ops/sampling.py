@@ -80,15 +80,9 @@ class SamplingBatch:
 
     def only_filtered(self, rows: Tensor) -> "SamplingBatch":
         """The batch of `rows`, int64 [F], all of them filtered."""
-        return replace(
-            self,
-            temperature=self.temperature[rows],
-            greedy=self.greedy[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            counters=self.counters[rows],
-            filtered_rows=torch.arange(len(rows), device=rows.device),
-        )
+        names = ("temperature", "greedy", "top_k", "top_p", "counters")
+        some = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **some, filtered_rows=torch.arange(len(rows), device=rows.device))
 
 
 def uniform(counters: Tensor) -> Tensor:

@@ -148,6 +148,17 @@ def _rows(piece: ParamSlice, base: int) -> Rows:
     )
 
 
+def require_alone(store: WeightPages, saver: MemorySaver, what: str) -> None:
+    """StateError unless the weights have their tag for themselves: whoever else lies there would
+    see the bytes of other pages.
+    """
+    arena, tag = store.arena, store.tag
+    if saver.offset_of(arena) or saver.report().tags[tag].live_bytes != arena.nbytes:
+        raise StateError(
+            f"{what} need tag {tag} for the weights alone; place the other tensors on another tag"
+        )
+
+
 class ShadowPages:
     """Pages of as many bytes as the store's arena, at the same offset of a tag of their own.
 
@@ -177,18 +188,8 @@ class ShadowPages:
             self._saver.resume(WEIGHTS_SHADOW)
 
     def _make(self) -> Tensor:
-        whole, tag = self._store.arena, self._store.tag
-        if not self._saver.offset_of(whole):
-            arena = self._saver.empty((whole.nbytes,), torch.uint8, tag=WEIGHTS_SHADOW)
-            tags = self._saver.report().tags
-            if tags[WEIGHTS_SHADOW].live_bytes == tags[tag].live_bytes:
-                return arena
-            del arena
-            self._saver.trim(WEIGHTS_SHADOW)
-        raise StateError(
-            f"shadow pages need tag {tag} for the weights alone; place the other tensors on "
-            f"another tag"
-        )
+        require_alone(self._store, self._saver, "shadow pages")
+        return self._saver.empty((self._store.arena.nbytes,), torch.uint8, tag=WEIGHTS_SHADOW)
 
     def copy_all(self) -> None:
         """Copy the weights that are served, for an update that writes some of them only; waits."""
@@ -234,15 +235,7 @@ class TrainerPages:
         """StateError where other tensors lie on the tag: they would show the trainer's bytes."""
         # asked once: a report costs milliseconds where torch's caches are large
         if not self._alone:
-            arena, tag = self._store.arena, self._store.tag
-            if (
-                self._saver.offset_of(arena)
-                or self._saver.report().tags[tag].live_bytes != arena.nbytes
-            ):
-                raise StateError(
-                    f"aliased pages need tag {tag} for the weights alone; place the other "
-                    f"tensors on another tag"
-                )
+            require_alone(self._store, self._saver, "aliased pages")
             self._alone = True
 
     def require_own(self, action: str) -> None:

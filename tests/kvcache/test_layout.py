@@ -179,14 +179,14 @@ def test_linear_layers_and_their_states(
 
 
 def test_plain_objects_will_do() -> None:
-    """No transformers needed: attributes alone, older names included, the text side of a multimodal
+    """No transformers needed: attributes alone, the text side of a multimodal
     config.
     """
     old = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 4,
-        "torch_dtype": "float16",
+        "dtype": "float16",
     }
     old |= {"layer_types": None, "layers_block_type": ["attention", "mamba"], "mamba_n_heads": 8}
     old |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4}
