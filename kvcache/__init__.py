@@ -6,10 +6,11 @@ from kvcache.config import KVCacheConfig, MLACacheConfig, kv_dtype
 from kvcache.layout import KVLayout, layout
 from kvcache.pools import KVPool
 from kvcache.radix import PrefixMatch, RadixCache
-from kvcache.requests import ReqHandle, ReqToTokenPool
+from kvcache.requests import HybridReqToTokenPool, ReqHandle, ReqToTokenPool
 
 __all__ = [
     "BlockManager",
+    "HybridReqToTokenPool",
     "KVAllocator",
     "KVCacheConfig",
     "KVLayout",

@@ -15,7 +15,7 @@ from recipes.logs.run_folder import RunFolder, at_work, new_folder
 from recipes.planner.command import plan_beside, unplanned
 from recipes.planner.memory_plan import Switch
 from recipes.setup.preparation import Setup, prepare
-from rollout.types import CUDA_GRAPH
+from rollout.tag_names import CUDA_GRAPH
 from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup

@@ -2,22 +2,20 @@
 replaced in place.
 """
 
-from rollout.config import EngineConfig
+from rollout.config import DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine import Engine
-from rollout.model.layer_kv import DoubleSparsity, heavy_channels
+from rollout.errors import WeightUpdateError
+from rollout.model.double_sparsity import heavy_channels
 from rollout.protocols import Progress, Rollout, UpdatableEngine
-from rollout.serving.tiers import KVTiers
-from rollout.types import (
+from rollout.requests import Completion, SamplingParams
+from rollout.weights.messages import (
     CommitReceipt,
-    Completion,
     Manifest,
     ModuleTensor,
     PackedBox,
     ParamSlice,
-    SamplingParams,
     VerifyReceipt,
     WeightOffer,
-    WeightUpdateError,
     WriteReceipt,
 )
 

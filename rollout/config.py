@@ -1,16 +1,127 @@
 """Configuration of an engine, validated where it is made."""
 
 from dataclasses import dataclass
-from typing import get_args
+from itertools import chain
+from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
 from kvcache import kv_dtype
 from kvcache.config import check_counts, check_option
+from kvcache.tiers import (
+    HostCacheConfig,
+    Layout,
+    WritePolicy,
+)
 from memsaver.ops.layout import round_up
 from memsaver.system.machine import Impl
-from rollout.model.layer_kv import DoubleSparsity
-from rollout.serving.tiers import KVTiers
+
+HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubleSparsity:
+    """Decode scores all cached tokens by a few channels of the keys, and attends to the best.
+
+    heavy_token_num: tokens that a query head attends to, the `recent_token_num` last ones always
+    among them.
+    heavy_channel_num: channels that are scored. channels: which, [layer][KV head]; None: the first
+    ones of every head. Better ones come from `heavy_channels` over keys of a few prompts.
+    """
+
+    heavy_channel_num: int
+    heavy_token_num: int
+    recent_token_num: int = 1
+    channels: tuple[HeadChannels, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self, "heavy_channel_num", "heavy_token_num", "recent_token_num")
+        rule = f"exceeds heavy_token_num={self.heavy_token_num}, of which they are a part"
+        few = self.recent_token_num <= self.heavy_token_num
+        check_option(self, "recent_token_num", few, rule)
+        for layer, heads in enumerate(self.channels or ()):
+            for head, chosen in enumerate(heads):
+                if not len(set(chosen)) == len(chosen) == self.heavy_channel_num:
+                    raise ValueError(
+                        f"double_sparsity.channels of layer {layer}, KV head {head} are "
+                        f"{tuple(chosen)}; give heavy_channel_num={self.heavy_channel_num} "
+                        f"different ones"
+                    )
+
+    def check(self, num_layers: int, kv_heads: int, head_dim: int) -> None:
+        """ValueError unless the channels are those of a model of this shape."""
+        rule = f"exceeds the {head_dim} channels of keys; lower it"
+        check_option(self, "heavy_channel_num", self.heavy_channel_num <= head_dim, rule)
+        if self.channels is None:
+            return
+        shape = {(len(self.channels), len(heads)) for heads in self.channels}
+        if shape != {(num_layers, kv_heads)}:
+            raise ValueError(
+                f"double_sparsity.channels are given for (layers, KV heads) {sorted(shape)}, "
+                f"the model has {(num_layers, kv_heads)}; give heavy channels for each"
+            )
+        flat = chain.from_iterable
+        if wrong := set(flat(flat(self.channels))) - set(range(head_dim)):
+            raise ValueError(
+                f"double_sparsity.channels name {sorted(wrong)}, keys have channels "
+                f"0..{head_dim - 1}; choose among them"
+            )
+
+    def of_layer(self, layer: int, kv_heads: int) -> HeadChannels:
+        """The channels of each KV head of a layer."""
+        return (
+            self.channels[layer]
+            if self.channels
+            else (tuple(range(self.heavy_channel_num)),) * kv_heads
+        )
+
+
+Preemption = Literal["recompute", "swap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTiers:
+    """Says where cached pages go when the device pool is full, and come back from.
+
+    host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly
+    one of them.
+    layout: of the host pages, see HostCacheConfig. write_policy: when a page is copied to the host,
+    see `kvcache.tiers`. disk_directory, disk_bytes: where pages go from the host, and the most
+    bytes of files; None: no disk. The directory is this engine's alone, and what another one left
+    there is deleted.
+    preemption: a sample that has to make room is brought back by computing its tokens again
+    ("recompute"), or by copying its pages to the host and back ("swap").
+    keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again
+    afterwards under the same weights; False: they are forgotten.
+    """
+
+    host_ratio: float | None = None
+    host_bytes: int | None = None
+    layout: Layout = "layer_first"
+    write_policy: WritePolicy = "write_through"
+    disk_directory: str | Path | None = None
+    disk_bytes: int | None = None
+    preemption: Preemption = "swap"
+    keep_asleep: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self.host  # says what is wrong with it
+        for key, known in (("write_policy", WritePolicy), ("preemption", Preemption)):
+            names = get_args(known)
+            good = getattr(self, key) in names
+            check_option(self, key, good, f"must be one of {', '.join(names)}")
+        if (self.disk_directory is None) != (self.disk_bytes is None):
+            raise ValueError(
+                f"give disk_directory and disk_bytes together or neither, got "
+                f"{self.disk_directory} and {self.disk_bytes}"
+            )
+
+    @property
+    def host(self) -> HostCacheConfig:
+        return HostCacheConfig(
+            ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout
+        )
 
 
 def why_one_size(

@@ -21,25 +21,20 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import deliver, held
 from rollout.config import EngineConfig
+from rollout.engine_base import EngineBase, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
-from rollout.model.params import ParamGroup
 from rollout.ops.products import probe_products
 from rollout.parallel import TensorParallel
-from rollout.protocols import EngineBase, Progress, handing_over
+from rollout.protocols import Progress
+from rollout.requests import Completion, SamplingParams
 from rollout.serving.kv_cache import Cache
 from rollout.serving.runner import DecodeGraphs, ModelRunner, ladder
 from rollout.serving.samples import EngineStats, Sample, Step, names_of
 from rollout.serving.scheduler import Intake, Scheduler, for_each
-from rollout.types import (
-    KV_CACHE,
-    TAGS,
-    WEIGHTS,
-    CommitReceipt,
-    Completion,
-    SamplingParams,
-    WeightOffer,
-)
+from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
+from rollout.weights.messages import CommitReceipt, WeightOffer
+from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
 

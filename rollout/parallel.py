@@ -1,7 +1,7 @@
 """Tensor parallel: one engine over several processes that run the same requests, and what they
 exchange.
 
-Every rank holds its heads, MLP columns and vocabulary rows (`rollout.model.params`), schedules
+Every rank holds its heads, MLP columns and vocabulary rows (`rollout.weights.params`), schedules
 and samples the same way, and so never has to be told what the others do. The group's own time-out
 ends a wait for a rank that fails.
 """
@@ -21,7 +21,7 @@ from memsaver import StateError
 from memsaver.memory import on_a_tag
 from memsaver.ops.layout import round_up
 from memsaver.system.sealed import all_gather_plain
-from rollout.types import RankError
+from rollout.errors import RankError
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped
 _STAGING_BYTES = 32 << 20

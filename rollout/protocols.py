@@ -1,35 +1,24 @@
-"""Defines what the wake-up cycle drives: an `Engine`, or a handle on a `RolloutActor`; and the
-other side of a device, which takes the memory that this one does not need now. Holds what every
-engine has whose weights are replaced in place and whose memory is on tags.
-"""
+"""Defines what the wake-up cycle drives: an `Engine`, or a handle on a `RolloutActor`."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Protocol
 
 from torch import Tensor
 
-from memsaver import Event, MemorySaver, PoolTicket, Report, Ticket, Usage
-from memsaver.system.interrupts import held
-from memsaver.system.machine import place_of
-from rollout.types import (
-    TAGS,
+from memsaver import Event, Report, Ticket, Usage
+from rollout.engine_base import PeerSaver
+from rollout.requests import Completion, SamplingParams
+from rollout.weights.messages import (
     CommitReceipt,
-    Completion,
-    Manifest,
     PackedBox,
-    SamplingParams,
     VerifyReceipt,
     WeightLayout,
     WeightOffer,
     WriteReceipt,
 )
-from rollout.weights.pages import WeightPages
-from rollout.weights.update import WeightUpdate
 
 Progress = Callable[[int, int, int], None]
 """Called after every step with (finished samples, total samples, tokens generated so far). A beam
@@ -109,134 +98,3 @@ class Rollout(UpdatableEngine, Protocol):
     def drain_events(self) -> list[Event]: ...
 
     def take_usage(self) -> Usage: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerSaver:
-    """A saver of the same device, here or in another process. nbytes: of each of its tags while it
-    has memory.
-    """
-
-    ticket: PoolTicket
-    nbytes: dict[str, int]
-
-    @classmethod
-    def of(cls, saver: MemorySaver) -> Self:
-        """Returns what another side is told of this saver, all of whose tags are made."""
-        tags = saver.report(others=False).tags.items()
-        return cls(
-            ticket=saver.pool_ticket(),
-            nbytes={tag: saver.backend.round_up(entry.live_bytes) for tag, entry in tags},
-        )
-
-
-@contextlib.contextmanager
-def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[str]:
-    """Gives the `release` of pauses in the block. What they free goes to the peer, as far as its
-    tag `into`, which gets memory next, can use it; the rest, and all where the peer is gone or
-    there is none, to the driver. So no more is kept than what takes its place.
-    """
-    if peer is None or into is None:
-        yield "driver"
-        return
-    try:
-        yield "retain"
-    finally:
-        saver.release_retained(peer.ticket, peer.nbytes.get(into, 0))
-
-
-class EngineBase:
-    """A subclass makes these, and says when weights may be offered, committed and given up.
-
-    tags: that it has memory on.
-    """
-
-    saver: MemorySaver
-    store: WeightPages
-    tags: Sequence[str] = TAGS
-    _update: WeightUpdate
-    _peer: PeerSaver | None = None
-
-    # ---------------------------------------------------------------- weights
-
-    @property
-    def weights_version(self) -> int:
-        """The version last defined; 0 after loading."""
-        return self.store.last_version
-
-    def served_version(self) -> int | None:
-        """Returns the version of the weights, also while they sleep with their content kept; None
-        while they are undefined.
-        """
-        return self.store.version
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.store.manifest
-
-    def weight_layout(self) -> WeightLayout:
-        """Returns where every parameter lies, for `Trainer.connect` to plan with; also while the
-        weights sleep.
-        """
-        buffers = {name: tuple(buffer.shape) for name, buffer in self.store.buffers.items()}
-        place = place_of(self.saver.device)
-        return WeightLayout(manifest=self.manifest, place=place, buffers=buffers)
-
-    @held()
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer
-        that cannot map them.
-
-        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was
-        written then.
-        """
-        self._update.write(boxes, data)
-
-    @held()
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
-        """Read the written pages back, and compare with what the writer says it wrote. The commit
-        puts the receipt's buffers in place.
-
-        WeightUpdateError says what differs, and ends the update: with shadow pages the old version
-        goes on being served, otherwise the engine is poisoned.
-        """
-        return self._update.verify(receipt)
-
-    # ---------------------------------------------------------------- memory
-
-    def prepare_sleep(self) -> None:
-        """Begin to obtain, beside other work, the host memory that sleeps at level 1 keep the
-        weights in. A sleep meanwhile waits for it.
-        """
-        tag = self.store.tag
-        self.saver.reserve_host({tag: self.saver.report(others=False).tags[tag].live_bytes})
-
-    def as_peer(self) -> PeerSaver:
-        """Returns what the trainer of this device is told, to hand memory over to the engine."""
-        return PeerSaver.of(self.saver)
-
-    def hand_over_to(self, peer: PeerSaver | None) -> None:
-        """Say who gets the memory in `sleep(into=)`; None: the driver."""
-        self._peer = peer
-
-    def shrink(self) -> None:
-        """Say that what is asked for next are the last answers before a sleep, and that others wait
-        for memory. Without effect where a KV cache has one size.
-        """
-
-    def report(self, *, others: bool = True) -> Report:
-        """See `MemorySaver.report`."""
-        return self.saver.report(others=others)
-
-    def drain_events(self) -> list[Event]:
-        return self.saver.drain_events()
-
-    def take_usage(self) -> Usage:
-        """See `MemorySaver.take_usage`."""
-        return self.saver.take_usage()
-
-    def _known(self, tags: Sequence[str] | None) -> list[str]:
-        """The ones of `tags` that the engine has memory on; ValueError for a name that none has."""
-        if unknown := [tag for tag in tags or () if tag not in TAGS]:
-            raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
-        return [tag for tag in self.tags if tags is None or tag in tags]

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from memsaver.errors import StateError
 from rollout.protocols import Rollout
-from rollout.types import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
+from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
 from trainer_bridge.errors import CycleError
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync.weight_sync import SyncReceipt

@@ -19,7 +19,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.errors import BackendError, HostMemoryError, OutOfMemory, StateError
 from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import deliver, held
-from rollout.protocols import PeerSaver, handing_over
+from rollout.engine_base import PeerSaver, handing_over
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
 from trainer_bridge.training.device import ALIGN

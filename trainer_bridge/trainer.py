@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.errors import StateError
 from memsaver.system.machine import place_of
+from rollout.engine_base import PeerSaver
 from rollout.model import stored_buffers
-from rollout.protocols import PeerSaver, UpdatableEngine
-from rollout.types import Manifest
+from rollout.protocols import UpdatableEngine
+from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement

@@ -1,7 +1,7 @@
 """Pools on a tag: what is kept of a token, how, and where; a class for each kind of layer."""
 
 from kvcache.pools.base import KVPool
-from kvcache.pools.mamba import HybridReqToTokenPool, MambaConfig, MambaPool
+from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
 from kvcache.pools.token_pools import (
     DoubleSparseTokenToKVPool,
@@ -15,7 +15,6 @@ from kvcache.pools.token_pools import (
 __all__ = [
     "DoubleSparseTokenToKVPool",
     "HybridLinearKVPool",
-    "HybridReqToTokenPool",
     "KVPool",
     "MHATokenToKVPool",
     "MHATokenToKVPoolFP4",

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvcache.config import check_counts, check_option
 from kvcache.pools.storage import FLOATS, PoolPart, SlotStorage
-from kvcache.requests import ReqHandle, ReqToTokenPool
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver
@@ -183,66 +182,3 @@ class MambaPool:
 
     def _paused(self) -> bool:
         return self._saver is not None and self._saver.is_paused(self._tag)
-
-
-class HybridReqToTokenPool(ReqToTokenPool):
-    """A `ReqToTokenPool` whose rows hold one slot of `mamba` each, as long as they live.
-
-    `req_to_mamba` int32 `[size + 1]` on the device: row -> slot, 0 for row 0 and free rows.
-    """
-
-    def __init__(
-        self, size: int, max_context_len: int, device: torch.device | str, mamba: MambaPool
-    ) -> None:
-        super().__init__(size, max_context_len, device)
-        if mamba.device != self.device:
-            raise ValueError(
-                f"the table is on {self.device}, the state pool on {mamba.device}; use one device"
-            )
-        self.mamba = mamba
-        self.req_to_mamba = torch.zeros(size + 1, dtype=torch.int32, device=device)
-        self._slot_of = [0] * (size + 1)
-
-    def alloc(self) -> ReqHandle | None:
-        """Take a row with zeroed states; None, with nothing changed, without a row or a slot."""
-        if not self.mamba.available_size():
-            return None
-        handle = super().alloc()
-        if handle is None:
-            return None
-        try:
-            slot = self.mamba.alloc()
-            assert slot is not None
-            self._slot_of[handle.row] = slot
-            self.req_to_mamba[handle.row].fill_(slot)
-        except BaseException:  # such as the device being out of memory
-            self.free(handle)
-            raise
-        return handle
-
-    def free(self, handle: ReqHandle) -> None:
-        super().free(handle)
-        slot, self._slot_of[handle.row] = self._slot_of[handle.row], 0
-        if slot:
-            self.mamba.free(slot)
-            self.req_to_mamba[handle.row].fill_(0)
-
-    def mamba_slot(self, handle: ReqHandle) -> int:
-        """Return the state slot of a live handle; ValueError for a stale one."""
-        return self._slot_of[self.row(handle)]
-
-    def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
-        """Give `target` the states that `source` has now, as after a fork."""
-        self.mamba.copy(self.mamba_slot(target), self.mamba_slot(source))
-
-    def check_integrity(self) -> None:
-        """Check as the base does, and the map on the device against the slots held; waits."""
-        super().check_integrity()
-        self.mamba.check_integrity()
-        assert self.req_to_mamba.tolist() == self._slot_of, (
-            "req_to_mamba differs from the slots held"
-        )
-        live = [slot for slot in self._slot_of if slot]
-        assert len(live) == self.size - self.available_size() == len(set(live)), (
-            "a live row has no slot of its own"
-        )

@@ -22,7 +22,7 @@ from rich.text import Text
 from memsaver import Usage
 from recipes.errors import LostWorker, RecipeError, RunError, ScorerError, one_line
 from recipes.logs.run_folder import RunFolder, Span, kind_of, match_names, switch_seconds
-from rollout.types import KV_CACHE, WEIGHTS
+from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.errors import ActorError, ActorTimeout, RankFailed
 from trainer_bridge.sync import SyncReceipt
 

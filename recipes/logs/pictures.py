@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from memsaver import Event
 from memsaver.system.machine import replaced
 from recipes.logs.run_folder import Row, Run, kind_of, match_names
-from rollout.types import TAGS as ROLLOUT_TAGS
+from rollout.tag_names import TAGS as ROLLOUT_TAGS
 from trainer_bridge.tags import TRAINER_TAGS
 
 MIB, GIB = 2**20, 2**30

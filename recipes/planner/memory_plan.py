@@ -25,7 +25,7 @@ from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside
 from recipes.planner.tracing import PAGE
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import check_context, pool_fault, request_tokens
-from rollout.types import KV_CACHE, WEIGHTS
+from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.tags import ADAPTERS, CRITIC_OPTIM, MODELS, OPTIM, PARAMS, TRAINED
 
 GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand

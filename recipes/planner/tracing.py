@@ -22,7 +22,7 @@ from memsaver import Usage
 from memsaver.ops.layout import round_up
 from recipes.planner.allocator import CachingAllocator, Key, Log
 from rollout import Completion, SamplingParams
-from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from trainer_bridge.training import packed_attention
 
 PAGE = 2 << 20

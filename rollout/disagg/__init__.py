@@ -3,7 +3,7 @@
 from rollout.disagg.decode import DecodeEngine, SplitStats
 from rollout.disagg.prefill import PrefillEngine
 from rollout.disagg.transport import GroupTransport, MappedTransport, Transport
-from rollout.types import PeerLostError
+from rollout.errors import PeerLostError
 
 __all__ = [
     "DecodeEngine",

@@ -21,8 +21,8 @@ from memsaver import Ticket
 from memsaver.system.sealed import Plain
 from rollout.model.decoder import ModelConfig
 from rollout.parallel import TensorParallel
+from rollout.requests import SamplingParams
 from rollout.serving.kv_cache import Cache
-from rollout.types import SamplingParams
 
 _PROBE_SECONDS = 0.25
 _OPTIONS: dict[int, int | bytes] = {

@@ -28,8 +28,9 @@ from rollout.disagg.control import (
 )
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
+from rollout.errors import PeerLostError
+from rollout.requests import SamplingParams
 from rollout.serving.samples import Chunk, Sample, Step
-from rollout.types import PeerLostError, SamplingParams
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to decode
 _ALIGNMENT = 256  # bytes, of ranges in the ring

@@ -27,9 +27,10 @@ from rollout.disagg.control import (
 )
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
+from rollout.errors import PeerLostError
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
-from rollout.types import KV_CACHE, PeerLostError
+from rollout.tag_names import KV_CACHE
 
 _WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
 

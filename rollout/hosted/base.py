@@ -18,6 +18,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.sealed import all_gather_plain
+from rollout.engine_base import EngineBase, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
     check_taken,
@@ -28,18 +29,11 @@ from rollout.hosted.load_recorder import (
 )
 from rollout.model import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
-from rollout.protocols import EngineBase, Progress, handing_over
+from rollout.protocols import Progress
+from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
-from rollout.types import (
-    CUDA_GRAPH,
-    KV_CACHE,
-    TAGS,
-    WEIGHTS,
-    CommitReceipt,
-    Completion,
-    SamplingParams,
-    WeightOffer,
-)
+from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
+from rollout.weights.messages import CommitReceipt, WeightOffer
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
 

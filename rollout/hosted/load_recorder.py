@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver.ops.layout import row_major
 from rollout.model import spellings
-from rollout.types import Manifest, ParamSlice
+from rollout.weights.messages import Manifest, ParamSlice
 from rollout.weights.pages import shorten
 from rollout.weights.store import layout_hash
 

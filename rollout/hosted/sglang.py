@@ -15,7 +15,8 @@ from torch import Tensor
 from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
 from rollout.model import resolve_model, stop_token_ids
-from rollout.types import Completion, PackedBox, SamplingParams
+from rollout.requests import Completion, SamplingParams
+from rollout.weights.messages import PackedBox
 
 
 class SglangRollout(Generating):

@@ -18,7 +18,7 @@ from rollout.hosted.base import Answers, Generating, HostedRollout, OnStep, Prom
 from rollout.hosted.vllm_engine import VllmEngine, several_ranks
 from rollout.model import resolve_model, stop_token_ids
 from rollout.parallel import TensorParallel
-from rollout.types import Completion, SamplingParams
+from rollout.requests import Completion, SamplingParams
 
 
 class VllmRollout(HostedRollout, Generating):

@@ -21,7 +21,7 @@ import memsaver.compat
 from memsaver import StateError
 from memsaver.compat import IN_PROCESS, require
 from rollout.hosted.base import HostedEngine, OnStep, Prompts, Request
-from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 _ALLOCATOR = "vllm.device_allocator.cumem"

@@ -13,8 +13,8 @@ from rollout.model.loading import (
     stop_token_ids,
     stored_buffers,
 )
-from rollout.model.params import Stored, is_unused, spellings
 from rollout.ops.experts import Routing
+from rollout.weights.params import Stored, is_unused, spellings
 
 __all__ = [
     "ModelConfig",

@@ -17,10 +17,10 @@ from kvcache import KVLayout
 from kvcache.staging import heads_per_rank
 from rollout.model.mixers.base import Batch, Mixer, MixerConfig
 from rollout.model.mlp import MLP, ExpertsConfig, MLPConfig
-from rollout.model.params import VOCABULARY, ParamGroup, one, shard_groups
 from rollout.ops.norm_and_activation import add_rms_norm, rms_norm
 from rollout.parallel import TensorParallel
-from rollout.types import Manifest
+from rollout.weights.messages import Manifest
+from rollout.weights.params import VOCABULARY, ParamGroup, one, shard_groups
 from rollout.weights.store import WeightStore, build_manifest
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollout.model.params import ParamGroup, Split, Splits, held, one, stack
 from rollout.ops.experts import Routing, Share, mix_experts
 from rollout.ops.norm_and_activation import silu_mul
 from rollout.ops.products import linear
+from rollout.weights.params import ParamGroup, Split, Splits, held, one, stack
 
 if TYPE_CHECKING:
     from rollout.weights.store import WeightStore

@@ -6,7 +6,7 @@ The rules and answers are those of `transformers.generate(num_beams=width, do_sa
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rollout.types import Completion, FinishReason, SamplingParams
+from rollout.requests import Completion, FinishReason, SamplingParams
 
 Candidates = Sequence[Sequence[tuple[int, float]]]
 """[branch][(token, log-probability)], likeliest first."""

@@ -25,20 +25,14 @@ from kvcache import (
 )
 from kvcache.allocators import PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
-from kvcache.pools import (
-    DoubleSparseTokenToKVPool,
-    HybridReqToTokenPool,
-    MambaPool,
-    SWAKVPool,
-    TokenPool,
-)
+from kvcache.pools import DoubleSparseTokenToKVPool, MambaPool, SWAKVPool, TokenPool
+from kvcache.requests import HybridReqToTokenPool
 from memsaver import LeaseError, MemorySaver, OutOfMemory
-from rollout.config import EngineConfig, first_tokens, why_one_size
+from rollout.config import DoubleSparsity, EngineConfig, first_tokens, why_one_size
 from rollout.model.decoder import ModelConfig, rank_layout
-from rollout.model.layer_kv import DoubleSparsity
 from rollout.serving.prefix import PrefixBlocks, StatePrefixBlocks
 from rollout.serving.tiers import TieredBlocks
-from rollout.types import KV_CACHE
+from rollout.tag_names import KV_CACHE
 
 _log = logging.getLogger("rollout")
 # Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.

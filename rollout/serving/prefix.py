@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
-from kvcache.pools import HybridReqToTokenPool, RoutedKVPool, TokenPool
+from kvcache.pools import RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
+from kvcache.requests import HybridReqToTokenPool
 from kvcache.tiers import HostTransfer
 
 

@@ -36,7 +36,7 @@ from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
 from rollout.parallel import TensorParallel
 from rollout.serving.kv_cache import Cache
 from rollout.serving.samples import RoutedExperts, Sample, Step
-from rollout.types import CUDA_GRAPH
+from rollout.tag_names import CUDA_GRAPH
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]

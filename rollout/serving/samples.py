@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from kvcache import ReqHandle
 from kvcache.tiers import HostTransfer
+from rollout.requests import Completion, FinishReason, SamplingParams
 from rollout.serving.beam import BeamSearch
 from rollout.serving.prefix import Swapped
-from rollout.types import Completion, FinishReason, SamplingParams
 
 RoutedExperts = NDArray[Any]
 """[tokens, layers with experts, top_k], uint8, or int16 of more than 256 experts."""

@@ -14,10 +14,10 @@ import numpy as np
 from kvcache import Ledger, ReqHandle, pages_across
 from memsaver.ops.hash import splitmix64_int
 from rollout.model.decoder import ModelConfig
+from rollout.requests import FinishReason, SamplingParams
 from rollout.serving.beam import Candidates, check_vocabulary
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
-from rollout.types import FinishReason, SamplingParams
 
 
 class Scheduler:

@@ -1,76 +1,25 @@
-"""PrefixBlocks over host and disk too, where preempted samples wait; and its configuration."""
+"""PrefixBlocks over host and disk too, where preempted samples wait."""
 
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
 from kvcache import BlockManager, PrefixMatch, ReqHandle
-from kvcache.config import check_option
 from kvcache.pools import TokenPool
 from kvcache.tiers import (
     DiskTier,
-    HostCacheConfig,
     HostKVCache,
     HostTransfer,
-    Layout,
     TieredPrefixCache,
-    WritePolicy,
     page_hashes,
 )
+from rollout.config import KVTiers
 from rollout.serving.prefix import PrefixBlocks, Swapped
 
 _log = logging.getLogger("rollout")
-
-Preemption = Literal["recompute", "swap"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVTiers:
-    """Says where cached pages go when the device pool is full, and come back from.
-
-    host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly
-    one of them.
-    layout: of the host pages, see HostCacheConfig. write_policy: when a page is copied to the host,
-    see `kvcache.tiers`. disk_directory, disk_bytes: where pages go from the host, and the most
-    bytes of files; None: no disk. The directory is this engine's alone, and what another one left
-    there is deleted.
-    preemption: a sample that has to make room is brought back by computing its tokens again
-    ("recompute"), or by copying its pages to the host and back ("swap").
-    keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again
-    afterwards under the same weights; False: they are forgotten.
-    """
-
-    host_ratio: float | None = None
-    host_bytes: int | None = None
-    layout: Layout = "layer_first"
-    write_policy: WritePolicy = "write_through"
-    disk_directory: str | Path | None = None
-    disk_bytes: int | None = None
-    preemption: Preemption = "swap"
-    keep_asleep: bool = True
-
-    def __post_init__(self) -> None:
-        _ = self.host  # says what is wrong with it
-        for key, known in (("write_policy", WritePolicy), ("preemption", Preemption)):
-            names = get_args(known)
-            good = getattr(self, key) in names
-            check_option(self, key, good, f"must be one of {', '.join(names)}")
-        if (self.disk_directory is None) != (self.disk_bytes is None):
-            raise ValueError(
-                f"give disk_directory and disk_bytes together or neither, got "
-                f"{self.disk_directory} and {self.disk_bytes}"
-            )
-
-    @property
-    def host(self) -> HostCacheConfig:
-        return HostCacheConfig(
-            ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout
-        )
 
 
 class TieredBlocks(PrefixBlocks):

@@ -14,7 +14,8 @@ from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.content_watch import lost_by_others
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import RowCopies, Rows, box_rows, dot
-from rollout.types import WEIGHTS_SHADOW, Manifest, ParamSlice
+from rollout.tag_names import WEIGHTS_SHADOW
+from rollout.weights.messages import Manifest, ParamSlice
 
 
 class WeightPages:

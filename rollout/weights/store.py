@@ -15,9 +15,10 @@ from torch import Tensor
 
 from memsaver.ops.layout import round_up, row_major
 from memsaver.ops.rows import dot
-from rollout.model.params import FilePiece, Param, ParamGroup, Stored, is_unused, spellings
-from rollout.types import WEIGHTS, Manifest, ModuleTensor, ParamSlice
+from rollout.tag_names import WEIGHTS
+from rollout.weights.messages import Manifest, ModuleTensor, ParamSlice
 from rollout.weights.pages import WeightPages, shorten
+from rollout.weights.params import FilePiece, Param, ParamGroup, Stored, is_unused, spellings
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver

@@ -32,14 +32,14 @@ from torch import Tensor
 
 from memsaver import ContentWatch, LeaseError, StateError
 from memsaver.content_watch import lost_by_others, shortfall
-from rollout.types import (
-    WEIGHTS_SHADOW,
+from rollout.errors import WeightUpdateError
+from rollout.tag_names import WEIGHTS_SHADOW
+from rollout.weights.messages import (
     CommitReceipt,
     PackedBox,
     ParamSlice,
     VerifyReceipt,
     WeightOffer,
-    WeightUpdateError,
     WriteReceipt,
 )
 from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages

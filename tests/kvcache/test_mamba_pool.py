@@ -8,7 +8,8 @@ import torch
 
 from kvcache import BlockManager, ReqHandle
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.pools import HybridReqToTokenPool, MambaConfig, MambaPool
+from kvcache.pools import MambaConfig, MambaPool
+from kvcache.requests import HybridReqToTokenPool
 from memsaver import MemorySaver
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 

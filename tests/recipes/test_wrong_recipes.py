@@ -17,7 +17,7 @@ from recipes.config.recipe import FIELDS, VLLM_COLDEST, Recipe, is_section
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.tasks import TOY_WORDS
 from rollout.hosted import COLDEST as COLDEST_OF_VLLM
-from rollout.types import COLDEST
+from rollout.requests import COLDEST
 
 TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"

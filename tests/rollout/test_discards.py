@@ -18,7 +18,7 @@ from kvcache.pools import TokenPool
 from memsaver import MemorySaver, StateError
 from rollout import Engine, KVTiers, SamplingParams, WeightUpdateError
 from rollout.hosted import VllmRollout
-from rollout.types import KV_CACHE, WEIGHTS
+from rollout.tag_names import KV_CACHE, WEIGHTS
 from tests.helpers.effort import rounds
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import GREEDY, ids, random_prompts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout import DoubleSparsity, Engine, SamplingParams, heavy_channels
-from rollout.model.layer_kv import decode_sparse
+from rollout.model.double_sparsity import decode_sparse
 from rollout.ops.attention_plan import BatchShape, DecodeBucket, StoredKV, plan_torch
 from rollout.ops.paged_attention import decode_bucket
 from tests.helpers.rollout.answers import CLOSE, GAP, random_prompts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from memsaver.system.machine import Impl
-from rollout.model.params import held
 from rollout.ops.experts import Routing, Share, mix_experts
+from rollout.weights.params import held
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 

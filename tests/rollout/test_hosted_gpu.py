@@ -27,7 +27,7 @@ from memsaver.memory.torch_allocator import empty_torch_cache
 from memsaver.native import shim
 from rollout import Completion, SamplingParams
 from rollout.hosted import SglangRollout, VllmRollout
-from rollout.types import CUDA_GRAPH, KV_CACHE, WEIGHTS
+from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from tests.helpers.docs.pages import ROOT
 from tests.helpers.trainer_bridge.models import describe, write_model
 from trainer_bridge import Cycle, SequenceBatch, Trainer, TrainerConfig

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kvcache import BlockManager, KVCacheConfig, RadixCache, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.pools import MHATokenToKVPool
+from rollout.requests import SamplingParams
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
 from rollout.serving.scheduler import Scheduler
-from rollout.types import SamplingParams
 from tests.helpers.kvcache.blocks import make_windowed
 
 PAGE = 4

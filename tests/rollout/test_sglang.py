@@ -20,7 +20,7 @@ from rollout.actor import build_engine
 from rollout.hosted import SglangRollout
 from rollout.hosted.sglang import completion, sglang_params
 from rollout.hosted.sglang_process import SglangEngine
-from rollout.types import KV_CACHE, WEIGHTS
+from rollout.tag_names import KV_CACHE, WEIGHTS
 from tests.helpers.models import save_tiny
 from trainer_bridge import Trainer, TrainerConfig
 

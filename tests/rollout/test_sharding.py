@@ -12,9 +12,9 @@ import torch
 
 from memsaver import MemorySaver
 from memsaver.system.machine import Impl
-from rollout.model.params import Split, one, shard_groups
-from rollout.types import Manifest
+from rollout.weights import Manifest
 from rollout.weights import pages as weights_module
+from rollout.weights.params import Split, one, shard_groups
 from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.digests import element
 from tests.helpers.rollout.splits import decoder_splits

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from memsaver import MemorySaver, attach
-from rollout.model.params import one, shard_groups
-from rollout.types import WeightOffer, WriteReceipt
+from rollout.weights import WeightOffer, WriteReceipt
+from rollout.weights.params import one, shard_groups
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
 from tests.helpers.rollout.splits import decoder_splits

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams, WeightOffer, WeightUpdateError
-from rollout.types import WEIGHTS
+from rollout.tag_names import WEIGHTS
 from tests.helpers.effort import rounds
 from tests.helpers.models import greedy
 from tests.helpers.rollout.updates import Owner, addresses, shadow_bytes, tiny, write

@@ -17,7 +17,7 @@ import torch
 
 from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError, Ticket, attach
 from rollout import Engine, PackedBox, WeightUpdateError
-from rollout.types import WEIGHTS, WEIGHTS_SHADOW
+from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
 from rollout.weights.update import write_boxes
 from tests.helpers.memory import counted, family_bytes
 from tests.helpers.rollout.answers import GREEDY, ids

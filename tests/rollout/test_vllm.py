@@ -19,7 +19,8 @@ from rollout.actor import build_engine
 from rollout.hosted import VllmRollout
 from rollout.hosted.load_recorder import Landed, boxes, record
 from rollout.hosted.vllm import vllm_params
-from rollout.types import KV_CACHE, WEIGHTS, VerifyReceipt, WriteReceipt
+from rollout.tag_names import KV_CACHE, WEIGHTS
+from rollout.weights import VerifyReceipt, WriteReceipt
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from trainer_bridge import LoraConfig, Trainer, TrainerConfig
 

@@ -17,9 +17,9 @@ from transformers import AutoConfig
 
 from memsaver import StateError
 from rollout import SamplingParams
+from rollout.errors import RankError
 from rollout.hosted import VllmRollout
 from rollout.hosted.load_recorder import check_taken
-from rollout.types import RankError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from tests.helpers.trainer_bridge.others import STAND_IN

@@ -14,7 +14,7 @@ from memsaver import MemorySaver
 from memsaver.ops.rows import digest
 from rollout.model.decoder import aliases, parameter_groups
 from rollout.model.loading import iter_checkpoint, load_model_config
-from rollout.types import WEIGHTS
+from rollout.tag_names import WEIGHTS
 from rollout.weights import pages as weights_module
 from rollout.weights.store import ALIGNMENT, WeightStore, arena_nbytes, build_manifest
 from tests.helpers.models import save_tiny

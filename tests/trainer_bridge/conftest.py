@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import memsaver
-from rollout.types import Manifest
+from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.models import config, write_model
 from trainer_bridge import Trainer
 from trainer_bridge.training import Runtime

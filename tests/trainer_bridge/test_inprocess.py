@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
-from rollout.types import Manifest
+from rollout.weights import Manifest
 from tests.helpers.memory import family_bytes, memory_maps, settled_fds
 from tests.helpers.peers import Gone, Peer
 from tests.helpers.rollout.answers import ids

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from rollout.model.params import ParamGroup, one, stack
-from rollout.types import Manifest, ModuleTensor, WeightLayout
+from rollout.weights import Manifest, ModuleTensor, WeightLayout
+from rollout.weights.params import ParamGroup, one, stack
 from tests.helpers.peers import Peer
 from tests.helpers.trainer_bridge.layouts import (
     decoder_groups,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import memsaver
-from rollout.types import Manifest
+from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.layouts import box_of, manifest, piece
 from tests.helpers.trainer_bridge.small import SHAPES, columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from rollout.types import WEIGHTS, WEIGHTS_SHADOW
+from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.effort import rounds
 from tests.helpers.memory import settled_fds
 from tests.helpers.peers import Gone

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.model.params import shard_groups
-from rollout.types import ParamSlice
+from rollout.weights import ParamSlice
+from rollout.weights.params import shard_groups
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedAgreement

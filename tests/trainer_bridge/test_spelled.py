@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.model import spellings
-from rollout.model.params import one, shard_groups
-from rollout.types import WeightLayout
+from rollout.weights import WeightLayout
+from rollout.weights.params import one, shard_groups
 from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedAgreement

@@ -14,8 +14,9 @@ from torch import Tensor
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase, RankAddress
 from rollout.protocols import Progress
+from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
-from rollout.types import Completion, Manifest, PackedBox, SamplingParams
+from rollout.weights import Manifest, PackedBox
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import reserve_offload
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup

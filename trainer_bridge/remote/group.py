@@ -14,7 +14,7 @@ from itertools import product, starmap
 from typing import Any, Self
 
 from memsaver.system.interrupts import held
-from rollout.types import RankError
+from rollout.errors import RankError
 from trainer_bridge.errors import (
     ActorDied,
     ActorTimeout,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from memsaver import Ticket
 from memsaver.system.sealed import Plain, gather_texts
-from rollout.types import (
+from rollout.weights import (
     CommitReceipt,
     Manifest,
     ModuleTensor,

@@ -22,7 +22,7 @@ from memsaver import MemorySaver
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import RowCopies, digest_table
 from rollout.protocols import UpdatableEngine
-from rollout.types import CommitReceipt, Manifest, ParamSlice
+from rollout.weights import CommitReceipt, Manifest, ParamSlice
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_values, places

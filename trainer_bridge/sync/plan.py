@@ -18,7 +18,7 @@ from typing import Self
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import Rows, box_rows, dot
 from rollout.model import Stored, spellings
-from rollout.types import Manifest, ParamSlice, WeightLayout
+from rollout.weights import Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.shards import (
     Box,

@@ -29,7 +29,7 @@ from memsaver.ops.layout import round_up, row_major
 from memsaver.ops.rows import RowCopies
 from memsaver.system.machine import device_key
 from rollout.protocols import UpdatableEngine
-from rollout.types import PackedBox
+from rollout.weights import PackedBox
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.agree import Agreement, backend_of
 from trainer_bridge.sync.plan import Copy, SyncPlan

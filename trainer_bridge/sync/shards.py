@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from rollout.types import Manifest
+from rollout.weights import Manifest
 
 Ints = tuple[int, ...]
 

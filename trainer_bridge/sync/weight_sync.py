@@ -30,7 +30,7 @@ from torch import Tensor
 import memsaver
 from memsaver.ops.hash import MASK64
 from rollout.protocols import UpdatableEngine
-from rollout.types import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.weights import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.plan import Planner, SyncPlan
 from trainer_bridge.sync.relay import (

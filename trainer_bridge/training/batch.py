@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memsaver.ops.layout import round_up, send_together
-from rollout.types import COLDEST
+from rollout.requests import COLDEST
 from trainer_bridge.training.packing import Packing
 
 _PARTS = 16  # of a chunk: one more or less, at most, goes to a filler

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from memsaver import MemorySaver
 from memsaver.ops.hash import hash_text
 from rollout.model import stored_buffers
-from rollout.types import Manifest
+from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import listed
 from trainer_bridge.ops.token_scores import score_in_head

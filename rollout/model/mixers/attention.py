@@ -10,9 +10,9 @@ from torch import Tensor
 from kvcache.staging import heads_per_rank
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig, RopeConfig
-from rollout.model.params import ParamGroup, Split, Splits, one, stack
 from rollout.ops.norm_and_activation import rms_norm
 from rollout.ops.products import linear
+from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 
 @dataclass(frozen=True, kw_only=True)

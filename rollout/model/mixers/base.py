@@ -16,9 +16,9 @@ from torch import Tensor
 from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
 from kvcache.tiers import HostTransfer
-from rollout.model.layer_kv import DoubleSparsity
-from rollout.model.params import ParamGroup, Splits
+from rollout.config import DoubleSparsity
 from rollout.ops.attention_plan import AttentionPlan, BatchShape
+from rollout.weights.params import ParamGroup, Splits
 
 if TYPE_CHECKING:
     from rollout.parallel import TensorParallel

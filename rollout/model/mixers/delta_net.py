@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcache.pools import HybridReqToTokenPool
+from kvcache.requests import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
-from rollout.model.params import ParamGroup, Split, Splits, one, stack
 from rollout.ops.attention_plan import BatchShape
 from rollout.ops.norm_and_activation import rms_norm
 from rollout.ops.products import linear
+from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 
 @dataclass(frozen=True, kw_only=True)

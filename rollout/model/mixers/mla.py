@@ -18,9 +18,9 @@ from kvcache.ops import rotate_heads
 from kvcache.pools import MLATokenToKVPool
 from rollout.model.layer_kv import layer_kv
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig, RopeConfig
-from rollout.model.params import ParamGroup, Split, Splits, one, stack
 from rollout.ops.norm_and_activation import rms_norm
 from rollout.ops.products import linear
+from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
 _EPS = 1e-6  # transformers gives the norms inside attention no eps of the config

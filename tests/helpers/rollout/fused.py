@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
 from memsaver import MemorySaver
-from rollout.types import KV_CACHE, WEIGHTS
+from rollout.tag_names import KV_CACHE, WEIGHTS
 from tests.helpers.models import SIZES, save_tiny
 
 PADDED_TO = 64

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from memsaver import MemorySaver
 from rollout import SamplingParams
 from rollout.hosted import VllmRollout
-from rollout.types import WEIGHTS
+from rollout.tag_names import WEIGHTS
 from tests.helpers.peers import Peer, server
 from tests.helpers.rollout.fused import FusedEngine
 from tests.helpers.trainer_bridge.hooked import half_written

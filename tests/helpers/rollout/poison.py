@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from kvcache.pools import HybridReqToTokenPool, SWAKVPool, TokenPool
+from kvcache.pools import SWAKVPool, TokenPool
 from kvcache.radix import MambaRadixCache
+from kvcache.requests import HybridReqToTokenPool
 from rollout import Engine
 
 

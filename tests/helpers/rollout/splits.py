@@ -5,8 +5,8 @@ from __future__ import annotations
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import RopeConfig
 from rollout.model.mlp import ExpertsConfig, GatedConfig
-from rollout.model.params import VOCABULARY, Splits
 from rollout.ops.experts import Routing
+from rollout.weights.params import VOCABULARY, Splits
 
 _EXPERTS = ExpertsConfig(
     experts=1, inner=1, routing=Routing(top_k=1, normalise=False), shared=1, shared_gate=False

@@ -16,7 +16,7 @@ from memsaver import MemorySaver, Ticket, attach
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import digest
 from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
-from rollout.types import WEIGHTS, WEIGHTS_SHADOW
+from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.models import build_tiny, greedy
 from tests.helpers.rollout.answers import GREEDY, random_prompts
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.model.params import Param, ParamGroup, one, shard_groups, stack
-from rollout.types import Manifest, ParamSlice
+from rollout.weights import Manifest, ParamSlice
+from rollout.weights.params import Param, ParamGroup, one, shard_groups, stack
 from rollout.weights.store import build_manifest
 from tests.helpers.digests import element
 from tests.helpers.rollout.splits import decoder_splits

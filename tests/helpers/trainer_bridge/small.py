@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollout.types import Manifest
+from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.layouts import manifest, piece
 from trainer_bridge.sync.shards import SourceShard, torch_dtype
 

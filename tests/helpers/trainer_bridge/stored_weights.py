@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from memsaver import MemorySaver, attach
-from rollout.model.params import ParamGroup
-from rollout.types import WEIGHTS_SHADOW, ParamSlice, WeightLayout, WeightOffer
+from rollout.tag_names import WEIGHTS_SHADOW
+from rollout.weights import ParamSlice, WeightLayout, WeightOffer
+from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate
 from tests.helpers.trainer_bridge.targets import UNTOUCHED

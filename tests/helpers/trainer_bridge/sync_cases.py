@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from rollout.model.params import ParamGroup
+from rollout.weights.params import ParamGroup
 from tests.helpers.trainer_bridge.hooked import STAGES
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, parameters
 from trainer_bridge.sync.shards import SourceShard, local_box

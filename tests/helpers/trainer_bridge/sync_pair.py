@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from memsaver import StateError
 from rollout import Engine, SamplingParams
-from rollout.types import WEIGHTS, WEIGHTS_SHADOW
+from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.memory import memfd_bytes, process_bytes
 from tests.helpers.models import build_tiny, greedy, save_tiny
 from tests.helpers.peers import Gone

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import memsaver
 from memsaver.system.machine import place_of
-from rollout.types import (
+from rollout.weights import (
     CommitReceipt,
     Manifest,
     PackedBox,

@@ -20,8 +20,8 @@ from kvcache.staging import Watermark
 from rollout import Engine, SamplingParams
 from rollout.disagg import DecodeEngine, GroupTransport, MappedTransport, PrefillEngine
 from rollout.disagg.control import Ask, Closed, Filled, Freed, Hello, Range, Refused, greeting
+from rollout.errors import PeerLostError
 from rollout.parallel import TensorParallel
-from rollout.types import PeerLostError
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
 from tests.helpers.rollout.far import Far
