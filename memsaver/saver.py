@@ -51,9 +51,6 @@ class MemorySaver:
         reserve_bytes: addresses reserved for each tag; ``None``: as many as the device has memory.
         disk_dir: where content ``"disk"`` is saved, in nameless files; ``None``: /var/tmp, else the
             temporary folder.
-        debug: a torch operation on paused memory raises ``StateError`` before it runs, in every
-            thread that uses the saver (``memsaver.debug``), and kept content is compared across a
-            pause. Costs microseconds an operation.
 
     Every operation raises with cause and next step, and leaves the state it found when it fails.
     """
@@ -66,7 +63,6 @@ class MemorySaver:
         limit_bytes: int | None = None,
         reserve_bytes: int | None = None,
         disk_dir: str | Path | None = None,
-        debug: bool = False,
     ) -> None:
         for name, value in (("limit_bytes", limit_bytes), ("reserve_bytes", reserve_bytes)):
             if value is not None and value <= 0:
@@ -78,17 +74,11 @@ class MemorySaver:
         self._pool = PagePool(self.backend)
         self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
         directory = Path(disk_dir or default_directory())
-        self._transactions = Transactions(self.backend, self._pool, debug, directory, self._tags)
+        self._transactions = Transactions(self.backend, self._pool, directory, self._tags)
         self._recorder = Recorder(self.backend)
         self._accounts = Accounts(self.backend, self._pool, self._tags)
         self._lock = forkable(threading.RLock())
         self._closed = False
-        self._guard = None
-        if debug:
-            from memsaver.debug import PausedGuard
-
-            self._guard = PausedGuard(self._tags.paused_at)
-            self._guard.enable()
 
     def __repr__(self) -> str:
         held = (
@@ -604,8 +594,6 @@ class MemorySaver:
             if self._closed:
                 return
             self._transactions.close(list(self._tags))
-            if self._guard is not None:
-                self._guard.disable()
             self._closed = True
 
     # ---------------------------------------------------------------- for the operations
@@ -621,8 +609,6 @@ class MemorySaver:
         if self._closed:
             raise StateError("this MemorySaver is closed; make a new one")
         self.backend.require_own_process()
-        if self._guard is not None:
-            self._guard.enable()  # in this thread, too
 
     def _arena(self, tag: str) -> Arena:
         self._require_open()

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from memsaver.content.on_disk import DiskBackup
-from memsaver.errors import BackendError
 from memsaver.memory.backend import Backend, Waitable
 from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.ops.layout import Ranges, joined, round_up
@@ -111,32 +110,6 @@ def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
     words = data.numel() // _WORD * _WORD
     parts = [(data[:words].view(torch.int32), offset // _WORD)] if words else []
     return parts + ([(data[words:], _BYTES + offset + words)] if words < data.numel() else [])
-
-
-@dataclass(frozen=True)
-class Checksums:
-    """A digest of each range: taken before a pause that keeps content, compared after a resume."""
-
-    tag: str
-    digests: Mapping[tuple[int, int], int]
-
-    @classmethod
-    def take(cls, tag: str, ranges: Ranges, view: View) -> Checksums:
-        return cls(tag, {item: fingerprint([item], view).run() for item in ranges})
-
-    def verify(self, view: View, end: int) -> None:
-        """Raise ``BackendError`` where a range changed; ranges beyond ``end`` were trimmed."""
-        there = {item: digest for item, digest in self.digests.items() if sum(item) <= end}
-        changed = [
-            item for item, digest in there.items() if fingerprint([item], view).run() != digest
-        ]
-        if changed:
-            offset, nbytes = changed[0]
-            raise BackendError(
-                f"content of tag {self.tag!r} changed across a pause: "
-                f"{nbytes} bytes at offset {offset} differ ({len(changed)} of {len(there)} "
-                "ranges); define it anew, and look for what wrote to its backup"
-            )
 
 
 @dataclass

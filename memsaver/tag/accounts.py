@@ -79,10 +79,6 @@ class Tags:
             "the tensor is not in any tag of this saver; make it in a region, or with empty()"
         )
 
-    def paused_at(self, address: int) -> str | None:
-        """The tag at this address, if there is no memory behind it. Takes no lock."""
-        return next((arena.tag for arena in self if arena.paused_at(address)), None)
-
 
 def check_content(content: str | None) -> None:
     if content is not None and content not in CONTENTS:

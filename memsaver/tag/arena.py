@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from memsaver.content import Backup
-from memsaver.content.on_host import Checksums, CleanCopy, fingerprint
+from memsaver.content.on_host import CleanCopy, fingerprint
 from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.memory.backend import Backend, Reservation
 from memsaver.native import shim
@@ -78,7 +78,6 @@ class Arena:
             )
         self._state = "active"
         self.committed_when_paused = 0
-        self.sums: Checksums | None = None
         self.missing = 0  # bytes at the end that the last resume had no memory for
         self.discards = 0
         self.whole = True  # resume with one extent: another tag is not to use it
@@ -231,7 +230,7 @@ class Arena:
 
     def end_resume(self, missing: int = 0) -> None:
         """Memory and content are there again, but for ``missing`` bytes at the end."""
-        self.backup, self.sums, self.missing = None, None, missing
+        self.backup, self.missing = None, missing
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
@@ -261,20 +260,6 @@ class Arena:
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]`` where they are."""
         return self.backend.view(self.address + offset, nbytes)[0]
-
-    def paused_at(self, address: int) -> bool:
-        """The address is this tag's, and there is no memory behind it. Takes no lock."""
-        offset = address - self.address
-        return 0 <= offset < self.reservation.nbytes and offset >= self.backed
-
-    def verify(self) -> None:
-        """Raises ``BackendError`` if, in debug mode, content is not as it was before the pause."""
-        if self.backup is not None and self.sums is not None:
-            self.sums.verify(self.bytes_at, self.committed_when_paused)
-
-    def take_sums(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Note what is at these (offset, nbytes), for `verify`."""
-        self.sums = Checksums.take(self.tag, ranges, self.bytes_at)
 
     def keep_clean_copy(
         self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]

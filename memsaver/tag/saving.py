@@ -26,16 +26,10 @@ from memsaver.tag.arena import Arena
 class Saving:
     """Saves for one saver, which holds its lock around every call."""
 
-    def __init__(
-        self, backend: Backend, debug: bool, disk_dir: Path, tags: Iterable[Arena]
-    ) -> None:
-        """debug: note checksums of what is saved.
-
-        disk_dir: for content "disk". tags: all of the saver's.
-        """
+    def __init__(self, backend: Backend, disk_dir: Path, tags: Iterable[Arena]) -> None:
+        """disk_dir: for content "disk". tags: all of the saver's."""
         self.disk_dir = disk_dir
         self._backend = backend
-        self._checksums = debug
         self._tags = tags
 
     def save(self, arena: Arena, content: str) -> Backup:
@@ -59,8 +53,6 @@ class Saving:
         except BackendError:  # it was not made
             copy = None
         ranges = _saved_ranges(arena)  # while the check runs
-        if self._checksums:
-            arena.take_sums(ranges)
         if copy is not None and copy.holds(ranges):
             return copy.backup, False
         arena.forget_clean_copy()
@@ -201,15 +193,13 @@ class Refill:
             self._undo.callback(event.synchronize)  # before the unmapping
 
     def finish(self) -> None:
-        """All memory is there, and the content unless it is late, as far as debug mode knows."""
+        """All memory is there, and the content unless it is late."""
         shim.set_extents(self._into.slot, self.placed)
         self._undo.callback(shim.set_extents, self._into.slot, [])
         for event in self._events:
             event.synchronize()
         if (backup := self._into.backup) is not None:
             backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
-        if not self._late:
-            self._into.verify()
 
 
 def goes_piecewise(sizes: Sequence[int], needed: int) -> bool:

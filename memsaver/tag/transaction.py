@@ -47,12 +47,10 @@ class Transactions:
     """
 
     def __init__(
-        self, backend: Backend, pool: PagePool, debug: bool, disk_dir: Path, tags: Iterable[Arena]
+        self, backend: Backend, pool: PagePool, disk_dir: Path, tags: Iterable[Arena]
     ) -> None:
-        """debug: compare kept content before the pause and after the resume. disk_dir: for content
-        "disk". tags: all of the saver's.
-        """
-        self.saving = Saving(backend, debug, disk_dir, tags)
+        """disk_dir: for content "disk". tags: all of the saver's."""
+        self.saving = Saving(backend, disk_dir, tags)
         self.server: ShareServer | None = None
         self._prefetches: list[Prefetch] = []
         self._backend = backend
@@ -361,7 +359,7 @@ class Transactions:
         return arena
 
     def settle(self, prefetch: Prefetch) -> None:
-        """Waits for a prefetch, and checks what came: the tags are active then, or paused as they
+        """Waits for a prefetch: the tags are active then, or paused as they
         were, and ``BackendError`` is raised each time.
         """
         if prefetch in self._prefetches:
@@ -369,8 +367,6 @@ class Transactions:
             failure = None
             try:
                 prefetch.join()
-                for arena in prefetch.arenas:
-                    arena.verify()
             except Exception as error:
                 failure = error
             self._end(prefetch, failure)

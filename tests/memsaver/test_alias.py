@@ -232,17 +232,6 @@ def test_mappings_are_writable_as_the_ticket_says() -> None:
     world.close()
 
 
-def test_debug_mode_knows_that_there_is_memory(device: str) -> None:
-    world = World(device, debug=True)
-    for _ in range(2):
-        with pytest.raises(memsaver.StateError, match="paused"):
-            world.rest.sum()
-        world.alias()
-        assert int(world.rest[-1]) == 3
-        world.saver.pause()
-    world.close()
-
-
 def _bytes(device: str) -> int:
     """That are held, where they can be counted exactly whatever torch and other processes do."""
     return family_bytes(device) if device == "cpu" else 0

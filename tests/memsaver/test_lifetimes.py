@@ -491,7 +491,7 @@ import gc, torch, memsaver
 from memsaver.memory import host_memory
 class Owner: pass
 owner = Owner()
-owner.me, owner.saver = owner, memsaver.MemorySaver(debug=True)
+owner.me, owner.saver = owner, memsaver.MemorySaver()
 owner.tensor = owner.saver.empty(1 << 20, torch.uint8, tag="a", content="disk")
 owner.saver.pause()
 owner.memory = host_memory(1 << 21, torch.device("cpu"), "it", "ask for less")

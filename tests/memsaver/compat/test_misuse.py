@@ -160,7 +160,7 @@ if {device!r} != "cpu":
         c = a * 2
 torch_memory_saver.pause()
 CuMemAllocator.get_instance().sleep("weights")
-saver = memsaver.MemorySaver({device!r}, debug=True)  # a guard that is on does not disturb the end
+saver = memsaver.MemorySaver({device!r})
 d, e = (saver.empty(100000, tag=tag, content="host") for tag in ("active", "asleep"))
 saver.pause("asleep")
 cycle = [a, b, d, e]; cycle.append(cycle)

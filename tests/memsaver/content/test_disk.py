@@ -183,7 +183,7 @@ def test_what_dies_and_is_trimmed_while_it_is_paused_is_not_restored(
     content: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)
-    saver = memsaver.MemorySaver(device, disk_dir=tmp_path, debug=True)
+    saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
     pieces = [
         saver.empty(4 * MIB, torch.uint8, tag="kept", content=content).fill_(n + 1)
         for n in range(2)
