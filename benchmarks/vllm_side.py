@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.helpers.memsaver.savers import driver_calls
+
 GIB = 1 << 30
 SEQUENCES, CONTEXT = 256, 1024
 # of --quick: the engine is built in seconds
@@ -193,7 +195,7 @@ class Ours(Rival):
         self.rollout.engine.reset_prefix_cache()
 
     def driver_seconds(self) -> dict[str, float]:
-        return {name: calls.seconds for name, calls in self.rollout.saver.statistics().items()}
+        return {name: calls.seconds for name, calls in driver_calls(self.rollout.saver).items()}
 
 
 class Native(Ours):

@@ -17,7 +17,7 @@ from memsaver.errors import (
     StateError,
     TagError,
 )
-from memsaver.report import CallStats, Event, Report, TagReport, Timeline, Usage
+from memsaver.report import Event, Report, TagReport, Timeline, Usage
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, LeaseCache, attach
 from memsaver.tag.prefetch import Prefetch
@@ -25,7 +25,6 @@ from memsaver.tag.tickets import PoolTicket, Ticket
 
 __all__ = [
     "BackendError",
-    "CallStats",
     "CompilerError",
     "ContentWatch",
     "Event",

@@ -72,17 +72,6 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallStats:
-    """All calls of one driver operation."""
-
-    calls: int
-    failed: int
-    nbytes: int
-    """Of those that succeeded."""
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Event:
     """An operation on a tag: when it ended (``time.time()``), its length, the tag's bytes then."""
 

@@ -22,7 +22,7 @@ from memsaver.memory import as_device, make_backend
 from memsaver.memory.page_pool import PagePool
 from memsaver.memory.torch_allocator import check_segments
 from memsaver.native import shim
-from memsaver.report import CallStats, Event, Report, Usage
+from memsaver.report import Event, Report, Usage
 from memsaver.system.interrupts import Unbroken, call_due, held
 from memsaver.system.machine import forkable
 from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
@@ -365,8 +365,9 @@ class MemorySaver:
         Content goes to the host and comes from it at the same time, extent by extent, with at most
         1 GiB of the device beside what the first tag holds. Memory that the second does not need
         stays in the page pool. content: overrides the first tag's policy, ``"host"`` or
-        ``"discard"``. All or nothing, as ``pause`` and ``resume``. Memory in too large extents goes
-        through the driver the first time, one tag after the other.
+        ``"discard"``. All or nothing, as ``pause`` and ``resume``. An extent goes over as a whole:
+        for one that is larger than what is missing, as much new memory is taken (tags made with
+        ``elastic=True`` have small ones); ``OutOfMemory`` where there is none.
         """
         check_content(content)
         with self._operation():
@@ -565,10 +566,6 @@ class MemorySaver:
         Takes some 0.1 ms, and waits for no operation of another thread: it may see its middle.
         """
         return self._accounts.usage()
-
-    def statistics(self) -> dict[str, CallStats]:
-        """Calls, failures, bytes, seconds of each driver operation (``"create"``, ``"map"``)."""
-        return self._recorder.statistics()
 
     def drain_events(self) -> list[Event]:
         """The operations since the last call, oldest first."""

@@ -16,7 +16,7 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 
 # Import of the key is allowed only in files that start with one of these paths.
 ALONE = {
-    "cuda": ["memsaver/memory/cuda.py"],
+    "cuda": ["memsaver/memory/cuda.py", "memsaver/system/gpu_processes.py"],
     "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
     "ray": [
         "rollout/actor_base.py",

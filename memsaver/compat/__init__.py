@@ -17,10 +17,10 @@ import sys
 from memsaver.errors import StateError
 from memsaver.memory.torch_allocator import hold_workspaces, keep_graphs_unregistered
 
-__all__ = ["IN_PROCESS", "hook_sglang", "install", "require", "uninstall"]
+__all__ = ["IN_PROCESS", "OLDEST", "hook_sglang", "install", "require", "uninstall"]
 
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-_OLDEST = {"vllm": (0, 24), "sglang": (0, 5, 16)}
+OLDEST = {"vllm": (0, 24), "sglang": (0, 5, 16)}
 _OURS = {
     "torch_memory_saver": "memsaver.compat.torch_memory_saver",
     "vllm.device_allocator.cumem": "memsaver.compat.vllm",
@@ -33,7 +33,7 @@ def require(package: str) -> str:
         raise ValueError(
             f"engine.kind={package} needs the package {package}; run: pip install {package}"
         )
-    version, oldest = importlib.metadata.version(package), _OLDEST[package]
+    version, oldest = importlib.metadata.version(package), OLDEST[package]
     if tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
         least = ".".join(map(str, oldest))
         raise ValueError(

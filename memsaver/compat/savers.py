@@ -8,18 +8,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memsaver.errors import OutOfMemory
 from memsaver.memory.torch_allocator import check_capture
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
-from memsaver.system.interrupts import Finalizer, Unbroken
-from memsaver.system.machine import forkable
+from memsaver.system.interrupts import Finalizer
 
 _thread = threading.local()  # .regions: those that the thread is in, outermost first
 Handle = tuple[int, int]
@@ -107,52 +104,6 @@ def outside() -> Iterator[None]:
         _thread.regions = []
         back.callback(setattr, _thread, "regions", left)
         yield
-
-
-@dataclass
-class _Limits:
-    """The saver's own limit, and those of the regions that are open, in whatever threads."""
-
-    own: int | None
-    open: list[int] = field(default_factory=list)
-
-    @property
-    def tightest(self) -> int | None:
-        return min([*self.open, *([] if self.own is None else [self.own])], default=None)
-
-
-_lock = forkable(threading.RLock())  # a collector may end a block in the middle of another's
-_limits: weakref.WeakKeyDictionary[MemorySaver, _Limits] = weakref.WeakKeyDictionary()
-
-
-def headroom(saver: MemorySaver, nbytes: int) -> AbstractContextManager[None]:
-    """Inside, ``OutOfMemory`` where a saver's tag would leave less than ``nbytes`` free.
-
-    What is free is looked up on entry. A resume inside is held to it, too; one outside is not.
-    """
-    return Unbroken(_headroom(saver, nbytes)) if nbytes else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _headroom(saver: MemorySaver, nbytes: int) -> Iterator[None]:
-    most = saver.backend.committed_bytes + max(0, saver.backend.device_free_bytes - nbytes)
-    with _lock:
-        limits = _limits.setdefault(saver, _Limits(saver.limit_bytes))
-        limits.open.append(most)
-        saver.limit_bytes = limits.tightest
-    try:
-        yield
-    except OutOfMemory as error:
-        error.add_note(
-            f"memory_margin_bytes={nbytes}: so much has to stay free; lower it to allow more"
-        )
-        raise
-    finally:
-        with _lock:
-            limits.open.remove(most)
-            saver.limit_bytes = limits.tightest
-            if not limits.open:
-                del _limits[saver]
 
 
 class GraphPools:

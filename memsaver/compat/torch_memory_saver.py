@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from memsaver.compat.savers import GraphPools, Handle, Region, Savers, headroom, outside
+from memsaver.compat.savers import GraphPools, Handle, Region, Savers, outside
 from memsaver.errors import StateError, TagError
 from memsaver.saver import MemorySaver
 
@@ -25,11 +25,9 @@ __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 logger = logging.getLogger("memsaver")
 
 _DEFAULT = "default"
-_HOOK_MODES = ("preload", "torch")
 _CPU_BACKENDS = ("mmap", "pinned")
 _SAVERS = Savers()  # of the process: several TorchMemorySaver have the same tags, as in the library
 
-HookMode = Literal["preload", "torch"]
 CpuBackupBackend = Literal["mmap", "pinned"]
 
 
@@ -37,37 +35,29 @@ class TorchMemorySaver:
     """Pausable memory by tags, on the current CUDA device, or on the CPU where there is no GPU.
 
     Attributes:
-        memory_margin_bytes: a region fails with ``OutOfMemory`` rather than leave less than this of
-            the device free.
+        hook_mode: without effect; memory is always placed through torch's memory pools.
+        memory_margin_bytes: without effect; ``MemorySaver(limit_bytes=)`` keeps memory free.
         retain_cpu_backup: without effect; host memory for backups is always kept for the next
             pause.
     """
+
+    __slots__ = (
+        *("_savers", "_graphs", "_unused"),
+        *("hook_mode", "memory_margin_bytes", "retain_cpu_backup"),
+    )
 
     def __init__(self, savers: Savers | None = None) -> None:
         """savers: for memory apart from the process's other ``TorchMemorySaver``."""
         self._savers = _SAVERS if savers is None else savers
         self._graphs = GraphPools()
-        self._hook_mode: HookMode = "preload"
         self._unused: set[str] = set()
+        self.hook_mode = "preload"
         self.memory_margin_bytes = 0
         self.retain_cpu_backup = False
 
     @property
     def enabled(self) -> bool:
         return True
-
-    @property
-    def hook_mode(self) -> HookMode:
-        """Either is accepted, at any time; both place memory through torch's memory pools."""
-        return self._hook_mode
-
-    @hook_mode.setter
-    def hook_mode(self, mode: HookMode) -> None:
-        if mode not in _HOOK_MODES:
-            raise ValueError(
-                f"hook_mode={mode!r} must be one of {', '.join(map(repr, _HOOK_MODES))}"
-            )
-        self._hook_mode = mode
 
     def set_disk_backup_dir(self, path: str) -> None:
         """Sets where content of regions with ``enable_disk_backup`` is saved; made if missing."""
@@ -92,10 +82,7 @@ class TorchMemorySaver:
         """
         content = _content(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         saver = self._saver_to_place(tag)
-        with (
-            headroom(saver, self.memory_margin_bytes),
-            Region(lambda: saver.region(_part(tag, content), content)),
-        ):
+        with Region(lambda: saver.region(_part(tag, content), content)):
             yield
 
     @contextlib.contextmanager
@@ -109,15 +96,14 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Like ``torch.cuda.graph``, with the graph's memory on ``tag``. In both hook modes."""
+        """Like ``torch.cuda.graph``, with the graph's memory on ``tag``."""
         content = _content(enable_cpu_backup, False, cpu_backup_backend)
         saver = self._saver_to_place(tag)
         if saver.device.type != "cuda":
             raise ValueError("cuda_graph needs a CUDA device")
-        capture = self._graphs.capture(
+        with self._graphs.capture(
             cuda_graph, saver, _part(tag, content), content, pool, stream, capture_error_mode
-        )
-        with headroom(saver, self.memory_margin_bytes), capture:
+        ):
             yield
 
     def disable(self) -> contextlib.AbstractContextManager[None]:

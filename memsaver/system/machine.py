@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import psutil
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
-MEMINFO = Path("/proc/meminfo")
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number above this
 RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is free
@@ -31,7 +31,8 @@ _LONGEST = 40
 
 def available_memory() -> int:
     """Bytes that can be taken now, past no limit, and with Ray's memory monitor killing nobody."""
-    total, free = meminfo("MemTotal"), meminfo("MemAvailable")
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
     if (group := container_memory()) is not None:
         total, free = min(total, group.limit), min(free, group.free)
     return max(0, free - int(RAY_KEEPS * total))
@@ -84,14 +85,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-def meminfo(key: str) -> int:
-    """Bytes of one line of /proc/meminfo."""
-    for line in MEMINFO.read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(f"{MEMINFO} has no {key}")
-
-
 @cache
 def libc() -> ctypes.CDLL:
     """Returns the C library; ``ctypes.get_errno()`` tells why one of these calls failed."""
@@ -113,22 +106,17 @@ def exchange_names(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), one, None, other)
 
 
-def command_of(pid: int) -> str:
-    """``"python train.py"``: a process's command line, cut, without folders; ``""``: unreadable."""
+def process_name(pid: int) -> str:
+    """Return ``"process 1234 (python train.py)"``; without a command line that may not be read."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    text = " ".join(
-        " ".join(os.path.basename(word) if word.startswith("/") else word for word in words).split()
-    )
+        words = psutil.Process(pid).cmdline()
+    except (psutil.Error, ValueError):
+        words = []
+    names = (os.path.basename(word) if word.startswith("/") else word for word in words)
+    text = " ".join(" ".join(names).split())
     # a terminal may read the message
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-
-
-def process_name(pid: int, command: str) -> str:
-    """``"process 1234 (python train.py)"``."""
+    command = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
     return f"process {pid} ({command})" if command else f"process {pid}"
 
 

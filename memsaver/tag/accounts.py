@@ -1,6 +1,6 @@
 """The tags of one saver, in the order of their first use. Tells who holds how much, for reports and
-where memory is short; records what a saver has done: its operations for the timeline, its driver
-calls for statistics, both for the log.
+where memory is short; records what a saver has done: its operations for the timeline, these and
+its driver calls for the log.
 
 Driver calls are recorded in the shim, so those that torch's allocator makes without Python are
 among them. Loggers, at level DEBUG: ``memsaver`` has a line for each operation on a tag,
@@ -22,7 +22,7 @@ from memsaver.memory.backend import Backend, ShortOfMemory
 from memsaver.memory.page_pool import PagePool, imports
 from memsaver.memory.torch_allocator import TorchUse
 from memsaver.native import shim
-from memsaver.report import CallStats, Event, Report, TagReport, Usage
+from memsaver.report import Event, Report, TagReport, Usage
 from memsaver.tag.arena import CONTENTS, Arena
 from memsaver.tag.saving import live_ranges
 
@@ -325,17 +325,6 @@ class Recorder:
         """The operations since the last call, oldest first."""
         # threads record meanwhile: what they add stays for the next call
         return [self._events.popleft() for _ in range(len(self._events))]
-
-    def statistics(self) -> dict[str, CallStats]:
-        """Driver calls so far by operation, those that were made at all."""
-        sums = shim.calls(self._backend.phys)
-        return {
-            operation.name.lower(): CallStats(
-                calls=item.calls, failed=item.failed, nbytes=item.nbytes, seconds=item.ns * 1e-9
-            )
-            for operation, item in sums.items()
-            if item.calls
-        }
 
     @contextmanager
     def logged(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import torch
 
 from memsaver.content import Backup, DiskBackup, HostBackup
 from memsaver.errors import BackendError, HostMemoryError, StateError
-from memsaver.memory.backend import Backend, Waitable
+from memsaver.memory.backend import Backend, ShortOfMemory, Waitable
 from memsaver.memory.page_pool import LARGEST, PagePool
 from memsaver.native import shim
 from memsaver.system.device_lock import undone_under
@@ -202,16 +202,6 @@ class Refill:
             backup.restore(self._backend, self._into.address, self._into.committed_when_paused)
 
 
-def goes_piecewise(sizes: Sequence[int], needed: int) -> bool:
-    """Can extents of these sizes serve ``needed`` bytes so that at most LARGEST bytes more than
-    must be are held?
-
-    Not if they are too large to fit one after the other: an extent cannot be split.
-    """
-    head = min(needed, LARGEST)
-    return head + _unserved(sizes, needed - head) <= max(0, needed - sum(sizes)) + LARGEST
-
-
 def _unserved(sizes: Sequence[int], needed: int) -> int:
     """Tells what is left of ``needed`` if whole extents of these sizes serve it, in their order."""
     for size in sizes:
@@ -278,16 +268,23 @@ class Swap:
     def _own(
         self, leaving: Sequence[shim.Extent], needed: int, undo: contextlib.ExitStack
     ) -> tuple[list[shim.Extent], list[shim.Extent]]:
-        """Obtains what ``into`` gets beside the extents of ``out``; raises ``ShortOfMemory``.
+        """Obtain what ``into`` gets beside the extents of ``out``, to be put before and after them.
 
-        That is at most LARGEST bytes for a head start, so that the way in need not wait for the way
-        out; and what those extents cannot serve.
+        That is what the extents cannot serve; and at most LARGEST bytes for a head start, so that
+        the way in need not wait for the way out, if they are there. Raises ``ShortOfMemory``.
         """
-        head = self._pool.obtain_most(min(needed, LARGEST), undo)
-        left = _unserved(
-            [extent.nbytes for extent in leaving], needed - sum(extent.nbytes for extent in head)
-        )
-        return head, self._pool.obtain(left, undo)
+        sizes = [extent.nbytes for extent in leaving]
+        head = self._pool.obtain(_unserved(sizes, needed), undo)
+        rest = needed - sum(extent.nbytes for extent in head)
+        try:
+            with contextlib.ExitStack() as spare:
+                start = self._pool.obtain_most(min(rest, LARGEST), spare)
+                rest -= sum(extent.nbytes for extent in start)
+                tail = self._pool.obtain(_unserved(sizes, rest), spare)
+                undo.enter_context(spare.pop_all())
+        except ShortOfMemory:
+            return head, []
+        return head + start, tail
 
     def _take_away(
         self, out: Arena, copy: HostBackup | None, extent: shim.Extent, undo: contextlib.ExitStack

@@ -23,7 +23,7 @@ from memsaver.system.device_lock import device_lock, undone_under
 from memsaver.system.interrupts import held
 from memsaver.tag.arena import Arena
 from memsaver.tag.prefetch import Prefetch
-from memsaver.tag.saving import Refill, Saving, Swap, goes_piecewise
+from memsaver.tag.saving import Refill, Saving, Swap
 
 if TYPE_CHECKING:
     from memsaver.sharing.server import ShareServer
@@ -164,19 +164,11 @@ class Transactions:
             raise ValueError(
                 "swap keeps content in host memory; pass content='host', or pause and resume"
             )
-        leaving = shim.extents(out.slot)
-        if not goes_piecewise([extent.nbytes for extent in leaving], into.committed_when_paused):
-            self._swap_in_turn(out, content, into)
-            return
-        try:
-            self._with_room(partial(self._swap_piecewise, out, content, into, leaving))
-        except ShortOfMemory:  # one after the other takes less at once
-            self._swap_in_turn(out, content, into)
+        self._with_room(partial(self._swap, out, content, into))
 
-    def _swap_piecewise(
-        self, out: Arena, content: str, into: Arena, leaving: Sequence[shim.Extent]
-    ) -> None:
+    def _swap(self, out: Arena, content: str, into: Arena) -> None:
         self._wait_unleased([out])
+        leaving = shim.extents(out.slot)
         with contextlib.ExitStack() as undo:
             out.freeze()
             undo.callback(out.thaw)
@@ -191,34 +183,6 @@ class Transactions:
         self._pool.retain(left)
         out.end_pause(leaving, backup, whole=False)
         into.end_resume()
-
-    def _swap_in_turn(self, out: Arena, content: str, into: Arena) -> None:
-        """Swaps where memory cannot go over bit by bit. Both tags are in pieces from here on."""
-        self._with_room(partial(self._check_room, out, into))
-        self.pause([out], content, "driver", None, None)
-        out.in_pieces()
-        into.in_pieces()
-        try:
-            self.resume([into])
-        except BaseException as error:
-            self.resume([out])
-            if content != "discard":
-                raise
-            raise BackendError(
-                f"swap: {into.tag!r} could not be resumed after {out.tag!r} was paused ({error}); "
-                f"{out.tag!r} is active again, and its content, which swap was to discard, "
-                "is undefined"
-            ) from error
-
-    def _check_room(self, out: Arena, into: Arena) -> None:
-        """Raises ``ShortOfMemory``, before content is gone that nobody saved, where even all of
-        ``out`` is not enough.
-        """
-        more = into.committed_when_paused - out.stats.committed - self._pool.held_bytes
-        if more > (free := self._backend.free_bytes):
-            raise ShortOfMemory(
-                shim.Cause(shim.E_LIMIT, 0, into.committed_when_paused, more - free)
-            )
 
     def exchange(self, one: Arena, other: Arena) -> None:
         """Each gets the other's extents and content; what it raises has changed nothing."""

@@ -14,7 +14,7 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.memory.page_pool import imports
 from tests.helpers.memory import counted, family_bytes, settled_fds
-from tests.helpers.memsaver.savers import MIB
+from tests.helpers.memsaver.savers import MIB, driver_calls
 
 pytestmark = pytest.mark.alone
 SIZE, FIRST = 6 * MIB, 4 * MIB  # on every backend pieces of 4 and 2 MiB, where it is in pieces
@@ -56,10 +56,10 @@ def test_content_goes_over_and_addresses_stay(world: World, device: str) -> None
     addresses, held = (world.old.data_ptr(), world.new.data_ptr()), family_bytes(device)
     for seen in (EXCHANGED, APART, EXCHANGED):
         world.saver.drain_events()
-        before = world.saver.statistics()
+        before = driver_calls(world.saver)
         world.saver.exchange("old", "new")
         calls = {
-            name for name, stats in world.saver.statistics().items() if stats != before.get(name)
+            name for name, stats in driver_calls(world.saver).items() if stats != before.get(name)
         }
         assert calls <= {"map", "unmap", "set_access", "synchronize"}, (
             "nothing is copied, cleared or taken"
@@ -122,13 +122,13 @@ def test_imports_stay_with_the_extents(fds: int, world: World) -> None:
     tickets = {tag: saver.share(tag) for tag in ("old", "new")}
     for ticket in tickets.values():
         memsaver.attach(ticket).close()
-    resting = settled_fds(), len(imports), saver.statistics()["export"].calls
+    resting = settled_fds(), len(imports), driver_calls(saver)["export"].calls
     for seen in ([2, 1], [1, 2]):
         saver.exchange("old", "new")
         for ticket, value in zip(tickets.values(), seen, strict=True):
             with memsaver.attach(ticket) as lease:
                 assert int(lease.tensor((1,), torch.uint8)) == value
-        assert (settled_fds(), len(imports), saver.statistics()["export"].calls) == resting
+        assert (settled_fds(), len(imports), driver_calls(saver)["export"].calls) == resting
     saver.exchange("old", "new")
     held = len(imports)
     saver.pause("old")  # the extents that it has now are revoked, and no others
@@ -152,9 +152,9 @@ def test_what_is_known_of_the_content_goes_with_it(device: str) -> None:
     saver.resume()
     assert world.seen() == APART
     saver.mark_clean("new", "v2")  # what "old" was called before it went over
-    copies = saver.statistics()["copy"].calls
+    copies = driver_calls(saver)["copy"].calls
     saver.pause("new")
-    assert saver.statistics()["copy"].calls == copies
+    assert driver_calls(saver)["copy"].calls == copies
     saver.resume()
     assert world.seen() == APART
     saver.close()

@@ -16,7 +16,7 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.memory.torch_allocator import releasable
 from memsaver.native import shim
-from tests.helpers.memsaver.savers import ERROR, MIB
+from tests.helpers.memsaver.savers import ERROR, MIB, driver_calls
 
 pytestmark = pytest.mark.alone
 GIB = 1 << 30
@@ -152,7 +152,7 @@ class WatchedLock:
         self.depth = self.seen = self.outside = 0
 
     def calls(self) -> int:
-        found = self.saver.statistics() if self.saver is not None else {}
+        found = driver_calls(self.saver) if self.saver is not None else {}
         return sum(found[name].calls for name in ("map", "unmap") if name in found)
 
     def look(self) -> None:

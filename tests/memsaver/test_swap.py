@@ -13,7 +13,7 @@ import memsaver
 from memsaver.memory import page_pool as page_pool_module
 from memsaver.tag import saving as swap_module
 from tests.helpers.memory import counted, process_bytes
-from tests.helpers.memsaver.savers import MIB, every_call
+from tests.helpers.memsaver.savers import MIB, driver_calls, every_call
 
 pytestmark = pytest.mark.alone
 
@@ -27,14 +27,20 @@ class World:
     """Tag a is active, tag b paused; both keep their content, in pieces of different sizes."""
 
     def __init__(
-        self, device: str, a: tuple[int, ...], b: tuple[int, ...], limit: int | None = None
+        self,
+        device: str,
+        a: tuple[int, ...],
+        b: tuple[int, ...],
+        limit: int | None = None,
+        elastic: bool = False,
     ) -> None:
         self.saver = memsaver.MemorySaver(device, limit_bytes=limit)
         self.expected: dict[str, list[torch.Tensor]] = {}
         self.tensors: dict[str, list[torch.Tensor]] = {}
         for tag, sizes in (("b", b), ("a", a)):
             made = [
-                self.saver.empty(size * MIB, torch.uint8, tag=tag, content="host") for size in sizes
+                self.saver.empty(size * MIB, torch.uint8, tag, content="host", elastic=elastic)
+                for size in sizes
             ]
             for number, tensor in enumerate(made):
                 tensor.copy_(_numbers(len(tensor), number + 3 + len(tag), ord(tag)))
@@ -49,7 +55,7 @@ class World:
 
     @property
     def copied(self) -> int:
-        return self.saver.statistics()["copy"].nbytes
+        return driver_calls(self.saver)["copy"].nbytes
 
     def check(self, *paused: str) -> None:
         self.saver.check_integrity()
@@ -71,14 +77,11 @@ SHAPES = {
     "the second is larger": ((2, 2), (4, 6, 2)),
     "the first is larger": ((8, 8, 8), (2,)),
     "one piece each": ((6,), (6,)),
-    "one large extent: in turn first": ((4, 4), (4, 4)),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_to_and_fro(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "in turn" in shape:
-        monkeypatch.setattr(swap_module, "LARGEST", 2 * MIB)
+def test_to_and_fro(shape: str, device: str) -> None:
     world = World(device, *SHAPES[shape])
     addresses = world.addresses
     for _ in range(3):
@@ -94,26 +97,12 @@ def test_to_and_fro(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_little_memory_beside_the_first_tag(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (swap_module, page_pool_module):
         monkeypatch.setattr(module, "LARGEST", 2 * MIB)
-    world = World(device, (4, 4, 4, 4), (4, 4, 4, 4), limit=18 * MIB + 2 * (device != "cpu") * MIB)
+    limit = 18 * MIB + 2 * (device != "cpu") * MIB
+    world = World(device, (4, 4, 4, 4), (4, 4, 4, 4), limit, elastic=True)
     for _ in range(2):
         world.to_and_fro()
         assert world.saver.report().committed_bytes <= 20 * MIB
     assert world.saver.report().tags["a"].extents > 4, "in pieces, since the first time"
-
-
-SIZES = [
-    ([1] * 16, 16, True),
-    ([16], 16, False),
-    ([8, 8], 16, False),
-    ([1] * 4, 16, True),
-    ([16], 2, False),
-]
-
-
-@pytest.mark.parametrize(("sizes", "needed", "piecewise"), [*SIZES, ([16], 1, True)])
-def test_what_goes_piecewise(sizes: list[int], needed: int, piecewise: bool) -> None:
-    unit = swap_module.LARGEST
-    assert swap_module.goes_piecewise([size * unit for size in sizes], needed * unit) == piecewise
 
 
 def test_what_is_refused_changes_nothing(device: str) -> None:
@@ -142,15 +131,10 @@ def test_what_is_refused_changes_nothing(device: str) -> None:
     del keep
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_every_driver_call_fails_once(
-    in_turn: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if in_turn:
-        monkeypatch.setattr(swap_module, "LARGEST", 2 * MIB)
+def test_every_driver_call_fails_once(device: str) -> None:
     raised = 0
     for fault in every_call(device):
-        world = World(device, (4, 4) if in_turn else (2, 4), (4, 4))
+        world = World(device, (2, 4), (4, 4))
         try:
             with fault.at(world.saver.backend):
                 world.saver.swap(pause="a", resume="b")
@@ -181,34 +165,20 @@ def test_what_is_clean_or_discarded_is_not_copied(device: str) -> None:
 
 
 def test_a_swap_that_is_refused_keeps_content_that_a_pause_would_drop(device: str) -> None:
-    """Memory that is short is found before anything moves, in pieces as in turn."""
-    for sizes in ((4, 4), (8,)):
-        saver = memsaver.MemorySaver(device, limit_bytes=20 * MIB)
-        weights = saver.empty(
-            16 * MIB, torch.uint8, tag="weights", content="host", elastic=True
-        ).fill_(7)
-        saver.pause("weights")
-        kv = [saver.empty(size * MIB, torch.uint8, tag="kv").fill_(5) for size in sizes]
-        other = saver.empty(10 * MIB, torch.uint8, tag="other")
-        with pytest.raises(memsaver.OutOfMemory, match="nothing was changed"):
-            saver.swap(pause="kv", resume="weights")
-        assert all(bool((piece == 5).all()) for piece in kv)
-        saver.pause("other")
+    """Memory that is short is found before anything moves."""
+    saver = memsaver.MemorySaver(device, limit_bytes=20 * MIB)
+    weights = saver.empty(16 * MIB, torch.uint8, tag="weights", content="host", elastic=True).fill_(
+        7
+    )
+    saver.pause("weights")
+    kv = [saver.empty(size * MIB, torch.uint8, tag="kv").fill_(5) for size in (4, 4)]
+    other = saver.empty(10 * MIB, torch.uint8, tag="other")
+    with pytest.raises(memsaver.OutOfMemory, match="nothing was changed"):
         saver.swap(pause="kv", resume="weights")
-        assert bool((weights == 7).all())
-        saver.check_integrity()
-        saver.close()
-        del other
-
-
-def test_a_swap_goes_where_pause_and_resume_go(device: str) -> None:
-    saver = memsaver.MemorySaver(device, limit_bytes=16 * MIB)
-    small = saver.empty(8 * MIB, torch.uint8, tag="small", content="host").fill_(3)
-    saver.pause("small")
-    large = saver.empty(16 * MIB, torch.uint8, tag="large", content="host").fill_(9)
-    for _ in range(2):
-        saver.swap(pause="large", resume="small")
-        assert bool((small == 3).all())
-        saver.swap(pause="small", resume="large")
-        assert bool((large == 9).all())
+    assert all(bool((piece == 5).all()) for piece in kv)
+    saver.pause("other")
+    saver.swap(pause="kv", resume="weights")
+    assert bool((weights == 7).all())
     saver.check_integrity()
+    saver.close()
+    del other

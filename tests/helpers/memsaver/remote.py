@@ -17,7 +17,7 @@ from memsaver import LeaseCache, MemorySaver, MemSaverError, PoolTicket, Ticket
 from memsaver.memory.page_pool import imports
 from memsaver.sharing import rpc
 from tests.helpers.memory import open_fds
-from tests.helpers.memsaver.savers import not_in_vain
+from tests.helpers.memsaver.savers import driver_calls, not_in_vain
 from tests.helpers.peers import Peer
 
 
@@ -112,7 +112,7 @@ class Side:
         return len(imports), open_fds()
 
     def exports(self) -> int:
-        return self.saver.statistics()["export"].calls
+        return driver_calls(self.saver)["export"].calls
 
 
 def _serve(pipe: Connection, *arguments: Any) -> None:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from memsaver import MemorySaver, Ticket
+from memsaver.native import shim
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[3]
@@ -97,6 +98,23 @@ def shared(device: str, nbytes: int = 8 * MIB) -> tuple[MemorySaver, torch.Tenso
     tensor = saver.empty(nbytes, torch.uint8, tag="t")
     tensor.view(torch.int64).copy_(torch.arange(nbytes // 8))
     return saver, tensor, saver.share("t", writable=True)
+
+
+class Calls(NamedTuple):
+    """All calls of one driver operation; nbytes: of those that succeeded."""
+
+    calls: int
+    failed: int
+    nbytes: int
+    seconds: float
+
+
+def driver_calls(saver: MemorySaver) -> dict[str, Calls]:
+    """Count a saver's driver calls so far by operation ("create", "map", "copy" ...)."""
+    return {
+        operation.name.lower(): Calls(item.calls, item.failed, item.nbytes, item.ns * 1e-9)
+        for operation, item in shim.calls(saver.backend.phys).items()
+    }
 
 
 @contextlib.contextmanager

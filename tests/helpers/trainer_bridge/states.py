@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import memsaver
 from rollout import Engine
+from tests.helpers.memsaver.savers import driver_calls
 from tests.helpers.trainer_bridge.models import make_batch
 from trainer_bridge import Trainer
 from trainer_bridge.sync.shards import local_shard
@@ -53,8 +54,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def copied(trainer: Trainer) -> int:
     assert trainer.saver is not None
-    stats = trainer.saver.statistics().get("copy")
-    return 0 if stats is None else stats.nbytes
+    return driver_calls(trainer.saver)["copy"].nbytes
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:

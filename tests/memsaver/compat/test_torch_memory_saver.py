@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver import MemorySaver
-from memsaver.compat.savers import GraphPools, Savers, headroom
+from memsaver.compat.savers import GraphPools, Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
-from memsaver.errors import BackendError, OutOfMemory, StateError, TagError
+from memsaver.errors import BackendError, StateError, TagError
 from memsaver.native import cuda_hook
 from tests.helpers.memory import counted, process_bytes
 from tests.helpers.memsaver.savers import ERROR, large
@@ -185,20 +184,6 @@ def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
     tms.pause("inner")
 
 
-def test_memory_margin(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
-    tms.memory_margin_bytes = 1 << 20
-    with tms.region("a"):
-        torch.ones(1000, device=device)
-    tms.memory_margin_bytes = 1 << 50
-    with pytest.raises(OutOfMemory, match="region 'a:discard' needs") as caught, tms.region("a"):
-        torch.ones(8 << 20, device=device)
-    assert "memory_margin_bytes" in caught.value.__notes__[0]
-    assert savers.current().limit_bytes is None
-    tms.memory_margin_bytes = 0
-    with tms.region("a"):
-        torch.ones(8 << 20, device=device)
-
-
 def test_weights_are_resumed_before_the_kv_cache(tms: TorchMemorySaver, device: str) -> None:
     """simple.py, and the SGLang RL memory post (hebiao064.github.io/rl-memory-management): between
     the two stages the weights are updated, and the KV cache's memory is still free.
@@ -329,7 +314,6 @@ def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, st
     devices = [torch.device(name) for name in names]
     savers = Savers(lambda: devices[0])
     tms, tensors, nbytes = TorchMemorySaver(savers), [], large(names[0])
-    tms.hook_mode = "torch"
     for _ in range(2):
         current = (
             torch.cuda.device(devices[0]) if devices[0].type == "cuda" else contextlib.nullcontext()
@@ -408,17 +392,3 @@ def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     del third
     dropped.clear()  # as at a region's end
     assert capture((7, 0)).handle != last
-
-
-def test_margins_of_two_threads(device: str) -> None:
-    """Regions that overlap and end in the order of their beginning leave no limit behind."""
-    saver = MemorySaver(device, limit_bytes=1 << 40)
-    for inner in (1 << 20, 1 << 30):
-        first, second = headroom(saver, 1 << 25), headroom(saver, inner)
-        first.__enter__()
-        second.__enter__()
-        assert saver.limit_bytes is not None and saver.limit_bytes < 1 << 40
-        first.__exit__(None, None, None)
-        assert saver.limit_bytes < 1 << 40
-        second.__exit__(None, None, None)
-        assert saver.limit_bytes == 1 << 40

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import memsaver
+from tests.helpers.memsaver.savers import driver_calls
 
 MIB = 1 << 20
 
 
 def copied(saver: memsaver.MemorySaver) -> int:
-    stats = saver.statistics().get("copy")
-    return 0 if stats is None else stats.nbytes
+    return driver_calls(saver)["copy"].nbytes
 
 
 def fresh(device: str, content: str = "host") -> tuple[memsaver.MemorySaver, torch.Tensor]:

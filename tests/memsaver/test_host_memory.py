@@ -1,0 +1,63 @@
+"""How much host memory may be taken: the machine's, the container's, and what Ray keeps free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from memsaver.system import machine
+
+GIB = 1 << 30
+
+
+def write_group(folder: Path, limit: str, used: int, cache: int, v1: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(f"{limit}\n")
+    (folder / ("memory.usage_in_bytes" if v1 else "memory.current")).write_text(f"{used}\n")
+    key = "total_inactive_file" if v1 else "inactive_file"
+    (folder / "memory.stat").write_text(
+        f"anon 5\ninactive_file {cache if key == 'inactive_file' else 1}\n{key} {cache}\n"
+    )
+
+
+@pytest.mark.parametrize("v1", [False, True])
+@pytest.mark.parametrize("seen", ["own", "outside"])
+def test_available_memory_is_the_tightest_groups(
+    v1: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``outside``: the group's path is the host's, which a container does not see; its own group is
+    the root there.
+    """
+
+    def available() -> int:
+        """Return what is available, with what Ray keeps free of it."""
+        group = machine.container_memory()
+        total = 16 * GIB if group is None else min(16 * GIB, group.limit)
+        return machine.available_memory() + int(machine.RAY_KEEPS * total)
+
+    path = "/../pods/one" if seen == "outside" else "/pods/one"
+    (tmp_path / "self").write_text(
+        f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n"
+    )
+    memory = SimpleNamespace(total=16 * GIB, available=8 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "CGROUP_OF_SELF", tmp_path / "self")
+    assert machine.container_memory() is None and available() == 8 * GIB  # no such files at all
+    root = tmp_path / "groups" / ("memory" if v1 else "")
+    write_group(root, "9223372036854771712" if v1 else "max", 0, 0, v1)
+    assert machine.container_memory() is None
+    if seen == "own":
+        write_group(root / "pods" / "one", str(32 * GIB), 0, 0, v1)
+        assert available() == 8 * GIB
+    limited = root / "pods" if seen == "own" else root
+    write_group(limited, str(4 * GIB), 3 * GIB, 2 * GIB, v1)
+    assert machine.container_memory() == (4 * GIB, GIB) and available() == 3 * GIB
+    write_group(limited, str(4 * GIB), 3 * GIB, 0, v1)
+    assert available() == GIB
+    if seen == "own":  # what lies beside this group has filled the larger one around it
+        write_group(root / "pods" / "one", str(2 * GIB), 1 << 20, 0, v1)
+        assert available() == GIB
