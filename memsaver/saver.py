@@ -23,19 +23,20 @@ from memsaver.memory.page_pool import PagePool
 from memsaver.memory.torch_allocator import check_segments
 from memsaver.native import shim
 from memsaver.report import Event, Report, Usage
+from memsaver.sharing.lease import alias_pages
+from memsaver.sharing.server import ShareServer
 from memsaver.system.interrupts import Unbroken, call_due, held
 from memsaver.system.machine import forkable
 from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
 from memsaver.tag.arena import Arena
 from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.saving import read_saved
+from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.tag.transaction import Transactions
 
 if TYPE_CHECKING:
     from memsaver.memory.backend import Waitable
     from memsaver.memory.pinned_arena import PinnedArena
-    from memsaver.sharing.server import ShareServer
-    from memsaver.tag.tickets import PoolTicket, Ticket
 
 _PUT_OFF = 256 << 20  # bytes worth a warning
 _log = logging.getLogger("memsaver")
@@ -73,11 +74,15 @@ class MemorySaver:
         self.backend = make_backend(device, limit_bytes)
         self._pool = PagePool(self.backend)
         self._tags = Tags(self.backend, reserve_bytes or self.backend.total_bytes)
+        self._lock = forkable(threading.RLock())
+        self._peers = ShareServer(self.backend, self._lock, self._pool, self._arena)
+        weakref.finalize(self, self._peers.close)
         directory = Path(disk_dir or default_directory())
-        self._transactions = Transactions(self.backend, self._pool, directory, self._tags)
+        self._transactions = Transactions(
+            self.backend, self._pool, directory, self._tags, self._peers
+        )
         self._recorder = Recorder(self.backend)
         self._accounts = Accounts(self.backend, self._pool, self._tags)
-        self._lock = forkable(threading.RLock())
         self._closed = False
 
     def __repr__(self) -> str:
@@ -506,8 +511,6 @@ class MemorySaver:
         this saver, or the tag's tensors need more bytes than the other tag has), ``LeaseError``
         (the owner refuses or is gone); nothing was changed then.
         """
-        from memsaver.sharing.lease import alias_pages
-
         with self._lock:
             self._transactions.check_alias(self._arena(tag), ticket)
         started = time.perf_counter()
@@ -527,21 +530,13 @@ class MemorySaver:
         with self._lock:
             arena = self._arena(tag)
             arena.require_own(f"share({tag!r}): share it at its owner")
-            return self._sharing().ticket(arena, writable)
+            return self._peers.ticket(arena, writable)
 
     def pool_ticket(self) -> PoolTicket:
         """A ticket with which a saver of this user hands memory to this one (``pause(to=)``)."""
         with self._lock:
             self._require_open()
-            return self._sharing().pool_ticket(self.backend.device_key)
-
-    def _sharing(self) -> ShareServer:
-        if self._transactions.server is None:
-            from memsaver.sharing.server import ShareServer
-
-            self._transactions.server = ShareServer(self._lock, self._pool, self._arena)
-            weakref.finalize(self, self._transactions.server.close)
-        return self._transactions.server
+            return self._peers.pool_ticket()
 
     # ---------------------------------------------------------------- what it holds, and its end
 
@@ -552,13 +547,13 @@ class MemorySaver:
         """
         with self._lock:
             self.backend.free_put_off()
-            return self._accounts.report(self._transactions.leases, others)
+            return self._accounts.report(self._peers.holders, others)
 
     def leases(self, tag: str) -> int:
         """Counts how often leases and aliases map the tag now; much cheaper than ``report``."""
         with self._lock:
             self._require_open()
-            return len(self._transactions.leases(self._tags.get(tag).tag))
+            return len(self._peers.holders(self._tags.get(tag).tag))
 
     def take_usage(self) -> Usage:
         """Tells what this process holds of the device now, and torch's most since the last call.
@@ -642,7 +637,7 @@ class MemorySaver:
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
         """Gives back the unused tail after allocating, never under a lease; tells the timeline."""
         with self._operation():
-            if trim and not arena.open_regions and not self._transactions.leases(arena.tag):
+            if trim and not arena.open_regions and not self._peers.holders(arena.tag):
                 arena.trim()
             if arena.stats.committed != before:
                 self._recorder.record(

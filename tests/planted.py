@@ -71,8 +71,8 @@ BUGS = [
     Bug(
         "a forked child believes that it holds its parent's lock",
         "memsaver/system/device_lock.py",
-        "        self._close()\n        self._start_afresh()",
-        "        self._close()",
+        "        self._depth = 0\n        self._close()\n",
+        "        self._close()\n",
     ),
     # ------------------------------------------------------------------ kvcache
     Bug(

@@ -144,15 +144,6 @@ class _Segment:
         return sum(piece.nbytes for piece in self.free)
 
 
-@dataclass(eq=False)
-class _Reserved:
-    """A reservation of one owner. under_way: bytes that threads are at."""
-
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes by tag
-    under_way: int = 0
-    stops: int = 0  # what was asked for before the last is not begun any more
-
-
 class PinnedArena:
     """Pieces of host memory, pinned once and used again and again. Thread-safe.
 
@@ -167,10 +158,14 @@ class PinnedArena:
         self._segments: list[_Segment] = []
         # so that a finalizer, which may run anywhere, needs no lock
         self._returned: deque[PinnedPiece] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._reserved: weakref.WeakKeyDictionary[object, _Reserved] = weakref.WeakKeyDictionary()
-        self._coming: dict[_Reserved, int] = {}  # bytes; also of owners that are gone
+        # Bytes by tag of each owner.
+        self._reserved: weakref.WeakKeyDictionary[object, dict[str, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Bytes of each segment on its way, and the reservation that it is for.
+        self._coming: dict[Future[None], tuple[int, dict[str, int]]] = {}
 
     @property
     def committed_bytes(self) -> int:
@@ -179,7 +174,7 @@ class PinnedArena:
     @property
     def coming_bytes(self) -> int:
         """Bytes that ``reserve`` asked for and are not there yet."""
-        return sum(tuple(self._coming.values()))
+        return sum(size for size, _ in tuple(self._coming.values()))
 
     @property
     def used_bytes(self) -> int:
@@ -230,43 +225,41 @@ class PinnedArena:
         """
         with self._lock:
             self._collect()
-            reserved = self._reserved.setdefault(owner, _Reserved())
-            reserved.sizes.update(sizes)
+            reserved = self._reserved.setdefault(owner, {})
+            reserved.update(sizes)
             free = sum(segment.free_bytes for segment in self._segments)
             wanted = sum(max(0, sizes[tag] - saved.get(tag, 0)) for tag in sizes)
-            together = sum(sum(each.sizes.values()) for each in self._reserved.values())
+            together = sum(sum(each.values()) for each in self._reserved.values())
             missing = max(wanted - free, together - self.committed_bytes)
             more = round_up(max(0, missing - self.coming_bytes), HUGE_PAGE)
             with contextlib.suppress(HostMemoryError):
                 self._check_budget(self.coming_bytes + more)
-                begin = workers("reserve", _AT_ONCE).submit
                 for at in range(0, more, SEGMENT):
                     size = min(SEGMENT, more - at)
-                    begin(self._bring, size, bind, reserved, reserved.stops)
-                    self._expect(reserved, self._coming.get(reserved, 0) + size)
+                    segment = workers("reserve", _AT_ONCE).submit(self._bring, size, bind, reserved)
+                    self._coming[segment] = size, reserved
+                    segment.add_done_callback(self._arrived)
 
     def stop(self, owner: object | None = None) -> None:
         """End what ``reserve`` began for the owner, or, without one, for anybody: wait for what is
         under way, which stays. Nothing is reserved for them any more.
         """
         with self._lock:
-            everyone = {*self._reserved.values(), *self._coming}
-            ended = [r for r in everyone if owner is None or r is self._reserved.get(owner)]
-            for reserved in ended:
-                reserved.sizes.clear()
-                self._end(reserved)
-            self._changed.wait_for(lambda: not any(reserved.under_way for reserved in ended))
+            owners = [*self._reserved] if owner is None else [owner]
+            ended = [self._reserved.pop(each, None) for each in owners]
+            segments = [
+                segment
+                for segment, (_, reserved) in self._coming.items()
+                if owner is None or any(reserved is each for each in ended)
+            ]
+            for segment in segments:
+                segment.cancel()
+            self._changed.wait_for(lambda: self._coming.keys().isdisjoint(segments))
 
-    def _end(self, reserved: _Reserved) -> None:
-        """Begin nothing more of what was asked for so far."""
-        reserved.stops += 1
-        self._expect(reserved, reserved.under_way)
-
-    def _expect(self, reserved: _Reserved, nbytes: int) -> None:
-        self._coming[reserved] = nbytes
-        if not nbytes:
-            del self._coming[reserved]
-        self._changed.notify_all()
+    def _arrived(self, segment: Future[None]) -> None:
+        with self._lock:
+            del self._coming[segment]
+            self._changed.notify_all()
 
     def give(self, pieces: Sequence[PinnedPiece]) -> None:
         """Takes back pieces that are not needed any more. Takes no lock: finalizers call it."""
@@ -299,33 +292,22 @@ class PinnedArena:
         free[at : at + 1] = [rest] if rest.nbytes else []
         return PinnedPiece(piece.address, size)
 
-    def _bring(self, size: int, bind: Callable[[], None], reserved: _Reserved, stops: int) -> None:
-        """Add a segment, unless that was stopped meanwhile; a refusal stops the owner's rest."""
-        made: list[_Segment] = []
-        begun = False
+    def _bring(self, size: int, bind: Callable[[], None], reserved: dict[str, int]) -> None:
+        """Add a segment; a refusal ends what else was begun for the reservation."""
         try:
-            # the last: as Python ends, it takes no more work
-            with contextlib.suppress(MemoryError, BackendError, RuntimeError):
-                if begun := self._begins(size, reserved, stops):
-                    bind()
-                    (address,) = obtain([size], self._pinner)
-                    made.append(_Segment(address, size, [PinnedPiece(address, size)]))
-        finally:
-            with self._lock:
-                if begun:
-                    self._segments += made
-                    reserved.under_way -= size
-                    self._expect(reserved, self._coming[reserved] - size)
-                if not made and stops == reserved.stops:
-                    self._end(reserved)
-
-    def _begins(self, size: int, reserved: _Reserved, stops: int) -> bool:
-        with self._lock:
-            if stops != reserved.stops:
-                return False
             self._check_budget(size)
-            reserved.under_way += size
-            return True
+            bind()
+            (address,) = obtain([size], self._pinner)
+        # RuntimeError: as Python ends, threads take no more work
+        except (MemoryError, BackendError, RuntimeError):
+            with self._lock:
+                segments = [*self._coming.items()]
+            for segment, (_, owner) in segments:
+                if owner is reserved:
+                    segment.cancel()  # which leaves this one, as it runs
+            return
+        with self._lock:
+            self._segments.append(_Segment(address, size, [PinnedPiece(address, size)]))
 
     def _grow(self, nbytes: int, whole: bool) -> list[PinnedPiece]:
         size = round_up(nbytes, HUGE_PAGE)

@@ -1,4 +1,4 @@
-"""The peer's side of sharing: leases of owners' tags, extents handed over to them.
+"""The peer's side of sharing: leases of owners' tags.
 
 Leases that stay mapped between uses, until their owner asks for them back.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from memsaver.sharing.client import Owner, owner_of, peer_backend
 from memsaver.system.device_lock import device_lock
 from memsaver.system.interrupts import Finalizer, Unbroken, held
 from memsaver.system.machine import forkable
-from memsaver.tag.tickets import AliasedPages, Endings, PoolTicket, Ticket, endings
+from memsaver.tag.tickets import AliasedPages, Ticket, endings
 
 TIMEOUT_SECONDS = 10.0
 
@@ -254,67 +254,6 @@ def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
         owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
 
 
-def hand_over(
-    extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend
-) -> LeaseError | None:
-    """Make the saver of ``to`` the owner of unmapped extents; their handles become imports.
-
-    Raises ``LeaseError`` when it refuses (nothing was changed). Returns the one to raise when all
-    is done: the peer fell silent while they changed hands. It may own them, so we must not.
-    """
-    lost = None
-    _giving[threading.get_ident()] = time.monotonic()
-    try:
-        with explained("the memory was not handed over", "the saver to hand it to"):
-            owner = owner_of(to.socket_name)
-            wanted = [(extent.id, extent.nbytes) for extent in extents]
-            answer, _ = owner.endpoint.call(
-                "offer", timeout=TIMEOUT_SECONDS, token=to.token, extents=wanted
-            )
-        with imports.receiving([extent.id for extent in extents]):
-            _give(owner, extents, to, backend, answer["need"])
-            for extent in extents:
-                imports.add(extent.id, Import(extent.handle, extent.nbytes, backend, owner))
-    except (rpc.ConnectionClosed, TimeoutError) as error:
-        lost = LeaseError(
-            f"the memory was given to process {to.pid}, which fell silent ({error}): "
-            "the tags are paused, and what it did not take is the driver's again"
-        )
-        for extent in extents:
-            backend.release(extent.handle, 0)
-    finally:
-        del _giving[threading.get_ident()]
-    shim.discharge(backend.phys, sum(extent.nbytes for extent in extents))
-    return lost
-
-
-_giving: dict[int, float] = {}  # by thread: when its hand-over began
-
-
-def gives_for(seconds: float) -> bool:
-    """Tells whether a hand-over of this process has waited for its receiver that long."""
-    return any(time.monotonic() - began > seconds for began in tuple(_giving.values()))
-
-
-def _give(
-    owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend, need: list[int]
-) -> None:
-    """need: ids of those that the receiver has not imported."""
-    fds: list[int] = []
-    wanted = [(extent.id, extent.nbytes) for extent in extents]
-    try:
-        for extent in extents:
-            if extent.id in need:
-                fds.append(backend.export_fd(extent.handle))
-        owner.endpoint.call(
-            "give", timeout=TIMEOUT_SECONDS, fds=fds, token=to.token, extents=wanted, need=need
-        )
-    except rpc.CallRefused as error:
-        raise LeaseError(f"the memory was not handed over: {error}; nothing was changed") from error
-    finally:
-        rpc.close_all(fds)
-
-
 def _explained(ticket: Ticket) -> contextlib.AbstractContextManager[None]:
     return explained(f"no lease of tag {ticket.tag!r}", f"the owner of tag {ticket.tag!r}")
 
@@ -342,7 +281,7 @@ class Kept:
         self._lock = forkable(threading.Lock())
         self._uses = 1
         self._recalled = False
-        lease.owner.recalls[lease.number] = self._recall_by_owner
+        lease.owner.recalls[lease.number] = self.recall_beside
 
     def enter(self, at_least: int) -> bool:
         """Begin a use; False: it is on its way back, its owner is gone, or it is too small."""
@@ -374,8 +313,8 @@ class Kept:
             self._recalled = True
             self._end()
 
-    def _recall_by_owner(self) -> None:
-        """Recalls for the owner, in a thread of its connection."""
+    def recall_beside(self) -> None:
+        """Recall, in a thread of our own."""
         self.lease.bind_thread()
         self.recall()
 
@@ -462,7 +401,7 @@ class LeaseCache:
         self.close()
 
 
-def _drop(kept: dict[_Key, Kept], endings: Endings) -> None:
-    """Runs in a finalizer, maybe under any lock, so another thread ends them."""
+def _drop(kept: dict[_Key, Kept], endings: queue.SimpleQueue[Callable[[], None]]) -> None:
+    """Have another thread end them: a finalizer may run under any lock."""
     for item in kept.values():
-        endings.put(item.lease.bind_thread, item.recall)
+        endings.put(item.recall_beside)

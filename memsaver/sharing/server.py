@@ -16,16 +16,18 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from memsaver.errors import LeaseError
+from memsaver.memory.backend import Backend
 from memsaver.memory.page_pool import PagePool, imports
 from memsaver.native import shim
 from memsaver.sharing import rpc
-from memsaver.sharing.lease import TIMEOUT_SECONDS, gives_for
+from memsaver.sharing.hand_over import gives_for, hand_over
+from memsaver.sharing.lease import TIMEOUT_SECONDS
 from memsaver.system.interrupts import deliver
 from memsaver.system.machine import forkable
 from memsaver.tag.arena import Arena
@@ -52,14 +54,19 @@ class Link:
 
 
 class ShareServer:
-    """Grants leases and takes extents over, from threads of its own."""
+    """Grants leases and takes extents over, from threads of its own, once a ticket was given."""
 
     def __init__(
-        self, lock: threading.RLock, pool: PagePool, find_arena: Callable[[str], Arena]
+        self,
+        backend: Backend,
+        lock: threading.RLock,
+        pool: PagePool,
+        find_arena: Callable[[str], Arena],
     ) -> None:
         """lock: the saver's; held while tags and extents are looked at. find_arena: a method of it,
         held weakly, so that the threads here do not keep a saver alive that nobody else uses.
         """
+        self._backend = backend
         self._lock = lock
         self._pool = pool
         self._find_arena = weakref.WeakMethod(find_arena)
@@ -70,13 +77,21 @@ class ShareServer:
         self._pid = os.getpid()
         self._socket_name = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
         self._pool_token = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind("\0" + self._socket_name)
-        self._listener.listen()
-        threading.Thread(target=self._accept, name="memsaver-share", daemon=True).start()
+        self._listener: socket.socket | None = None
+
+    def _listen(self) -> None:
+        if self._listener is None:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.bind("\0" + self._socket_name)
+            self._listener.listen()
+            accept = threading.Thread(
+                target=self._accept, args=[self._listener], name="memsaver-share", daemon=True
+            )
+            accept.start()
 
     def ticket(self, arena: Arena, writable: bool) -> Ticket:
-        """Returns the same ticket for the same tag and right, however often it is asked for."""
+        """Return the ticket for a tag and right, the same one each time."""
+        self._listen()
         for known in self._tickets.values():
             if (known.tag, known.writable) == (arena.tag, writable):
                 return known
@@ -84,21 +99,22 @@ class ShareServer:
             socket_name=self._socket_name,
             token=secrets.token_hex(16),
             tag=arena.tag,
-            device_key=arena.backend.device_key,
+            device_key=self._backend.device_key,
             writable=writable,
         )
         self._tickets[ticket.token] = ticket
         return ticket
 
     def made(self, ticket: Ticket) -> bool:
-        """Is it of a tag of this saver?"""
+        """Return whether the ticket is for a tag of this saver."""
         return ticket.socket_name == self._socket_name
 
-    def pool_ticket(self, device_key: str) -> PoolTicket:
+    def pool_ticket(self) -> PoolTicket:
+        self._listen()
         return PoolTicket(
             socket_name=self._socket_name,
             token=self._pool_token,
-            device_key=device_key,
+            device_key=self._backend.device_key,
             pid=os.getpid(),
         )
 
@@ -112,7 +128,7 @@ class ShareServer:
             for tag in link.leases.values():
                 yield tag, link
 
-    def wait_free(self, tags: list[str], timeout: float) -> None:
+    def wait_free(self, tags: Sequence[str], timeout: float) -> None:
         """Have kept leases of the tags ended; ``LeaseError`` names who still holds one."""
         deadline = time.monotonic() + timeout
         while True:
@@ -146,7 +162,7 @@ class ShareServer:
                 with contextlib.suppress(rpc.ConnectionClosed, rpc.CallRefused, TimeoutError):
                     link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
 
-    def revoke(self, ids: Sequence[int], except_pid: int | None = None) -> None:
+    def revoke(self, ids: Sequence[int], except_pid: int | None) -> None:
         """Have every peer release what it imported of these extents, which no lease maps.
 
         ``LeaseError`` names a peer that does not let go; the others have.
@@ -168,12 +184,16 @@ class ShareServer:
         if except_pid is None:
             self._pool.mark_shared(ids, False)
 
-    def disown(self, ids: Iterable[int]) -> None:
-        """These extents have another owner now: who has imported them is no longer our affair."""
-        for link in list(self._links):
-            link.imported.difference_update(ids)
+    def hand_over(self, extents: Sequence[shim.Extent], to: PoolTicket) -> LeaseError | None:
+        """Make the saver of ``to`` the owner of unmapped extents; see `hand_over`."""
+        lost = hand_over(extents, to, self._backend)
+        for link in list(self._links):  # who has imported them is no longer our affair
+            link.imported.difference_update(extent.id for extent in extents)
+        return lost
 
     def close(self) -> None:
+        if self._listener is None:
+            return
         if os.getpid() == self._pid:  # a forked child closes its descriptor only
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -183,10 +203,10 @@ class ShareServer:
 
     # ---------------------------------------------------------------- connections
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError as error:
                 if error.errno not in (*_SCARCE, errno.ECONNABORTED):
                     return  # closed

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
+from memsaver.errors import LeaseError
 from memsaver.memory.backend import Backend
 from memsaver.native import shim
 
@@ -35,6 +37,31 @@ class PoolTicket:
     token: str
     device_key: str
     pid: int
+
+
+class Peers(Protocol):
+    """What an operation asks of the other processes that share this saver's memory."""
+
+    def made(self, ticket: Ticket) -> bool:
+        """Return whether the ticket is for a tag of this saver."""
+
+    def holders(self, tag: str) -> list[int]:
+        """Return the processes that map the tag, once for each lease."""
+
+    def wait_free(self, tags: Sequence[str], timeout: float) -> None:
+        """Wait until no lease maps the tags; ``LeaseError`` names who still does."""
+
+    def recall(self, tags: Sequence[str]) -> None:
+        """Have peers end leases of the tags that they do not use."""
+
+    def revoke(self, ids: Sequence[int], except_pid: int | None) -> None:
+        """Have peers release their imports of these extents; ``LeaseError`` names who does not."""
+
+    def hand_over(self, extents: Sequence[shim.Extent], to: PoolTicket) -> LeaseError | None:
+        """Give unmapped extents to another saver; see `memsaver.sharing.hand_over`."""
+
+    def close(self) -> None:
+        """End all connections: peers let go of what they imported."""
 
 
 _log = logging.getLogger("memsaver")
@@ -65,27 +92,16 @@ class AliasedPages:
         self._endings.put(self.end)
 
 
-class Endings:
-    """Calls what finalizers put here, one after the other in a thread, and nothing in a forked
-    child, whose memory and connections it is not.
-    """
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        name = f"memsaver-aliased-{self._pid}"
-        threading.Thread(target=_call_all, args=[self._pending], name=name, daemon=True).start()
-
-    def put(self, *calls: Callable[[], None]) -> None:
-        if os.getpid() == self._pid:
-            for call in calls:
-                self._pending.put(call)
-
-
 @cache
-def endings() -> Endings:
-    """Returns those of this process."""
-    return Endings()
+def endings() -> queue.SimpleQueue[Callable[[], None]]:
+    """Return the queue of this process's thread that calls what finalizers put there, in order.
+
+    In a forked child nobody reads its parent's: the memory and connections there are not its own.
+    """
+    pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    name = f"memsaver-aliased-{os.getpid()}"
+    threading.Thread(target=_call_all, args=[pending], name=name, daemon=True).start()
+    return pending
 
 
 os.register_at_fork(after_in_child=endings.cache_clear)

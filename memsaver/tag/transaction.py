@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,10 +24,7 @@ from memsaver.system.interrupts import held
 from memsaver.tag.arena import Arena
 from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.saving import Refill, Saving, Swap
-
-if TYPE_CHECKING:
-    from memsaver.sharing.server import ShareServer
-    from memsaver.tag.tickets import AliasedPages, PoolTicket, Ticket
+from memsaver.tag.tickets import AliasedPages, Peers, PoolTicket, Ticket
 
 RELEASES = ("driver", "retain", "hand_over")
 LEASE_GRACE_SECONDS = 1.0
@@ -39,19 +36,23 @@ _Result = TypeVar("_Result")
 
 
 class Transactions:
-    """Pauses and resumes for one saver, which holds its lock around every call. ``server``: set
-    once the saver shares anything.
+    """Pauses and resumes for one saver, which holds its lock around every call.
 
     Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies,
     and waiting for another process, are not.
     """
 
     def __init__(
-        self, backend: Backend, pool: PagePool, disk_dir: Path, tags: Iterable[Arena]
+        self,
+        backend: Backend,
+        pool: PagePool,
+        disk_dir: Path,
+        tags: Iterable[Arena],
+        peers: Peers,
     ) -> None:
         """disk_dir: for content "disk". tags: all of the saver's."""
         self.saving = Saving(backend, disk_dir, tags)
-        self.server: ShareServer | None = None
+        self._peers = peers
         self._prefetches: list[Prefetch] = []
         self._backend = backend
         self._pool = pool
@@ -69,13 +70,8 @@ class Transactions:
                 f"memory of {self._backend.device_key} cannot go to a saver of {to.device_key}"
             )
 
-    def leases(self, tag: str) -> list[int]:
-        """Processes that map the tag, once for each lease."""
-        return [] if self.server is None else self.server.holders(tag)
-
     def _wait_unleased(self, arenas: Sequence[Arena]) -> None:
-        if self.server is not None:
-            self.server.wait_free([arena.tag for arena in arenas], LEASE_GRACE_SECONDS)
+        self._peers.wait_free([arena.tag for arena in arenas], LEASE_GRACE_SECONDS)
 
     def pause(
         self,
@@ -118,12 +114,7 @@ class Transactions:
                     self._settle(arenas, extents, backups, whole=release == "driver")
                     self._put_away(extents, release)
                     return None
-            from memsaver.sharing.lease import hand_over
-
-            given = _flat(extents.values())
-            lost = hand_over(given, to, self._backend)
-            if self.server is not None:
-                self.server.disown([extent.id for extent in given])
+            lost = self._peers.hand_over(_flat(extents.values()), to)
             undo.pop_all()
         self._settle(arenas, extents, backups, whole=False)
         return lost
@@ -152,8 +143,8 @@ class Transactions:
 
     def _revoke(self, extents: Sequence[shim.Extent], to: PoolTicket | None = None) -> None:
         """Peers let go of what they imported of these; the one that gets them keeps it."""
-        if self.server is not None and (ids := [extent.id for extent in extents if extent.shared]):
-            self.server.revoke(ids, None if to is None else to.pid)
+        if ids := [extent.id for extent in extents if extent.shared]:
+            self._peers.revoke(ids, None if to is None else to.pid)
 
     def swap(self, out: Arena, content: str | None, into: Arena) -> None:
         """Pause one tag and resume another with its memory; what it raises has changed nothing."""
@@ -219,7 +210,7 @@ class Transactions:
             raise StateError(f"{what}: the tag is active; pause it first")
         if ticket.device_key != (here := self._backend.device_key):
             raise ValueError(f"{what}: pages of {ticket.device_key} cannot serve {here}")
-        if self.server is not None and self.server.made(ticket):
+        if self._peers.made(ticket):
             raise ValueError(f"{what}: {ticket.tag!r} is a tag of the same saver; use exchange()")
 
     def alias(self, arena: Arena, aliased: AliasedPages) -> None:
@@ -240,10 +231,11 @@ class Transactions:
         """Give the unused ends of tags that nobody uses now, and what the page pool retains if
         ``pool``, back to the driver; bytes.
         """
-        if self.server is not None:  # leases that peers keep without using them end
-            self.server.recall([arena.tag for arena in arenas])
+        self._peers.recall([arena.tag for arena in arenas])
         arenas = [
-            arena for arena in arenas if not arena.open_regions and not self.leases(arena.tag)
+            arena
+            for arena in arenas
+            if not arena.open_regions and not self._peers.holders(arena.tag)
         ]
         if arenas:
             self._backend.free_dead_blocks(arenas[0].slot)
@@ -268,16 +260,12 @@ class Transactions:
             self.trim([], pool=True)
 
     def _hand_over_retained(self, to: PoolTicket, most: int) -> None:
-        from memsaver.sharing.lease import hand_over
-
         with contextlib.ExitStack() as undo:
             if not (given := self._pool.take(most, undo)):
                 return
             self._revoke(given, to)
-            lost = hand_over(given, to, self._backend)
+            lost = self._peers.hand_over(given, to)
             undo.pop_all()
-        if self.server is not None:
-            self.server.disown([extent.id for extent in given])
         if lost is not None:
             raise lost
 
@@ -287,9 +275,7 @@ class Transactions:
             with contextlib.suppress(BackendError):  # of no interest any more
                 self.settle(prefetch)
         self._wait_unleased(arenas)
-        if self.server is not None:
-            self.server.close()  # peers see that, and let go of what they imported
-            self.server = None
+        self._peers.close()
         self._backend.synchronize()
         with self._device_lock:
             for arena in arenas:
