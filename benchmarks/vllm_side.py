@@ -156,7 +156,7 @@ class Ours(Rival):
         self.version = 0
 
     def give(self, tensors: dict[str, Tensor]) -> None:
-        from memsaver.system.machine import place_of
+        from memsaver.system.devices import place_of
         from trainer_bridge.sync.shards import fsdp_shards
         from trainer_bridge.sync.weight_sync import WeightSync
 

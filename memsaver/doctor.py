@@ -30,7 +30,7 @@ from memsaver.memory import as_device, torch_allocator
 from memsaver.native import shim
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import attach
-from memsaver.system.machine import available_memory, container_memory
+from memsaver.system.host_memory import available_memory, container_memory
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 OPEN_FILES, MEMORY_MAPS = 4096, 65530  # the second is the kernel's own default

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver.errors import format_bytes
-from memsaver.system.machine import replace_text
+from memsaver.system.files import replace_text
 
 
 @dataclass(frozen=True, kw_only=True)

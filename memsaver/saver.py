@@ -12,31 +12,30 @@ import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from memsaver.content.on_disk import default_directory
 from memsaver.errors import MemSaverError, StateError, format_bytes
 from memsaver.memory import as_device, make_backend
+from memsaver.memory.backend import Waitable
 from memsaver.memory.page_pool import PagePool
+from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.memory.torch_allocator import check_segments
-from memsaver.native import shim
+from memsaver.native import cuda_hook, shim
 from memsaver.report import Event, Report, Usage
 from memsaver.sharing.lease import alias_pages
 from memsaver.sharing.server import ShareServer
 from memsaver.system.interrupts import Unbroken, call_due, held
-from memsaver.system.machine import forkable
-from memsaver.tag.accounts import Accounts, Recorder, Tags, check_content, check_tables
+from memsaver.system.threads import forkable
 from memsaver.tag.arena import Arena
+from memsaver.tag.events import Recorder, check_tables
+from memsaver.tag.out_of_memory import explained, shortage
 from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.saving import read_saved
+from memsaver.tag.tags import Accounts, Tags, check_content
 from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.tag.transaction import Transactions
-
-if TYPE_CHECKING:
-    from memsaver.memory.backend import Waitable
-    from memsaver.memory.pinned_arena import PinnedArena
 
 _PUT_OFF = 256 << 20  # bytes worth a warning
 _log = logging.getLogger("memsaver")
@@ -211,7 +210,7 @@ class MemorySaver:
                     self._transactions.make_room(cause)
                 hint = f"{format_bytes(cache)} of torch's cache were given back: enter it again"
             what = f"region {tag!r}"
-            raise self._accounts.shortage(what, [arena], cause, hint=hint) from error
+            raise shortage(self._accounts, what, [arena], cause, hint=hint) from error
         finally:
             arena.leave()
             # a collector may end a generator that is in here, in any thread and under any lock:
@@ -267,7 +266,7 @@ class MemorySaver:
         before, what = arena.stats.committed, f"empty({list(size)}, {dtype}) on tag {tag!r}"
         more = self.backend.round_up(arena.stats.top + nbytes) - before if elastic else 0
         try:
-            with self._operation(), self._accounts.explained(what, [arena], more):
+            with self._operation(), explained(self._accounts, what, [arena], more):
                 if elastic:
                     self._transactions.commit_pieces(self._active(tag, "empty"), nbytes)
                 tensor = self._transactions.empty(arena, nbytes)
@@ -284,8 +283,6 @@ class MemorySaver:
         """
         if self.device.type != "cuda":
             raise ValueError("mem_pool needs a CUDA device; on the CPU use region() or empty()")
-        from memsaver.native import cuda_hook
-
         return cuda_hook.new_pool(self._open_for_use(tag, content).slot, self.device)
 
     # ---------------------------------------------------------------- pause and resume
@@ -355,7 +352,7 @@ class MemorySaver:
         arenas = [arena for arena in self._select(tags) if arena.paused]
         names = ", ".join(repr(arena.tag) for arena in arenas)
         with (
-            self._accounts.explained(f"resume({names})", arenas),
+            explained(self._accounts, f"resume({names})", arenas),
             self._recorder.timed("resume", arenas),
         ):
             yield arenas
@@ -380,7 +377,7 @@ class MemorySaver:
             more = max(0, into.committed_when_paused - out.stats.committed)
             timed = self._recorder.timed
             with (
-                self._accounts.explained(f"swap({pause!r}, {resume!r})", [into], more),
+                explained(self._accounts, f"swap({pause!r}, {resume!r})", [into], more),
                 timed("resume", [into]),
                 timed("pause", [out]),
             ):
@@ -439,7 +436,7 @@ class MemorySaver:
             arena = self._active(tag, "resize")
             before = arena.stats.committed
             more = self.backend.round_up(nbytes) - before
-            with self._accounts.explained(f"resize({tag!r}, {nbytes})", [arena], more):
+            with explained(self._accounts, f"resize({tag!r}, {nbytes})", [arena], more):
                 self._transactions.resize(arena, nbytes)
             if arena.stats.committed != before:
                 self._recorder.record("resize", arena, 0.0)

@@ -15,7 +15,7 @@ from kvcache.tiers import (
     WritePolicy,
 )
 from memsaver.ops.layout import round_up
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 
 HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 

@@ -12,8 +12,8 @@ from typing import Self
 from torch import Tensor
 
 from memsaver import Event, MemorySaver, PoolTicket, Report, Usage
+from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
-from memsaver.system.machine import place_of
 from rollout.tag_names import TAGS
 from rollout.weights.messages import (
     Manifest,

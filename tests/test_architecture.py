@@ -30,6 +30,7 @@ ALONE = {
     "torch.distributed.fsdp": ["trainer_bridge/"],
     "unittest": [],  # a mock in the product is a seam that is missing
 }
+FOR_ALL = {("memsaver", "ops"), ("memsaver", "system")}
 OTHERS = {"os", "torch", "_python_dispatch"}  # modules whose private names are not ours to mend
 OTHERS_NAMES = {"_local_tensor"}  # of torch's DTensor
 FRAGMENT = re.compile(
@@ -67,15 +68,14 @@ def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
 
 
 def enters_by_a_face(file: str, node: ast.AST) -> Iterator[str]:
-    """Another package is imported by itself, its modules and its rooms; the modules of
-    memsaver.ops and memsaver.ops are for all, and kernels call kernels.
+    """Another package is imported by itself, its modules and its rooms; the modules
+    of memsaver.ops and memsaver.system are for all, and kernels call kernels.
     """
     for module in imports(node):
         package, *inside = module.split(".")
         if package in CHAIN and package != file.split("/")[0] and len(inside) > 1:
             kernels = inside[0] == "ops" and "/ops/" in file
-            ground = package == "memsaver" and inside[0] in ("common", "ops")
-            if not kernels and not ground:
+            if not kernels and (package, inside[0]) not in FOR_ALL:
                 yield f"imports {module}: past the face of {package}.{inside[0]}"
 
 

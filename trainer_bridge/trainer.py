@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memsaver import Event, MemorySaver, Report, Usage
 from memsaver.errors import StateError
-from memsaver.system.machine import place_of
+from memsaver.system.devices import place_of
 from rollout.engine_base import PeerSaver
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine

@@ -37,7 +37,7 @@ from benchmarks.sync.base import (
 )
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import dot
-from memsaver.system.machine import place_of
+from memsaver.system.devices import place_of
 from rollout import Engine
 from trainer_bridge import LoraConfig, TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer

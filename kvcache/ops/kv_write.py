@@ -24,7 +24,7 @@ from kvcache.ops.quant import (
     quantise_fp8,
     saturate,
 )
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 # Rows are moved as integers of the element's width: bit-exact, whatever a NaN carries.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 _MAX_BLOCK = 1024
 _TILE = 1024  # words that a program has under way

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcache.config import FP4_BLOCK, FP4_MAX_EXPONENT
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

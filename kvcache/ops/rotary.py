@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcache.ops.kv_write import set_kv_buffer
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 _TILE = 1024  # pairs of elements a program takes
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from kvcache.ops.move import WORDS, unit_pointer
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 MAX_BLOCK = 1024  # units a program
 # programs in the second dimension of a CUDA grid; where there is more to do, they go round

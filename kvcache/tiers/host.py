@@ -19,7 +19,7 @@ from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.pools.base import check_loc
 from kvcache.pools.token_pools import TokenPool
 from memsaver.memory import host_memory
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 
 
 class HostTransfer:

@@ -25,7 +25,7 @@ from memsaver.memory.backend import Backend
 from memsaver.memory.pinned_arena import PinnedArena, PinnedPiece
 from memsaver.ops.layout import Ranges, cut, round_up
 from memsaver.system.interrupts import Finalizer, deliver
-from memsaver.system.machine import workers
+from memsaver.system.threads import workers
 
 CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy

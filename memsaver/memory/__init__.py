@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import TYPE_CHECKING
+
+import torch
 
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.memory import pinned_arena
+from memsaver.memory.backend import Backend
+from memsaver.memory.memfd import HostBackend
 from memsaver.memory.pinned_arena import HUGE_PAGE, Pinner
 from memsaver.memory.torch_allocator import clear_workspaces, empty_torch_cache, on_a_tag
 from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import Finalizer
-
-if TYPE_CHECKING:
-    import torch
-
-    from memsaver.memory.backend import Backend
 
 __all__ = [
     "HUGE_PAGE",
@@ -33,8 +31,6 @@ __all__ = [
 
 def as_device(device: str | torch.device) -> torch.device:
     """Return the device; raise ``ValueError`` for one that has no backend."""
-    import torch
-
     with contextlib.suppress(RuntimeError):  # torch's lists twenty types
         if (known := torch.device(device)).type in ("cpu", "cuda"):
             return known
@@ -44,8 +40,6 @@ def as_device(device: str | torch.device) -> torch.device:
 def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
     """Return the backend of a device; raise ``BackendError`` for a GPU that this process lacks."""
     if device.type == "cpu":
-        from memsaver.memory.memfd import HostBackend
-
         return HostBackend(limit_bytes)
     _require_gpu(device)
     try:
@@ -59,8 +53,6 @@ def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backen
 
 
 def _require_gpu(device: torch.device) -> None:
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         raise BackendError(
@@ -87,8 +79,6 @@ def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> to
     what, remedy: for the ``HostMemoryError``, with nothing taken, for more than machine and
     container have room for beside what this process has pinned (``room_bytes``).
     """
-    import torch
-
     size, room = round_up(nbytes, HUGE_PAGE), max(0, pinned_arena.room_bytes())
     if size > room:
         raise HostMemoryError(
@@ -108,8 +98,6 @@ def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> to
 
 
 def _give_back(address: int, size: int, pinner: Pinner | None, device: torch.device) -> None:
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # kernels may still read it or write it
     pinned_arena.give_back(address, size, pinner)

@@ -11,18 +11,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from memsaver.errors import BackendError, StateError
+from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.native import shim
 from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import held
-
-if TYPE_CHECKING:
-    from memsaver.memory.pinned_arena import PinnedArena
-
 
 _CPU, _CUDA, _UINT = 1, 2, 1
 
@@ -66,6 +63,10 @@ def dlpack_tensor(address: int, nbytes: int, device: torch.device, keeper: objec
         return torch.utils.dlpack.from_dlpack(
             _capsule(ctypes.addressof(managed), b"dltensor", None)
         )
+
+
+class _Owner:
+    """Lives as long as a tensor's storage."""
 
 
 PIECE = 64 << 20
@@ -234,10 +235,22 @@ class Backend(ABC):
     @property
     @abstractmethod
     def capturing(self) -> bool: ...
-    @abstractmethod
-    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]: ...
-    @abstractmethod
-    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor: ...
+    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
+        """Return a uint8 tensor ``[nbytes]`` over an address, and an object that lives with its
+        storage.
+        """
+        owner = _Owner()
+        return self.window(address, nbytes, owner), owner
+
+    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
+        """Return a uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives,
+        which its storage keeps.
+
+        The tensor says that it is on this device, whichever GPU the memory is of: by the CUDA array
+        interface torch would ask the driver for that, and copy.
+        """
+        return dlpack_tensor(address, nbytes, self.device, keeper)
+
     @abstractmethod
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]

@@ -15,13 +15,14 @@ import torch
 from cuda.bindings import driver
 
 from memsaver.errors import BackendError
-from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable, dlpack_tensor
+from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable
 from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.memory.torch_allocator import outside_tags, releasable
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
-from memsaver.system import gpu_processes
-from memsaver.system.machine import device_key, workers
+from memsaver.system import gpu_processes as nvml
+from memsaver.system.devices import device_key
+from memsaver.system.threads import workers
 
 # Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
 # and others' few bytes wait for it all.
@@ -101,19 +102,6 @@ def _host_arena() -> PinnedArena:
     return PinnedArena(CudaPinner())
 
 
-class _Span:
-    """An address range that ``torch.as_tensor`` can wrap; torch keeps it as long as the storage."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 class _BegunCopy:
     """A copy that a thread makes."""
 
@@ -186,20 +174,6 @@ class CudaBackend(Backend):
     def capturing(self) -> bool:
         """Is this thread capturing a graph, which waiting for the device would end in an error?"""
         return torch.cuda.is_current_stream_capturing()
-
-    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """uint8 tensor ``[nbytes]`` over an address, and the object that lives with its storage."""
-        owner = _Span(address, nbytes)
-        return torch.as_tensor(owner, device=self.device), owner
-
-    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which
-        its storage keeps.
-
-        It says that it is on this device, whichever GPU the memory is of: torch asks the driver for
-        that, and copies, where ``view`` is used.
-        """
-        return dlpack_tensor(address, nbytes, self.device, keeper)
 
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]
@@ -320,7 +294,7 @@ class CudaBackend(Backend):
         segments = torch.cuda.memory_snapshot(include_traces=False)
         outside = outside_tags(segments, self.device.index)
         own = self.committed_bytes + sum(outside.values())
-        rest = gpu_processes.holders(self.device_key, max(0, total - free - own), own)
+        rest = nvml.holders(self.device_key, max(0, total - free - own), own)
         return outside | rest
 
     def error_name(self, code: int) -> str:

@@ -23,7 +23,9 @@ from memsaver.memory.backend import Backend, Transfer, Waitable
 from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.native import shim
 from memsaver.native.shim import Operation
-from memsaver.system.machine import MAP_FAILED, available_memory, libc, workers
+from memsaver.system.host_memory import available_memory
+from memsaver.system.libc import MAP_FAILED, libc
+from memsaver.system.threads import workers
 
 _MAP_NORESERVE = 0x4000
 _THREADS = min(8, os.cpu_count() or 1)
@@ -139,19 +141,6 @@ class HostBackend(Backend):
     def capturing(self) -> bool:
         """There are no graphs."""
         return False
-
-    def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """uint8 tensor ``[nbytes]`` over an address, and the object that lives with its storage."""
-        owner = (ctypes.c_char * nbytes).from_address(address)
-        return torch.frombuffer(owner, dtype=torch.uint8), owner
-
-    def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
-        """uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives, which
-        its storage keeps.
-        """
-        tensor, owner = self.view(address, nbytes)
-        owner.keeper = keeper  # type: ignore[attr-defined]
-        return tensor
 
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]

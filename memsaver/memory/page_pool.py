@@ -160,13 +160,10 @@ def piece_sizes(nbytes: int, granularity: int) -> list[int]:
 
 
 class PagePool:
-    """Extents that this saver holds and no tag maps; they count as committed. ``retained``: by how
-    many bytes the driver refused to take memory back so far; those stay here.
-    """
+    """Extents that this saver holds and no tag maps; they count as committed."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.retained = 0
 
     @property
     def extents(self) -> list[shim.Extent]:
@@ -206,7 +203,6 @@ class PagePool:
             try:
                 self._backend.release(extent.handle, extent.nbytes)
             except BackendError:
-                self.retained += extent.nbytes
                 self.retain([extent])
 
     def mark_shared(self, ids: Sequence[int], shared: bool) -> None:

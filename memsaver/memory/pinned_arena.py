@@ -22,7 +22,9 @@ from typing import NamedTuple, Protocol
 
 from memsaver.errors import BackendError, HostMemoryError, format_bytes
 from memsaver.ops.layout import joined, round_up
-from memsaver.system.machine import MAP_FAILED, available_memory, libc, workers
+from memsaver.system.host_memory import available_memory
+from memsaver.system.libc import MAP_FAILED, libc
+from memsaver.system.threads import workers
 
 HUGE_PAGE = 2 << 20
 SHARE = 0.8  # of the memory that is available: others want some, too
@@ -245,13 +247,12 @@ class PinnedArena:
         under way, which stays. Nothing is reserved for them any more.
         """
         with self._lock:
-            owners = [*self._reserved] if owner is None else [owner]
-            ended = [self._reserved.pop(each, None) for each in owners]
-            segments = [
-                segment
-                for segment, (_, reserved) in self._coming.items()
-                if owner is None or any(reserved is each for each in ended)
-            ]
+            if owner is None:
+                self._reserved.clear()
+                segments = [*self._coming]
+            else:
+                ended = self._reserved.pop(owner, None)
+                segments = [s for s, (_, reserved) in self._coming.items() if reserved is ended]
             for segment in segments:
                 segment.cancel()
             self._changed.wait_for(lambda: self._coming.keys().isdisjoint(segments))

@@ -11,7 +11,7 @@ import torch
 
 from memsaver.errors import StateError
 from memsaver.native import shim
-from memsaver.system.machine import forkable
+from memsaver.system.threads import forkable
 
 # of everything below; a collector may end a region in the middle of it
 _lock = forkable(threading.RLock())

@@ -19,13 +19,9 @@ from typing import TypeVar
 
 from memsaver.errors import CompilerError
 from memsaver.native import shim
+from memsaver.system.files import cache_dir
 
 HERE = Path(__file__).parent
-
-
-def cache_dir() -> Path:
-    """Returns where libraries built on first use are kept (XDG cache of the user)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memsaver"
 
 
 def find_compiler(*names: str) -> str:

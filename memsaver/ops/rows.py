@@ -21,7 +21,7 @@ from torch import Tensor
 from memsaver.ops.digest import blocks, digest_by_torch
 from memsaver.ops.hash import MASK64
 from memsaver.ops.layout import row_major
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 CHUNK = 1 << 20  # elements that torch casts at once: bounds the temporary
 CHUNK_CUDA = 1 << 22

@@ -22,7 +22,8 @@ from memsaver.memory import make_backend
 from memsaver.memory.backend import Backend
 from memsaver.memory.page_pool import imports
 from memsaver.sharing import rpc
-from memsaver.system.machine import device_key, forkable
+from memsaver.system.devices import device_key
+from memsaver.system.threads import forkable
 
 _CONNECT_SECONDS = 5.0
 

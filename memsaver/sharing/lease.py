@@ -29,7 +29,7 @@ from memsaver.sharing import rpc
 from memsaver.sharing.client import Owner, owner_of, peer_backend
 from memsaver.system.device_lock import device_lock
 from memsaver.system.interrupts import Finalizer, Unbroken, held
-from memsaver.system.machine import forkable
+from memsaver.system.threads import forkable
 from memsaver.tag.tickets import AliasedPages, Ticket, endings
 
 TIMEOUT_SECONDS = 10.0
@@ -46,13 +46,14 @@ class Lease:
     tag's.
     """
 
-    def __init__(self, ticket: Ticket, kept: bool = False) -> None:
-        """kept: the owner may ask for it back; ``LeaseCache`` is who answers."""
+    _kept = False  # the owner may ask for it back
+
+    def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
         with held(), contextlib.ExitStack() as undo:
-            grant = lease_extents(ticket, self._backend, undo, kept)
-            self.owner, self.number, extents = grant.owner, grant.number, grant.extents
+            grant = lease_extents(ticket, self._backend, undo, self._kept)
+            self.owner, self.number, extents = grant
             self.nbytes = sum(extent.nbytes for extent in extents)
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
             undo.callback(reservation.close)
@@ -112,20 +113,8 @@ class Lease:
         May be tried again when the driver refused (``BackendError``).
         """
         if not self.closed:
-            self.synchronize()
-            self.end()
-
-    def synchronize(self) -> None:
-        """Wait for all work of the device that maps it."""
-        self._backend.synchronize()
-
-    def end(self) -> None:
-        """``close`` without waiting: no work uses the pages any longer."""
-        self._mapped.end()
-
-    def bind_thread(self) -> None:
-        """Prepares a thread of our own for ``end``."""
-        self._backend.bind_thread()
+            self._backend.synchronize()
+            self._mapped.end()
 
     def __enter__(self) -> Lease:
         return self
@@ -273,39 +262,40 @@ def explained(what: str, who: str) -> Iterator[None]:
 _Key = tuple[Ticket, torch.device]
 
 
-class Kept:
-    """One lease, born in use. Whoever finds it recalled and unused ends it."""
+class CachedLease(Lease):
+    """A lease that stays mapped between uses, born in use. Whoever finds it recalled and unused
+    ends it.
+    """
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
+    _kept = True
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__(ticket)
         self._lock = forkable(threading.Lock())
         self._uses = 1
         self._recalled = False
-        lease.owner.recalls[lease.number] = self.recall_beside
+        self.owner.recalls[self.number] = self.recall_beside
 
     def enter(self, at_least: int) -> bool:
         """Begin a use; False: it is on its way back, its owner is gone, or it is too small."""
         with self._lock:
-            good = (
-                not self._recalled
-                and not self.lease.owner.endpoint.closed
-                and self.lease.nbytes >= at_least
-            )
+            gone = self._recalled or self.owner.endpoint.closed
+            good = not gone and self.nbytes >= at_least
             self._uses += good
             return good
 
     def leave(self) -> None:
-        """Waits for the device: a recall must not, it may come while a graph is captured."""
+        """Wait for the device: a recall must not, it may come while a graph is captured."""
         try:
-            self.lease.synchronize()
+            self._backend.synchronize()
         finally:
             with self._lock:
                 self._uses -= 1
-                if self._recalled or self.lease.owner.endpoint.closed:
+                if self._recalled or self.owner.endpoint.closed:
                     self._end()
 
     def recall(self) -> None:
-        """Allows no further use; ends it if there is none.
+        """Allow no further use; end it if there is none.
 
         May be tried again when the driver refused (``BackendError``).
         """
@@ -315,13 +305,13 @@ class Kept:
 
     def recall_beside(self) -> None:
         """Recall, in a thread of our own."""
-        self.lease.bind_thread()
+        self._backend.bind_thread()
         self.recall()
 
     def _end(self) -> None:
-        if not self._uses and not self.lease.closed:
-            self.lease.end()
-            self.lease.owner.recalls.pop(self.lease.number, None)
+        if not self._uses and not self.closed:
+            self._mapped.end()
+            self.owner.recalls.pop(self.number, None)
 
 
 class LeaseCache:
@@ -332,10 +322,10 @@ class LeaseCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[_Key, Kept] = {}
+        self._leases: dict[_Key, CachedLease] = {}
         self._closed = False
         self._pid = os.getpid()
-        Finalizer(self, _drop, self._kept, endings())
+        Finalizer(self, _drop, self._leases, endings())
 
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
         """A lease of the tag, mapped now or before; while it is used, its owner's pause fails.
@@ -349,13 +339,13 @@ class LeaseCache:
 
     @contextlib.contextmanager
     def _use(self, ticket: Ticket, at_least: int) -> Iterator[Lease]:
-        kept = self._entered(ticket, at_least)
+        lease = self._entered(ticket, at_least)
         try:
-            yield kept.lease
+            yield lease
         finally:
-            kept.leave()
+            lease.leave()
 
-    def _entered(self, ticket: Ticket, at_least: int) -> Kept:
+    def _entered(self, ticket: Ticket, at_least: int) -> CachedLease:
         if os.getpid() != self._pid:
             raise StateError(
                 "this is a forked child, where kept leases are inert; make LeaseCache of its own"
@@ -364,16 +354,16 @@ class LeaseCache:
         with self._lock:
             if self._closed:
                 raise StateError("these LeaseCache are closed; make new ones")
-            kept = self._kept.get(key)
-        if kept is not None and kept.enter(at_least):
-            return kept
+            known = self._leases.get(key)
+        if known is not None and known.enter(at_least):
+            return known
         # without the lock: the owner may be waiting for another use here
-        fresh = Kept(Lease(ticket, kept=True))
+        fresh = CachedLease(ticket)
         with self._lock:
-            replaced, closed = self._kept.get(key), self._closed
-            for gone in [known for known, item in self._kept.items() if item.lease.closed]:
-                del self._kept[gone]
-            self._kept[key] = fresh
+            replaced, closed = self._leases.get(key), self._closed
+            for ended in [at for at, lease in self._leases.items() if lease.closed]:
+                del self._leases[ended]
+            self._leases[key] = fresh
         with contextlib.ExitStack() as undo:
             undo.callback(fresh.leave)
             # smaller, of a dead owner, or of another thread that was as fast
@@ -389,10 +379,10 @@ class LeaseCache:
         if os.getpid() == self._pid:
             with self._lock:
                 self._closed = True
-                kept = list(self._kept.values())
+                leases = list(self._leases.values())
             with contextlib.ExitStack() as all_of_them:
-                for item in kept:
-                    all_of_them.callback(item.recall)
+                for lease in leases:
+                    all_of_them.callback(lease.recall)
 
     def __enter__(self) -> LeaseCache:
         return self
@@ -401,7 +391,7 @@ class LeaseCache:
         self.close()
 
 
-def _drop(kept: dict[_Key, Kept], endings: queue.SimpleQueue[Callable[[], None]]) -> None:
+def _drop(leases: dict[_Key, CachedLease], endings: queue.SimpleQueue[Callable[[], None]]) -> None:
     """Have another thread end them: a finalizer may run under any lock."""
-    for item in kept.values():
-        endings.put(item.recall_beside)
+    for lease in leases.values():
+        endings.put(lease.recall_beside)

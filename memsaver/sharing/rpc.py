@@ -18,7 +18,8 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from memsaver.system.machine import forkable
+from memsaver.errors import MemSaverError
+from memsaver.system.threads import forkable
 
 _FDS = 200  # in a message; the kernel takes 253
 _TEXT = 1 << 15  # bytes in a message
@@ -214,8 +215,6 @@ class Endpoint:
         close_all(sent)
 
     def _answer(self, content: dict[str, Any], fds: list[int]) -> Reply:
-        from memsaver.errors import MemSaverError
-
         try:
             return self._serve(content.pop("op", None), content, fds)
         except (MemSaverError, CallRefused, MemoryError) as error:

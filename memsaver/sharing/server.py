@@ -29,7 +29,7 @@ from memsaver.sharing import rpc
 from memsaver.sharing.hand_over import gives_for, hand_over
 from memsaver.sharing.lease import TIMEOUT_SECONDS
 from memsaver.system.interrupts import deliver
-from memsaver.system.machine import forkable
+from memsaver.system.threads import forkable
 from memsaver.tag.arena import Arena
 from memsaver.tag.tickets import PoolTicket, Ticket
 
@@ -81,13 +81,13 @@ class ShareServer:
 
     def _listen(self) -> None:
         if self._listener is None:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind("\0" + self._socket_name)
-            self._listener.listen()
-            accept = threading.Thread(
-                target=self._accept, args=[self._listener], name="memsaver-share", daemon=True
-            )
-            accept.start()
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind("\0" + self._socket_name)
+            listener.listen()
+            threading.Thread(
+                target=self._accept, args=[listener], name="memsaver-share", daemon=True
+            ).start()
+            self._listener = listener
 
     def ticket(self, arena: Arena, writable: bool) -> Ticket:
         """Return the ticket for a tag and right, the same one each time."""

@@ -22,9 +22,10 @@ from functools import cache
 from pathlib import Path
 
 from memsaver.errors import BackendError, LockTimeout
-from memsaver.native.shim import cache_dir
+from memsaver.system.files import cache_dir
+from memsaver.system.gpu_processes import process_name
 from memsaver.system.interrupts import deliver, held
-from memsaver.system.machine import forkable, process_name
+from memsaver.system.threads import forkable
 
 TIMEOUT_SECONDS = 30.0
 _FIRST_SLEEP_SECONDS = 50e-6

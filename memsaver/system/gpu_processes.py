@@ -9,14 +9,14 @@ import os
 from functools import cache
 from typing import Any
 
-from memsaver.system.machine import process_name
+import psutil
 
 _LISTS = ("compute", "graphics", "mps_compute")
 _NOT_AVAILABLE = (1 << 64) - 1
-
 OWN = "contexts and libraries of this process"
 HIDDEN = "unknown: driver, processes that NVML hides"
 UNKNOWN = "unknown: context of this process, other processes"
+_LONGEST = 40
 
 
 @cache
@@ -97,3 +97,17 @@ def holders(uuid: str, unaccounted: int, accounted: int) -> dict[str, int]:
 
 def _split(nbytes: int, residue: int) -> dict[str, int]:
     return {OWN: min(nbytes, residue), HIDDEN: max(0, nbytes - residue)}
+
+
+def process_name(pid: int) -> str:
+    """Return ``"process 1234 (python train.py)"``; without a command line that may not be read."""
+    try:
+        words = psutil.Process(pid).cmdline()
+    except (psutil.Error, ValueError):
+        words = []
+    names = (os.path.basename(word) if word.startswith("/") else word for word in words)
+    text = " ".join(" ".join(names).split())
+    # a terminal may read the message
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    command = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return f"process {pid} ({command})" if command else f"process {pid}"

@@ -23,7 +23,7 @@ import gc
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,9 +33,7 @@ from memsaver.errors import BackendError, LeaseError, StateError
 from memsaver.memory.backend import Backend, Reservation
 from memsaver.native import shim
 from memsaver.system.interrupts import Finalizer, held
-
-if TYPE_CHECKING:
-    from memsaver.tag.tickets import AliasedPages
+from memsaver.tag.tickets import AliasedPages
 
 CONTENTS = ("discard", "host", "disk")
 _NEXT = {

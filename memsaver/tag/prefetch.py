@@ -17,7 +17,7 @@ from memsaver.errors import BackendError
 from memsaver.memory.backend import PIECE, Backend, Transfer
 from memsaver.ops.layout import Range, Ranges, cut
 from memsaver.system.interrupts import deliver, held
-from memsaver.system.machine import workers
+from memsaver.system.threads import workers
 from memsaver.tag.arena import Arena
 
 _POLL_SECONDS = 0.1

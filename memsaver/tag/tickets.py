@@ -40,7 +40,7 @@ class PoolTicket:
 
 
 class Peers(Protocol):
-    """What an operation asks of the other processes that share this saver's memory."""
+    """Represents the other processes that share this saver's memory, to its operations."""
 
     def made(self, ticket: Ticket) -> bool:
         """Return whether the ticket is for a tag of this saver."""

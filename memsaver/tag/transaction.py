@@ -23,7 +23,8 @@ from memsaver.system.device_lock import device_lock, undone_under
 from memsaver.system.interrupts import held
 from memsaver.tag.arena import Arena
 from memsaver.tag.prefetch import Prefetch
-from memsaver.tag.saving import Refill, Saving, Swap
+from memsaver.tag.refill import Refill, Swap
+from memsaver.tag.saving import Saving
 from memsaver.tag.tickets import AliasedPages, Peers, PoolTicket, Ticket
 
 RELEASES = ("driver", "retain", "hand_over")

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from memsaver import Event
-from memsaver.system.machine import replaced
+from memsaver.system.files import replaced
 from recipes.logs.run_folder import Row, Run, kind_of, match_names
 from rollout.tag_names import TAGS as ROLLOUT_TAGS
 from trainer_bridge.tags import TRAINER_TAGS

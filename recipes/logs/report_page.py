@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from memsaver.errors import format_bytes
-from memsaver.system.machine import replace_text
+from memsaver.system.files import replace_text
 from recipes.errors import RecipeError, one_line, writable
 from recipes.logs.run_folder import Row, Run, match_names, switch_seconds, whole_rows
 

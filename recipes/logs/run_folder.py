@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from memsaver import Event
 from memsaver.report import Timeline
-from memsaver.system.machine import replace_text
+from memsaver.system.files import replace_text
 from recipes.config.load import recipe_text
 from recipes.config.recipe import Recipe
 from recipes.errors import RecipeError, RunError, one_line

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsaver.errors import format_bytes
-from memsaver.system.machine import replace_text
+from memsaver.system.files import replace_text
 from recipes.config.load import find_recipe, load
 from recipes.config.models import CycleSection
 from recipes.config.recipe import Recipe

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from memsaver.errors import format_bytes
 from memsaver.memory import pinned_arena
-from memsaver.system.machine import RAY_KEEPS
+from memsaver.system.host_memory import RAY_KEEPS
 from recipes.config.load import explain
 from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe, switching

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
 _MIN_BUCKET_LEN = 64  # below this, padding costs less than another bucket

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 from rollout.ops.norm_and_activation import gated, silu_mul
 
 _TILE = 16384  # elements of a program's table of pairs and experts

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 _TILE = 1024  # elements of a program's tile, unless one row is longer
 _BLOCK = 1024

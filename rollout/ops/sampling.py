@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memsaver.ops.hash import GOLDEN, MUL1, MUL2, splitmix64
 from memsaver.ops.layout import send_together
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 _UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
 _BLOCK = 2048  # vocabulary entries of a program

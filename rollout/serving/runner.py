@@ -26,7 +26,7 @@ from kvcache.ops import RotaryTables
 from kvcache.tiers import HostTransfer
 from memsaver import MemorySaver
 from memsaver.memory import clear_workspaces
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 from rollout.model.decoder import DecoderWeights, ModelConfig, forward
 from rollout.model.mixers.base import Batch, LayerParts, RopeConfig, Sliding, rotary_tables
 from rollout.model.mlp import MLP, Experts

@@ -92,7 +92,7 @@ def _unpack_manifest(packed: bytes) -> Manifest:
 class WeightLayout:
     """Says what lies where, for who plans to write it.
 
-    place: the device of the pages (`memsaver.system.machine.place_of`). buffers: names and shapes
+    place: the device of the pages (`memsaver.system.devices.place_of`). buffers: names and shapes
     of what the model computes with beside its parameters: values arrive with a write's receipt.
     """
 

@@ -120,7 +120,7 @@ CASES: list[Case] = [
         "warn",
         ("64.0 MiB free in /dev/shm", "--shm-size"),
     ),
-    ("CPU", {"memsaver.tag.saving.Refill.fill": answer(None)}, "fail", ("restored: False",)),
+    ("CPU", {"memsaver.tag.refill.Refill.fill": answer(None)}, "fail", ("restored: False",)),
     ("driver", {"memsaver.doctor.DEVICE_FILE": Path("/no/such")}, "skip", ("on the CPU",)),
 ]
 

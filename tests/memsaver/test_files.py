@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver.system.machine import replace_text, replaced
+from memsaver.system.files import replace_text, replaced
 
 
 def test_a_file_is_replaced_after_its_content_is_on_the_disk(

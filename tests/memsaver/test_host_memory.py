@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from memsaver.system import machine
+from memsaver.system import host_memory
 
 GIB = 1 << 30
 
@@ -34,9 +34,9 @@ def test_available_memory_is_the_tightest_groups(
 
     def available() -> int:
         """Return what is available, with what Ray keeps free of it."""
-        group = machine.container_memory()
+        group = host_memory.container_memory()
         total = 16 * GIB if group is None else min(16 * GIB, group.limit)
-        return machine.available_memory() + int(machine.RAY_KEEPS * total)
+        return host_memory.available_memory() + int(host_memory.RAY_KEEPS * total)
 
     path = "/../pods/one" if seen == "outside" else "/pods/one"
     (tmp_path / "self").write_text(
@@ -44,18 +44,18 @@ def test_available_memory_is_the_tightest_groups(
     )
     memory = SimpleNamespace(total=16 * GIB, available=8 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(machine, "CGROUP_OF_SELF", tmp_path / "self")
-    assert machine.container_memory() is None and available() == 8 * GIB  # no such files at all
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "CGROUP_OF_SELF", tmp_path / "self")
+    assert host_memory.container_memory() is None and available() == 8 * GIB  # no such files at all
     root = tmp_path / "groups" / ("memory" if v1 else "")
     write_group(root, "9223372036854771712" if v1 else "max", 0, 0, v1)
-    assert machine.container_memory() is None
+    assert host_memory.container_memory() is None
     if seen == "own":
         write_group(root / "pods" / "one", str(32 * GIB), 0, 0, v1)
         assert available() == 8 * GIB
     limited = root / "pods" if seen == "own" else root
     write_group(limited, str(4 * GIB), 3 * GIB, 2 * GIB, v1)
-    assert machine.container_memory() == (4 * GIB, GIB) and available() == 3 * GIB
+    assert host_memory.container_memory() == (4 * GIB, GIB) and available() == 3 * GIB
     write_group(limited, str(4 * GIB), 3 * GIB, 0, v1)
     assert available() == GIB
     if seen == "own":  # what lies beside this group has filled the larger one around it

@@ -33,7 +33,8 @@ import memsaver
 from memsaver.memory.backend import dlpack_tensor
 from memsaver.memory.memfd import HostBackend
 from memsaver.native import shim
-from memsaver.system.machine import libc, workers
+from memsaver.system.libc import libc
+from memsaver.system.threads import workers
 from tests.helpers.memory import memfd_bytes, uncollected
 from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.memsaver.savers import MIB, ROOT, at_once, python, until
@@ -402,7 +403,7 @@ def test_a_saver_collected_by_the_thread_that_copies_for_it_is_given_back_after_
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its finalizers run there, and the device must not be at work on what they give back."""
-    monkeypatch.setattr("memsaver.memory.memfd.HostBackend", CopiesBeside)
+    monkeypatch.setattr("memsaver.memory.HostBackend", CopiesBeside)
     go, copied = threading.Event(), list[int]()
     with uncollected():
         owner = Owner(device)

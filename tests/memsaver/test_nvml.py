@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver.system import gpu_processes
+from memsaver.system import gpu_processes as nvml
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 GIB = 1 << 30
@@ -56,7 +56,7 @@ class FakeNvml:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml | None], None]:
-    return lambda fake: monkeypatch.setattr(gpu_processes, "session", lambda: fake)
+    return lambda fake: monkeypatch.setattr(nvml, "session", lambda: fake)
 
 
 Install = Callable[[FakeNvml | None], None]
@@ -64,16 +64,16 @@ Install = Callable[[FakeNvml | None], None]
 
 def test_without_nvml_holders_are_unknown(install: Install) -> None:
     install(None)
-    assert gpu_processes.processes(UUID) is None
-    assert gpu_processes.holders(UUID, 5, 0) == {gpu_processes.UNKNOWN: 5}
-    assert gpu_processes.holders(UUID, 0, 0) == {}
+    assert nvml.processes(UUID) is None
+    assert nvml.holders(UUID, 5, 0) == {nvml.UNKNOWN: 5}
+    assert nvml.holders(UUID, 0, 0) == {}
 
 
 def test_processes_merges_lists_and_hides_nothing(install: Install) -> None:
     fake = FakeNvml([(1, 10), (2, None), (3, 5), (3, 6)], [(1, 10), (2, 20)])
     install(fake)
-    assert gpu_processes.processes(UUID) == {1: 10, 2: 20, 3: 11}
-    assert gpu_processes.processes("GPU-other") is None
+    assert nvml.processes(UUID) == {1: 10, 2: 20, 3: 11}
+    assert nvml.processes("GPU-other") is None
 
 
 def test_holders_name_processes_by_their_command_line(install: Install) -> None:
@@ -82,22 +82,22 @@ def test_holders_name_processes_by_their_command_line(install: Install) -> None:
         assert other.stdout is not None
         other.stdout.readline()  # past its exec
         install(FakeNvml([(OWN, 10 * GIB), (other.pid, 3 * GIB)], [(GONE, GIB)]))
-        found = gpu_processes.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
+        found = nvml.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
         other.communicate()
     first, *rest = found
     assert first.startswith(f"process {other.pid} (python")
     assert first.endswith("...)") and len(first) < 70
-    assert rest == [f"process {GONE}", gpu_processes.OWN, gpu_processes.HIDDEN]
+    assert rest == [f"process {GONE}", nvml.OWN, nvml.HIDDEN]
     assert list(found.values()) == [3 * GIB, GIB, GIB // 2, GIB // 2]
 
 
 ONE, TWO = f"process {GONE}", f"process {GONE + 1}"
 # listed, GiB unaccounted and accounted
 HOLDERS: list[tuple[list[Entry], int, int, dict[str, int]]] = [
-    ([(OWN, 10 * GIB)], 1, 11, {gpu_processes.HIDDEN: 1}),
-    ([(OWN, None), (GONE, GIB), (GONE + 1, None)], 3, 1, {ONE: 1, gpu_processes.UNKNOWN: 2}),
+    ([(OWN, 10 * GIB)], 1, 11, {nvml.HIDDEN: 1}),
+    ([(OWN, None), (GONE, GIB), (GONE + 1, None)], 3, 1, {ONE: 1, nvml.UNKNOWN: 2}),
     # ids of the host: this process is not among them
-    ([(1, 2 * GIB), (2, GIB)], 3, 1, {gpu_processes.UNKNOWN: 3}),
+    ([(1, 2 * GIB), (2, GIB)], 3, 1, {nvml.UNKNOWN: 3}),
     # a tag that is leased
     ([(OWN, 41 * GIB), (GONE, 41 * GIB), (GONE + 1, GIB)], 3, 40, {ONE: 2, TWO: 1}),
 ]
@@ -112,7 +112,7 @@ def test_holders_add_up_and_name_nobody_wrongly(
     expected: dict[str, int],
 ) -> None:
     install(FakeNvml(listed))
-    found = gpu_processes.holders(UUID, unaccounted * GIB, accounted * GIB)
+    found = nvml.holders(UUID, unaccounted * GIB, accounted * GIB)
     assert found == {name: count * GIB for name, count in expected.items()}
 
 
@@ -122,10 +122,10 @@ def test_the_real_nvml_adds_up() -> None:
     tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    listed = gpu_processes.processes(uuid)
+    listed = nvml.processes(uuid)
     assert listed is None or all(used is None or used > 0 for used in listed.values())
     if listed and (used := listed.get(os.getpid())) is not None:
         assert used >= tensor.nbytes
-    found = gpu_processes.holders(uuid, unaccounted=GIB, accounted=torch.cuda.memory_reserved(0))
+    found = nvml.holders(uuid, unaccounted=GIB, accounted=torch.cuda.memory_reserved(0))
     assert sum(found.values()) == GIB and all(found.values())
-    assert gpu_processes.processes("GPU-00000000-0000-0000-0000-000000000000") is None
+    assert nvml.processes("GPU-00000000-0000-0000-0000-000000000000") is None

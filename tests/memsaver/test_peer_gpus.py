@@ -19,7 +19,7 @@ from memsaver.memory.backend import Backend
 from memsaver.memory.memfd import HostBackend
 from memsaver.ops.rows import digest
 from memsaver.sharing import client as peer
-from memsaver.system.machine import device_key
+from memsaver.system.devices import device_key
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer

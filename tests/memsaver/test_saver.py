@@ -16,7 +16,8 @@ import torch
 
 import memsaver
 from memsaver.ops.layout import round_up
-from memsaver.tag.accounts import Recorder, Tags
+from memsaver.tag.events import Recorder
+from memsaver.tag.tags import Tags
 from tests.helpers.memory import counted, family_bytes, process_bytes, scribble
 from tests.helpers.memsaver.savers import MIB, driver_calls
 

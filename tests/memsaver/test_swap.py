@@ -11,7 +11,7 @@ import torch
 
 import memsaver
 from memsaver.memory import page_pool as page_pool_module
-from memsaver.tag import saving as swap_module
+from memsaver.tag import refill as swap_module
 from tests.helpers.memory import counted, process_bytes
 from tests.helpers.memsaver.savers import MIB, driver_calls, every_call
 

@@ -22,7 +22,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.memory import torch_allocator
-from memsaver.system.machine import workers
+from memsaver.system.threads import workers
 from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds
 from tests.helpers.memsaver.savers import until

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 from rollout.ops.experts import Routing, Share, mix_experts
 from rollout.weights.params import held
 from tests.helpers.compiler import compile_alone

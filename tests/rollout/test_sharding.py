@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memsaver import MemorySaver
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 from rollout.weights import Manifest
 from rollout.weights import pages as weights_module
 from rollout.weights.params import Split, one, shard_groups

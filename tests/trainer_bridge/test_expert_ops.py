@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 from tests.helpers.trainer_bridge.models import (

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 from rollout.ops.norm_and_activation import silu_mul
 
 _BLOCK = 2048  # elements of a row at a time

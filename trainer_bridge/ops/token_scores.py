@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from memsaver.system.machine import Impl, use_triton
+from memsaver.system.devices import Impl, use_triton
 
 SLICE_BYTES = 128 << 20  # of logits: 16,384 words of 4,096 tokens in bf16, a large product
 _MIN_WORDS = 2048  # of a slice, which beside the layers' activations of as many tokens is little

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.system.machine import place_of
+from memsaver.system.devices import place_of
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
 from trainer_bridge.sync.agree import group_agreement

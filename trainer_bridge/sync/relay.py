@@ -27,7 +27,7 @@ from torch import Tensor
 
 from memsaver.ops.layout import round_up, row_major
 from memsaver.ops.rows import RowCopies
-from memsaver.system.machine import device_key
+from memsaver.system.devices import device_key
 from rollout.protocols import UpdatableEngine
 from rollout.weights import PackedBox
 from trainer_bridge.errors import SyncError
@@ -73,7 +73,7 @@ class Routes:
 def obstacle(place: str, target: str) -> str | None:
     """Say why this process, its device at `place`, cannot map pages at `target`; None: it can.
 
-    Places are as of `memsaver.system.machine.place_of`; one without a host is on this one. Of a
+    Places are as of `memsaver.system.devices.place_of`; one without a host is on this one. Of a
     GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
     """
     (host, _, mine), (other, _, theirs) = place.rpartition("/"), target.rpartition("/")

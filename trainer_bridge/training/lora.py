@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memsaver.system.machine import replace_text
+from memsaver.system.files import replace_text
 from trainer_bridge.config import LoraConfig
 from trainer_bridge.sync.shards import local_shard, shard_box
 from trainer_bridge.sync.writer import LowRank

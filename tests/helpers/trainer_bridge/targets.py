@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from memsaver.system.machine import place_of
+from memsaver.system.devices import place_of
 from rollout.weights import (
     CommitReceipt,
     Manifest,

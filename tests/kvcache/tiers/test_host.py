@@ -14,7 +14,7 @@ from kvcache.ops.move import HostCopyPlan, Side, copy_rows
 from kvcache.tiers import HostCacheConfig, HostKVCache, HostTransfer, host
 from memsaver import HostMemoryError
 from memsaver.memory import pinned_arena
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 from tests.helpers.effort import pairwise
 from tests.helpers.kvcache import pools
 

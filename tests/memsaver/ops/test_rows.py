@@ -23,7 +23,7 @@ from memsaver.ops.digest import blocks
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import Row, RowCopies, Rows, box_rows, digest
 from memsaver.ops.rows_triton import DeviceTable, Launch
-from memsaver.system.machine import Impl
+from memsaver.system.devices import Impl
 from tests.helpers.compiler import compile_alone
 from tests.helpers.digests import by_definition, element
 from tests.helpers.effort import some

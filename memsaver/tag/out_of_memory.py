@@ -1,0 +1,82 @@
+"""Explain why memory was short, and who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from memsaver.errors import BackendError, OutOfMemory, StateError, format_bytes
+from memsaver.memory.backend import ShortOfMemory
+from memsaver.native import shim
+from memsaver.tag.arena import Arena
+from memsaver.tag.tags import PAGE_POOL, Accounts
+
+
+@contextlib.contextmanager
+def explained(
+    accounts: Accounts, what: str, arenas: Sequence[Arena], needed: int = 0
+) -> Iterator[None]:
+    """Turn ``ShortOfMemory`` into an error that says what was missing, and who holds it."""
+    try:
+        yield
+    except ShortOfMemory as short:
+        raise shortage(accounts, what, arenas, short.cause, needed) from None
+
+
+def shortage(
+    accounts: Accounts,
+    what: str,
+    arenas: Sequence[Arena],
+    cause: shim.Cause,
+    needed: int = 0,
+    hint: str = "",
+) -> Exception:
+    """Return the exception for an operation that was short of memory.
+
+    Args:
+        accounts: The saver's.
+        what: The operation, as the message names it.
+        arenas: The tags that it is about.
+        cause: The failed call's.
+        needed: Bytes; 0: those of the paused arenas, or what the failed call asked for.
+        hint: What helps first.
+    """
+    away = sum(arena.committed_when_paused for arena in arenas if arena.paused)
+    needed = needed or away or cause.requested
+    if cause.code == shim.E_PAUSED:
+        return StateError(f"{what}: the tag is paused; resume it first")
+    if cause.code == shim.E_FORKED:
+        return StateError(
+            f"{what}: this is a forked child, where the saver is inert; make a saver of its own"
+        )
+    if cause.code == shim.E_RESERVATION:
+        reserved, missing = accounts.tags.reserve_bytes, format_bytes(cause.missing)
+        message = (
+            f"{what} outgrows the {format_bytes(reserved)} of addresses reserved for each tag: "
+            f"{missing} are missing. Pass a larger reserve_bytes; nothing was changed."
+        )
+        return OutOfMemory(message, cause.requested, cause.missing, {})
+    if cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
+        return BackendError(f"{what} failed: no host memory for the tables")
+    if cause.code == shim.E_LIMIT:
+        limit = accounts.backend.limit_bytes or 0
+        kept = accounts.pool.held_bytes  # would have served
+        more = max(accounts.backend.committed_bytes - kept + needed - limit, cause.missing)
+        why = f"{format_bytes(more)} are missing under the limit of {format_bytes(limit)}"
+        advice = "Have another tag paused by its owner or raise limit_bytes"
+    else:
+        more = 0
+        why = f"the driver refused with {accounts.backend.error_name(cause.driver)}"
+        advice = "Have another tag paused by its owner, or end what holds the memory"
+    holders = accounts.holders()
+    if holders[PAGE_POOL]:
+        advice = f"trim() gives the page pool's memory back. {advice}"
+    if hint:
+        advice = f"{hint}. {advice}"
+    everyone = {**holders, **accounts.backend.other_holders()}
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in everyone.items() if size)
+    message = (
+        f"{what} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. "
+        f"{advice}; nothing was changed."
+    )
+    return OutOfMemory(message, needed, more, everyone)
