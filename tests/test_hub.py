@@ -65,8 +65,9 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(hub: Hub) -> None:
 
 
 def test_without_the_hub_its_cache_is_asked(hub: Hub) -> None:
-    before = len(hub.asked)
     first = f"WEIGHTS = True\n{RECIPE}"
+    assert hub.run("-c", first).returncode == 0
+    before = len(hub.asked)
     (line,) = refusals(hub, "org/absent", offline=True, first=first)
     assert "the Hub cannot be reached (HF_HUB_OFFLINE" in line and len(hub.asked) == before
 

@@ -24,7 +24,7 @@ def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     signal = {"reward_std": 0.25, "groups_without_signal": 7}
     assert "reward 0.300 ± 0.250 | 7 groups without signal | exact" in describe({**ROW, **signal})
     line = describe({**ROW, "hidden_seconds": 0.5})
-    assert line.startswith("reward 0.300 | exact 0.150 | gap 1.0e-06 mean 1.0e-05 max |")
+    assert line.startswith("reward 0.300 | exact 0.150 | mismatch 1.0e-06 mean 1.0e-05 max |")
     assert line.endswith("400 tok/s | 1.0 s | switch 0.140 s and 0.500 s beside work")
     evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
     expected = "held-out exact match 0.500 of 16, 2 digits 0.125, 3 digits 0.000 after 2 updates"

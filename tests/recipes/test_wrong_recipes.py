@@ -57,7 +57,7 @@ RULES = [
     (
         "tiny",
         "cycle.resident=[optim,critic]",
-        "critic is there with algorithm=ppo only; set cycle.ke",
+        "critic is there with algorithm=ppo only; set cycle.resident=[optim]",
     ),
     ("tiny", "cycle.resident=[optim,critic]", "; set cycle.resident=[optim]"),
     ("tiny", "cycle.resident=[reference]", "reference is there with grpo.kl_coef above 0 only"),
@@ -111,7 +111,7 @@ PREPARED = [
     (VLLM, "engine.kind=vllm: torch sees no GPU here"),
     (f"{VLLM} {TWO}", "engine.kind=vllm: torch sees no GPU here"),
     (SGLANG, "engine.kind=sglang: torch sees no GPU here"),
-    ("device=cuda:99", "device=cuda:99: torch sees 0 GPUs here; set device=auto"),
+    ("device=cuda:99", "device=cuda:99: torch sees no GPU here; set device=auto"),
     ("model.path=/nowhere", "model.path=/nowhere: "),
     ("model.path=smolm2-135m", "did you mean smollm2-135m?"),
     ("model.config.model_type=qwenty", "qwenty"),

@@ -78,7 +78,7 @@ class Pair:
                 noise = torch.empty_like(shard).normal_(0, 0.1, generator=generator)
                 shard.copy_(noise if shard.ndim > 1 or name.endswith("bias") else 1 + noise)
         self.rollout.wake_up()
-        self.trainer.restore()
+        self.trainer.reload()
         self.trainer.sync_weights(version)
         return version
 

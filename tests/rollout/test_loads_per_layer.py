@@ -26,7 +26,8 @@ class Late(HostTransfer):
 
     def __init__(self, pool: TokenPool, slots: torch.Tensor) -> None:
         """slots: where the copy has put its rows already, which are taken away again."""
-        super().__init__(range(next(iter(pool.stored.values())).shape[0]), {})
+        super().__init__()
+        self._layers = next(iter(pool.stored.values())).shape[0]
         self._pool, self._slots = pool, slots
         self._rows = {name: part[:, slots] for name, part in pool.stored.items()}
         self.came = 0  # layers
@@ -34,11 +35,10 @@ class Late(HostTransfer):
 
     @property
     def done(self) -> bool:
-        return self.came == len(self.layers)
+        return self.came == self._layers
 
-    def wait(self, layer: int | None = None) -> None:
-        last = self.layers[-1] if layer is None else layer
-        while self.came <= last:
+    def wait(self, layer: int = -1) -> None:
+        while self.came <= layer % self._layers:
             for name, part in self._pool.stored.items():
                 part[self.came, self._slots] = self._rows[name][self.came]
             self.came += 1
