@@ -205,6 +205,18 @@ def test_files_do_not_import_each_other_in_a_circle(package: str) -> None:
     )
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for package in CHAIN:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(
+                        f"{file.relative_to(ROOT)}:{node.lineno}"
+                    )
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_importing_memsaver_is_cheap() -> None:
     heavy = {"ray", "triton", "transformers", "huggingface_hub", "omegaconf", "pydantic"}
     code = "import sys, torch; before = set(sys.modules); import memsaver; "

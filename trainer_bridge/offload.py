@@ -36,7 +36,7 @@ Wait = bool | Literal["memory"]
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class _Overlapped:
     """A pause or resume beside other work. before: what was offloaded then. behind: what comes
     first. done: when its memory is there, with what brings the content. awaited: somebody waits for
     it.
@@ -68,7 +68,7 @@ class Offloader:
         self._memory_of: dict[str, tuple[str, ...]] = {}
         self._offloaded: set[str] = set()
         self._pinned: set[str] = set()  # tags that there is host memory for
-        self._begun: list[_Transfer] = []
+        self._begun: list[_Overlapped] = []
         bind = None if saver is None else saver.backend.bind_thread
         self._thread = ThreadPoolExecutor(1, "trainer-offloading", bind)
 
@@ -115,7 +115,7 @@ class Offloader:
             saver.backend.synchronize()  # what still writes the tags
             fresh, self._pinned = set(memory) - self._pinned, self._pinned | set(memory)
             done = self._thread.submit(_move_out, saver, memory, fresh)
-            self._begun.append(_Transfer(chosen, before, done=done))
+            self._begun.append(_Overlapped(chosen, before, done=done))
         self._offloaded |= set(chosen)
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
@@ -146,7 +146,7 @@ class Offloader:
                 needed += _SPARE if saver.device.type == "cuda" else 0
                 first = _OTHERS_TURN if self._begun else 0.0
                 behind = tuple(each.done for each in self._begun)
-                begun = _Transfer(chosen, frozenset(self._offloaded), behind)
+                begun = _Overlapped(chosen, frozenset(self._offloaded), behind)
                 self._thread.submit(self._prefetch, saver, begun, memory, needed, first)
                 self._begun.append(begun)
         self._offloaded -= set(chosen)
@@ -230,7 +230,7 @@ class Offloader:
         return tag in self._offloaded or paused
 
     def _prefetch(
-        self, saver: MemorySaver, begun: _Transfer, tags: Sequence[str], needed: int, pause: float
+        self, saver: MemorySaver, begun: _Overlapped, tags: Sequence[str], needed: int, pause: float
     ) -> None:
         """Resume the tags where there is room; else looks again, until somebody waits for them."""
         try:

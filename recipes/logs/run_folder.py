@@ -190,6 +190,8 @@ def at_work(path: Path) -> Iterator[None]:
                 raise RecipeError(f"{path}: {whose}; give another folder; nothing was written")
             lock = stack.enter_context(open(path / LOCK, "a", opener=_open_itself))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), (path / LOCK).stat()):
+                raise BlockingIOError  # another run has removed the folder, and a third one made it
         except BlockingIOError:
             rule = "a run is at work in it; wait, or give another folder"
             raise RecipeError(f"{path}: {rule}") from None

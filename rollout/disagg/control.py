@@ -184,7 +184,7 @@ def curve_keys(key: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(secret), secret
 
 
-class Peers:
+class RankPeers:
     """The ranks of the other engine, by rank. Owns the socket.
 
     Attributes:

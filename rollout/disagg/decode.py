@@ -19,8 +19,8 @@ from rollout.disagg.control import (
     Filled,
     First,
     Freed,
-    Peers,
     Range,
+    RankPeers,
     Refused,
     greeting,
     kv_heads,
@@ -82,7 +82,7 @@ class Inbox:
         heads: int,
         rank: int,
         size: int,
-        peers: Peers,
+        peers: RankPeers,
         transport: Transport,
         ring: Tensor,
     ) -> None:
@@ -255,7 +255,7 @@ class DecodeEngine(Engine):
         ring, ticket = transport.make_ring(ring_bytes, self.saver)
         hello = greeting(self.model, self.cache, self._ranks, ring_bytes=ring_bytes, ticket=ticket)
         listen = address, prefill_ranks
-        self._peers = Peers("prefill", hello, key, timeout, connect_timeout, listen=listen)
+        self._peers = RankPeers("prefill", hello, key, timeout, connect_timeout, listen=listen)
         rank, size = self._ranks.rank, self._ranks.size
         self.inbox = Inbox(layers, kv_heads(self.model), rank, size, self._peers, transport, ring)
         self._on_loss = on_loss

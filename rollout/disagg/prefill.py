@@ -18,8 +18,8 @@ from rollout.disagg.control import (
     Filled,
     First,
     Freed,
-    Peers,
     Range,
+    RankPeers,
     Refused,
     greeting,
     kv_heads,
@@ -67,7 +67,7 @@ class Outbox:
         heads: int,
         rank: int,
         size: int,
-        peers: Peers,
+        peers: RankPeers,
         transport: Transport,
     ) -> None:
         """Open the ring of every decode rank that this one sends to.
@@ -185,7 +185,7 @@ class PrefillEngine(Engine):
         """
         layers = staged_layers(self.cache)
         hello = greeting(self.model, self.cache, self._ranks)
-        self._peers = Peers("decode", hello, key, timeout, connect_timeout, dial=addresses)
+        self._peers = RankPeers("decode", hello, key, timeout, connect_timeout, dial=addresses)
         rank, size = self._ranks.rank, self._ranks.size
         self._transport = transport
         self._outbox = Outbox(layers, kv_heads(self.model), rank, size, self._peers, transport)

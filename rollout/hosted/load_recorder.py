@@ -176,7 +176,7 @@ def _place(landed: Landed) -> tuple[int, int]:
     return landed.address, math.prod(landed.shape) * landed.dtype.itemsize
 
 
-class Box(NamedTuple):
+class LoadedBox(NamedTuple):
     """A box of a whole parameter. steps: from element to element in the model, one a dimension;
     offset: of its first one there, in elements from the copy's first.
     """
@@ -193,7 +193,7 @@ class _Dim(NamedTuple):
     step: int
 
 
-def boxes(landed: Landed, whole: Ints) -> list[Box]:
+def boxes(landed: Landed, whole: Ints) -> list[LoadedBox]:
     """The copy as boxes of a parameter of shape `whole`; ValueError where it is none."""
     dims = [
         _Dim(*each)
@@ -207,7 +207,7 @@ def boxes(landed: Landed, whole: Ints) -> list[Box]:
 
 def _boxes(
     landed: Landed, dims: Sequence[_Dim], whole: Ints, first: int, offset: int
-) -> Iterator[Box]:
+) -> Iterator[LoadedBox]:
     """Dimensions of a view that are parts of one of the parameter's are joined, or gone through."""
     strides = row_major(whole)
     found: list[_Dim | None] = [None] * len(whole)
@@ -243,7 +243,7 @@ def _boxes(
         raise ValueError(
             f"{landed.name}: its loader transposes or repeats it; use engine.kind=native"
         )
-    yield Box(tuple(start), shape, offset, steps)
+    yield LoadedBox(tuple(start), shape, offset, steps)
 
 
 def _split(dims: Sequence[_Dim], whole: Ints, strides: Ints) -> list[_Dim]:

@@ -254,7 +254,7 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
         yield from parts(copy.part(dim, first, min(each, copy.shape[dim] - first)), limit)
 
 
-class Packing:
+class MessagePacking:
     """Casts the copies of one message from the shards into any stage."""
 
     def __init__(
@@ -298,7 +298,7 @@ class _Buffer:
         if wire.type != device.type:
             self.wire = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def pack(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
+    def pack(self, packing: MessagePacking, factors: Mapping[str, LowRank]) -> None:
         """Bring a message to the wire; waits, where that is another device."""
         packing.start(self.stage, factors)
         self._copy(self.wire, self.stage, packing.message.nbytes)
@@ -314,7 +314,7 @@ class _Buffer:
 class _Exchange(NamedTuple):
     """One round of this rank: what it sends to the rank `to`, and takes from the rank `source`."""
 
-    sent: Packing | None
+    sent: MessagePacking | None
     to: int
     taken: Message | None
     source: int
@@ -359,7 +359,9 @@ class Relay:
         self._plan, self._routes, self._rank = plan, routes, rank
         self._limit = message_bytes
         self._handles, self._wire = handles, wire
-        self._packings = [Packing(message, sources, derived) for message in self._messages(rank)]
+        self._packings = [
+            MessagePacking(message, sources, derived) for message in self._messages(rank)
+        ]
         senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
         taken = {sender: self._messages(sender, rank) for sender in senders}
         travels = torch.device("cpu") if wire is None else wire.device
@@ -466,7 +468,7 @@ class Relay:
             into = self._into[number % 2].wire[: exchange.taken.nbytes], exchange.source
         return self._wire.post(out, into)
 
-    def _pass_on(self, packing: Packing, factors: Mapping[str, LowRank]) -> None:
+    def _pass_on(self, packing: MessagePacking, factors: Mapping[str, LowRank]) -> None:
         """Pass this rank's own bytes on by the handle."""
         message, buffer = packing.message, self._out[0]
         buffer.pack(packing, factors)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout.disagg.control import Closed, Hello, Message, Peers, Refused
+from rollout.disagg.control import Closed, Hello, Message, RankPeers, Refused
 from tests.helpers.memsaver.savers import at_once
 from tests.helpers.rollout.far import Far
 
@@ -30,18 +30,18 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
-def listen(address: str, count: int = 1, key: bytes = KEY, seconds: float = 60.0) -> Peers:
-    return Peers("prefill", HELLO, key, 2.0, seconds, listen=(address, count))
+def listen(address: str, count: int = 1, key: bytes = KEY, seconds: float = 60.0) -> RankPeers:
+    return RankPeers("prefill", HELLO, key, 2.0, seconds, listen=(address, count))
 
 
 def dial(
     address: str, rank: int = 0, size: int = 1, key: bytes = KEY, seconds: float = 60
-) -> Peers:
+) -> RankPeers:
     hello = Hello(tp_size=size, tp_rank=rank, geometry="equal")
-    return Peers("decode", hello, key, 2.0, seconds, dial=[address])
+    return RankPeers("decode", hello, key, 2.0, seconds, dial=[address])
 
 
-def hear(peers: Peers) -> list[tuple[int, Message]]:
+def hear(peers: RankPeers) -> list[tuple[int, Message]]:
     """What comes until something has, or a peer is lost."""
     end = time.monotonic() + 30
     while not (found := list(peers.receive(0.05))) and peers.lost is None:
@@ -131,7 +131,7 @@ def test_ranks_with_another_key_or_none_at_all_time_out(address: str) -> None:
     with pytest.raises(TimeoutError, match="met 0 of 1 decode ranks in 0.3 s; start all, with the"):
         dial(address, seconds=0.3)
 
-    def refused(meet: Callable[[], Peers]) -> None:
+    def refused(meet: Callable[[], RankPeers]) -> None:
         with pytest.raises(TimeoutError, match="met 0 of 1 .* with the same key"):
             meet()
 
@@ -149,12 +149,12 @@ def test_a_rank_that_does_not_greet_times_out(address: str) -> None:
 
 
 @pytest.fixture
-def pair(address: str) -> tuple[Peers, Far]:
+def pair(address: str) -> tuple[RankPeers, Far]:
     far = Far(address, KEY, HELLO)
     return listen(address), far
 
 
-def test_last_words_are_heard_before_the_end_is_noticed(pair: tuple[Peers, Far]) -> None:
+def test_last_words_are_heard_before_the_end_is_noticed(pair: tuple[RankPeers, Far]) -> None:
     peers, far = pair
     far.send(REFUSED)
     time.sleep(0.1)
@@ -180,7 +180,7 @@ def test_the_end_of_who_listens_is_noticed_unless_it_has_closed(address: str) ->
         peers.close()
 
 
-def test_a_peer_that_talks_rubbish_is_lost(pair: tuple[Peers, Far]) -> None:
+def test_a_peer_that_talks_rubbish_is_lost(pair: tuple[RankPeers, Far]) -> None:
     peers, far = pair
     far.send(b'{"Hello')
     assert hear(peers) == [] and "prefill rank 0 is gone" in str(peers.lost)
@@ -188,7 +188,7 @@ def test_a_peer_that_talks_rubbish_is_lost(pair: tuple[Peers, Far]) -> None:
     far.close()
 
 
-def test_a_peer_that_reads_nothing_is_lost_in_time(pair: tuple[Peers, Far]) -> None:
+def test_a_peer_that_reads_nothing_is_lost_in_time(pair: tuple[RankPeers, Far]) -> None:
     peers, far = pair
     started = time.monotonic()
     while peers.lost is None:

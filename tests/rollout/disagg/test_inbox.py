@@ -9,7 +9,7 @@ import torch
 
 from kvcache import ReqHandle
 from rollout.disagg import MappedTransport
-from rollout.disagg.control import Ask, Filled, First, Hello, Peers, Refused
+from rollout.disagg.control import Ask, Filled, First, Hello, RankPeers, Refused
 from rollout.disagg.decode import Inbox
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY
@@ -30,7 +30,7 @@ class World:
         self.theirs = [Far(address, KEY, each) for each in greetings]
         self.k, self.v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
         ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
-        peers = Peers("prefill", hello, KEY, 5.0, 5.0, listen=(address, ranks))
+        peers = RankPeers("prefill", hello, KEY, 5.0, 5.0, listen=(address, ranks))
         self.inbox = Inbox((self.k, self.v), 4, 0, 1, peers, MappedTransport(), ring)
         assert [each.recv() for each in self.theirs] == [hello] * ranks
 
