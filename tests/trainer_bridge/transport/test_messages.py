@@ -13,7 +13,7 @@ from memsaver.ops.layout import row_major
 from memsaver.ops.rows import RowCopies
 from rollout.weights.update import write_boxes
 from trainer_bridge.sync.plan import Copy
-from trainer_bridge.sync.relay import Packing, messages
+from trainer_bridge.sync.relay import MessagePacking, messages
 from trainer_bridge.sync.writer import copy_rows
 
 
@@ -66,7 +66,7 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
             assert at >= end and at % 16 == 0 and copy.target == message.target
             end = at + copy.nbytes
         assert end == message.nbytes <= limit
-        packing = Packing(message, sources, ())
+        packing = MessagePacking(message, sources, ())
         packing.start(stage, {})
         digest -= packing.digest()
         message.unpacking(stage).start(pages[message.target])

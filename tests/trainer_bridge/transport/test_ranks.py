@@ -14,7 +14,7 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.joined import SMALL, Case, failing, sync_cases
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.relay import MESSAGE_BYTES, Packing
+from trainer_bridge.sync.relay import MESSAGE_BYTES, MessagePacking
 
 WORLD = 3
 FAR = ["a", "b", "c"]
@@ -98,15 +98,15 @@ def deaf_handle(rank: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def _at_second_message(rank: int, patch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
-    packed, start = [0], Packing.start
+    packed, start = [0], MessagePacking.start
 
-    def broken(self: Packing, *args: Any) -> None:
+    def broken(self: MessagePacking, *args: Any) -> None:
         packed[0] += 1
         if rank == 1 and packed[0] == 2:
             fail()
         start(self, *args)
 
-    patch.setattr(Packing, "start", broken)
+    patch.setattr(MessagePacking, "start", broken)
 
 
 def _raise() -> None:
