@@ -302,7 +302,7 @@ class MemorySaver:
         are undefined.
         release: where the memory goes. ``"driver"``; ``"retain"``: into this saver's page pool,
         from which any of its tags is resumed without the driver; ``"hand_over"``: into the page
-        pool of the saver whose ticket is ``to``. Borrowed pages go back to their owner, whatever
+        pool of the saver whose ticket is ``to``. Aliased pages go back to their owner, whatever
         ``release`` says; their content cannot be kept (``ValueError``). streams: wait for the work
         on these only, not for all of the device's; the caller answers for the rest. Raises
         ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another

@@ -21,7 +21,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import deliver, held
 from rollout.config import EngineConfig
-from rollout.engine_base import EngineBase, handing_over
+from rollout.engine_base import EngineBase, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
 from rollout.ops.products import probe_products
@@ -316,13 +316,10 @@ class Engine(EngineBase):
         recomputes them after wake-up under the version then loaded; "abort" ends them with what
         they have. A sleep of the weights ends an open update: one with shadow pages is rolled back
         first (and stays so where the sleep is refused after all), what another has written is lost,
-        and the weights are undefined. Adopted pages go back to the trainer at either level: the
+        and the weights are undefined. Aliased pages go back to the trainer at either level: the
         weights are undefined.
         """
-        if level not in (1, 2):
-            raise ValueError(
-                f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
-            )
+        check_sleep_level(level)
         if unfinished not in UNFINISHED:
             raise ValueError(f"unfinished={unfinished!r} must be one of {', '.join(UNFINISHED)}")
         chosen = self._known(tags)
@@ -460,7 +457,7 @@ class Engine(EngineBase):
     def abort_update(self, reason: str) -> None:
         """End the update. One with shadow pages, open or refused, leaves the version that is
         served; otherwise the engine is poisoned: it refuses to generate, giving `reason`, until an
-        update commits. Adopted pages go back.
+        update commits. Aliased pages go back.
         """
         self._update.abort(reason)
         if self.store.version is None:

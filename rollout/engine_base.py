@@ -45,6 +45,14 @@ class PeerSaver:
         )
 
 
+def check_sleep_level(level: int) -> None:
+    """Raise a ValueError unless `sleep` knows the level."""
+    if level not in (1, 2):
+        raise ValueError(
+            f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
+        )
+
+
 @contextlib.contextmanager
 def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[str]:
     """Gives the `release` of pauses in the block. What they free goes to the peer, as far as its

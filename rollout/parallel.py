@@ -20,7 +20,7 @@ from torch import Tensor
 from memsaver import StateError
 from memsaver.memory import on_a_tag
 from memsaver.ops.layout import round_up
-from memsaver.system.sealed import all_gather_plain
+from memsaver.system.plain import all_gather_plain
 from rollout.errors import RankError
 
 _GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped

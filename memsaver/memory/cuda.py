@@ -20,7 +20,7 @@ from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.memory.torch_allocator import outside_tags, releasable
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
-from memsaver.system import gpu_processes as nvml
+from memsaver.system import gpu_processes
 from memsaver.system.devices import device_key
 from memsaver.system.threads import workers
 
@@ -294,7 +294,7 @@ class CudaBackend(Backend):
         segments = torch.cuda.memory_snapshot(include_traces=False)
         outside = outside_tags(segments, self.device.index)
         own = self.committed_bytes + sum(outside.values())
-        rest = nvml.holders(self.device_key, max(0, total - free - own), own)
+        rest = gpu_processes.holders(self.device_key, max(0, total - free - own), own)
         return outside | rest
 
     def error_name(self, code: int) -> str:

@@ -202,7 +202,7 @@ class Arena:
         shim.library().ms_set_state(self.slot, shim.PAUSED)
 
     def thaw(self) -> None:
-        """Undo `freeze`. Borrowed pages stay frozen: nothing is to grow behind them."""
+        """Undo `freeze`. Aliased pages stay frozen: nothing is to grow behind them."""
         self._step("thaw")
         if self.aliased is None:
             shim.library().ms_set_state(self.slot, shim.ACTIVE)

@@ -18,7 +18,7 @@ from kvcache.config import FP4_DTYPE, FP8_DTYPES
 from kvcache.pools import MHATokenToKVPool
 from kvcache.staging import Watermark, pool_layers
 from memsaver import Ticket
-from memsaver.system.sealed import Plain
+from memsaver.system.plain import Plain
 from rollout.model.decoder import ModelConfig
 from rollout.parallel import TensorParallel
 from rollout.requests import SamplingParams

@@ -17,8 +17,8 @@ from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
-from memsaver.system.sealed import all_gather_plain
-from rollout.engine_base import EngineBase, handing_over
+from memsaver.system.plain import all_gather_plain
+from rollout.engine_base import EngineBase, check_sleep_level, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
     check_taken,
@@ -223,10 +223,7 @@ class HostedRollout(EngineBase):
 
         What the engine has outside of its tags stays: see `report()` and the how-tos.
         """
-        if level not in (1, 2):
-            raise ValueError(
-                f"sleep level={level} must be 1 (keep weights on the host) or 2 (discard them)"
-            )
+        check_sleep_level(level)
         chosen = self._known(tags)
         with handing_over(self.saver, self._peer, into) as release:
             if WEIGHTS in chosen:

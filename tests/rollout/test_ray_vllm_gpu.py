@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from memsaver import MemorySaver
-from memsaver.system.sealed import all_gather_plain
+from memsaver.system.plain import all_gather_plain
 from rollout import SamplingParams
 from rollout.hosted import VllmRollout
 from tests.helpers.ranks import results, start_ranks

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from memsaver import Ticket
-from memsaver.system.sealed import Plain, gather_texts
+from memsaver.system.plain import Plain, gather_texts
 from rollout.weights import (
     CommitReceipt,
     Manifest,

@@ -29,7 +29,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_value
 
 
 class PageAlias:
-    """Lends the pages of one tag to engines, version by version; all ranks call it together."""
+    """The pages of one tag that engines serve, version by version; all ranks call it together."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from memsaver.system.files import exchange_names, replace_text, sync
-from memsaver.system.sealed import all_gather_plain
+from memsaver.system.plain import all_gather_plain
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 
 _VALUES = "values.json"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memsaver.ops.hash import MASK64, hash_text
 from memsaver.ops.rows import digest
-from memsaver.system.sealed import all_gather_plain
+from memsaver.system.plain import all_gather_plain
 from rollout.model import (
     Stored,
     checkpoint_files,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsaver.system.sealed import all_gather_plain
+from memsaver.system.plain import all_gather_plain
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.ops.token_scores import ScoringHead
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_tokens, dispatch, lay_out

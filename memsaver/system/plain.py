@@ -1,15 +1,13 @@
-"""Plain values as sealed text, for stores and sockets: nothing that arrives there is unpickled.
+"""Plain values as text, for process groups and sockets: nothing that arrives there is unpickled.
 
 JSON for what JSON has; tuples, sets, bytes, mappings and records are objects with one key that says
-which. A seal is a MAC over the text and over where it belongs, so that neither a stranger's words
-count nor ours in another place.
+which.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import hmac
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,12 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
-
-_MAC_LETTERS = 64
-
-
-class Forged(Exception):
-    """Tells that what arrived was not made by who has the key, or not for this place."""
 
 
 class Plain:
@@ -101,23 +93,6 @@ _MADE: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "bytes": base64.b64decode,
 }
-
-
-def seal(key: bytes, place: str, text: str) -> bytes:
-    """The text with a MAC that says that it was made with the key, and for this place."""
-    return _mac(key, place, text.encode()) + text.encode()
-
-
-def unseal(key: bytes, place: str, sealed: bytes) -> str:
-    """Returns what was sealed; raises ``Forged``."""
-    mac, body = sealed[:_MAC_LETTERS], sealed[_MAC_LETTERS:]
-    if not hmac.compare_digest(mac, _mac(key, place, body)):
-        raise Forged(f"{len(sealed)} bytes for {place} do not carry the key's seal")
-    return body.decode()
-
-
-def _mac(key: bytes, place: str, body: bytes) -> bytes:
-    return hmac.digest(key, place.encode() + b"\0" + body, "sha256").hex().encode()
 
 
 _VALUES = Plain()

@@ -1,4 +1,4 @@
-"""Plain values as sealed text."""
+"""Plain values as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.staging import HeadSlice
-from memsaver.system.sealed import Forged, Plain, seal, unseal
+from memsaver.system.plain import Plain
 from rollout.actor_base import RankAddress
 from tests.helpers.memory import uncollected
 
@@ -47,14 +47,3 @@ def test_plain_values_come_back_as_they_were() -> None:
             plain.value(text)
     with uncollected(), pytest.raises(ValueError, match="recursion"):
         plain.value("[" * 100_000)
-    sealed = seal(b"key", "here", plain.text(value))
-    assert unseal(b"key", "here", sealed) == plain.text(value)
-    for key, place, data in (
-        (b"other", "here", sealed),
-        (b"key", "there", sealed),
-        (b"key", "here", sealed + b" "),
-    ):
-        with pytest.raises(Forged):
-            unseal(key, place, data)
-    with pytest.raises(Forged):
-        unseal(b"key", "here", b"")
