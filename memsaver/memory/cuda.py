@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cache
@@ -84,16 +85,42 @@ def _allow_captures() -> Iterator[None]:
         driver.cuThreadExchangeStreamCaptureMode(before)
 
 
+_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _own_stream(owner: object, index: int) -> torch.cuda.Stream:
+    """Return a stream that only its owner uses, until the owner is collected.
+
+    torch hands its 32 streams out in turn. One of them may be the stream of a capture, which
+    another thread's copies would end.
+    """
+    try:
+        stream = _idle_streams[index].pop()
+    except IndexError:
+        with torch.cuda.device(index):
+            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            handle = _value("creating a stream", driver.cuStreamCreate(flags))
+        stream = torch.cuda.ExternalStream(int(handle), index)
+    weakref.finalize(owner, _idle_streams[index].append, stream).atexit = False
+    return stream
+
+
+def _with_context() -> contextlib.AbstractContextManager[None]:
+    """Give this thread a context, which it lacks before its first call, and allow captures."""
+    torch.cuda.set_device(torch.cuda.current_device())
+    return _allow_captures()
+
+
 class CudaPinner:
     """Page-locks host memory, for every GPU of the process."""
 
     def pin(self, address: int, nbytes: int) -> None:
         portable = driver.CU_MEMHOSTREGISTER_PORTABLE
-        with _allow_captures():
+        with _with_context():
             _value("pinning host memory", driver.cuMemHostRegister(address, nbytes, portable))
 
     def unpin(self, address: int) -> None:
-        with _allow_captures():
+        with _with_context():
             _value("unpinning host memory", driver.cuMemHostUnregister(address))
 
 
@@ -130,7 +157,7 @@ class CudaBackend(Backend):
         )
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
-        self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._copies = _own_stream(self, index), _own_stream(self, index)
         self.device_key = device_key(self.device)
         self.total_bytes = properties.total_memory // granularity * granularity
 

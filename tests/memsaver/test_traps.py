@@ -281,6 +281,29 @@ def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
 
 
 @pytest.mark.gpu
+def test_copies_end_no_capture_on_any_stream_that_torch_hands_out() -> None:
+    """torch hands out 32 streams in turn, so that a new one may have another user already."""
+    saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0")
+    tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host").fill_(7)
+    torch.cuda.synchronize()
+
+    def pause_and_resume() -> None:
+        saver.pause("t", streams=())
+        saver.resume("t")
+
+    with ThreadPoolExecutor(1) as another:
+        for _ in range(32):
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                numbers.add_(1)
+                another.submit(pause_and_resume).result(60)
+            graph.replay()
+    assert numbers.tolist() == [32] * 8
+    assert bool((tensor == 7).all())
+    saver.close()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("way", ["prefetches", "beside", "another thread's"])
 def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> None:
