@@ -54,6 +54,21 @@ def test_what_is_waited_for_is_there_while_the_rest_is_on_its_way(device: str) -
     saver.close()
 
 
+def test_tensor_that_begins_inside_a_piece_is_waited_for(device: str) -> None:
+    saver = MemorySaver(device)
+    tensors, before = filled(saver, [MIB] * 4)
+    saver.pause()
+    with gated(saver, 2 * MIB) as gate, ThreadPoolExecutor(1) as thread:
+        prefetch = saver.begin_resume("p")
+        for i in (1, 3):
+            later = thread.submit(prefetch.wait, [tensors[i]])
+            assert wait_for([later], 0.02).not_done
+            gate.let(1)
+            later.result(60)
+            assert torch.equal(tensors[i], before[i])
+    saver.close()
+
+
 def test_every_operation_on_a_tag_waits_for_all_of_it_and_others_do_not(device: str) -> None:
     """A pause that copied too early would keep bytes that had not come."""
     saver = MemorySaver(device)
