@@ -345,13 +345,13 @@ def caught_by(bug: Bug, tree: Path) -> str:
     path = tree / bug.file
     path.write_text(path.read_text().replace(bug.right, bug.wrong))
     # Plain: a message would read the content of tensors, which a bug may have unmapped.
-    options = ["-vx", "--tb=no", "--assert=plain", "-p", "no:randomly"]
+    options = ["-vx", "--tb=no", "--assert=plain", "--disable-warnings", "-p", "no:randomly"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/{bug.tests}"]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     # Below 0: the failing test has ended the process.
     if done.returncode == pytest.ExitCode.TESTS_FAILED or done.returncode < 0:
-        begun = re.findall(r"(?m)^tests/\S+::.+?(?= FAILED| ERROR|$)", done.stdout)
+        begun = re.findall(r"(?m)^tests/\S+::.+?(?= *FAILED| *ERROR| *$)", done.stdout)
         return str(begun[-1])
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:])

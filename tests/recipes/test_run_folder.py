@@ -200,10 +200,11 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
         folder.save_checkpoint(4, 2, fail)
     assert folder.last_checkpoint().name == "step_2"
     assert (folder.last_checkpoint() / "state").read_text() == "x"
+    folder.last_checkpoint().with_name("step_14").mkdir()  # killed before it was named
     for step in (5, 10, 12):  # what a killed one left behind goes
         folder.save_checkpoint(step, 2, fill)
     kept = folder.last_checkpoint().parent.glob("step_*")
-    assert {path.name for path in kept} == {"step_10", "step_12"}
+    assert {path.name for path in kept} == {"step_10", "step_12", "step_14"}
     assert folder.done == 12
 
 
