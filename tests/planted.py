@@ -164,7 +164,7 @@ BUGS = [
     Bug(
         "a committed double buffer leaves the old weights' prefixes in the cache",
         "rollout/weights/update.py",
-        "rollout/test_update_ranks.py",
+        "rollout/test_updates.py",
         "            self._shadow.exchange()\n            self._on_new_weights()\n",
         "            self._shadow.exchange()\n",
     ),
