@@ -13,8 +13,8 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from memsaver.ops.layout import row_major
 from rollout.model import spellings
 from rollout.weights.messages import Manifest, ParamSlice
 from rollout.weights.pages import shorten
-from rollout.weights.store import layout_hash
 
 _MOST_BOXES = 4096  # of one copy: what needs more is no layout to write into
 Ints = tuple[int, ...]
@@ -56,61 +55,46 @@ def manifest_of(
     firsts = accumulate(map(math.prod, shapes.values()), initial=0)
     numbers = dict(zip(shapes, firsts, strict=False))
     slices: list[ParamSlice] = []
-    params = [landed for landed in recording.landed if landed.name in shapes]
-    for landed in params:
-        name = landed.name
+    for landed in _joined(each for each in recording.landed if each.name in shapes):
         slices += (
             ParamSlice(
-                name=name,
+                name=landed.name,
                 offset=offset_of(landed.address) + box.offset * landed.dtype.itemsize,
                 shape=box.shape,
                 dtype=str(landed.dtype).removeprefix("torch."),
-                global_shape=shapes[name],
+                global_shape=shapes[landed.name],
                 start=box.start,
-                index_base=numbers[name],
-                strides=None if box.steps == row_major(box.shape) else box.steps,
+                index_base=numbers[landed.name],
+                strides=box.steps,
             )
-            for box in boxes(landed, shapes[name])
+            for box in boxes(landed, shapes[landed.name])
         )
-    slices = list(_joined(slices))
     zeros = tuple((offset_of(address), nbytes) for address, nbytes in recording.zeros)
-    ends = [offset_of(_end(landed)) for landed in params]
-    nbytes = max(chain(ends, (offset + size for offset, size in zeros)))
-    layout = layout_hash(list(map(asdict, slices)), dict(aliases), {}, zeros, nbytes)
+    ends = chain((piece.end for piece in slices), map(sum, zeros))
     return Manifest(
-        nbytes=nbytes,
-        slices=tuple(slices),
-        aliases=dict(aliases),
-        modules={},
-        layout_hash=layout,
-        zeros=zeros,
+        nbytes=max(ends), slices=tuple(slices), aliases=dict(aliases), modules={}, zeros=zeros
     )
 
 
-def _joined(slices: Sequence[ParamSlice]) -> Iterator[ParamSlice]:
-    """Experts that were loaded one by one, and lie at even distances, are one slice."""
-    groups: dict[object, list[ParamSlice]] = defaultdict(list)
-    for piece in slices:
-        groups[piece.name, piece.shape, piece.start[1:], piece.strides].append(piece)
+def _joined(copies: Iterable[Landed]) -> Iterator[Landed]:
+    """Experts that were loaded one by one, and lie at even distances, are one copy."""
+    groups: dict[Landed, list[Landed]] = defaultdict(list)
+    for landed in copies:
+        groups[replace(landed, first=0, address=0)].append(landed)
     for alike in groups.values():
-        alike.sort(key=lambda piece: piece.start)
-        first, count = alike[0], len(alike)
-        steps = {b.offset - a.offset for a, b in pairwise(alike)}
-        apart = {b.start[0] - a.start[0] for a, b in pairwise(alike)}
-        if count == 1 or first.shape[0] != 1 or apart != {1} or len(steps) != 1 or min(steps) <= 0:
+        alike.sort(key=lambda landed: landed.first)
+        apart = {(b.first - a.first, b.address - a.address) for a, b in pairwise(alike)}
+        stride, step = apart.pop() if len(apart) == 1 else (0, 0)
+        if min(stride, step) <= 0:
             yield from alike
             continue
-        shape = (count, *first.shape[1:])
-        size: int = getattr(torch, first.dtype).itemsize
-        inner = (first.strides or row_major(first.shape))[1:]
-        strides = (steps.pop() // size, *inner)
-        yield replace(first, shape=shape, strides=None if strides == row_major(shape) else strides)
-
-
-def _end(landed: Landed) -> int:
-    """The address after its last element."""
-    pairs = zip(landed.shape, landed.steps, strict=True)
-    return landed.address + (sum((n - 1) * s for n, s in pairs) + 1) * landed.dtype.itemsize
+        one = alike[0]
+        yield replace(
+            one,
+            shape=(len(alike), *one.shape),
+            strides=(stride, *one.strides),
+            steps=(step // one.dtype.itemsize, *one.steps),
+        )
 
 
 def parts(manifest: Manifest) -> list[Part]:
@@ -187,75 +171,68 @@ class LoadedBox(NamedTuple):
     steps: Ints
 
 
-class _Dim(NamedTuple):
-    size: int
-    stride: int
+class _Walk(NamedTuple):
+    """So many elements, as far apart along one dimension of a parameter, and in the model."""
+
+    dim: int
+    count: int
+    apart: int
     step: int
 
 
-def boxes(landed: Landed, whole: Ints) -> list[LoadedBox]:
-    """The copy as boxes of a parameter of shape `whole`; ValueError where it is none."""
-    dims = [
-        _Dim(*each)
-        for each in zip(landed.shape, landed.strides, landed.steps, strict=True)
-        if each[0] != 1
-    ]
+def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
+    """Yield the copy as boxes of a parameter of shape `whole`; a ValueError where it is none."""
     if 0 in landed.shape:
-        return []
-    return list(_boxes(landed, dims, whole, landed.first, 0))
-
-
-def _boxes(
-    landed: Landed, dims: Sequence[_Dim], whole: Ints, first: int, offset: int
-) -> Iterator[LoadedBox]:
-    """Dimensions of a view that are parts of one of the parameter's are joined, or gone through."""
-    strides = row_major(whole)
-    found: list[_Dim | None] = [None] * len(whole)
-    for dim in _split(dims, whole, strides):
-        pairs = enumerate(zip(strides, whole, strict=True))
-        at = next((i for i, (by, size) in pairs if by == dim.stride and size > 1), None)
-        if at is not None and found[at] is None:
-            found[at] = dim
-            continue
-        inner = next((i for i, by in enumerate(strides) if dim.stride % by == 0), 0)
-        same = found[inner]
-        if same is not None and dim[1:] == (same.stride * same.size, same.step * same.size):
-            found[inner] = _Dim(same.size * dim.size, same.stride, same.step)
-            continue
-        rest = [each for each in dims if each is not dim]
-        if dim not in dims or dim.stride <= 0 or dim.size > _MOST_BOXES:
-            raise ValueError(
-                f"{landed.name}: its loader lays it out in a way that is no slice of it "
-                f"({landed}); use engine.kind=native"
-            )
-        for number in range(dim.size):
-            more = first + number * dim.stride, offset + number * dim.step
-            yield from _boxes(landed, rest, whole, *more)
         return
-    start, left = [], first
-    for stride in strides:
-        start.append(left // stride)
-        left %= stride
-    shape = tuple(1 if dim is None else dim.size for dim in found)
-    plain = row_major(shape)
-    steps = tuple(p if dim is None else dim.step for p, dim in zip(plain, found, strict=True))
-    if min(steps, default=1) < 1 or (found and found[-1] is not None and found[-1].step != 1):
-        raise ValueError(
-            f"{landed.name}: its loader transposes or repeats it; use engine.kind=native"
-        )
-    yield LoadedBox(tuple(start), shape, offset, steps)
+    sizes, steps, loops = [1] * len(whole), dict[int, int](), list[_Walk]()
+    for walk in sorted(_walks(landed, whole), key=lambda walk: walk.apart):
+        size = sizes[walk.dim]
+        if walk.apart == size and walk.step == steps.setdefault(walk.dim, walk.step) * size:
+            sizes[walk.dim] *= walk.count
+        else:
+            loops.append(walk)
+    if steps.get(len(whole) - 1, 1) != 1 or math.prod(loop.count for loop in loops) > _MOST_BOXES:
+        raise _no_slice(landed)
+    plain = row_major(sizes)
+    within = tuple(steps.get(dim, plain[dim]) for dim in range(len(whole)))
+    for numbers in product(*(range(loop.count) for loop in loops)):
+        start, offset = _place_of(landed.first, whole), 0
+        for number, loop in zip(numbers, loops, strict=True):
+            start[loop.dim] += number * loop.apart
+            offset += number * loop.step
+        if any(at + size > n for at, size, n in zip(start, sizes, whole, strict=True)):
+            raise _no_slice(landed)
+        yield LoadedBox(tuple(start), tuple(sizes), offset, within)
 
 
-def _split(dims: Sequence[_Dim], whole: Ints, strides: Ints) -> list[_Dim]:
-    """Inner dimensions first; one that runs over several of the parameter's is cut at each."""
-    cut: list[_Dim] = []
-    for dim in sorted(dims, key=lambda each: each.stride):
-        for size, stride in reversed(list(zip(whole, strides, strict=True))):
-            if dim.stride == stride and dim.size > size > 1 and dim.size % size == 0:
-                cut.append(_Dim(size, stride, dim.step))
-                dim = _Dim(dim.size // size, stride * size, dim.step * size)
-        cut.append(dim)
-    return cut
+def _walks(landed: Landed, whole: Ints) -> Iterator[_Walk]:
+    """Yield a copy's dimensions; one that runs over several of the parameter's is cut at each."""
+    for count, stride, step in zip(landed.shape, landed.strides, landed.steps, strict=True):
+        for dim, along in reversed(list(enumerate(row_major(whole)))):
+            apart, rest = divmod(stride, along)
+            if count == 1 or apart >= whole[dim]:
+                continue
+            here = count if (count - 1) * apart < whole[dim] else whole[dim] // max(1, apart)
+            if rest or apart < 1 or step < 1 or count % here:
+                raise _no_slice(landed)
+            yield _Walk(dim, here, apart, step)
+            count, stride, step = count // here, stride * here, step * here
+        if count != 1:
+            raise _no_slice(landed)
+
+
+def _place_of(number: int, whole: Ints) -> list[int]:
+    """Return the indices of an element of a parameter."""
+    place = []
+    for along in row_major(whole):
+        index, number = divmod(number, along)
+        place.append(index)
+    return place
+
+
+def _no_slice(landed: Landed) -> ValueError:
+    text = f"its loader transposes, repeats or reorders it ({landed})"
+    return ValueError(f"{landed.name}: {text}; use engine.kind=native")
 
 
 @dataclass(frozen=True, kw_only=True)

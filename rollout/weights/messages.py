@@ -7,49 +7,88 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+from memsaver.ops.layout import row_major
+
+if TYPE_CHECKING:
     from memsaver import Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamSlice:
-    """One checkpoint parameter, or a box of it that this rank holds, in the store.
+class ArenaBox:
+    """A box of elements in the arena of a tag.
 
-    offset: bytes from the start of the tag's arena. dtype: like "float32". start: of this part in
-    the whole parameter, one entry a dimension. index_base: number of the whole parameter's first
-    element in the digest. strides: in elements, where the part is not one range of bytes (gate rows
-    of every expert of a fused tensor).
+    Attributes:
+        offset: Of its first element, in bytes from the start of the tag's arena.
+        dtype: Like "float32".
+        strides: Of the other elements, in elements; left out: row-major.
     """
 
-    name: str
     offset: int
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.strides:
+            object.__setattr__(self, "strides", row_major(self.shape))
+        assert len(self.strides) == len(self.shape), self
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, without what lies between them."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """First byte of the arena after it."""
+        span = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
+        return self.offset + (span * self.torch_dtype.itemsize if self.nbytes else 0)
+
+    def view(self, arena: Tensor, base: int = 0) -> Tensor:
+        """Return its elements. arena: uint8, from byte `base` of the tag's arena on."""
+        place = arena[self.offset - base : self.end - base].view(self.torch_dtype)
+        return place.as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSlice(ArenaBox):
+    """One checkpoint parameter, or a box of it that this rank holds, in the store.
+
+    start: of this part in the whole parameter, one entry a dimension. index_base: number of the
+    whole parameter's first element in the digest.
+    """
+
+    name: str
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
     index_base: int
-    strides: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.shape) == len(self.global_shape) == len(self.start), self
-        assert self.strides is None or len(self.strides) == len(self.shape), self
+        super().__post_init__()
         ends = (first + size for first, size in zip(self.start, self.shape, strict=True))
         assert all(end <= whole for end, whole in zip(ends, self.global_shape, strict=True)), self
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModuleTensor:
-    """A fused tensor that the model multiplies with: adjacent slices seen as one. offset in bytes,
-    as in ParamSlice.
-    """
+class ModuleTensor(ArenaBox):
+    """A fused tensor that the model multiplies with: adjacent slices seen as one."""
 
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBox(ArenaBox):
+    """A box of elements of the weights that comes in a message, row-major from byte `at` of it."""
+
+    at: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +97,24 @@ class Manifest:
 
     nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored
     name.
-    modules: fused tensor name -> where. layout_hash: changes with any of it. zeros: (offset, bytes)
-    of padding that the model reads and no parameter fills.
+    modules: fused tensor name -> where. zeros: (offset, bytes) of padding that the model reads and
+    no parameter fills. layout_hash: changes with any of it; left out: it is computed.
     """
 
     nbytes: int
     slices: tuple[ParamSlice, ...]
     aliases: dict[str, str]
     modules: dict[str, ModuleTensor]
-    layout_hash: str
     zeros: tuple[tuple[int, int], ...] = ()
+    layout_hash: str = ""
 
     def __post_init__(self) -> None:
         places = {(piece.name, piece.start) for piece in self.slices}
         assert len(places) == len(self.slices), "a part of a parameter appears twice"
+        if not self.layout_hash:
+            named = sorted(self.aliases.items()), sorted(self.modules.items())
+            said = repr((self.nbytes, self.slices, *named, self.zeros))
+            object.__setattr__(self, "layout_hash", sha256(said.encode()).hexdigest())
 
     def __reduce__(self) -> tuple[Callable[[bytes], Manifest], tuple[bytes]]:
         """One string of bytes, made once: hundreds of slices in each message of an update cost
@@ -116,42 +159,6 @@ class WeightOffer:
     ticket: Ticket
     shadow: bool = False
     names: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedBox:
-    """A box of elements of the weights, row-major from byte `at` of a message.
-
-    offset: of its first element, in bytes from the start of the tag's arena; strides: of the others
-    there, in elements of `itemsize` bytes.
-    """
-
-    at: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-
-    def __post_init__(self) -> None:
-        if self.itemsize not in (1, 2, 4) or len(self.shape) != len(self.strides):
-            raise ValueError(
-                f"a box has elements of 1, 2 or 4 bytes and as many strides as sizes, got {self}"
-            )
-        if min(self.at, self.offset, *self.shape, *self.strides) < 0:
-            raise ValueError(f"a box has no negative numbers, got {self}")
-        if self.at % self.itemsize or self.offset % self.itemsize:
-            rule = f"must be multiples of the {self.itemsize} bytes of an element"
-            raise ValueError(f"at and offset {rule}, got {self}")
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
-    @property
-    def end(self) -> int:
-        """First byte of the arena after it."""
-        span = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
-        return self.offset + (span * self.itemsize if self.nbytes else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

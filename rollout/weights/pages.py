@@ -4,7 +4,6 @@ Pages beside the store's own: second ones, into which a version is written while
 still served; and the trainer's, where nothing is written or copied, and two tags show one memory.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -15,7 +14,7 @@ from memsaver.content_watch import lost_by_others
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import RowCopies, Rows, box_rows, dot
 from rollout.tag_names import WEIGHTS_SHADOW
-from rollout.weights.messages import Manifest, ParamSlice
+from rollout.weights.messages import ArenaBox, Manifest, ParamSlice
 
 
 class WeightPages:
@@ -41,7 +40,7 @@ class WeightPages:
         """
         self.tag = tag
         self.manifest = manifest
-        self.param_nbytes = sum(math.prod(p.shape) * _dtype(p).itemsize for p in manifest.slices)
+        self.param_nbytes = sum(piece.nbytes for piece in manifest.slices)
         self._arena, self._base = arena, base
         self.buffers: dict[str, Tensor] = {}
         self._shapes = dict(shapes)
@@ -112,12 +111,9 @@ class WeightPages:
             self._digest = wanted, RowCopies(rows, self._arena.device)
         return self._digest[1].run(arena)
 
-    def box(self, piece: ParamSlice) -> Tensor:
-        """View of a slice, with its strides."""
-        strides = piece.strides or row_major(piece.shape)
-        place = self._arena[piece.offset - self._base :]
-        whole = place[: place.numel() // _dtype(piece).itemsize * _dtype(piece).itemsize]
-        return whole.view(_dtype(piece)).as_strided(piece.shape, strides)
+    def box(self, piece: ArenaBox) -> Tensor:
+        """View of a slice, with its strides, or of a fused tensor."""
+        return piece.view(self._arena, self._base)
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:
@@ -129,11 +125,6 @@ def shorten(names: Iterable[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _dtype(piece: ParamSlice) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    return dtype
-
-
 def _rows(piece: ParamSlice, base: int) -> Rows:
     """Return the elements of a slice, with their numbers in the whole parameter; byte offsets count
     from byte `base`.
@@ -141,9 +132,9 @@ def _rows(piece: ParamSlice, base: int) -> Rows:
     numbers = row_major(piece.global_shape)
     return box_rows(
         piece.shape,
-        _dtype(piece),
+        piece.torch_dtype,
         offset=piece.offset - base,
-        strides=piece.strides or row_major(piece.shape),
+        strides=piece.strides,
         index=piece.index_base + dot(piece.start, numbers),
         index_strides=numbers,
     )

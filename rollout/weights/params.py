@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,31 +24,23 @@ class FilePiece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamPart:
-    """Describes what this rank stores of a parameter of `shape`; what no piece fills is zero."""
-
-    shape: tuple[int, ...]
-    pieces: tuple[FilePiece, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Param:
-    """A checkpoint parameter.
+    """A checkpoint parameter of shape `whole`.
 
-    shape: as this rank stores it. part: where that is not the whole parameter.
+    shape: as this rank stores it. pieces: what it stores; what no piece fills is zero.
     """
 
     name: str
     shape: tuple[int, ...]
-    part: ParamPart | None = None
+    whole: tuple[int, ...]
+    pieces: tuple[FilePiece, ...]
 
-    @property
-    def whole(self) -> ParamPart:
-        """The whole parameter, and which pieces of it this rank stores."""
-        origin = (0,) * len(self.shape)
-        return self.part or ParamPart(
-            shape=self.shape, pieces=(FilePiece(start=origin, shape=self.shape, at=origin),)
-        )
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...]) -> Self:
+        """All of a parameter."""
+        origin = (0,) * len(shape)
+        piece = FilePiece(start=origin, shape=shape, at=origin)
+        return cls(name=name, shape=shape, whole=shape, pieces=(piece,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +55,12 @@ class ParamGroup:
 
 def one(name: str, *shape: int) -> ParamGroup:
     """A parameter by itself."""
-    return ParamGroup(params=(Param(name=name, shape=shape),))
+    return ParamGroup(params=(Param.of(name, shape),))
 
 
 def stack(fused: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> ParamGroup:
     """(name, shape) of parameters that are multiplied with at once, as `fused`."""
-    return ParamGroup(
-        params=tuple(Param(name=name, shape=shape) for name, shape in parts), fused=fused
-    )
+    return ParamGroup(params=tuple(Param.of(*part) for part in parts), fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +111,13 @@ def _shard(param: Param, splits: Splits, rank: int, size: int) -> Param:
     found = next((each for suffix, each in splits.items() if param.name.endswith(suffix)), ())
     if not found:
         return param
-    shape, origin = param.shape, (0,) * len(param.shape)
-    pieces = [FilePiece(start=origin, shape=shape, at=origin)]
+    shape, pieces = param.shape, list(param.pieces)
     for split in found:
         runs, stored = _runs(param, split, rank, size)
         shape = _with(shape, split.dim, stored)
         cut = partial(_cut, dim=split.dim)
         pieces = [cut(piece, *run) for piece, run in product(pieces, runs)]
-    return Param(
-        name=param.name, shape=shape, part=ParamPart(shape=param.shape, pieces=tuple(pieces))
-    )
+    return replace(param, shape=shape, pieces=tuple(pieces))
 
 
 def _cut(piece: FilePiece, start: int, size: int, at: int, dim: int) -> FilePiece:

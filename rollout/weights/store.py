@@ -1,19 +1,17 @@
 """The weight store: one arena under tag `weights`, laid out for the engine's own kernels."""
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from memsaver.ops.layout import round_up, row_major
+from memsaver.ops.layout import round_up
 from memsaver.ops.rows import dot
 from rollout.tag_names import WEIGHTS
 from rollout.weights.messages import Manifest, ModuleTensor, ParamSlice
@@ -35,7 +33,7 @@ def arena_nbytes(groups: Sequence[ParamGroup], dtype: torch.dtype) -> int:
     return sum(_align(_elements(group.params) * dtype.itemsize) for group in groups)
 
 
-def _elements(parts: Iterable[Param | FilePiece | ParamSlice]) -> int:
+def _elements(parts: Iterable[Param | FilePiece]) -> int:
     return sum(math.prod(part.shape) for part in parts)
 
 
@@ -47,66 +45,48 @@ def build_manifest(
     Pure: no memory is touched.
     """
     assert base % ALIGNMENT == 0
-    name = str(dtype).removeprefix("torch.")
     slices: list[ParamSlice] = []
     modules: dict[str, ModuleTensor] = {}
     zeros: list[tuple[int, int]] = []
+    place = partial(ModuleTensor, dtype=str(dtype).removeprefix("torch."))
     offset, index = base, 0
     for group in groups:
-        offset = _align(offset)
-        first = offset
+        first = offset = _align(offset)
         for param in group.params:
-            slices += _slices(param, offset, index, name, dtype.itemsize)
-            zeros += _padding(param, offset, dtype.itemsize)
-            if len(param.whole.pieces) != 1 or param.whole.pieces[0].shape != param.shape:
-                modules[param.name] = ModuleTensor(offset=offset, shape=param.shape, dtype=name)
-            offset += math.prod(param.shape) * dtype.itemsize
-            index += math.prod(param.whole.shape)
+            stored = place(offset=offset, shape=param.shape)
+            slices += _slices(param, stored, index)
+            if padding := stored.nbytes - _elements(param.pieces) * dtype.itemsize:
+                zeros.append((stored.end - padding, padding))  # only the first dimension has some
+            if len(param.pieces) != 1 or param.pieces[0].shape != param.shape:
+                modules[param.name] = stored
+            offset = stored.end
+            index += math.prod(param.whole)
         if group.fused is not None:
             rows = sum(param.shape[0] for param in group.params)
-            modules[group.fused] = ModuleTensor(
-                offset=first, shape=(rows, *group.params[0].shape[1:]), dtype=name
-            )
-    tensors = {name: asdict(module) for name, module in modules.items()}
+            modules[group.fused] = place(offset=first, shape=(rows, *group.params[0].shape[1:]))
     return Manifest(
         nbytes=offset,
         slices=tuple(slices),
         aliases=dict(aliases),
         modules=modules,
-        layout_hash=layout_hash(
-            [asdict(piece) for piece in slices], aliases, tensors, zeros, offset
-        ),
         zeros=tuple(zeros),
     )
 
 
-def layout_hash(*parts: Any) -> str:
-    """The hash of what a manifest says, as plain data."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _slices(param: Param, offset: int, index: int, dtype: str, itemsize: int) -> list[ParamSlice]:
-    strides = row_major(param.shape)
+def _slices(param: Param, stored: ModuleTensor, index: int) -> list[ParamSlice]:
     return [
         ParamSlice(
             name=param.name,
-            offset=offset + dot(piece.at, strides) * itemsize,
+            offset=stored.offset + dot(piece.at, stored.strides) * stored.torch_dtype.itemsize,
             shape=piece.shape,
-            dtype=dtype,
-            global_shape=param.whole.shape,
+            dtype=stored.dtype,
+            global_shape=param.whole,
             start=piece.start,
             index_base=index,
-            strides=None if piece.shape[1:] == param.shape[1:] else strides,
+            strides=stored.strides,
         )
-        for piece in param.whole.pieces
+        for piece in param.pieces
     ]
-
-
-def _padding(param: Param, offset: int, itemsize: int) -> list[tuple[int, int]]:
-    """Rows of zeros after the pieces; only the first dimension is padded."""
-    filled = _elements(param.whole.pieces)
-    rest = math.prod(param.shape) - filled
-    return [(offset + filled * itemsize, rest * itemsize)] if rest else []
 
 
 class WeightStore(WeightPages):
@@ -130,7 +110,7 @@ class WeightStore(WeightPages):
         arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         base = saver.offset_of(arena)
         params = chain.from_iterable(group.params for group in groups)
-        shapes = {param.name: param.whole.shape for param in params}
+        shapes = {param.name: param.whole for param in params}
         super().__init__(
             build_manifest(groups, aliases, dtype, base), shapes, arena, base, tag, saver
         )
@@ -146,13 +126,7 @@ class WeightStore(WeightPages):
         """View of a parameter as this rank stores it, a tied name or a fused tensor."""
         name = self.manifest.aliases.get(name, name)
         where = self.manifest.modules.get(name) or self._slices[name][0]
-        dtype: torch.dtype = getattr(torch, where.dtype)
-        first = where.offset - self._base
-        return (
-            self._arena[first : first + math.prod(where.shape) * dtype.itemsize]
-            .view(dtype)
-            .view(where.shape)
-        )
+        return self.box(where)
 
     def products(self, groups: Sequence[ParamGroup]) -> list[tuple[Tensor, Tensor | None]]:
         """Return one weight [N, K] of each shape among `groups`, and the bias [N] added to it."""

@@ -21,13 +21,11 @@ themselves, leaves them the old version.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from memsaver import ContentWatch, LeaseError, StateError
@@ -37,7 +35,6 @@ from rollout.tag_names import WEIGHTS_SHADOW
 from rollout.weights.messages import (
     CommitReceipt,
     PackedBox,
-    ParamSlice,
     VerifyReceipt,
     WeightOffer,
     WriteReceipt,
@@ -46,8 +43,6 @@ from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages
 
 if TYPE_CHECKING:
     from memsaver import MemorySaver, Ticket
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,41 +342,33 @@ class WeightUpdate:
         if names is None:
             return self._store.param_nbytes
         chosen = frozenset(names)
-        pieces = (piece for piece in self._store.manifest.slices if piece.name in chosen)
-        return sum(map(_slice_nbytes, pieces))
+        return sum(piece.nbytes for piece in self._store.manifest.slices if piece.name in chosen)
 
 
 def write_boxes(pages: Tensor, boxes: Sequence[PackedBox], data: Tensor, base: int = 0) -> None:
     """Copy every box of `data` to where it belongs, on the current stream of the pages' device.
 
-    pages: uint8, contiguous; base: byte of the tag's arena at which they begin. data: uint8 on the
-    CPU, contiguous. WeightUpdateError names a box outside of either; nothing was written then.
+    Args:
+        pages: uint8, contiguous.
+        boxes: Where the elements go, and where they are in `data`.
+        data: uint8 on the CPU, contiguous.
+        base: Byte of the tag's arena at which the pages begin.
+
+    Raises:
+        WeightUpdateError: Names a box outside of the pages or of `data`; nothing was written.
     """
-    if data.dtype != torch.uint8 or data.is_cuda or data.dim() != 1 or not data.is_contiguous():
-        raise WeightUpdateError(
-            f"a message is uint8 on the CPU, in one piece; got {data.dtype} "
-            f"{tuple(data.shape)} on {data.device}"
-        )
+    last = base + pages.numel()
     for box in boxes:
-        if box.at + box.nbytes > data.numel():
+        inside = base <= box.offset <= box.end <= last
+        if not inside or not 0 <= box.at <= data.numel() - box.nbytes:
             raise WeightUpdateError(
-                f"bytes {box.at} to {box.at + box.nbytes} are outside the {data.numel()} sent"
-            )
-        if box.offset < base or box.end > base + pages.numel():
-            raise WeightUpdateError(
-                f"bytes {box.offset} to {box.end} are outside the weights, {base} to "
-                f"{base + pages.numel()}"
+                f"{box} is outside of the weights (bytes {base} to {last}) or of the "
+                f"{data.numel()} bytes of its message; nothing was written"
             )
     arrived = data.to(pages.device)
     for box in boxes:
-        bits = _BITS[box.itemsize]
-        place = pages[box.offset - base : box.end - base].view(bits)
-        place = place.as_strided(box.shape, box.strides)
-        place.copy_(arrived[box.at : box.at + box.nbytes].view(bits).view(box.shape))
-
-
-def _slice_nbytes(piece: ParamSlice) -> int:
-    return math.prod(piece.shape) * getattr(torch, piece.dtype).itemsize
+        elements = arrived[box.at : box.at + box.nbytes].view(box.torch_dtype)
+        box.view(pages, base).copy_(elements.view(box.shape))
 
 
 def require_active(saver: "MemorySaver", tag: str, action: str) -> None:

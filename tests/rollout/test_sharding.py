@@ -29,7 +29,7 @@ def pieces(
         (group,) = shard_groups(
             [one(name, *shape)], decoder_splits(head_dim, size, experts), rank, size
         )
-        found.append([(piece.start, piece.shape) for piece in group.params[0].whole.pieces])
+        found.append([(piece.start, piece.shape) for piece in group.params[0].pieces])
     return found
 
 
@@ -158,7 +158,7 @@ def test_every_element_is_stored_by_somebody() -> None:
         for rank in range(3):
             (group,) = shard_groups([one("p", *shape)], {"p": [split]}, rank, 3)
             assert math.prod(group.params[0].shape) == -(-shape[0] // 3) * 4
-            for piece in group.params[0].whole.pieces:
+            for piece in group.params[0].pieces:
                 seen[
                     tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
                 ] += 1

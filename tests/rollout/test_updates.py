@@ -435,54 +435,21 @@ def test_messages_do_what_mapped_pages_do(shadow: bool, engine: Engine) -> None:
         engine.write_update(boxes, data)
 
 
-BOX = PackedBox(at=0, offset=64, shape=(2, 3), strides=(8, 1), itemsize=4)
+BOX = PackedBox(at=0, offset=64, shape=(2, 3), strides=(8, 1), dtype="float32")
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"at": 44}, "bytes 44 to 68 are outside the 64 sent"),
-        ({"offset": 60}, "bytes 60 to 104 are outside the weights, 64 to 128"),
-        ({"offset": 88}, "bytes 88 to 132 are outside the weights, 64 to 128"),
-        ({"strides": (1 << 40, 1)}, "are outside the weights"),
-    ],
+    "changes", [{"at": 44}, {"at": -4}, {"offset": 60}, {"offset": 88}, {"strides": (1 << 40, 1)}]
 )
 def test_a_box_outside_is_refused_before_any_is_written(
-    changes: dict[str, Any], match: str, device: str
+    changes: dict[str, Any], device: str
 ) -> None:
     pages = torch.zeros(64, dtype=torch.uint8, device=device)
     data = torch.ones(64, dtype=torch.uint8)
-    with pytest.raises(WeightUpdateError, match=match):
+    outside = r"outside of the weights \(bytes 64 to 128\) or of the 64 bytes of its message"
+    with pytest.raises(WeightUpdateError, match=outside):
         write_boxes(pages, [BOX, replace(BOX, **changes)], data, base=64)
     assert not pages.any()
     write_boxes(pages, [BOX], data, base=64)
     rows = pages.view(torch.int32).view(2, 8)
     assert (rows[:, :3] == 0x01010101).all() and not rows[:, 3:].any()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        torch.zeros(8),
-        torch.zeros(128, dtype=torch.uint8)[::2],
-        torch.zeros(8, 8, dtype=torch.uint8),
-    ],
-)
-def test_a_message_of_another_kind_is_refused(data: torch.Tensor) -> None:
-    with pytest.raises(WeightUpdateError, match="uint8 on the CPU, in one piece"):
-        write_boxes(torch.zeros(64, dtype=torch.uint8), [], data)
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"itemsize": 8}, "1, 2 or 4 bytes"),
-        ({"strides": (1,)}, "as many strides"),
-        ({"shape": (2, -3)}, "no negative"),
-        ({"at": -4}, "no negative"),
-        ({"offset": 66}, "multiples of the 4 bytes"),
-    ],
-)
-def test_boxes_that_cannot_be(changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        replace(BOX, **changes)

@@ -291,7 +291,7 @@ def test_what_is_no_plain_copy_is_refused_by_name(kind: str) -> None:
     model = Loads(loader)
     with pytest.raises(ValueError, match=words) as error:
         for landed in record(model.load_weights, model, {"w": (8, 4)}).landed:
-            boxes(landed, (8, 4))
+            list(boxes(landed, (8, 4)))
     assert "w" in str(error.value) and "engine.kind=native" in str(error.value)
 
 
@@ -300,7 +300,7 @@ def test_a_transposed_copy_is_refused() -> None:
         name="w", first=0, shape=(4, 8), strides=(1, 4), address=0, steps=(8, 1), dtype=torch.float
     )
     with pytest.raises(ValueError, match="w: its loader transposes"):
-        boxes(landed, (8, 4))
+        list(boxes(landed, (8, 4)))
 
 
 @pytest.mark.parametrize(

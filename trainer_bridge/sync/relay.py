@@ -210,7 +210,7 @@ class Message(NamedTuple):
                 offset=copy.offset,
                 shape=copy.shape,
                 strides=copy.strides,
-                itemsize=copy.itemsize,
+                dtype=copy.dtype,
             )
             for copy, at in self.copies
         ]

@@ -92,7 +92,7 @@ def message(offer: WeightOffer, seed: int) -> tuple[list[PackedBox], Tensor]:
             offset=piece.offset,
             shape=piece.shape,
             strides=piece.strides or row_major(piece.shape),
-            itemsize=4,
+            dtype=piece.dtype,
         )
         boxes.append(box)
         parts.append(value)
