@@ -8,13 +8,14 @@ CURVE, with keys that all ranks derive from one secret, keeps everybody else out
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import zmq
 from torch import Tensor
 from zmq.utils import z85
 
 from kvcache.config import FP4_DTYPE, FP8_DTYPES
+from kvcache.ops import staged_bytes
 from kvcache.pools import MHATokenToKVPool
 from kvcache.staging import Watermark, pool_layers
 from memsaver import Ticket
@@ -107,20 +108,13 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Freed(NamedTuple):
-    """decode -> prefill: the ring's watermark."""
-
-    watermark: Watermark
-
-
 class Closed(NamedTuple):
     """decode -> prefill: no more requests."""
 
 
-Message = Hello | Ask | Filled | Refused | Freed | Closed
-_PLAIN = Plain(
-    Hello, Ask, Range, First, Filled, Refused, Freed, Closed, SamplingParams, Watermark, Ticket
-)
+Message = Hello | Ask | Filled | Refused | Watermark | Closed
+"""A decode rank says by a `Watermark` which ranges of its ring may be filled."""
+_PLAIN = Plain(Hello, Ask, Range, First, Filled, Refused, Watermark, Closed, SamplingParams, Ticket)
 
 
 def encode(message: Message) -> bytes:
@@ -134,44 +128,54 @@ def decode(data: bytes) -> Message:
     return message
 
 
-def staged_layers(cache: Cache) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all layers, to be staged.
+class StagedCache(NamedTuple):
+    """Keys and values of all layers of one rank, which are staged.
 
-    Raises:
-        ValueError: The cache is not plain full attention.
+    Attributes:
+        heads: KV heads of the whole model.
+        geometry: Model and rows of the pool, in words.
+        rank, size: Of the engine.
     """
-    kept = cache.layout
-    if (
-        not isinstance(cache.pool, MHATokenToKVPool)
-        or kept.sliding_window is not None
-        or cache.sparsity is not None
-    ):
-        raise ValueError(
-            "a prefill/decode split needs full attention with heads in every layer, without "
-            "sliding windows, latent or linear layers and double sparsity; use one engine for this "
-            "model"
-        )
-    if kept.dtype in FP8_DTYPES or kept.dtype == FP4_DTYPE:
-        raise ValueError(
-            "a prefill/decode split needs kv_cache_dtype='auto'; fp8 scales and FP4 codes are not "
-            "staged"
-        )
-    return pool_layers(cache.pool)
 
+    k: Tensor
+    v: Tensor
+    heads: int
+    geometry: str = ""
+    rank: int = 0
+    size: int = 1
 
-def kv_heads(model: ModelConfig) -> int:
-    """Return the number of KV heads of the whole model."""
-    # staged_layers has checked the kind of the layers.
-    heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009
-    return heads
+    @classmethod
+    def of(cls, model: ModelConfig, cache: Cache, ranks: TensorParallel) -> Self:
+        """Raise a ValueError where the cache is not plain full attention."""
+        kept = cache.layout
+        if (
+            not isinstance(cache.pool, MHATokenToKVPool)
+            or kept.sliding_window is not None
+            or cache.sparsity is not None
+        ):
+            raise ValueError(
+                "a prefill/decode split needs full attention with heads in every layer, without "
+                "sliding windows, latent or linear layers and double sparsity; use one engine for "
+                "this model"
+            )
+        if kept.dtype in FP8_DTYPES or kept.dtype == FP4_DTYPE:
+            raise ValueError(
+                "a prefill/decode split needs kv_cache_dtype='auto'; fp8 scales and FP4 codes are "
+                "not staged"
+            )
+        k, v = pool_layers(cache.pool)
+        heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009
+        widths = [(name, width) for name, (_, width) in kept.rows.items()]
+        geometry = f"{heads} KV heads of {widths} in {k.dtype}, {model}"
+        return cls(k, v, heads, geometry, ranks.rank, ranks.size)
 
+    def nbytes(self, tokens: int, heads: int) -> int:
+        """Return the bytes of so many heads of so many tokens."""
+        return staged_bytes(self.k, self.v, tokens, heads)
 
-def greeting(model: ModelConfig, cache: Cache, ranks: TensorParallel, **ring: Any) -> Hello:
-    """Return what a rank says of itself; ring: the fields of a decode rank's ring."""
-    widths = [(name, width) for name, (_, width) in cache.layout.rows.items()]
-    dtype = staged_layers(cache)[0].dtype
-    geometry = f"{kv_heads(model)} KV heads of {widths} in {dtype}, {model}"
-    return Hello(tp_size=ranks.size, tp_rank=ranks.rank, geometry=geometry, **ring)
+    def greeting(self, **ring: Any) -> Hello:
+        """Return what the rank says of itself; ring: the fields of a decode rank's ring."""
+        return Hello(tp_size=self.size, tp_rank=self.rank, geometry=self.geometry, **ring)
 
 
 def curve_keys(key: bytes) -> tuple[bytes, bytes]:
@@ -283,14 +287,10 @@ class RankPeers:
         return met
 
     def _check(self, hellos: Sequence[Hello], mine: Hello) -> None:
-        count = len(hellos)
-        if sorted(each.tp_rank for each in hellos) != list(range(count)) or any(
-            each.tp_size != count for each in hellos
-        ):
-            ranks = [f"{each.tp_rank} of {each.tp_size}" for each in hellos]
-            raise ValueError(
-                f"connect to every {self.name} rank once; these are {', '.join(ranks)}"
-            )
+        met = sorted((each.tp_rank, each.tp_size) for each in hellos)
+        if met != [(rank, len(met)) for rank in range(len(met))]:
+            ranks = ", ".join(f"{rank} of {size}" for rank, size in met)
+            raise ValueError(f"connect to every {self.name} rank once; these are {ranks}")
         for each in hellos:
             if each.geometry != mine.geometry:
                 raise ValueError(

@@ -5,26 +5,24 @@ each rank's ring: who was promised which bytes, what has come, and for which slo
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvcache.ops import Writers, scatter_staged, staged_bytes
+from kvcache import ReqHandle
+from kvcache.ops import Writers, scatter_staged
 from kvcache.staging import StagingAllocator, head_writers
 from rollout.disagg.control import (
     Ask,
     Filled,
     First,
-    Freed,
     Range,
     RankPeers,
     Refused,
-    greeting,
-    kv_heads,
-    staged_layers,
+    StagedCache,
 )
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
@@ -43,25 +41,23 @@ class KVTransfer:
     """The prompt of `sample` on its way into `slots`, the first of which is of token `start`.
 
     Attributes:
+        handle: Of the pages, which the sample may lose meanwhile.
         waiting: Writers that each range still lacks.
     """
 
     sample: Sample
+    handle: ReqHandle | None
     slots: Tensor
     start: int
     ranges: tuple[Range, ...]
     waiting: list[int]
     first: First | None = None
     refusal: str | None = None
-    _handle: object = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._handle = self.sample.handle
 
     @property
     def wanted(self) -> bool:
         """Return whether the sample still waits in those pages: not aborted or preempted."""
-        return self.sample.remote and self.sample.handle is self._handle
+        return self.sample.remote and self.sample.handle is self.handle
 
     @property
     def complete(self) -> bool:
@@ -73,47 +69,28 @@ class Inbox:
 
     Attributes:
         transfers: In the order of requests, the same on all ranks of the engine.
-        heard: Whether the last `receive` has got a message.
     """
 
     def __init__(
-        self,
-        layers: tuple[Tensor, Tensor],
-        heads: int,
-        rank: int,
-        size: int,
-        peers: RankPeers,
-        transport: Transport,
-        ring: Tensor,
+        self, cache: StagedCache, peers: RankPeers, transport: Transport, ring: Tensor
     ) -> None:
-        """Expect every prefill rank that sends to this one.
-
-        Args:
-            layers: Keys and values of the pool, see `pool_layers`.
-            heads: KV heads of the whole model.
-            rank, size: Of this engine.
-            ring: uint8.
-        """
-        self._k, self._v = layers
+        """Expect every prefill rank that sends to this one. ring: uint8."""
+        self._cache = cache
         self._peers, self._transport, self._ring = peers, transport, ring
-        self._slices = {
-            each.src_tp_rank: each for each in head_writers(len(peers), size, rank, heads)
-        }
+        writers = head_writers(len(peers), cache.size, cache.rank, cache.heads)
+        self._slices = {each.src_tp_rank: each for each in writers}
         self._writers = Writers.of(
-            [(each.dst_head_start, each.num_heads) for each in self._slices.values()], ring.device
+            [(each.dst_head_start, each.num_heads) for each in writers], ring.device
         )
         self.allocator = StagingAllocator(len(ring), _ALIGNMENT)
         self.transfers: deque[KVTransfer] = deque()
-        self.heard = False
+        self._heard = time.monotonic()
         self._numbers = 0
-        self._fits = len(ring) // self._bytes(1, self._writers.total)  # tokens
+        self._fits = len(ring) // cache.nbytes(1, self._writers.total)  # tokens
         if not self._fits:
             raise ValueError(f"ring_bytes={len(ring)} does not hold one token; raise it")
         for peer in self._slices:
             transport.expect(peer)
-
-    def _bytes(self, tokens: int, heads: int) -> int:
-        return staged_bytes(self._k, self._v, tokens, heads)
 
     def ask(self, chunk: Chunk) -> None:
         """Promise ranges for the rest of a prompt, and ask all prefill ranks for it."""
@@ -122,10 +99,14 @@ class Inbox:
             self._assign(first, min(self._fits, end - first))
             for first in range(chunk.start, end, self._fits)
         )
-        waiting = [len(self._slices)] * len(ranges)
         self.transfers.append(
             KVTransfer(
-                sample=sample, slots=chunk.slots, start=chunk.start, ranges=ranges, waiting=waiting
+                sample=sample,
+                handle=sample.handle,
+                slots=chunk.slots,
+                start=chunk.start,
+                ranges=ranges,
+                waiting=[len(self._slices)] * len(ranges),
             )
         )
         ask = Ask(
@@ -140,7 +121,7 @@ class Inbox:
         self._peers.send_all(ask)
 
     def _assign(self, first: int, tokens: int) -> Range:
-        nbytes = self._bytes(tokens, self._writers.total)
+        nbytes = self._cache.nbytes(tokens, self._writers.total)
         assigned = self.allocator.assign(nbytes)
         assert assigned is not None, "ranges are cut to fit"
         id, offset, round = assigned
@@ -154,11 +135,14 @@ class Inbox:
         return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
 
     def receive(self, seconds: float) -> None:
-        """Handle the messages that have come, waiting up to `seconds` for the first."""
-        self.heard = False
+        """Handle the messages that have come, waiting up to `seconds` for the first. A silence that
+        lasts too long, with prompts under way, is a loss.
+        """
+        if not self.transfers:
+            self._heard = time.monotonic()
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)
-            self.heard = True
+            self._heard = time.monotonic()
             nth = message.number - (self._numbers - len(self.transfers))
             if nth < 0:
                 continue  # refused by another rank before, and done with
@@ -169,11 +153,13 @@ class Inbox:
                     self._free(transfer, *range(len(transfer.ranges)))
             else:
                 self._filled(peer, transfer, message)
+        if time.monotonic() - self._heard > self._peers.timeout:
+            self._peers.lose(0, f"or another sent nothing for {self._peers.timeout:g} s")
 
     def _filled(self, peer: int, transfer: KVTransfer, message: Filled) -> None:
         at, part = transfer.ranges[message.nth], self._slices[peer]
-        begin = at.offset + self._bytes(at.tokens, part.dst_head_start)
-        nbytes = self._bytes(at.tokens, part.num_heads)
+        begin = at.offset + self._cache.nbytes(at.tokens, part.dst_head_start)
+        nbytes = self._cache.nbytes(at.tokens, part.num_heads)
         try:
             self._transport.take(peer, self._ring[begin : begin + nbytes])
         except RuntimeError as error:
@@ -188,14 +174,16 @@ class Inbox:
 
     def _scatter(self, transfer: KVTransfer, at: Range) -> None:
         slots = transfer.slots[at.first - transfer.start :][: at.tokens]
-        scatter_staged(self._ring[at.offset : at.end], self._k, self._v, slots, self._writers)
+        scatter_staged(
+            self._ring[at.offset : at.end], self._cache.k, self._cache.v, slots, self._writers
+        )
         if self._ring.is_cuda:  # the writers must not overtake it
             torch.cuda.current_stream(self._ring.device).synchronize()
 
     def _free(self, transfer: KVTransfer, *nth: int) -> None:
         for each in nth:
             self.allocator.free(transfer.ranges[each].id)
-        self._peers.send_all(Freed(watermark=self.allocator.watermark))
+        self._peers.send_all(self.allocator.watermark)
 
 
 @dataclass(kw_only=True)
@@ -251,19 +239,17 @@ class DecodeEngine(Engine):
             TimeoutError: Too few ranks with the same key came.
             ValueError: The engines do not fit together.
         """
-        layers = staged_layers(self.cache)
+        cache = StagedCache.of(self.model, self.cache, self._ranks)
         ring, ticket = transport.make_ring(ring_bytes, self.saver)
-        hello = greeting(self.model, self.cache, self._ranks, ring_bytes=ring_bytes, ticket=ticket)
+        hello = cache.greeting(ring_bytes=ring_bytes, ticket=ticket)
         listen = address, prefill_ranks
         self._peers = RankPeers("prefill", hello, key, timeout, connect_timeout, listen=listen)
-        rank, size = self._ranks.rank, self._ranks.size
-        self.inbox = Inbox(layers, kv_heads(self.model), rank, size, self._peers, transport, ring)
+        self.inbox = Inbox(cache, self._peers, transport, ring)
         self._on_loss = on_loss
         self.split = SplitStats()
         self._remote = True  # whether prompts are sent away; the same on all ranks
         self._idle = False
         self._done = 0  # transfers that all ranks have
-        self._heard = time.monotonic()
 
     def close(self) -> None:
         """Let the prefill engine end, and wait for it."""
@@ -299,8 +285,7 @@ class DecodeEngine(Engine):
     def _receive(self) -> None:
         """Handle what has come; a prompt starts to decode when all ranks have it."""
         inbox = self.inbox
-        self.inbox.receive(_WAIT_SECONDS if self._idle else 0)
-        self._notice_silence()
+        inbox.receive(_WAIT_SECONDS if self._idle else 0)
         loss, complete = self._ranks.agree(
             [self._peers.loss, self._done + inbox.arrived], self.saver.device, "arrived prompts"
         )
@@ -311,13 +296,6 @@ class DecodeEngine(Engine):
         if loss < len(self._peers):
             self._peers.lose(loss, "is lost, says another rank")
             self._go_on_alone()
-
-    def _notice_silence(self) -> None:
-        now = time.monotonic()
-        if self.inbox.heard or not self.inbox.transfers:
-            self._heard = now
-        elif now - self._heard > self._peers.timeout:
-            self._peers.lose(0, f"or another sent nothing for {self._peers.timeout:g} s")
 
     def _finish(self, transfer: KVTransfer) -> None:
         if not transfer.wanted:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcache import ReqHandle
 from kvcache.allocators import to_device
-from kvcache.ops import gather_staged, staged_bytes
+from kvcache.ops import gather_staged
 from kvcache.staging import HeadSlice, Watermark, head_writers, may_fill
 from memsaver import StateError
 from memsaver.content_watch import lost_by_others
@@ -17,13 +17,10 @@ from rollout.disagg.control import (
     Ask,
     Filled,
     First,
-    Freed,
     Range,
     RankPeers,
     Refused,
-    greeting,
-    kv_heads,
-    staged_layers,
+    StagedCache,
 )
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
@@ -41,11 +38,14 @@ class Parcel:
 
     Attributes:
         asks: Of all decode ranks.
+        pages, rows: What it takes of the pool and of the request table until it is sent.
         handle: Of its pages, until it is sent.
         nth: Ranges (or the refusal) sent so far, by rank.
     """
 
     asks: Sequence[Ask]
+    pages: int
+    rows: int
     handle: ReqHandle | None = None
     first: First | None = None
     refusal: str | None = None
@@ -61,40 +61,26 @@ class Outbox:
         sent: Number of parcels.
     """
 
-    def __init__(
-        self,
-        layers: tuple[Tensor, Tensor],
-        heads: int,
-        rank: int,
-        size: int,
-        peers: RankPeers,
-        transport: Transport,
-    ) -> None:
-        """Open the ring of every decode rank that this one sends to.
-
-        Args:
-            layers: Keys and values of the pool, see `pool_layers`.
-            heads: KV heads of the whole model.
-            rank, size: Of this engine.
-        """
-        self._k, self._v = layers
+    def __init__(self, cache: StagedCache, peers: RankPeers, transport: Transport) -> None:
+        """Open the ring of every decode rank that this one sends to."""
+        self._cache = cache
         self._peers, self._transport = peers, transport
         self._queue: deque[Parcel] = deque()
         self.watermarks = [Watermark(0, 0)] * len(peers)
         self.sent = 0
         self._slices: dict[int, HeadSlice] = {}
         self._staging: dict[int, Tensor] = {}
-        device = self._k.device
+        device = cache.k.device
         for peer, hello in enumerate(peers.hellos):
-            writers = head_writers(size, len(peers), peer, heads)
+            writers = head_writers(cache.size, len(peers), peer, cache.heads)
             total = sum(each.num_heads for each in writers)
             for part in writers:
-                if part.src_tp_rank == rank:
+                if part.src_tp_rank == cache.rank:
                     nbytes = hello.ring_bytes * part.num_heads // total
                     self._slices[peer] = part
                     self._staging[peer] = torch.empty(nbytes, dtype=torch.uint8, device=device)
                     # which copies into a ring that may be on another GPU
-                    with torch.cuda.device_of(self._k):
+                    with torch.cuda.device_of(cache.k):
                         transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
     def add(self, parcel: Parcel) -> None:
@@ -148,14 +134,13 @@ class Outbox:
     ) -> None:
         """Gather this rank's heads of a range's tokens, and make one bulk copy."""
         assert parcel.handle is not None
-        slots = to_device(
-            blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens), self._k.device
-        )
-        nbytes = staged_bytes(self._k, self._v, at.tokens, part.num_heads)
+        k, v = self._cache.k, self._cache.v
+        tokens = blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens)
         self._transport.settle(peer)
-        staged = self._staging[peer][:nbytes]
-        gather_staged(self._k, self._v, slots, part.src_head_start, part.num_heads, staged)
-        before = staged_bytes(self._k, self._v, at.tokens, part.dst_head_start)
+        staged = self._staging[peer][: self._cache.nbytes(at.tokens, part.num_heads)]
+        slots = to_device(tokens, k.device)
+        gather_staged(k, v, slots, part.src_head_start, part.num_heads, staged)
+        before = self._cache.nbytes(at.tokens, part.dst_head_start)
         self._transport.put(peer, staged, at.offset + before)
 
 
@@ -183,15 +168,13 @@ class PrefillEngine(Engine):
             TimeoutError: A decode rank did not answer.
             ValueError: The engines do not fit together.
         """
-        layers = staged_layers(self.cache)
-        hello = greeting(self.model, self.cache, self._ranks)
+        cache = StagedCache.of(self.model, self.cache, self._ranks)
+        hello = cache.greeting()
         self._peers = RankPeers("decode", hello, key, timeout, connect_timeout, dial=addresses)
-        rank, size = self._ranks.rank, self._ranks.size
         self._transport = transport
-        self._outbox = Outbox(layers, kv_heads(self.model), rank, size, self._peers, transport)
+        self._outbox = Outbox(cache, self._peers, transport)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
         self._parcels: list[Parcel] = []  # admitted, by number
-        self._costs: list[tuple[int, int]] = []  # pages and rows of each, until it is sent
         self._computed: list[tuple[Parcel, list[Sample]]] = []  # by the present step
 
     def serve(self) -> None:
@@ -231,42 +214,40 @@ class PrefillEngine(Engine):
             if isinstance(message, Ask):
                 self._asked[peer].append(message)
             else:
-                assert isinstance(message, Freed)
-                self._outbox.watermarks[peer] = message.watermark
+                assert isinstance(message, Watermark)
+                self._outbox.watermarks[peer] = message
 
     # ---------------------------------------------------------------- admission
 
     def _admit(self, known: int, sent: int) -> None:
         """Takes requests in, in order, as long as all fit together: nothing is preempted."""
         while len(self._parcels) < known:
-            parcel = Parcel(asks=[asked[len(self._parcels)] for asked in self._asked])
-            pages, rows = self._cost(parcel.asks[0])
-            held = [sum(costs) for costs in zip(*self._costs[sent:], strict=True)] or [0, 0]
-            parcel.refusal = self._refusal(parcel.asks[0], pages, rows)
+            asks = [asked[len(self._parcels)] for asked in self._asked]
+            pages = -(-len(asks[0].prompt) // self.config.page_size)
+            # one row holds the pages until they are sent
+            parcel = Parcel(asks=asks, pages=pages, rows=len(asks[0].indices) + 1)
+            parcel.refusal = self._refusal(parcel)
             if parcel.refusal is not None:
-                pages = rows = 0
-            elif (
-                held[0] + pages > self.blocks.total_pages
-                or held[1] + rows > self.config.max_running
+                parcel.pages = parcel.rows = 0
+            held = [*self._parcels[sent:], parcel]
+            if (
+                sum(each.pages for each in held) > self.blocks.total_pages
+                or sum(each.rows for each in held) > self.config.max_running
             ):
                 return
             self._parcels.append(parcel)
-            self._costs.append((pages, rows))
             self._outbox.add(parcel)
             if parcel.refusal is None:
-                self._queue(parcel.asks[0])
+                self._queue(asks[0])
 
-    def _cost(self, ask: Ask) -> tuple[int, int]:
-        """Pages, and rows of the request table: one holds the pages until they are sent."""
-        return -(-len(ask.prompt) // self.config.page_size), len(ask.indices) + 1
-
-    def _refusal(self, ask: Ask, pages: int, rows: int) -> str | None:
-        if pages > self.blocks.total_pages or len(ask.prompt) >= self.max_context_len:
-            length = len(ask.prompt)
+    def _refusal(self, parcel: Parcel) -> str | None:
+        length = len(parcel.asks[0].prompt)
+        if parcel.pages > self.blocks.total_pages or length >= self.max_context_len:
             return f"the prefill engine holds no prompt of {length} tokens; raise its kv_tokens"
-        if rows > self.config.max_running:
+        if parcel.rows > self.config.max_running:
+            samples = parcel.rows - 1
             rule = "raise its max_running"
-            return f"the prefill engine has no {rows} rows for {rows - 1} samples; {rule}"
+            return f"the prefill engine has no {parcel.rows} rows for {samples} samples; {rule}"
         return None
 
     def _queue(self, ask: Ask) -> None:

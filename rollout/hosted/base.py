@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memsaver import ContentWatch, MemorySaver, StateError, Ticket
+from memsaver import ContentWatch, MemorySaver, StateError
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
@@ -142,11 +141,11 @@ class Generating(ABC):
         if reason := self.make_ready():
             raise StateError(f"cannot generate: {reason}")
         each = for_each(prompts, params)
-        asked: list[Request] = []
-        owners: list[int] = []
-        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            asked += self.requests(prompt, one)
-            owners += [number] * (len(asked) - len(owners))
+        asked = [
+            (number, request)
+            for number, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+            for request in self.requests(prompt, one)
+        ]
         version, total = self.weights_version, sum(one.n for one in each)
         found: list[list[Completion]] = [[] for _ in asked]
 
@@ -157,9 +156,9 @@ class Generating(ABC):
                 done = list(chain.from_iterable(found))
                 on_progress(len(done), total, sum(len(sample.token_ids) for sample in done))
 
-        self.run([prompts[number] for number in owners], asked, collect)
+        self.run([prompts[number] for number, _ in asked], [each for _, each in asked], collect)
         by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        for number, samples in zip(owners, found, strict=True):
+        for (number, _), samples in zip(asked, found, strict=True):
             by_prompt[number] += samples
         return by_prompt
 
@@ -352,14 +351,7 @@ class HostedRollout(EngineBase):
         """See `Engine.commit_update`; the prefix cache is empty since the update began."""
         return self._update.commit(version)
 
-    def alias_update(
-        self,
-        version: int,
-        ticket: Ticket,
-        layout_hash: str,
-        digest: int | None = None,
-        buffers: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> CommitReceipt:
+    def alias_update(self, version: int, *_: Any, **__: Any) -> CommitReceipt:
         """Raises a StateError: the engine's own buffers lie among its weights."""
         raise StateError(
             f"{self._hosted.name} cannot serve the trainer's own pages: its buffers lie among its "

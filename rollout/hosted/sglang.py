@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
 from rollout.model import resolve_model, stop_token_ids
 from rollout.requests import Completion, SamplingParams
-from rollout.weights.messages import PackedBox
 
 
 class SglangRollout(Generating):
@@ -34,8 +32,7 @@ class SglangRollout(Generating):
         """
         self.engine = engine
         self._stops = stop_token_ids(path)
-        engine.call("build", str(path), loaded)
-        self.kv_tokens, self._longest = engine.call("limits")
+        self.kv_tokens, self._longest = engine.call("build", str(path), loaded)
 
     @classmethod
     def from_pretrained(
@@ -110,7 +107,7 @@ class SglangRollout(Generating):
         return sglang_params(params, self._stops, self.engine.seeded)
 
     def completions(self, output: Any, version: int) -> list[Completion]:
-        return [completion(sample, version) for sample in output]
+        return [_completion(sample, version) for sample in output]
 
     # ---------------------------------------------------------------- in the scheduler
 
@@ -130,12 +127,6 @@ class SglangRollout(Generating):
         if name.startswith("_") or not callable(getattr(HostedRollout, name)):
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return functools.partial(self.engine.call, name)
-
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """See `Engine.write_update`. `data` is copied once: a view would take all bytes of its
-        buffer along.
-        """
-        self.engine.call("write_update", boxes, data.clone())
 
     def close(self) -> None:
         """End SGLang's processes, and give all memory back."""
@@ -174,7 +165,7 @@ def sglang_params(
     ]
 
 
-def completion(output: Mapping[str, Any], version: int) -> Completion:
+def _completion(output: Mapping[str, Any], version: int) -> Completion:
     """output: of one sample, from `sglang.Engine.async_generate`. ValueError where SGLang refused
     it.
     """

@@ -102,7 +102,7 @@ class SglangEngine:
         """
         loop = self.engine.loop
         ended = loop.create_future()
-        loop.add_reader(self._process, _set_once, ended)
+        loop.add_reader(self._process, ended.cancel)
         answers: list[Outputs] = [loop.create_future() for _ in prompts]
         waiting = {answer: number for number, answer in enumerate(answers)}
         left = {loop.create_task(each) for each in self._asked(prompts, params, answers)}
@@ -193,11 +193,6 @@ def _heard(number: int, frame: object) -> None:
     """SGLang's sign that one of its processes has ended: `call` and `run` see it by themselves."""
 
 
-def _set_once(ended: asyncio.Future[None]) -> None:
-    if not ended.done():
-        ended.set_result(None)
-
-
 def _ended() -> StateError:
     return StateError(
         "SGLang's scheduler has ended, and its weights with it; its log says why (log_level='info')"
@@ -251,18 +246,19 @@ class SchedulerSide(ActorBase):
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
-    def build(self, path: str, loaded: bool) -> None:
-        """loaded: the weights are the checkpoint's at `path`. See `HostedRollout`."""
+    def build(self, path: str, loaded: bool) -> tuple[int, int]:
+        """Make the rollout, see `HostedRollout`. loaded: the weights are the checkpoint's.
+
+        Returns:
+            Tokens of the KV cache, and of the longest prompt and answer together.
+        """
         self.held = HostedRollout(HostedScheduler(self._scheduler), path)
         if loaded:
             self.held.store.define(0)
+        return self._scheduler.max_total_num_tokens, self._scheduler.max_req_len - 1
 
     def is_idle(self) -> bool:
         return bool(self._scheduler.is_fully_idle())
-
-    def limits(self) -> tuple[int, int]:
-        """Tokens of the KV cache, and of the longest prompt and answer together."""
-        return self._scheduler.max_total_num_tokens, self._scheduler.max_req_len - 1
 
 
 class HostedScheduler(HostedEngine):

@@ -153,7 +153,7 @@ def _launched() -> Iterator[dict[str, Any]]:
         return
     seat = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(torch.cuda.current_device())}
     seat[_SYMMETRIC] = os.environ.get(_SYMMETRIC, "0")
-    before = {name: os.environ.get(name) for name in seat}
+    before = {name: os.environ[name] for name in seat if name in os.environ}
     os.environ.update(seat)
     try:
         yield {
@@ -161,8 +161,6 @@ def _launched() -> Iterator[dict[str, Any]]:
             "disable_custom_all_reduce": True,
         }
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in seat:
+            del os.environ[name]
+        os.environ.update(before)

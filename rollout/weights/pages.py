@@ -175,22 +175,17 @@ class ShadowPages:
         OutOfMemory, StateError: nothing was changed.
         """
         if self._arena is None:
-            self._arena = self._make()
+            require_alone(self._store, self._saver, "shadow pages")
+            size = (self._store.arena.nbytes,)
+            self._arena = self._saver.empty(size, torch.uint8, tag=WEIGHTS_SHADOW)
         elif self._saver.is_paused(WEIGHTS_SHADOW):
             self._saver.resume(WEIGHTS_SHADOW)
-
-    def _make(self) -> Tensor:
-        require_alone(self._store, self._saver, "shadow pages")
-        return self._saver.empty((self._store.arena.nbytes,), torch.uint8, tag=WEIGHTS_SHADOW)
 
     def copy_all(self) -> None:
         """Copy the weights that are served, for an update that writes some of them only; waits."""
         self.arena.copy_(self._store.arena)
         if self.arena.is_cuda:  # another process goes on to write
             torch.cuda.current_stream(self.arena.device).synchronize()
-
-    def ticket(self) -> Ticket:
-        return self._saver.share(WEIGHTS_SHADOW, writable=True)
 
     def exchange(self) -> None:
         """Makes the store's addresses show what was written, and these what was served. Waits for

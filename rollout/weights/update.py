@@ -96,9 +96,7 @@ class WeightUpdate:
         chosen = None if names is None else self._choose(names)
         if shadow:
             self._shadow.take()
-        ticket = (
-            self._shadow.ticket() if shadow else self._saver.share(self._store.tag, writable=True)
-        )
+        ticket = self._saver.share(self._pages_tag(shadow), writable=True)
         # what was open is over; a shadow update takes its pages
         self._open, self._spared = None, shadow
         if not shadow:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase, RankAddress
 from rollout.protocols import Progress
 from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
-from rollout.weights import Manifest, PackedBox
+from rollout.weights import Manifest
 from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import reserve_offload
 from trainer_bridge.remote.group import RemoteActor, RemoteGroup
@@ -105,10 +103,6 @@ class RemoteRollout(RemoteGroup):
         """Return the reason of the first rank that has one."""
         reasons = self.call_all("unavailable_reason")
         return next((reason for reason in reasons if reason is not None), None)
-
-    def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """`data` is copied once: a view would take all bytes of its buffer along."""
-        self.call_one("write_update", boxes, data.clone())
 
     def generate(
         self,

@@ -31,7 +31,7 @@ _ECHOES = (SyncError, RankError, OtherRankFailed)  # what a rank raises because 
 # Each rank has an answer of its own, or its own peer: a group of several refuses them.
 ONE_RANK = {
     "alias_update", "as_peer", "begin_update", "commit_update", "drain_events", "hand_over_to",
-    "report", "take_usage", "verify_update", "weight_layout",
+    "report", "take_usage", "verify_update", "weight_layout", "write_update",
 }  # fmt: skip
 
 

@@ -306,6 +306,10 @@ class _Buffer:
     def arrived(self, nbytes: int) -> None:
         self._copy(self.stage, self.wire, nbytes)
 
+    def message(self, nbytes: int) -> Tensor:
+        """Return a copy of what the wire has: pickled, a view takes all bytes of its buffer."""
+        return self.wire[:nbytes].clone()
+
     def _copy(self, to: Tensor, source: Tensor, nbytes: int) -> None:
         if to is not source:
             to[:nbytes].copy_(source[:nbytes])
@@ -444,7 +448,7 @@ class Relay:
         target, nbytes = message.target, message.nbytes
         if target in self._routes.handled:
             boxes, handle = message.boxes(), self._handles[target]
-            return lambda pages: handle.write_update(boxes, buffer.wire[:nbytes])
+            return lambda pages: handle.write_update(boxes, buffer.message(nbytes))
         table = message.unpacking(buffer.stage)
 
         def unpack(pages: Mapping[int, Tensor]) -> None:
@@ -473,7 +477,7 @@ class Relay:
         message, buffer = packing.message, self._out[0]
         buffer.pack(packing, factors)
         handle = self._handles[message.target]
-        handle.write_update(message.boxes(), buffer.wire[: message.nbytes])
+        handle.write_update(message.boxes(), buffer.message(message.nbytes))
 
     def _written(self) -> dict[int, Written]:
         """Sum what the packings of each target digested; waits."""

@@ -9,7 +9,7 @@ import torch
 
 from kvcache import ReqHandle
 from rollout.disagg import MappedTransport
-from rollout.disagg.control import Ask, Filled, First, Hello, RankPeers, Refused
+from rollout.disagg.control import Ask, Filled, First, Hello, RankPeers, Refused, StagedCache
 from rollout.disagg.decode import Inbox
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY
@@ -31,7 +31,7 @@ class World:
         self.k, self.v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
         ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
         peers = RankPeers("prefill", hello, KEY, 5.0, 5.0, listen=(address, ranks))
-        self.inbox = Inbox((self.k, self.v), 4, 0, 1, peers, MappedTransport(), ring)
+        self.inbox = Inbox(StagedCache(self.k, self.v, 4), peers, MappedTransport(), ring)
         assert [each.recv() for each in self.theirs] == [hello] * ranks
 
     def ask(self, request: int = 0) -> Sample:

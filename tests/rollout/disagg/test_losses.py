@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcache.staging import Watermark
 from rollout import Engine, SamplingParams
 from rollout.disagg import DecodeEngine, GroupTransport, MappedTransport, PrefillEngine
-from rollout.disagg.control import Ask, Closed, Filled, Freed, Hello, Range, Refused, greeting
+from rollout.disagg.control import Ask, Closed, Filled, Hello, Range, Refused, StagedCache
 from rollout.errors import PeerLostError
 from rollout.parallel import TensorParallel
 from tests.helpers.ranks import results, start_ranks
@@ -203,8 +203,8 @@ def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
 
 def greeted(engine: Engine, address: str, listens: bool = False, **changes: Any) -> Far:
     """A rank of the other engine that has greeted this one."""
-    hello = greeting(engine.model, engine.cache, TensorParallel(1, None))
-    told = {"tp_size": 1, "tp_rank": 0, "geometry": hello.geometry, **changes}
+    cache = StagedCache.of(engine.model, engine.cache, TensorParallel(1, None))
+    told = {"tp_size": 1, "tp_rank": 0, "geometry": cache.geometry, **changes}
     return Far(address, KEY, Hello(**told), listens=listens)
 
 
@@ -267,7 +267,7 @@ def test_a_refusal_waits_for_the_prompts_before_it(path: str, address: str) -> N
     heard: list[Any] = []
 
     def decode() -> None:
-        theirs.send(Freed(watermark=Watermark(1, 0)))
+        theirs.send(Watermark(1, 0))
         heard.extend(theirs.recv() for _ in (engine, *prompts))
         theirs.send(Closed())
 
