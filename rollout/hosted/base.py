@@ -103,16 +103,11 @@ class HostedEngine(ABC):
 
 
 class Generating(ABC):
-    """`generate` of a rollout whose engine answers requests in its own words."""
+    """`generate` of a `HostedRollout`, or of what stands for one of another process, whose engine
+    answers requests in its own words.
+    """
 
     engine: Any
-
-    @property
-    @abstractmethod
-    def weights_version(self) -> int: ...
-
-    @abstractmethod
-    def make_ready(self) -> str | None: ...
 
     @abstractmethod
     def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
@@ -138,15 +133,14 @@ class Generating(ABC):
             StateError: Memory or content is missing, see `unavailable_reason`.
             ValueError: The engine has no words for what is asked.
         """
-        if reason := self.make_ready():
+        rollout: Any = self
+        if reason := rollout.make_ready():
             raise StateError(f"cannot generate: {reason}")
         each = for_each(prompts, params)
-        asked = [
-            (number, request)
-            for number, (prompt, one) in enumerate(zip(prompts, each, strict=True))
-            for request in self.requests(prompt, one)
-        ]
-        version, total = self.weights_version, sum(one.n for one in each)
+        asked: list[tuple[int, Request]] = []
+        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            asked += ((number, request) for request in self.requests(prompt, one))
+        version, total = rollout.weights_version, sum(one.n for one in each)
         found: list[list[Completion]] = [[] for _ in asked]
 
         def collect(answers: Answers) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,11 +35,7 @@ aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 _FILLS = (aten.fill_.Scalar, aten.zero_.default)
 # the same elements, elsewhere or in another dtype
-_SAME = (
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.contiguous.default,
-)
+_SAME = (aten._to_copy.default, aten.clone.default, aten.contiguous.default)
 _REMEDY = "load a checkpoint whose tensors are copied as they are, or use engine.kind=native"
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -175,7 +172,7 @@ class _Walk(NamedTuple):
     """So many elements, as far apart along one dimension of a parameter, and in the model."""
 
     dim: int
-    count: int
+    size: int
     apart: int
     step: int
 
@@ -188,15 +185,15 @@ def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
     for walk in sorted(_walks(landed, whole), key=lambda walk: walk.apart):
         size = sizes[walk.dim]
         if walk.apart == size and walk.step == steps.setdefault(walk.dim, walk.step) * size:
-            sizes[walk.dim] *= walk.count
+            sizes[walk.dim] *= walk.size
         else:
             loops.append(walk)
-    if steps.get(len(whole) - 1, 1) != 1 or math.prod(loop.count for loop in loops) > _MOST_BOXES:
+    if steps.get(len(whole) - 1, 1) != 1 or math.prod(loop.size for loop in loops) > _MOST_BOXES:
         raise _no_slice(landed)
     plain = row_major(sizes)
     within = tuple(steps.get(dim, plain[dim]) for dim in range(len(whole)))
-    for numbers in product(*(range(loop.count) for loop in loops)):
-        start, offset = _place_of(landed.first, whole), 0
+    for numbers in product(*(range(loop.size) for loop in loops)):
+        start, offset = [int(at) for at in np.unravel_index(landed.first, whole)], 0
         for number, loop in zip(numbers, loops, strict=True):
             start[loop.dim] += number * loop.apart
             offset += number * loop.step
@@ -212,22 +209,13 @@ def _walks(landed: Landed, whole: Ints) -> Iterator[_Walk]:
             apart, rest = divmod(stride, along)
             if count == 1 or apart >= whole[dim]:
                 continue
-            here = count if (count - 1) * apart < whole[dim] else whole[dim] // max(1, apart)
+            here = count if (count - 1) * apart < whole[dim] else whole[dim] // apart
             if rest or apart < 1 or step < 1 or count % here:
                 raise _no_slice(landed)
             yield _Walk(dim, here, apart, step)
             count, stride, step = count // here, stride * here, step * here
         if count != 1:
             raise _no_slice(landed)
-
-
-def _place_of(number: int, whole: Ints) -> list[int]:
-    """Return the indices of an element of a parameter."""
-    place = []
-    for along in row_major(whole):
-        index, number = divmod(number, along)
-        place.append(index)
-    return place
 
 
 def _no_slice(landed: Landed) -> ValueError:
@@ -272,12 +260,10 @@ def record(load: Load, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) 
         with torch.no_grad(), recorder:
             load(recorder.tensors(shapes))
     except _Refused as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{recorder.fed}: its loader {error}; {_REMEDY}") from None
     except Exception as error:
-        text = (
-            f"{recorder.fed}: its loader does more than copy it ({type(error).__name__}: {error})"
-        )
-        raise ValueError(f"{text}; {_REMEDY}") from error
+        text = f"its loader does more than copy it ({type(error).__name__}: {error})"
+        raise ValueError(f"{recorder.fed}: {text}; {_REMEDY}") from error
     after = _addresses(model)
     if moved := sorted(name for name in before | after if before.get(name) != after.get(name)):
         text = f"{moved[0]}: loading puts another tensor in its place ({len(moved)} in all)"
@@ -290,7 +276,7 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 
 
 class _Refused(Exception):
-    """Something that is not written down."""
+    """Raised for what a loader does that is not written down."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -316,7 +302,12 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _COPIES:
-            return self._copied(func, args, kwargs)
+            single = func is aten.copy_.default
+            pairs = [args[:2]] if single else list(zip(*args[:2], strict=True))
+            if any(self._is_own(into) for into, _ in pairs):
+                for into, source in pairs:
+                    self._land(into, source)
+                return args[0] if single else None
         if func in _FILLS and self._is_own(args[0]):
             return self._filled(args[0], args[1] if len(args) > 1 else 0)
         if func in _SAME and self._names.get(_storage(args[0])):
@@ -325,24 +316,13 @@ class _Recorder(TorchDispatchMode):
                 return aten.alias.default(args[0])
         for given, said in zip(args, func._schema.arguments, strict=False):
             if said.alias_info is not None and said.alias_info.is_write and self._is_own(given):
-                raise _Refused(f"{self.fed}: its loader calls {func} on the model; {_REMEDY}")
+                raise _Refused(f"calls {func} on the model")
         return func(*args, **kwargs)
-
-    def _copied(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        single = func is aten.copy_.default
-        pairs = [args[:2]] if single else list(zip(*args[:2], strict=True))
-        own = [self._is_own(into) for into, _ in pairs]
-        if not any(own):
-            return func(*args, **kwargs)
-        for into, source in pairs:
-            self._land(into, source)
-        return args[0] if single else None
 
     def _land(self, into: Tensor, source: Tensor) -> None:
         name = self._names.get(_storage(source))
         if name is None or not self._is_own(into):
-            text = f"{self.fed}: its loader copies what it has computed"
-            raise _Refused(f"{text}; {_REMEDY}")
+            raise _Refused("copies what it has computed")
         source = source.expand(into.shape)
         self.found.landed.append(
             Landed(
@@ -358,7 +338,7 @@ class _Recorder(TorchDispatchMode):
 
     def _filled(self, place: Tensor, value: Any) -> Tensor:
         if place.numel() and (value != 0 or not place.is_contiguous()):
-            raise _Refused(f"{self.fed}: its loader fills a part of the model; {_REMEDY}")
+            raise _Refused("fills a part of the model")
         if place.numel():
             self.found.zeros.append((place.data_ptr(), place.nbytes))
         return place

@@ -107,26 +107,16 @@ class SglangRollout(Generating):
         return sglang_params(params, self._stops, self.engine.seeded)
 
     def completions(self, output: Any, version: int) -> list[Completion]:
-        return [_completion(sample, version) for sample in output]
+        return [completion(sample, version) for sample in output]
 
     # ---------------------------------------------------------------- in the scheduler
 
-    @property
-    def weights_version(self) -> int:
-        """See `Engine.weights_version`."""
-        version: int = self.engine.call("weights_version")
-        return version
-
-    def make_ready(self) -> str | None:
-        """See `HostedRollout.make_ready`."""
-        reason: str | None = self.engine.call("make_ready")
-        return reason
-
     def __getattr__(self, name: str) -> Any:
-        """Return a method of `HostedRollout` that runs in the scheduler, where the weights are."""
-        if name.startswith("_") or not callable(getattr(HostedRollout, name)):
+        """Return what a `HostedRollout` has from the scheduler, where the weights are."""
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        return functools.partial(self.engine.call, name)
+        call = functools.partial(self.engine.call, name)
+        return call if callable(getattr(HostedRollout, name)) else call()
 
     def close(self) -> None:
         """End SGLang's processes, and give all memory back."""
@@ -165,7 +155,7 @@ def sglang_params(
     ]
 
 
-def _completion(output: Mapping[str, Any], version: int) -> Completion:
+def completion(output: Mapping[str, Any], version: int) -> Completion:
     """output: of one sample, from `sglang.Engine.async_generate`. ValueError where SGLang refused
     it.
     """

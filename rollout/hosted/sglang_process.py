@@ -218,24 +218,21 @@ def run_scheduler(channel: Connection, *args: Any, **kwargs: Any) -> None:
 
 
 def answering(scheduler: type, channel: Connection) -> type:
-    """SGLang's class of schedulers, with a method that answers one call from `channel`."""
+    """SGLang's class of schedulers, with a method that answers the (method, args, kwargs) that has
+    come by `channel` with (True, answer) or (False, error).
+    """
 
     def answer_memsaver(self: Any) -> None:
         if not hasattr(self, "memsaver_side"):
             self.memsaver_side = SchedulerSide(self)
-        answer(self.memsaver_side, channel)
+        method, args, kwargs = pickle.loads(channel.recv_bytes())
+        try:
+            said = True, self.memsaver_side.call(method, *args, **kwargs)
+        except Exception as error:
+            said = False, error
+        channel.send_bytes(pickle.dumps(said))
 
     return type("Scheduler", (scheduler,), {ANSWER: answer_memsaver})
-
-
-def answer(side: ActorBase, channel: Connection) -> None:
-    """Answers the (method, args, kwargs) that has come with (True, answer) or (False, error)."""
-    method, args, kwargs = pickle.loads(channel.recv_bytes())
-    try:
-        said = True, side.call(method, *args, **kwargs)
-    except Exception as error:
-        said = False, error
-    channel.send_bytes(pickle.dumps(said))
 
 
 class SchedulerSide(ActorBase):

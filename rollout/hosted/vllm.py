@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -165,7 +164,7 @@ def _take_seat(device: torch.device, size: int, options: str) -> int:
     return dist.get_rank() // size
 
 
-@contextlib.contextmanager
+@contextmanager
 def drawn_from(seed: int, device: torch.device) -> Iterator[None]:
     """Has torch's and NumPy's own generators begin at `seed` inside; afterwards they go on as if
     nothing had been drawn.
@@ -174,12 +173,9 @@ def drawn_from(seed: int, device: torch.device) -> Iterator[None]:
     with seeds of NumPy's), and a trainer of this process may have drawn from them, as no other rank
     did.
     """
-    on_gpu, before = device.type == "cuda", np.random.get_state()
-    with torch.random.fork_rng([device] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    before = np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         try:
             yield
@@ -205,17 +201,14 @@ def vllm_params(params: SamplingParams, stops: Collection[int]) -> Request:
         )
     if 0 < params.temperature < COLDEST:
         raise ValueError(f"temperature={params.temperature}: vLLM takes 0, or {COLDEST} and more")
+    own = () if params.ignore_eos else stops
     return {
         "n": params.n,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "seed": params.seed,
-        "stop_token_ids": sorted({*(params.stop_token_ids or ()), *_own(params, stops)}),
+        "stop_token_ids": sorted({*(params.stop_token_ids or ()), *own}),
         "ignore_eos": True,  # they are all named
         "logprobs": 0,
         "flat_logprobs": True,
     }
-
-
-def _own(params: SamplingParams, stops: Collection[int]) -> Collection[int]:
-    return () if params.ignore_eos else stops

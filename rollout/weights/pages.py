@@ -20,6 +20,8 @@ from rollout.weights.messages import ArenaBox, Manifest, ParamSlice
 class WeightPages:
     """Bytes of a tag that a manifest describes, whoever made the tensors there.
 
+    `arena`: uint8, all of the weights, padding included. `shapes`: of the checkpoint's parameters,
+    whole, tied ones once; also of those of which this rank stores nothing.
     `version` is None while the content is undefined, also where others have discarded it;
     `undefined_reason` then says why. `last_version` is the last one that was defined. `buffers`:
     what the model computes with beside the parameters (router biases), which a sleep never loses,
@@ -41,19 +43,14 @@ class WeightPages:
         self.tag = tag
         self.manifest = manifest
         self.param_nbytes = sum(piece.nbytes for piece in manifest.slices)
-        self._arena, self._base = arena, base
+        self.arena, self._base = arena, base
         self.buffers: dict[str, Tensor] = {}
-        self._shapes = dict(shapes)
+        self.shapes = dict(shapes)
         self.last_version = 0
         self._version: int | None = None
         self._reason = "the weights were never loaded; commit a weight update"
         self._watch = ContentWatch(saver, tag)
         self._digest: tuple[frozenset[str], RowCopies] | None = None
-
-    @property
-    def arena(self) -> Tensor:
-        """uint8: all of the weights, padding included."""
-        return self._arena
 
     @property
     def version(self) -> int | None:
@@ -65,16 +62,9 @@ class WeightPages:
             return f"{lost_by_others(lost, 'engine')}; commit a weight update"
         return self._reason
 
-    @property
-    def parameters(self) -> Collection[str]:
-        """Names of the checkpoint's parameters, tied ones once; also of those of which this rank
-        stores nothing.
-        """
-        return self._shapes.keys()
-
     def define(self, version: int) -> None:
         for offset, nbytes in self.manifest.zeros:
-            self._arena[offset - self._base : offset - self._base + nbytes].zero_()
+            self.arena[offset - self._base : offset - self._base + nbytes].zero_()
         self._version = self.last_version = version
         self._reason = ""
         self._watch.note(self.tag)
@@ -98,22 +88,22 @@ class WeightPages:
         arena: uint8, as long as the store's own: other pages with the same layout. names: of these
         parameters (or tied names) only, which the model has.
         """
-        arena = self._arena if arena is None else arena
-        assert arena.shape == self._arena.shape
+        arena = self.arena if arena is None else arena
+        assert arena.shape == self.arena.shape
         wanted = frozenset(
-            self._shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
+            self.shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
         )
-        assert wanted <= self._shapes.keys()
+        assert wanted <= self.shapes.keys()
         # offsets are fixed: tables are made once
         if self._digest is None or self._digest[0] != wanted:
             pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
             rows = [_rows(piece, self._base) for piece in pieces]
-            self._digest = wanted, RowCopies(rows, self._arena.device)
+            self._digest = wanted, RowCopies(rows, self.arena.device)
         return self._digest[1].run(arena)
 
     def box(self, piece: ArenaBox) -> Tensor:
         """View of a slice, with its strides, or of a fused tensor."""
-        return piece.view(self._arena, self._base)
+        return piece.view(self.arena, self._base)
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:

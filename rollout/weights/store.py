@@ -114,7 +114,7 @@ class WeightStore(WeightPages):
         super().__init__(
             build_manifest(groups, aliases, dtype, base), shapes, arena, base, tag, saver
         )
-        self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self._shapes}
+        self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self.shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)
         self.buffers = {
@@ -166,7 +166,7 @@ class WeightStore(WeightPages):
                 for piece in self._slices[target]:
                     self._copy(piece, stored, tensor)
                 loaded[target] += stored.volume
-        sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         sizes |= {name: each.numel() for name, each in self.buffers.items()}
         missing = [name for name, size in sizes.items() if loaded[name] != size]
         if missing or unexpected:
@@ -178,7 +178,7 @@ class WeightStore(WeightPages):
 
     def _in_files(self) -> Iterator[tuple[str, tuple[str, Stored]]]:
         """Every name that a file may have: the parameter, and which part of it that is."""
-        for name, shape in self._shapes.items():
+        for name, shape in self.shapes.items():
             for stored in chain.from_iterable(spellings(name, shape)):
                 yield stored.name, (name, stored)
 

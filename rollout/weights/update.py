@@ -320,7 +320,7 @@ class WeightUpdate:
     def _choose(self, names: Sequence[str]) -> tuple[str, ...]:
         """The parameters meant, tied names resolved."""
         stored = [self._store.manifest.aliases.get(name, name) for name in names]
-        known = self._store.parameters
+        known = self._store.shapes
         if unknown := [name for name, own in zip(names, stored, strict=True) if own not in known]:
             raise ValueError(
                 f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)"

@@ -273,21 +273,6 @@ def test_limits_and_tags_of_sglang(pair: Pair) -> None:
         pair.rollout.generate([[2] * 90], longest)
 
 
-def test_its_own_release_and_resume(pair: Pair) -> None:
-    """By SGLang's own calls, as slime and verl do."""
-    if not pair.is_sglang:
-        pytest.skip("of SGLang")
-    version = pair.synced()
-    engine = pair.rollout.engine.engine
-    answers = tokens(pair.rollout.generate(prompts(2), GREEDY))
-    engine.release_memory_occupation()
-    assert pair.rollout.report().committed_bytes == 0
-    engine.resume_memory_occupation(["weights"])
-    pair.trainer.sync_weights(version)
-    engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
-    assert tokens(pair.rollout.generate(prompts(2), GREEDY)) == answers
-
-
 # ---------------------------------------------------------------- of one engine
 
 

@@ -101,18 +101,10 @@ def test_sleeps_and_updates(rollout: SglangRollout, trainer: Trainer) -> None:
     same = answers(rollout)
     assert [each[0].token_ids for each in same] == [each[0].token_ids for each in first]
     assert same[0][0].weight_versions == [version] * 4
-
-
-def test_other_weights_answer_otherwise(rollout: SglangRollout, trainer: Trainer) -> None:
-    synced(rollout, trainer)
-    before = answers(rollout)
     for shard in trainer.shards().values():
         shard.neg_()
     synced(rollout, trainer)
-    assert answers(rollout)[0][0].token_ids != before[0][0].token_ids
-    rollout.abort_update("by hand")
-    with pytest.raises(StateError, match="by hand"):
-        answers(rollout)
+    assert answers(rollout)[0][0].token_ids != first[0][0].token_ids
 
 
 def test_refusals(rollout: SglangRollout, trainer: Trainer) -> None:

@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout import (
-    DoubleSparsity,
-    EngineConfig,
-    KVTiers,
-    Manifest,
-    ParamSlice,
-    SamplingParams,
-)
+from rollout import DoubleSparsity, EngineConfig, KVTiers, SamplingParams
+from rollout.weights import Manifest, ParamSlice
 
 PIECE: dict[str, Any] = {
     "name": "w", "offset": 0, "shape": (2,), "dtype": "float32",

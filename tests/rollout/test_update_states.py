@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memsaver import StateError
-from rollout import Engine, SamplingParams, WeightOffer, WeightUpdateError
+from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.tag_names import WEIGHTS
+from rollout.weights import WeightOffer, WriteReceipt
 from tests.helpers.effort import rounds
 from tests.helpers.models import greedy
 from tests.helpers.rollout.updates import Owner, addresses, shadow_bytes, tiny, write
@@ -53,12 +54,14 @@ def checkpoint() -> Path:
 
 @dataclass(frozen=True)
 class Under:
-    """An update under way, as the model knows it. written: what its pages hold, None before."""
+    """An update under way, as the model knows it. written: what its pages hold; receipt: as it was
+    verified; None before.
+    """
 
     offer: WeightOffer
     base: Content | None
     written: Content | None = None
-    verified: bool = False
+    receipt: WriteReceipt | None = None
 
 
 class UpdateMachine(RuleBasedStateMachine):
@@ -118,7 +121,9 @@ class UpdateMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS, wrong=st.sampled_from([None, None, None, *FIELDS]))
     def write_and_verify(self, seed: int, wrong: str | None) -> None:
         assert self.under is not None
-        if self.under.verified:
+        if self.under.receipt is not None:
+            with pytest.raises(WeightUpdateError, match="verified already"):
+                self.engine.verify_update(self.under.receipt)
             return
         receipt = write(self.under.offer, seed, **({wrong: FIELDS[wrong]} if wrong else {}))
         if wrong:
@@ -129,13 +134,13 @@ class UpdateMachine(RuleBasedStateMachine):
         assert self.engine.verify_update(receipt).digest == receipt.digest
         base = self.under.base
         new = Content(seed, seed) if self.under.offer.names is None else Content(seed, base.rest)  # type: ignore[union-attr]
-        self.under = replace(self.under, written=new, verified=True)
+        self.under = replace(self.under, written=new, receipt=receipt)
 
     @precondition(active)
     @rule(other=st.booleans())
     def commit(self, other: bool) -> None:
         version = self.under.offer.version + other if self.under is not None else 0
-        if self.under is None or not self.under.verified or other:
+        if self.under is None or self.under.receipt is None or other:
             with pytest.raises(WeightUpdateError):
                 self.engine.commit_update(version)
             return

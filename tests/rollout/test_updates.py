@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from memsaver import LeaseError, MemorySaver, OutOfMemory, StateError, Ticket, attach
-from rollout import Engine, PackedBox, WeightUpdateError
-from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
+from rollout import Engine, WeightUpdateError
+from rollout.tag_names import WEIGHTS
+from rollout.weights import PackedBox
 from rollout.weights.update import write_boxes
-from tests.helpers.memory import counted, family_bytes
 from tests.helpers.rollout.answers import GREEDY, ids
 from tests.helpers.rollout.updates import (
     PROMPTS,
@@ -29,7 +29,6 @@ from tests.helpers.rollout.updates import (
     expected,
     message,
     shadow_bytes,
-    tiny,
     update,
     weight_bytes,
     write,
@@ -80,65 +79,6 @@ def test_the_old_version_answers_until_the_commit_and_addresses_stay(engine: Eng
         assert not serves(version) and addresses(engine) == pointers
         engine.check_integrity()
         engine.saver.check_integrity()
-
-
-def end_update(engine: Engine, how: str) -> None:
-    """Begin an update with shadow pages, write it, and end it."""
-    offer = engine.begin_update(engine.weights_version + 1, shadow=True)
-    receipt = write(offer, seed=1, **({"nbytes": 1} if how == "refused" else {}))
-    if how == "commit":
-        engine.verify_update(receipt)
-        engine.commit_update(offer.version)
-    elif how == "abort":
-        engine.abort_update("enough")
-    elif how == "sleep":
-        engine.sleep()
-        engine.wake_up()
-    else:
-        with pytest.raises(WeightUpdateError, match="nbytes.*goes on with version"):
-            engine.verify_update(receipt)
-
-
-@pytest.mark.alone
-def test_pages_are_held_from_begin_to_the_end_and_no_longer(engine: Engine, device: str) -> None:
-    # what is taken once: tables, a lease's thread
-    for how in ("commit", "abort", "refused", "sleep"):
-        end_update(engine, how)
-    answers(engine)
-    report, held = engine.report(), family_bytes(device)
-    size = report.tags[WEIGHTS].committed_bytes
-    engine.begin_update(engine.weights_version + 1, shadow=True)
-    assert shadow_bytes(engine) == size and family_bytes(device) == counted(held + size, device)
-    engine.begin_update(engine.weights_version + 1, shadow=True)
-    assert shadow_bytes(engine) == size
-    update(engine, engine.weights_version + 1, seed=1)  # in place: replaces it
-    update(engine, engine.weights_version + 1, seed=3)
-    for how in ("replaced", "abort", "refused", "sleep", "commit"):
-        if how != "replaced":
-            end_update(engine, how)
-        assert answers(engine) == expected(1 if how == "commit" else 3) and not shadow_bytes(
-            engine
-        ), how
-        assert engine.report().committed_bytes == report.committed_bytes and family_bytes(
-            device
-        ) == counted(held, device), how
-    assert WEIGHTS_SHADOW not in engine.tags
-
-
-def test_calls_out_of_order_change_nothing(engine: Engine) -> None:
-    offer = engine.begin_update(1, shadow=True)
-    with pytest.raises(WeightUpdateError, match="version 1 is not verified; call verify_update"):
-        engine.commit_update(1)
-    receipt = write(offer, seed=1)
-    engine.verify_update(receipt)
-    with pytest.raises(WeightUpdateError, match="version 1 is verified already"):
-        engine.verify_update(receipt)
-    with pytest.raises(WeightUpdateError, match="version 2 was not verified, but version 1"):
-        engine.commit_update(2)
-    with pytest.raises(ValueError, match="version -1 is older"):
-        engine.begin_update(-1, shadow=True)
-    engine.commit_update(1)
-    assert answers(engine) == expected(1)
 
 
 def test_no_room_for_shadow_pages_changes_nothing(engine: Engine) -> None:
@@ -229,32 +169,12 @@ def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
     assert offer.names == NORMS
     verified = engine.verify_update(write(offer, seed=2))
     assert engine.commit_update(2).digest == verified.digest == engine.store.digest(names=NORMS)
-    for piece in engine.manifest.slices:
-        source = tiny(2 if piece.name in NORMS else 1).get_parameter(piece.name)
-        assert torch.equal(engine.store.tensor(piece.name).cpu(), source), piece.name
-    assert answers(engine) != expected(1)
     engine.sleep(level=2)
     engine.wake_up()
     with pytest.raises(
         StateError, match=r"some parameters only: the weights were discarded by sleep"
     ):
         engine.begin_update(3, shadow=shadow, names=NORMS)
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_sleep_ends_an_update_in_place(engine: Engine, level: int) -> None:
-    receipt = write(engine.begin_update(1), seed=1)
-    engine.sleep(level)
-    for call in (lambda: engine.verify_update(receipt), lambda: engine.begin_update(1)):
-        with pytest.raises(StateError, match="tag weights is paused"):
-            call()
-    engine.wake_up()
-    with pytest.raises(WeightUpdateError, match=NOT_OPEN):
-        engine.commit_update(1)
-    with pytest.raises(
-        StateError, match="a sleep ended the update to version 1" if level == 1 else "discarded"
-    ):
-        answers(engine)
 
 
 def test_what_was_verified_is_over_once_its_pages_are_written_anew(
@@ -271,27 +191,6 @@ def test_what_was_verified_is_over_once_its_pages_are_written_anew(
 
 
 # ---------------------------------------------------------------- pages of another saver
-
-
-@pytest.mark.alone
-def test_the_pages_are_served_where_the_weights_were(
-    engine: Engine, owner: Owner, device: str
-) -> None:
-    answers(engine)  # fills the prefix cache by other weights
-    pointers, held, own = addresses(engine), family_bytes(device), weight_bytes(engine)[0]
-    size = owner.saver.report().committed_bytes
-    for version in (1, 2, 3):
-        owner.alias(
-            engine, version, seed=version, digest=owner.fill(version) if version == 2 else None
-        )
-        assert weight_bytes(engine) == (0, size) and owner.saver.leases("params") == 1
-        assert answers(engine) == expected(version) and addresses(engine) == pointers
-        assert family_bytes(device) <= held - own
-        if version == 1:
-            engine.sleep(level=1)
-            engine.wake_up(["kv_cache", "cuda_graph"])
-    engine.wake_up()
-    assert answers(engine) == expected(3), "a wake_up of what is awake changed something"
 
 
 @pytest.mark.parametrize("how", ["level 1", "level 2", "abort"])
@@ -315,12 +214,10 @@ def test_they_go_back_and_own_memory_comes_again(engine: Engine, owner: Owner, h
     assert answers(engine) == expected(2)
 
 
-def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner, path: Path) -> None:
+def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner) -> None:
     update(engine, 3, seed=3)
     before, own = answers(engine), weight_bytes(engine)
     ticket, layout = owner.ticket(), engine.manifest.layout_hash
-    with pytest.raises(ValueError, match="version 2 is older than the engine's version 3"):
-        engine.alias_update(2, ticket, layout)
     with pytest.raises(
         ValueError, match="laid out as other, these weights as .*layout=engine.manifest"
     ):
@@ -336,12 +233,8 @@ def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner, path: Pat
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.verify_update(receipt)
     assert not shadow_bytes(engine)
-    with pytest.raises(StateError, match="cannot begin a weight update"):
-        engine.begin_update(5)
-    with pytest.raises(StateError, match=r"sleep\(tags=\['weights'\]\) gives"):
+    with pytest.raises(StateError, match=r"cannot begin .* sleep\(tags=\['weights'\]\) gives"):
         engine.begin_update(5, shadow=True)
-    with pytest.raises(StateError, match="cannot load weights: the weights lie"):
-        engine.load(path)
     assert answers(engine) == expected(2)
 
 
@@ -361,11 +254,6 @@ def test_other_tensors_on_the_tag_forbid_both(path: Path, first: bool) -> None:
     assert engine.report().committed_bytes == committed and answers(engine)
 
 
-def small(owner: Owner) -> Ticket:
-    owner.saver.empty((1,), torch.uint8, tag="small")
-    return owner.saver.share("small")
-
-
 def paused(owner: Owner) -> Ticket:
     owner.saver.pause()
     return owner.ticket()
@@ -374,12 +262,6 @@ def paused(owner: Owner) -> Ticket:
 FAILURES: dict[str, tuple[type[Exception], Callable[[Owner], Ticket], int | None]] = {
     "pages of version 1 have digest": (WeightUpdateError, Owner.ticket, 3),
     "'params' is paused": (LeaseError, paused, None),
-    "the tag needs .* tag 'small' has": (ValueError, small, None),
-    "unknown ticket": (
-        LeaseError,
-        lambda owner: Ticket(**{**vars(owner.ticket()), "token": ""}),
-        None,
-    ),
 }
 
 
@@ -388,8 +270,6 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[Owner], Ticket], int | None
 def test_after_other_failures_it_is_poisoned_and_holds_nothing(
     engine: Engine, owner: Owner, what: str, asleep: bool
 ) -> None:
-    if what.startswith("the tag needs") and engine.saver.device.type == "cuda":
-        pytest.skip("on a GPU a page is as large as these weights")
     kind, ticket, claimed = FAILURES[what]
     if asleep:
         engine.sleep(tags=[WEIGHTS])

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from memsaver import MemorySaver, Ticket, attach
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import digest
-from rollout import CommitReceipt, Engine, PackedBox, WeightOffer, WriteReceipt
+from rollout import Engine
 from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
+from rollout.weights import CommitReceipt, PackedBox, WeightOffer, WriteReceipt
 from tests.helpers.models import build_tiny, greedy
 from tests.helpers.rollout.answers import GREEDY, random_prompts
 
