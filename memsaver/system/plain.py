@@ -11,7 +11,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,11 +21,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 class Plain:
     """Values of JSON, tuples, sets, bytes, mappings, and the record classes given, by name."""
 
-    def __init__(self, *records: type, whole: tuple[type, ...] = ()) -> None:
-        """whole: of these (dataclasses that never change) large texts are made, and read, once."""
-        self._records = {record.__name__: record for record in (*records, *whole)}
-        self._whole = whole
-        self._read_whole = lru_cache(maxsize=64)(self.value)
+    def __init__(self, *records: type) -> None:
+        self._records = {record.__name__: record for record in records}
 
     def text(self, value: Any) -> str:
         """TypeError names a type that is not plain."""
@@ -46,7 +42,7 @@ class Plain:
         if kind is list:
             return [self._plain(each) for each in value]
         if self._records.get(kind.__name__) is kind:
-            return self._plain_record(value, kind)
+            return {kind.__name__: [self._plain(each) for each in _fields(value)]}
         if kind in _OPENED:
             name, opened = _OPENED[kind]
             return {name: [self._plain(each) for each in opened(value)]}
@@ -54,20 +50,10 @@ class Plain:
             return {"bytes": base64.b64encode(value).decode()}
         raise TypeError(f"{kind.__name__} is not among the plain values {', '.join(self._records)}")
 
-    def _plain_record(self, value: Any, kind: type) -> dict[str, Any]:
-        if kind not in self._whole:
-            return {kind.__name__: [self._plain(each) for each in _fields(value)]}
-        if (text := value.__dict__.get("_text")) is None:
-            text = json.dumps({kind.__name__: [self._plain(each) for each in _fields(value)]})
-            object.__setattr__(value, "_text", text)
-        return {"whole": text}
-
     def _made(self, item: dict[str, Any]) -> Any:
         ((name, content),) = item.items()
         if name in _MADE:
             return _MADE[name](content)
-        if name == "whole":
-            return self._read_whole(content)
         record: Any = self._records[name]
         if not hasattr(record, "__dataclass_fields__"):
             return record(*content)

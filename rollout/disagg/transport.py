@@ -18,14 +18,7 @@ class Transport(ABC):
     """One way of bulk bytes; every rank has an object of its own, of the same class.
 
     A decode rank calls `make_ring`, `expect` and `take`, a prefill rank the others.
-
-    Attributes:
-        requests: Copies or messages that this rank has sent to all peers.
-        nbytes: Their bytes.
     """
-
-    requests = 0
-    nbytes = 0
 
     @abstractmethod
     def make_ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
@@ -47,6 +40,7 @@ class Transport(ABC):
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
         """Open the ring of a decode rank, which expects it; what is sent lies on `device`."""
 
+    @abstractmethod
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
         """Begin to send uint8 `staged` to byte `offset` of the peer's ring; announce it afterwards.
 
@@ -55,12 +49,6 @@ class Transport(ABC):
         Raises:
             RuntimeError: The peer does not take it.
         """
-        self.requests += 1
-        self.nbytes += staged.numel()
-        self._put(peer, staged, offset)
-
-    @abstractmethod
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None: ...
 
     def settle(self, peer: int) -> None:
         """Wait until what was last put to the peer may be overwritten."""
@@ -88,7 +76,7 @@ class MappedTransport(Transport):
             self._leases.append(attach(share))  # for this GPU, which copies
         self._rings[peer] = self._leases[-1].tensor((ring_bytes,), torch.uint8, offset)
 
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
         ring = self._rings[peer]
         ring[offset : offset + len(staged)].copy_(staged)
         if ring.is_cuda:  # the peer reads as soon as it is told
@@ -131,7 +119,7 @@ class GroupTransport(Transport):
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         dist.send(byte, dst=self._ranks[peer], group=self._group)
 
-    def _put(self, peer: int, staged: Tensor, offset: int) -> None:
+    def put(self, peer: int, staged: Tensor, offset: int) -> None:
         work = dist.isend(staged, dst=self._ranks[peer], group=self._group)
         assert work is not None
         self._sending[peer] = work

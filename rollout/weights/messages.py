@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -116,20 +113,6 @@ class Manifest:
             said = repr((self.nbytes, self.slices, *named, self.zeros))
             object.__setattr__(self, "layout_hash", sha256(said.encode()).hexdigest())
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Manifest], tuple[bytes]]:
-        """One string of bytes, made once: hundreds of slices in each message of an update cost
-        milliseconds.
-        """
-        if (packed := self.__dict__.get("_packed")) is None:
-            packed = pickle.dumps({field.name: getattr(self, field.name) for field in fields(self)})
-            object.__setattr__(self, "_packed", packed)
-        return _unpack_manifest, (packed,)
-
-
-@lru_cache(maxsize=4)
-def _unpack_manifest(packed: bytes) -> Manifest:
-    return Manifest(**pickle.loads(packed))
-
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
@@ -146,8 +129,8 @@ class WeightLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOffer:
-    """The engine's invitation to write `version` into the pages of `ticket`, where the manifest
-    says.
+    """The engine's invitation to write `version` into the pages of `ticket`, where the manifest of
+    this hash says; nbytes: as there.
 
     shadow: they are pages of their own, beside those that are served; otherwise the weights are
     undefined from here on.
@@ -155,7 +138,8 @@ class WeightOffer:
     """
 
     version: int
-    manifest: Manifest
+    layout_hash: str
+    nbytes: int
     ticket: Ticket
     shadow: bool = False
     names: tuple[str, ...] | None = None

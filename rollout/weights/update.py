@@ -110,7 +110,8 @@ class WeightUpdate:
         self._open = _Open(version=version, shadow=shadow, names=chosen, nbytes=nbytes)
         return WeightOffer(
             version=version,
-            manifest=self._store.manifest,
+            layout_hash=self._store.manifest.layout_hash,
+            nbytes=self._store.manifest.nbytes,
             ticket=ticket,
             shadow=shadow,
             names=chosen,

@@ -13,7 +13,7 @@ from rollout.actor import RolloutActor
 from tests.helpers.models import save_tiny
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.rollout.answers import GREEDY
-from tests.helpers.rollout.updates import PROMPTS, TINY, expected, message, write
+from tests.helpers.rollout.updates import PROMPTS, TINY, expected, write
 from trainer_bridge.remote.actor import RemoteRollout
 from trainer_bridge.remote.group import RemoteActor
 
@@ -75,17 +75,3 @@ def test_whatever_the_engine_has_is_called_by_its_name(actor: Any, rollout: Remo
         rollout.call("nothing")
     with pytest.raises(ValueError, match="_step is private"):
         rollout.call("_step")
-
-
-def test_weights_come_as_messages(rollout: RemoteRollout) -> None:
-    version = rollout.weights_version + 1
-    receipt = write(rollout.begin_update(version), seed=2)
-    offer = rollout.begin_update(version)
-    write(offer, seed=3)  # so that the pages hold something else
-    boxes, data = message(offer, seed=2)
-    buffer = data.new_zeros(data.numel() + 100)
-    buffer[: data.numel()] = data
-    rollout.write_update(boxes, buffer[: data.numel()])
-    rollout.verify_update(receipt)
-    rollout.commit_update(version)
-    assert answers(rollout) == expected(2)

@@ -1,13 +1,11 @@
 """Validation of what users write."""
 
 import dataclasses
-import pickle
 from typing import Any
 
 import pytest
 
 from rollout import DoubleSparsity, EngineConfig, KVTiers, SamplingParams
-from rollout.weights import Manifest, ParamSlice
 
 PIECE: dict[str, Any] = {
     "name": "w", "offset": 0, "shape": (2,), "dtype": "float32",
@@ -122,18 +120,3 @@ def test_sampling_params_are_frozen_and_take_any_sequence_of_stops() -> None:
     assert params.stop_token_ids == (3, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
-
-
-def test_a_manifest_is_packed_once_and_unpacked_once() -> None:
-    manifest = Manifest(
-        nbytes=8,
-        slices=(ParamSlice(**PIECE),),
-        aliases={"tied": "w"},
-        modules={},
-        layout_hash="one",
-    )
-    first, second = (pickle.loads(pickle.dumps(manifest)) for _ in range(2))
-    assert first == manifest and second is first
-    # carries no bytes of the one it was made from
-    other = dataclasses.replace(first, layout_hash="two")
-    assert pickle.loads(pickle.dumps(other)) == other != manifest

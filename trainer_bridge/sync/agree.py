@@ -27,8 +27,8 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # for ranks that are on their way when another one is lost
 _PLAIN = Plain(  # what ranks of a sync say
-    ParamSlice, ModuleTensor, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt,
-    Ticket, SourceShard, Written, whole=(Manifest,),
+    ParamSlice, ModuleTensor, Manifest, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt,
+    Ticket, SourceShard, Written,
 )  # fmt: skip
 
 

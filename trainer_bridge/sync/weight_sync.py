@@ -315,7 +315,7 @@ class WeightSync:
             offers.append(target.begin_update(state.version, shadow=shadow, names=names))
             state.opened.append(target)
             made = self.plan.targets[number].manifest.layout_hash
-            now = offers[-1].manifest.layout_hash
+            now = offers[-1].layout_hash
             if made != now:
                 text = f"made for layout {made}, the rollout offers {now}; connect anew"
                 raise ValueError(f"stale plan for version {state.version}: {text}")
@@ -352,7 +352,7 @@ class WeightSync:
         parts = [each[number] for each in written if number in each]
         return WriteReceipt(
             version=offer.version,
-            layout_hash=offer.manifest.layout_hash,
+            layout_hash=offer.layout_hash,
             digest=sum(part.digest for part in parts) & MASK64,
             nbytes=sum(part.nbytes for part in parts),
             buffers=buffers,
@@ -391,10 +391,10 @@ def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
 
 def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:
     """Maps all bytes of the offered pages, uint8, for as long as the uses last."""
-    lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.manifest.nbytes))
+    lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.nbytes))
     pages = lease.tensor((lease.nbytes,), torch.uint8)
-    if pages.nbytes < offer.manifest.nbytes:
-        described = f"its manifest describes {offer.manifest.nbytes}"
+    if pages.nbytes < offer.nbytes:
+        described = f"its manifest describes {offer.nbytes}"
         text = f"the rollout shares {pages.nbytes} bytes, {described}"
         raise ValueError(f"{text}; offer all of tag weights")
     return pages

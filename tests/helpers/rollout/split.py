@@ -83,12 +83,31 @@ def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dis
     return prefill, decode  # type: ignore[return-value]
 
 
-def make_transport(split: Split, peers: list[int]) -> Transport:
-    return MappedTransport() if split.mapped else GroupTransport(peers)
+class Counted(Transport):
+    """Counts what a rank has sent to all peers."""
+
+    requests = nbytes = 0
+
+    def put(self, peer: int, staged: torch.Tensor, offset: int) -> None:
+        self.requests += 1
+        self.nbytes += staged.numel()
+        super().put(peer, staged, offset)  # type: ignore[safe-super]
+
+
+class CountedMapped(Counted, MappedTransport):
+    pass
+
+
+class CountedGroup(Counted, GroupTransport):
+    pass
+
+
+def make_transport(split: Split, peers: list[int]) -> Counted:
+    return CountedMapped() if split.mapped else CountedGroup(peers)
 
 
 def serve(
-    split: Split, group: Any, addresses: list[str], transport: Transport, version: int = 0
+    split: Split, group: Any, addresses: list[str], transport: Counted, version: int = 0
 ) -> dict[str, Any]:
     engine = PrefillEngine.from_pretrained(
         split.path, tensor_parallel_size=split.prefill, group=group, **split.prefill_config

@@ -4,20 +4,21 @@ layout.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from memsaver import MemorySaver, Ticket, attach
-from memsaver.ops.layout import row_major
 from memsaver.ops.rows import digest
 from rollout import Engine
+from rollout.model.decoder import whole_manifest
+from rollout.model.loading import load_model_config
 from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
-from rollout.weights import CommitReceipt, PackedBox, WeightOffer, WriteReceipt
+from rollout.weights import CommitReceipt, Manifest, WeightOffer, WriteReceipt
 from tests.helpers.models import build_tiny, greedy
 from tests.helpers.rollout.answers import GREEDY, random_prompts
 
@@ -28,6 +29,14 @@ PROMPTS = random_prompts((3, 50, 20))
 @lru_cache(maxsize=16)
 def tiny(seed: int) -> PreTrainedModel:
     return build_tiny("qwen3", seed, **TINY)
+
+
+@lru_cache
+def layout() -> Manifest:
+    """Where an engine keeps the parameters of these models."""
+    with TemporaryDirectory() as folder:
+        tiny(0).save_pretrained(folder)
+        return whole_manifest(load_model_config(Path(folder)), torch.float32)
 
 
 def answers(engine: Engine) -> list[list[int]]:
@@ -59,7 +68,7 @@ def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
     parameters = dict(tiny(seed).named_parameters())
     total, nbytes = 0, 0
     with attach(offer.ticket) as lease:
-        for piece in offer.manifest.slices:
+        for piece in layout().slices:
             if offer.names is not None and piece.name not in offer.names:
                 continue
             target = lease.tensor(piece.shape, getattr(torch, piece.dtype), piece.offset)
@@ -68,7 +77,7 @@ def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
             nbytes += target.nbytes
     fields = {
         "version": offer.version,
-        "layout_hash": offer.manifest.layout_hash,
+        "layout_hash": offer.layout_hash,
         "digest": total % 2**64,
     }
     return WriteReceipt(**{**fields, "nbytes": nbytes, **wrong})  # type: ignore[arg-type]
@@ -78,34 +87,6 @@ def update(engine: Engine, version: int, seed: int, **how: Any) -> CommitReceipt
     """A whole update to the parameters of model `seed`. how: of `begin_update`."""
     engine.verify_update(write(engine.begin_update(version, **how), seed))
     return engine.commit_update(version)
-
-
-# ---------------------------------------------------------------- by messages
-
-
-def message(offer: WeightOffer, seed: int) -> tuple[list[PackedBox], Tensor]:
-    """All parameters of model `seed`, the first one in two boxes."""
-    parameters, boxes, parts, end = dict(tiny(seed).named_parameters()), [], [], 0
-    for piece in offer.manifest.slices:
-        value = parameters[piece.name].detach().contiguous().view(torch.uint8).flatten()
-        box = PackedBox(
-            at=end,
-            offset=piece.offset,
-            shape=piece.shape,
-            strides=piece.strides or row_major(piece.shape),
-            dtype=piece.dtype,
-        )
-        boxes.append(box)
-        parts.append(value)
-        end += value.numel()
-    first, half = boxes[0], boxes[0].shape[0] // 2
-    skipped = half * (first.nbytes // first.shape[0])
-    rest = (first.shape[0] - half, *first.shape[1:])
-    boxes[:1] = [
-        replace(first, shape=(half, *first.shape[1:])),
-        replace(first, shape=rest, at=first.at + skipped, offset=first.offset + skipped),
-    ]
-    return boxes, torch.cat(parts)
 
 
 # ---------------------------------------------------------------- by pages

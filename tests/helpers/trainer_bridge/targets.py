@@ -61,7 +61,8 @@ class PageTarget:
         assert names == self.only
         self.version, self.reason, self.state = None, "begun", "open"
         ticket = self.saver.share("weights", writable=True)
-        return WeightOffer(version=version, manifest=self.layout, ticket=ticket)
+        layout = {"layout_hash": self.layout.layout_hash, "nbytes": self.layout.nbytes}
+        return WeightOffer(version=version, ticket=ticket, **layout)  # type: ignore[arg-type]
 
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
         self._at("write")

@@ -31,6 +31,9 @@ from tests.helpers.rollout.split import (
     KEY,
     MODEL,
     TOKEN,
+    Counted,
+    CountedGroup,
+    CountedMapped,
     Split,
     generate,
     make_transport,
@@ -42,7 +45,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]
 
 
-class HalfMapped(MappedTransport):
+class HalfMapped(CountedMapped):
     """Dies in its third transfer, half of which is in the ring."""
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
@@ -53,7 +56,7 @@ class HalfMapped(MappedTransport):
         os._exit(1)
 
 
-class DyingGroup(GroupTransport):
+class DyingGroup(CountedGroup):
     """Dies when its third transfer was announced, or is about to be."""
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
@@ -68,7 +71,7 @@ class Unheard(GroupTransport):
     def open(self, *_: Any) -> None:
         return
 
-    def _put(self, *_: Any) -> None:
+    def put(self, *_: Any) -> None:
         return
 
 
@@ -131,7 +134,7 @@ def prefill(split: Split, addresses: list[str], how: str) -> Any:
         engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
         engine.connect(addresses, KEY, MappedTransport())
         time.sleep(60)  # until it is killed
-    transport = make_transport(split, [0, 1])
+    transport: Counted = make_transport(split, [0, 1])
     if how == "dies":
         transport = HalfMapped() if split.mapped else DyingGroup([0, 1])
     return serve(split, None, addresses, transport, version=1 if how == "newer" else 0)
