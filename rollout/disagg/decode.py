@@ -3,7 +3,6 @@ each rank's ring: who was promised which bytes, what has come, and for which slo
 """
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -68,7 +67,7 @@ class Inbox:
     """A decode rank's ring and the prompts that it has asked for.
 
     Attributes:
-        transfers: In the order of requests, the same on all ranks of the engine.
+        transfers: By number, in the order of requests, the same on all ranks of the engine.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Inbox:
             [(each.dst_head_start, each.num_heads) for each in writers], ring.device
         )
         self.allocator = StagingAllocator(len(ring), _ALIGNMENT)
-        self.transfers: deque[KVTransfer] = deque()
+        self.transfers: dict[int, KVTransfer] = {}
         self._heard = time.monotonic()
         self._numbers = 0
         self._fits = len(ring) // cache.nbytes(1, self._writers.total)  # tokens
@@ -99,15 +98,13 @@ class Inbox:
             self._assign(first, min(self._fits, end - first))
             for first in range(chunk.start, end, self._fits)
         )
-        self.transfers.append(
-            KVTransfer(
-                sample=sample,
-                handle=sample.handle,
-                slots=chunk.slots,
-                start=chunk.start,
-                ranges=ranges,
-                waiting=[len(self._slices)] * len(ranges),
-            )
+        self.transfers[self._numbers] = KVTransfer(
+            sample=sample,
+            handle=sample.handle,
+            slots=chunk.slots,
+            start=chunk.start,
+            ranges=ranges,
+            waiting=[len(self._slices)] * len(ranges),
         )
         ask = Ask(
             number=self._numbers,
@@ -132,7 +129,7 @@ class Inbox:
     @property
     def arrived(self) -> int:
         """Count the complete transfers before the first that is not: ranks agree on these."""
-        return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers))
+        return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers.values()))
 
     def receive(self, seconds: float) -> None:
         """Handle the messages that have come, waiting up to `seconds` for the first. A silence that
@@ -143,10 +140,9 @@ class Inbox:
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)
             self._heard = time.monotonic()
-            nth = message.number - (self._numbers - len(self.transfers))
-            if nth < 0:
+            transfer = self.transfers.get(message.number)
+            if transfer is None:
                 continue  # refused by another rank before, and done with
-            transfer = self.transfers[nth]
             if isinstance(message, Refused):
                 if transfer.refusal is None:
                     transfer.refusal = message.reason
@@ -290,7 +286,7 @@ class DecodeEngine(Engine):
             [self._peers.loss, self._done + inbox.arrived], self.saver.device, "arrived prompts"
         )
         while self._done < complete:
-            self._finish(inbox.transfers.popleft())
+            self._finish(inbox.transfers.pop(self._done))
             self._done += 1
         self.split.rounds = inbox.allocator.watermark.round
         if loss < len(self._peers):
@@ -331,7 +327,7 @@ class DecodeEngine(Engine):
         self._peers.close()
         if self._on_loss == "refuse":
             raise PeerLostError(reason)
-        for transfer in reversed(self.inbox.transfers):
+        for transfer in reversed(self.inbox.transfers.values()):
             if transfer.wanted:
                 self._recompute(transfer.sample, reason)
         self.inbox.transfers.clear()

@@ -1,6 +1,6 @@
 """The prefill side: computes prompts for a decode engine, and puts them into its ranks' rings."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -58,14 +58,15 @@ class Outbox:
 
     Attributes:
         watermarks: Of the decode ranks' rings.
-        sent: Number of parcels.
+        parcels: All that were admitted, by number.
+        sent: How many of them are sent.
     """
 
     def __init__(self, cache: StagedCache, peers: RankPeers, transport: Transport) -> None:
         """Open the ring of every decode rank that this one sends to."""
         self._cache = cache
         self._peers, self._transport = peers, transport
-        self._queue: deque[Parcel] = deque()
+        self.parcels: list[Parcel] = []
         self.watermarks = [Watermark(0, 0)] * len(peers)
         self.sent = 0
         self._slices: dict[int, HeadSlice] = {}
@@ -83,30 +84,27 @@ class Outbox:
                     with torch.cuda.device_of(cache.k):
                         transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
-    def add(self, parcel: Parcel) -> None:
-        self._queue.append(parcel)
-
     def send(self, blocks: PrefixBlocks) -> None:
         """Send everything that is ready, in order, and free the pages of what is sent."""
-        while self._queue and all(
-            self._send_to(peer, self._queue[0], blocks) for peer in range(len(self._peers))
-        ):
-            self._release(self._queue.popleft(), blocks)
-            self.sent += 1
+        for parcel in self.parcels[self.sent :]:
+            if not all(self._send_to(peer, parcel, blocks) for peer in range(len(self._peers))):
+                return
+            self._release(parcel, blocks)
 
     @property
     def holds_pages(self) -> bool:
         """Return whether computed prompts wait to be sent."""
-        return any(parcel.handle is not None for parcel in self._queue)
+        return any(parcel.handle is not None for parcel in self.parcels[self.sent :])
 
     def clear(self, blocks: PrefixBlocks) -> None:
         """Forget what is not sent."""
-        while self._queue:
-            self._release(self._queue.popleft(), blocks)
+        for parcel in self.parcels[self.sent :]:
+            self._release(parcel, blocks)
 
     def _release(self, parcel: Parcel, blocks: PrefixBlocks) -> None:
         if parcel.handle is not None:
             blocks.release(parcel.handle, parcel.asks[0].prompt)
+        self.sent += 1
 
     def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
         """Send what may be sent; return whether the peer has all that this rank owes it."""
@@ -174,7 +172,6 @@ class PrefillEngine(Engine):
         self._transport = transport
         self._outbox = Outbox(cache, self._peers, transport)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
-        self._parcels: list[Parcel] = []  # admitted, by number
         self._computed: list[tuple[Parcel, list[Sample]]] = []  # by the present step
 
     def serve(self) -> None:
@@ -221,22 +218,22 @@ class PrefillEngine(Engine):
 
     def _admit(self, known: int, sent: int) -> None:
         """Takes requests in, in order, as long as all fit together: nothing is preempted."""
-        while len(self._parcels) < known:
-            asks = [asked[len(self._parcels)] for asked in self._asked]
+        parcels = self._outbox.parcels
+        while len(parcels) < known:
+            asks = [asked[len(parcels)] for asked in self._asked]
             pages = -(-len(asks[0].prompt) // self.config.page_size)
             # one row holds the pages until they are sent
             parcel = Parcel(asks=asks, pages=pages, rows=len(asks[0].indices) + 1)
             parcel.refusal = self._refusal(parcel)
             if parcel.refusal is not None:
                 parcel.pages = parcel.rows = 0
-            held = [*self._parcels[sent:], parcel]
+            held = [*parcels[sent:], parcel]
             if (
                 sum(each.pages for each in held) > self.blocks.total_pages
                 or sum(each.rows for each in held) > self.config.max_running
             ):
                 return
-            self._parcels.append(parcel)
-            self._outbox.add(parcel)
+            parcels.append(parcel)
             if parcel.refusal is None:
                 self._queue(asks[0])
 
@@ -279,7 +276,7 @@ class PrefillEngine(Engine):
         """Holds the prompt's pages beyond the sample's end, which comes with its first token."""
         family = super()._prefilled(sample)
         assert sample.handle is not None
-        parcel = self._parcels[sample.request]
+        parcel = self._outbox.parcels[sample.request]
         parcel.handle = self.prefixes.fork(sample.handle)
         assert parcel.handle is not None, "admission keeps a row free"
         self._computed.append((parcel, family))

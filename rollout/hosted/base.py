@@ -69,14 +69,10 @@ class HostedEngine(ABC):
         """Return the saver's tags that make up one of ours."""
 
     @abstractmethod
-    def is_plain(self, method: Any) -> bool:
-        """Return whether weights of layers with this quantisation method stay where the model's
-        `load_weights` puts them.
+    def is_plain(self, module: nn.Module) -> bool:
+        """Return whether a layer computes with its weights where the model's `load_weights` puts
+        them, and not with copies.
         """
-
-    @abstractmethod
-    def copies(self, module: nn.Module) -> bool:
-        """Return whether a layer computes with copies of its weights."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
@@ -89,16 +85,12 @@ class HostedEngine(ABC):
     def check_plain(self) -> None:
         """Raise a ValueError naming a layer whose weights cannot be written in place."""
         for name, module in self.model.named_modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None and not self.is_plain(method):
+            if not self.is_plain(module):
+                method = type(getattr(module, "quant_method", None) or module).__name__
                 raise ValueError(
-                    f"{name}: {type(method).__name__} repacks its weights after loading; "
-                    f"use unquantised ones, and {self.experts_option}='triton' for experts"
-                )
-            if self.copies(module):
-                raise ValueError(
-                    f"{name}: {self.name} computes latent attention with copies of its weights, "
-                    "which would stay old; use engine.kind=native"
+                    f"{name}: {self.name}'s {method} repacks weights after loading, or computes "
+                    f"with copies, which would stay old; use unquantised ones, "
+                    f"{self.experts_option}='triton' for experts, or engine.kind=native"
                 )
 
 
@@ -195,7 +187,7 @@ class HostedRollout(EngineBase):
         check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)
         check_filled(recording, model)
         arena = saver.backend.window(address, manifest.nbytes, saver)
-        store = WeightPages(manifest, shapes, arena, 0, tags.pop(), saver)
+        store = WeightPages(manifest, shapes, arena, saver)
         store.buffers = whole(recording, model, beside)
         if not saver.is_paused(store.tag):
             store.set_buffers(read_buffers(path, store.buffers), str(path))
@@ -264,13 +256,13 @@ class HostedRollout(EngineBase):
             self._watch.note(*lost)
 
     def _refill_kv_cache(self) -> None:
-        if (lost := self._lost(KV_CACHE)) and not self._sleeps(KV_CACHE):
+        if self._lost(KV_CACHE) and not self._sleeps(KV_CACHE):
             self._start_over()
-            self._watch.note(*lost)
 
     def _start_over(self) -> None:
         self._hosted.reset_prefix_cache()
         self._hosted.refill_kv_state()
+        self._watch.note(*self._behind(KV_CACHE))
 
     def make_ready(self) -> str | None:
         """Forget keys and values that others discarded, on all ranks where one has lost them.
@@ -286,7 +278,6 @@ class HostedRollout(EngineBase):
         others, kept = self._ranks.agree_ready(reason, kept, torch.device("cpu"))
         if others is None and not kept:
             self._start_over()
-            self._watch.note(*self._behind(KV_CACHE))
         return reason or others
 
     def _require_undisturbed(self) -> None:

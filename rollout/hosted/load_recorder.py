@@ -295,7 +295,13 @@ class _Recorder(TorchDispatchMode):
             tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
             self._kept.append(tensor)
             self._names[_storage(tensor)] = self.fed = name
-            yield from _spelled(name, tensor)
+            ways = spellings(name, shape)
+            if len(ways) < 3:  # as it is, but for Mixtral's names
+                yield name, tensor
+                continue
+            for stored in ways[1]:  # as on the Hub: transformers stacks experts, checkpoints do not
+                expert, row, _ = stored.start
+                yield stored.name, tensor[expert, row : row + stored.shape[0]]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -350,14 +356,3 @@ class _Recorder(TorchDispatchMode):
 def _storage(tensor: Tensor) -> int:
     """Tells one storage from another, also of tensors without memory."""
     return tensor.untyped_storage()._cdata
-
-
-def _spelled(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor as checkpoints on the Hub have it: transformers stacks experts, they do not."""
-    ways = spellings(name, tuple(tensor.shape))
-    if len(ways[1:]) < 2:  # as it is, but for Mixtral's names
-        yield name, tensor
-        return
-    for stored in ways[1]:
-        expert, row, _ = stored.start
-        yield stored.name, tensor[expert, row : row + stored.shape[0]]

@@ -280,13 +280,11 @@ class HostedScheduler(HostedEngine):
         """Return the saver's tags that make up one of ours: one for each content."""
         return [name for name in self.saver.tags if name.rpartition(":")[0] == tag]
 
-    def is_plain(self, method: Any) -> bool:
-        kind = type(method).__name__
-        repacks = any(getattr(method, each, False) for each in _REPACKING)
-        return kind in _PLAIN_METHODS or (kind == _EXPERTS and not repacks)
-
-    def copies(self, module: nn.Module) -> bool:
-        return hasattr(module, "w_kc")
+    def is_plain(self, module: nn.Module) -> bool:
+        method = getattr(module, "quant_method", None)
+        kind, repacks = type(method).__name__, any(getattr(method, n, False) for n in _REPACKING)
+        plain = kind in _PLAIN_METHODS or (kind == _EXPERTS and not repacks)
+        return (method is None or plain) and not hasattr(module, "w_kc")
 
     def reset_prefix_cache(self) -> None:
         if not self._scheduler.flush_cache(empty_cache=False):

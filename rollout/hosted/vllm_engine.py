@@ -88,12 +88,11 @@ class VllmEngine(HostedEngine):
     def tags_behind(self, tag: str) -> list[str]:
         return [name for name in _BEHIND[tag] if name in self.saver.tags]
 
-    def is_plain(self, method: Any) -> bool:
+    def is_plain(self, module: nn.Module) -> bool:
+        method = getattr(module, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
-        return type(method).__name__ in _PLAIN_METHODS or backend in _PLAIN_EXPERTS
-
-    def copies(self, module: nn.Module) -> bool:
-        return type(module).__name__ == "MLAAttention"
+        plain = type(method).__name__ in _PLAIN_METHODS or backend in _PLAIN_EXPERTS
+        return (method is None or plain) and type(module).__name__ != "MLAAttention"
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

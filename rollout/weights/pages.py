@@ -20,12 +20,15 @@ from rollout.weights.messages import ArenaBox, Manifest, ParamSlice
 class WeightPages:
     """Bytes of a tag that a manifest describes, whoever made the tensors there.
 
-    `arena`: uint8, all of the weights, padding included. `shapes`: of the checkpoint's parameters,
-    whole, tied ones once; also of those of which this rank stores nothing.
-    `version` is None while the content is undefined, also where others have discarded it;
-    `undefined_reason` then says why. `last_version` is the last one that was defined. `buffers`:
-    what the model computes with beside the parameters (router biases), which a sleep never loses,
-    and an update may replace.
+    Attributes:
+        arena: uint8, all of the weights, padding included, from byte `base` of the tag on.
+        shapes: Of the checkpoint's parameters, whole, tied ones once; also of those of which this
+            rank stores nothing.
+        buffers: What the model computes with beside the parameters (router biases), which a sleep
+            never loses, and an update may replace.
+        last_version: The last version that was defined.
+        version: None while the content is undefined, also where others have discarded it.
+        undefined_reason: Why `version` is None.
     """
 
     def __init__(
@@ -33,23 +36,21 @@ class WeightPages:
         manifest: Manifest,
         shapes: Mapping[str, tuple[int, ...]],
         arena: Tensor,
-        base: int,
-        tag: str,
         saver: MemorySaver,
     ) -> None:
-        """shapes: of the checkpoint's parameters, whole, tied ones once. arena: uint8, from byte
-        `base` of the tag's addresses on, at least to the end of the manifest.
+        """shapes: of the checkpoint's parameters, whole, tied ones once. arena: uint8, of a tag of
+        the saver, from before the first slice at least to the end of the manifest.
         """
-        self.tag = tag
+        self.tag, self.base = saver.tag_of(arena), saver.offset_of(arena)
         self.manifest = manifest
         self.param_nbytes = sum(piece.nbytes for piece in manifest.slices)
-        self.arena, self._base = arena, base
+        self.arena = arena
         self.buffers: dict[str, Tensor] = {}
         self.shapes = dict(shapes)
         self.last_version = 0
         self._version: int | None = None
         self._reason = "the weights were never loaded; commit a weight update"
-        self._watch = ContentWatch(saver, tag)
+        self._watch = ContentWatch(saver, self.tag)
         self._digest: tuple[frozenset[str], RowCopies] | None = None
 
     @property
@@ -64,7 +65,7 @@ class WeightPages:
 
     def define(self, version: int) -> None:
         for offset, nbytes in self.manifest.zeros:
-            self.arena[offset - self._base : offset - self._base + nbytes].zero_()
+            self.arena[offset - self.base : offset - self.base + nbytes].zero_()
         self._version = self.last_version = version
         self._reason = ""
         self._watch.note(self.tag)
@@ -97,13 +98,13 @@ class WeightPages:
         # offsets are fixed: tables are made once
         if self._digest is None or self._digest[0] != wanted:
             pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
-            rows = [_rows(piece, self._base) for piece in pieces]
+            rows = [_rows(piece, self.base) for piece in pieces]
             self._digest = wanted, RowCopies(rows, self.arena.device)
         return self._digest[1].run(arena)
 
     def box(self, piece: ArenaBox) -> Tensor:
         """View of a slice, with its strides, or of a fused tensor."""
-        return piece.view(self.arena, self._base)
+        return piece.view(self.arena, self.base)
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:

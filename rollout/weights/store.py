@@ -108,12 +108,10 @@ class WeightStore(WeightPages):
         outside of the tag, 0 until it is read.
         """
         arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
-        base = saver.offset_of(arena)
         params = chain.from_iterable(group.params for group in groups)
         shapes = {param.name: param.whole for param in params}
-        super().__init__(
-            build_manifest(groups, aliases, dtype, base), shapes, arena, base, tag, saver
-        )
+        manifest = build_manifest(groups, aliases, dtype, saver.offset_of(arena))
+        super().__init__(manifest, shapes, arena, saver)
         self._slices: dict[str, list[ParamSlice]] = {name: [] for name in self.shapes}
         for piece in self.manifest.slices:
             self._slices[piece.name].append(piece)

@@ -125,7 +125,7 @@ class WeightUpdate:
         """
         update = self._unverified("write into a weight update")
         pages = self._shadow.arena if update.shadow else self._store.arena
-        write_boxes(pages, boxes, data, self._saver.offset_of(self._store.arena))
+        write_boxes(pages, boxes, data, self._store.base)
 
     def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
         """Read back what was written, and compare.

@@ -7,10 +7,6 @@ import pytest
 
 from rollout import DoubleSparsity, EngineConfig, KVTiers, SamplingParams
 
-PIECE: dict[str, Any] = {
-    "name": "w", "offset": 0, "shape": (2,), "dtype": "float32",
-    "global_shape": (4,), "start": (2,), "index_base": 0,
-}  # fmt: skip
 TIERS = KVTiers(host_ratio=1.0)
 ON_DISK = KVTiers(host_ratio=1, preemption="swap", disk_directory="x", disk_bytes=1)
 SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}

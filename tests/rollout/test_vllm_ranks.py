@@ -19,7 +19,6 @@ from memsaver import StateError
 from rollout import SamplingParams
 from rollout.errors import RankError
 from rollout.hosted import VllmRollout
-from rollout.hosted.load_recorder import check_taken
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
 from tests.helpers.trainer_bridge.others import STAND_IN
@@ -180,14 +179,3 @@ def test_a_rank_that_failed_takes_no_further_part(tmp_path: Path) -> None:
     first, second = results(start_ranks(fail, 2, tmp_path / "store", path))
     assert "out of blocks" in first and "start all ranks anew" in first
     assert "rank 1 failed: RuntimeError: out of blocks" in second
-
-
-def test_what_no_rank_takes_is_named() -> None:
-    shapes = {"w": (4, 2), "norm": (4,)}
-    norm = ("norm", (0,), (4,))
-    halves = [[("w", (0, 0), (2, 2)), norm], [("w", (2, 0), (2, 2)), norm]]
-    check_taken(halves, shapes)
-    with pytest.raises(ValueError, match="takes 4 of the 8 elements of w"):
-        check_taken(halves[:1], shapes)
-    with pytest.raises(ValueError, match="takes 8 of the 4 elements of norm"):
-        check_taken([[*halves[0], norm], halves[1]], shapes)

@@ -58,7 +58,7 @@ def test_late_bytes_are_left_in_the_ring(tmp_path: Path, lost: str | None) -> No
     world.inbox.receive(5)
     for part in (world.k, world.v):
         assert part.any((0, 2, 3)).nonzero().flatten().tolist() == (SLOTS if lost is None else [])
-    (transfer,) = world.inbox.transfers
+    (transfer,) = world.inbox.transfers.values()
     assert transfer.complete
     assert transfer.wanted == (lost is None)
     assert world.inbox.allocator.outstanding == 0
@@ -82,9 +82,9 @@ def test_what_overtakes_is_counted_when_all_before_it_are_there(tmp_path: Path) 
     refusal = Refused(number=1, reason="too long")
     assert hear(one, Filled(number=0, nth=0, first=FIRST), refusal) == 0
     assert hear(other, Filled(number=0, nth=0, first=FIRST)) == 2
-    first, second = inbox.transfers.popleft(), inbox.transfers.popleft()
+    first, second = inbox.transfers.pop(0), inbox.transfers.pop(1)
     assert (first.refusal, second.refusal) == (None, "too long")
-    assert hear(other, refusal) == 0 and inbox.transfers[0].refusal is None
+    assert hear(other, refusal) == 0 and inbox.transfers[2].refusal is None
     third = Filled(number=2, nth=0, first=FIRST)
     assert hear(one, third) == 0 and hear(other, third) == 1
     assert inbox.allocator.outstanding == 0
