@@ -152,16 +152,12 @@ class StagedCache(NamedTuple):
             not isinstance(cache.pool, MHATokenToKVPool)
             or kept.sliding_window is not None
             or cache.sparsity is not None
+            or kept.dtype in (*FP8_DTYPES, FP4_DTYPE)
         ):
             raise ValueError(
                 "a prefill/decode split needs full attention with heads in every layer, without "
-                "sliding windows, latent or linear layers and double sparsity; use one engine for "
-                "this model"
-            )
-        if kept.dtype in FP8_DTYPES or kept.dtype == FP4_DTYPE:
-            raise ValueError(
-                "a prefill/decode split needs kv_cache_dtype='auto'; fp8 scales and FP4 codes are "
-                "not staged"
+                "sliding windows, latent or linear layers and double sparsity, and with "
+                "kv_cache_dtype='auto'; use one engine for this model"
             )
         k, v = pool_layers(cache.pool)
         heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009
