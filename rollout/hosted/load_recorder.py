@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver.ops.layout import row_major
+from memsaver.ops.rows import dot
 from rollout.model import spellings
 from rollout.weights.messages import Manifest, ParamSlice
 from rollout.weights.pages import shorten
@@ -169,11 +170,13 @@ class LoadedBox(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """So many elements, as far apart along one dimension of a parameter, and in the model."""
+    """So many elements, as far apart in the parameter, and in the model. dim: the parameter's
+    dimension along which they lie; -1: none.
+    """
 
     dim: int
     size: int
-    apart: int
+    stride: int
     step: int
 
 
@@ -181,41 +184,43 @@ def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
     """Yield the copy as boxes of a parameter of shape `whole`; a ValueError where it is none."""
     if 0 in landed.shape:
         return
-    sizes, steps, loops = [1] * len(whole), dict[int, int](), list[_Walk]()
-    for walk in sorted(_walks(landed, whole), key=lambda walk: walk.apart):
+    plain, sizes, steps, loops = row_major(whole), [1] * len(whole), dict[int, int](), list[_Walk]()
+    for walk in sorted(_walks(landed, whole), key=lambda walk: walk.stride):
         size = sizes[walk.dim]
-        if walk.apart == size and walk.step == steps.setdefault(walk.dim, walk.step) * size:
+        follows = walk.dim >= 0 and walk.stride == plain[walk.dim] * size
+        if follows and walk.step == steps.setdefault(walk.dim, walk.step) * size:
             sizes[walk.dim] *= walk.size
         else:
             loops.append(walk)
     if steps.get(len(whole) - 1, 1) != 1 or math.prod(loop.size for loop in loops) > _MOST_BOXES:
         raise _no_slice(landed)
-    plain = row_major(sizes)
-    within = tuple(steps.get(dim, plain[dim]) for dim in range(len(whole)))
+    inner = row_major(sizes)
+    within = tuple(steps.get(dim, inner[dim]) for dim in range(len(whole)))
     for numbers in product(*(range(loop.size) for loop in loops)):
-        start, offset = [int(at) for at in np.unravel_index(landed.first, whole)], 0
-        for number, loop in zip(numbers, loops, strict=True):
-            start[loop.dim] += number * loop.apart
-            offset += number * loop.step
+        first = landed.first + dot(numbers, [loop.stride for loop in loops])
+        start = tuple(int(at) for at in np.unravel_index(first, whole))
         if any(at + size > n for at, size, n in zip(start, sizes, whole, strict=True)):
             raise _no_slice(landed)
-        yield LoadedBox(tuple(start), tuple(sizes), offset, within)
+        offset = dot(numbers, [loop.step for loop in loops])
+        yield LoadedBox(start, tuple(sizes), offset, within)
 
 
 def _walks(landed: Landed, whole: Ints) -> Iterator[_Walk]:
     """Yield a copy's dimensions; one that runs over several of the parameter's is cut at each."""
     for count, stride, step in zip(landed.shape, landed.strides, landed.steps, strict=True):
+        if count != 1 and min(stride, step) < 1:
+            raise _no_slice(landed)
         for dim, along in reversed(list(enumerate(row_major(whole)))):
             apart, rest = divmod(stride, along)
             if count == 1 or apart >= whole[dim]:
                 continue
             here = count if (count - 1) * apart < whole[dim] else whole[dim] // apart
-            if rest or apart < 1 or step < 1 or count % here:
-                raise _no_slice(landed)
-            yield _Walk(dim, here, apart, step)
+            if rest or count % here:
+                break
+            yield _Walk(dim, here, stride, step)
             count, stride, step = count // here, stride * here, step * here
         if count != 1:
-            raise _no_slice(landed)
+            yield _Walk(-1, count, stride, step)
 
 
 def _no_slice(landed: Landed) -> ValueError:
