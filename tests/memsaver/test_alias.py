@@ -17,7 +17,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.memory.page_pool import imports
-from tests.helpers.memory import counted, family_bytes, memory_maps, open_fds
+from tests.helpers.memory import family_bytes, memory_maps, open_fds
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, until
 
@@ -77,43 +77,6 @@ def world(device: str) -> Iterator[World]:
     world.close()
 
 
-def test_both_tags_show_the_same_memory(world: World, device: str) -> None:
-    addresses, held = (world.first.data_ptr(), world.rest.data_ptr()), family_bytes(device)
-    world.saver.drain_events()
-    for value in (100, 101):
-        world.alias()
-        world.check()
-        assert world.seen()[1:] == THEIRS[1:] and family_bytes(device) == counted(held, device, 2)
-        report = world.saver.report()
-        tag = report.tags["weights"]
-        assert (tag.state, tag.aliased_bytes, tag.committed_bytes, tag.live_bytes) == (
-            "active",
-            SIZE,
-            0,
-            4 * MIB,
-        )
-        assert report.committed_bytes == 0 and tag.last_resume_seconds > 0
-        assert world.leases == 1 and world.owner.report().committed_bytes == SIZE
-        assert torch.equal(world.saver.backed_view(world.rest), world.rest)
-        world.first.fill_(value)
-        assert world.params[: MIB + 1].tolist()[-2:] == [value, 1]
-        world.params[0] = 50
-        assert int(world.first[0]) == 50
-        assert (world.first.data_ptr(), world.rest.data_ptr()) == addresses
-        world.saver.pause("weights")
-        world.check()
-        assert world.saver.is_paused("weights") and family_bytes(device) == counted(held, device, 2)
-        assert world.leases == world.saver.report().tags["weights"].aliased_bytes == 0
-        events = [(event.op, event.tag) for event in world.saver.drain_events()]
-        assert events == [("alias", "weights"), ("pause", "weights")]
-    world.owner.pause()
-    assert held - family_bytes(device) == counted(SIZE, device)
-    world.saver.resume("weights")
-    world.rest.fill_(3)
-    tag = world.saver.report().tags["weights"]
-    assert (tag.committed_bytes, tag.aliased_bytes, tag.extents) == (4 * MIB, 0, 1)
-
-
 def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str) -> None:
     """Each with nothing changed, so that the same tag aliases after it."""
     saver, ticket = world.saver, world.owner.share("params")
@@ -165,15 +128,6 @@ def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str
     world.params.fill_(9)
     world.alias()
     assert world.seen() == [9] * 7 and int(active[-1]) == int(little[-1]) == 1
-
-
-def test_tensors_that_died_need_no_pages(world: World) -> None:
-    world.rest = world.first[:1]
-    gc.collect()
-    small = world.owner.empty(2 * MIB, torch.uint8, tag="small").fill_(9)
-    world.saver.alias("weights", world.owner.share("small"))
-    assert int(world.first[-1]) == int(small[0]) == 9
-    world.saver.pause()
 
 
 REFUSED: dict[str, Callable[[MemorySaver], Any]] = {

@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from memsaver import MemorySaver
 from memsaver.errors import BackendError, LockTimeout, MemSaverError
 from memsaver.system import device_lock as module
 from memsaver.system.device_lock import DeviceLock, device_lock
-from tests.helpers.memsaver.savers import MIB, at_once
+from tests.helpers.memsaver.savers import at_once
 from tests.helpers.peers import Peer
 
 
@@ -283,51 +280,3 @@ def test_the_host_has_no_lock(runtime: Path) -> None:
     lock = device_lock("cpu")
     with lock, lock:
         assert not list(runtime.iterdir())
-
-
-class CountedLock:
-    """In the place of the device's lock."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self.depth -= 1
-
-
-WORK: dict[str, Callable[[MemorySaver], Any]] = {
-    "resume": lambda saver: (saver.pause("a", "b"), saver.resume("a", "b")),
-    "resume at least": lambda saver: (saver.pause("a"), saver.resume("a", at_least=MIB)),
-    "resize": lambda saver: [saver.resize("c", nbytes) for nbytes in (2 * MIB, 3 * MIB)],
-    "swap": lambda saver: (saver.pause("b"), saver.swap(pause="a", resume="b")),
-    "keep and trim": lambda saver: (saver.pause("a", release="retain"), saver.trim()),
-    "exchange": lambda saver: saver.exchange("a", "b"),
-}
-
-
-@pytest.mark.parametrize("work", WORK)
-def test_whatever_maps_unmaps_or_makes_memory_holds_the_devices_lock(
-    work: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host has no such lock: this one only counts."""
-    lock, calls = CountedLock(), 0
-    monkeypatch.setattr("memsaver.tag.transaction.device_lock", lambda key: lock)
-    saver = MemorySaver("cpu")
-    tensors = [saver.empty(4 * MIB, torch.uint8, tag=tag, elastic=tag == "c") for tag in "abc"]
-
-    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            assert lock.depth, f"{name} without the lock"
-            return call(*args)
-
-        return held
-
-    with monkeypatch.context() as patch:
-        for name in ("map", "unmap", "create"):
-            patch.setattr(saver.backend, name, watched(name, getattr(saver.backend, name)))
-        WORK[work](saver)
-    assert calls and not lock.depth and len(tensors) == 3

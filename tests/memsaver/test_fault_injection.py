@@ -129,6 +129,10 @@ def pause_retain(world: World) -> None:
     world.saver.pause(release="retain")
 
 
+def prefetch(world: World) -> None:
+    world.saver.begin_resume(order=[world.kept]).wait()
+
+
 def keep_one(world: World) -> None:
     world.saver.pause("loose", release="retain")
 
@@ -156,6 +160,15 @@ OPERATIONS: dict[str, tuple[Callable[[World], None], Callable[[World], Any]]] = 
     "pause, kept": (nothing, pause_retain),
     "resume": (lambda world: world.saver.pause(), lambda world: world.saver.resume()),
     "resume from the pool": (pause_retain, lambda world: world.saver.resume()),
+    "begin_resume": (lambda world: world.saver.pause(), prefetch),
+    "swap": (
+        lambda world: world.saver.pause("kept"),
+        lambda world: world.saver.swap(pause="loose", resume="kept", content="host"),
+    ),
+    "swap for more": (
+        lambda world: world.saver.pause("loose"),
+        lambda world: world.saver.swap(pause="kept", resume="loose"),
+    ),
     "exchange": (two_tags, lambda world: world.saver.exchange("one", "two")),
     "alias": (can_alias, alias),
     "alias, at the receiver": (can_alias, alias),

@@ -51,33 +51,6 @@ def test_shrink_and_grow_keep_what_stays(device: str) -> None:
     assert tensor.data_ptr() == address
 
 
-def test_a_resized_tag_pauses_and_resumes_with_its_size(device: str) -> None:
-    saver = MemorySaver(device)
-    tensor = saver.empty(
-        (ROWS, 2 * MIB), torch.uint8, tag="kv", content="host", elastic=True
-    ).fill_(1)
-    number_rows(tensor)
-    backed = saver.resize("kv", 16 * MIB)
-    rows = backed // (2 * MIB)
-    saver.pause()
-    assert saver.report().backup_bytes == backed
-    assert len(saver.backed_view(tensor)) == 0
-    saver.resume()
-    assert saver.report().tags["kv"].committed_bytes == backed
-    assert [int(row[0]) for row in saver.backed_view(tensor)] == list(range(1, rows + 1))
-    assert saver.resize("kv", tensor.nbytes) >= tensor.nbytes
-    assert [int(row[0]) for row in tensor[:rows]] == list(range(1, rows + 1))
-
-
-def test_pieces_also_after_a_pause_to_the_driver(device: str) -> None:
-    saver, tensor = make(device)
-    saver.pause("kv", content="host")
-    saver.resume("kv")
-    assert saver.report().tags["kv"].extents > 1
-    assert saver.resize("kv", 16 * MIB) < tensor.nbytes
-    assert bool((saver.backed_view(tensor) == 1).all())
-
-
 def test_no_room_for_pieces(device: str) -> None:
     saver = MemorySaver(device, limit_bytes=16 * MIB)
     with pytest.raises(
@@ -112,35 +85,6 @@ def test_take_what_fits_now(device: str) -> None:
     saver.trim()
     assert saver.resize("kv", tensor.nbytes) == tensor.nbytes
     assert [int(row[0]) for row in view] == list(range(1, 15))
-
-
-def test_the_next_resume_brings_all_of_it(device: str) -> None:
-    saver, tensor = make(device, limit=64 * MIB)
-    saver.pause("kv")
-    other = saver.empty(36 * MIB, torch.uint8, tag="other")
-    saver.resume("kv", at_least=1)
-    saver.pause()
-    del other
-    saver.resume("kv")
-    rows = len(saver.backed_view(tensor))
-    assert rows == ROWS
-
-
-def test_new_tensors_fill_the_hole(device: str) -> None:
-    """A free block where a resize took the memory away is backed again before it is handed out."""
-    saver = MemorySaver(device)
-    first = saver.empty(4 * MIB, torch.uint8, tag="t").fill_(1)
-    second = saver.empty(4 * MIB, torch.uint8, tag="t")
-    third = saver.empty(4 * MIB, torch.uint8, tag="t")
-    del second
-    gc.collect()
-    saver.resize("t", 4 * MIB)
-    again = saver.empty(4 * MIB, torch.uint8, tag="t").fill_(5)
-    assert again.data_ptr() == first.data_ptr() + 4 * MIB and int(first[-1]) == 1
-    saver.resize("t", 12 * MIB)
-    third.fill_(7)
-    assert int(again[-1]) == 5
-    saver.check_integrity()
 
 
 def test_what_peers_imported_of_the_rest_is_revoked(device: str) -> None:

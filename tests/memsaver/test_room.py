@@ -145,7 +145,7 @@ def test_integrity_is_not_doubted_where_a_region_grows_while_it_is_looked_at(
 
 
 class WatchedLock:
-    """Stands in for the device lock: notes driver calls that map or unmap outside of it."""
+    """Stands in for the device lock: notes calls that map, unmap or make memory outside of it."""
 
     def __init__(self) -> None:
         self.saver: MemorySaver | None = None
@@ -153,7 +153,7 @@ class WatchedLock:
 
     def calls(self) -> int:
         found = driver_calls(self.saver) if self.saver is not None else {}
-        return sum(found[name].calls for name in ("map", "unmap") if name in found)
+        return sum(found[name].calls for name in ("map", "unmap", "create") if name in found)
 
     def look(self) -> None:
         if not self.depth:
@@ -175,6 +175,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MemorySaver, Wat
     monkeypatch.setattr("memsaver.tag.transaction.device_lock", lambda key: lock)
     saver = MemorySaver()
     tensors = [saver.empty(MIB, torch.uint8, tag=tag, content="host") for tag in ("a", "b")]
+    tensors.append(saver.empty(4 * MIB, torch.uint8, tag="c", elastic=True))
     lock.saver, lock.seen = saver, 0
     lock.look()
     lock.outside = 0
@@ -182,24 +183,35 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MemorySaver, Wat
     del tensors
 
 
-@pytest.mark.parametrize("operation", ["pause", "resume", "begin_resume", "exchange", "swap"])
-def test_what_fails_is_undone_under_the_device_lock(
+LOCKED: dict[str, tuple[Callable[[MemorySaver], Any], Callable[[MemorySaver], Any]]] = {
+    "pause": (bool, lambda saver: saver.pause()),
+    "retain": (bool, lambda saver: (saver.pause("a", release="retain"), saver.trim())),
+    "resume": (MemorySaver.pause, lambda saver: saver.resume()),
+    "begin_resume": (MemorySaver.pause, lambda saver: saver.begin_resume().wait()),
+    "at_least": (
+        lambda saver: saver.pause("a", content="discard"),
+        lambda saver: saver.resume("a", at_least=MIB // 2),
+    ),
+    "exchange": (bool, lambda saver: saver.exchange("a", "b")),
+    "swap": (
+        lambda saver: saver.pause("b"),
+        lambda saver: saver.swap(pause="a", resume="b"),
+    ),
+    "resize": (bool, lambda saver: [saver.resize("c", nbytes) for nbytes in (2 * MIB, 3 * MIB)]),
+}
+
+
+@pytest.mark.parametrize("operation", LOCKED)
+def test_memory_is_mapped_unmapped_and_made_under_the_device_lock_whatever_fails(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prepare, act = LOCKED[operation]
     with _watched(monkeypatch) as (saver, lock):
         for call in range(1, 40):
-            if operation in ("resume", "begin_resume"):
-                saver.pause()
-            if operation == "swap":
-                saver.pause("b")
-            acts = {
-                "begin_resume": lambda: saver.begin_resume().wait(),
-                "exchange": lambda: saver.exchange("a", "b"),
-                "swap": lambda: saver.swap(pause="a", resume="b"),
-            }
+            prepare(saver)
             saver.backend.inject_fault(call, ERROR["cpu"])
             with contextlib.suppress(memsaver.MemSaverError):
-                acts.get(operation, getattr(saver, operation, None))()  # type: ignore[misc]
+                act(saver)
             fired = saver.backend.inject_fault(0, 0) >= call
             saver.resume()
             if not fired:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.ops.layout import round_up
 from memsaver.tag.events import Recorder
 from memsaver.tag.tags import Tags
 from tests.helpers.memory import counted, family_bytes, process_bytes, scribble
@@ -342,11 +341,3 @@ def test_failures_are_counted_and_logged_and_their_bytes_are_not(
     assert [text.split()[0] for text in driver[:3]] == ["reserve", "create", "map"]
     assert any(text.startswith("create 4.0 MiB") and "us: failed with" in text for text in driver)
     del tensor
-
-
-@pytest.mark.parametrize("unit", [1, 3, 64, 4096, 2 << 20])
-def test_the_least_multiple_that_is_not_below(unit: int) -> None:
-    # the last: beyond what a float holds
-    for nbytes in {0, 1, unit - 1, unit, unit + 1, 5 * unit - 1, (1 << 62) + 1}:
-        got = round_up(nbytes, unit)
-        assert type(got) is int and got % unit == 0 and nbytes <= got < nbytes + unit

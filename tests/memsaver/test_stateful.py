@@ -24,16 +24,16 @@ import memsaver
 from memsaver.tag import transaction as switch
 from tests.helpers.effort import rounds
 from tests.helpers.memory import process_bytes
-from tests.helpers.memsaver.savers import until
+from tests.helpers.memsaver.savers import driver_calls, until
 
-TAGS = {"weights": "host", "kv_cache": "discard", "optim": "host"}
+TAGS = {"weights": "host", "kv_cache": "discard", "optim": "disk"}
 tags = st.sampled_from(sorted(TAGS))
 sizes = st.integers(1, 90_000)
 
 
 class SaverMachine(RuleBasedStateMachine):
-    """The model: per tag whether it is paused or aliases its pages, and per tensor its value (None:
-    undefined).
+    """The model: per tag whether it is paused or aliases its pages, and per tensor its value and
+    how many bytes from its start have the value (the others are undefined).
     """
 
     tensors = Bundle("tensors")
@@ -53,13 +53,15 @@ class SaverMachine(RuleBasedStateMachine):
         ).fill_(77)
         self.paused: dict[str, bool] = {}
         self.aliased: set[str] = set()
-        self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back
+        self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back, at most
+        self.watch = memsaver.ContentWatch(self.saver)
+        self.discarded: set[str] = set()  # tags whose content this step discards
         self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 60.0  # never needed
         self.kept = memsaver.LeaseCache()
         self.alive: dict[int, dict] = {}
         self.counter = 0
         for tag in sorted(TAGS) if begun else ():
-            self.allocate(tag, 5000, False)
+            self.allocate(tag, 5000, "empty")
 
     def teardown(self) -> None:
         if hasattr(self, "saver"):
@@ -79,20 +81,37 @@ class SaverMachine(RuleBasedStateMachine):
             torch.cuda.empty_cache()
         return process_bytes(self.device)
 
-    def _held(self, tag: str) -> int:
-        return sum(item["tensor"].nbytes for item in self.alive.values() if item["tag"] == tag)
+    def _on(self, tag: str) -> list[dict]:
+        return [item for item in self.alive.values() if item["tag"] == tag]
 
-    @rule(target=tensors, tag=tags, size=sizes, region=st.booleans())
-    def allocate(self, tag: str, size: int, region: bool) -> int:
+    def _write(self, item: dict, value: int) -> None:
+        view = self.saver.backed_view(item["tensor"]).fill_(value)
+        item |= {"value": value, "size": len(view)}
+
+    def _shown(self, item: dict) -> bool:
+        """Return whether the tensor, which is active, shows what was written."""
+        view = self.saver.backed_view(item["tensor"])[: item["size"]]
+        return len(view) == item["size"] and bool((view == item["value"]).all())
+
+    def _lose(self, tag: str) -> None:
+        """The content of the tag is undefined from here on."""
+        self.discarded.add(tag)
+        for item in self._on(tag):
+            item["size"] = 0
+
+    @rule(target=tensors, tag=tags, size=sizes, how=st.sampled_from(["empty", "elastic", "region"]))
+    def allocate(self, tag: str, size: int, how: str) -> int:
         self.counter += 1
         nbytes = size * self.scale
-        committed = self.saver.report().committed_bytes
+        committed, known = self.saver.report().committed_bytes, tag in self.saver.tags
+        missing = self.saver.unbacked_bytes(tag) if known and not self.paused[tag] else 0
         try:
-            if region and self.regions:
+            if how == "region" and self.regions:
                 with self.saver.region(tag, content=TAGS[tag]):
                     tensor = torch.empty(nbytes, dtype=torch.uint8)
             else:
-                tensor = self.saver.empty(nbytes, torch.uint8, tag=tag, content=TAGS[tag])
+                place = {"tag": tag, "content": TAGS[tag], "elastic": how == "elastic"}
+                tensor = self.saver.empty(nbytes, torch.uint8, **place)
         except memsaver.StateError:
             assert self.paused[tag]
             return -1
@@ -100,20 +119,17 @@ class SaverMachine(RuleBasedStateMachine):
             assert tag in self.aliased
             return -1
         except memsaver.OutOfMemory as error:
-            report, most = self.saver.report(), self.limit - nbytes - self.page
+            report, most = self.saver.report(), self.limit - nbytes - missing - 2 * self.page
             assert committed - report.pool_bytes > most or report.committed_bytes > most
             assert error.missing_bytes > 0 and report.committed_bytes <= committed
-            self.paused.setdefault(tag, False)
+            if tag in self.saver.tags:
+                self.paused.setdefault(tag, False)
             return -1
         assert not self.paused.setdefault(tag, False)
-        value = self.counter % 251
-        tensor.fill_(value)
-        self.alive[self.counter] = {
-            "tag": tag,
-            "tensor": tensor,
-            "address": tensor.data_ptr(),
-            "value": value,
-        }
+        item = {"tag": tag, "tensor": tensor, "address": tensor.data_ptr()}
+        self._write(item, self.counter % 251)
+        assert item["size"] == nbytes
+        self.alive[self.counter] = item
         return self.counter
 
     @rule(key=consumes(tensors))
@@ -122,7 +138,7 @@ class SaverMachine(RuleBasedStateMachine):
 
     @rule(
         tag=tags,
-        content=st.sampled_from([None, "host", "discard"]),
+        content=st.sampled_from([None, "host", "disk", "discard"]),
         release=st.sampled_from(["driver", "retain", "hand_over"]),
     )
     def pause(self, tag: str, content: str | None, release: str) -> None:
@@ -137,19 +153,42 @@ class SaverMachine(RuleBasedStateMachine):
             assert "would pass the limit" in str(error)
             return
         except ValueError:
-            assert tag in self.aliased and (content or TAGS[tag]) == "host"
+            assert tag in self.aliased and (content or TAGS[tag]) != "discard"
             return
         if tag in self.aliased:
             self.aliased.remove(tag)
-        elif not self.paused[tag] and (content or TAGS[tag]) == "discard":
-            for item in self.alive.values():
-                if item["tag"] == tag:
-                    item["value"] = None
-        if not self.paused[tag] and committed:
-            self.asleep[tag] = committed
+            self.discarded.add(tag)
+        elif not self.paused[tag]:
+            self._goes(tag, content, committed)
         self.paused[tag] = True
         after = self.saver.report().committed_bytes + self.peer.report().committed_bytes
         assert after == total or (release == "driver" and after < total)
+
+    def _goes(self, tag: str, content: str | None, committed: int) -> None:
+        """An active tag of so many bytes is paused."""
+        self.asleep[tag] = committed
+        if (content or TAGS[tag]) == "discard":
+            self._lose(tag)
+
+    @rule(out=tags, into=tags, content=st.sampled_from([None, "host", "discard"]))
+    def swap(self, out: str, into: str, content: str | None) -> None:
+        if not {out, into} <= self.paused.keys():
+            return
+        committed = self.saver.report().tags[out].committed_bytes
+        try:
+            self.saver.swap(pause=out, resume=into, content=content)
+        except memsaver.StateError:
+            assert self.paused[out] or not self.paused[into]
+        except memsaver.LeaseError:
+            assert out in self.aliased
+        except ValueError:
+            assert (content or TAGS[out]) == "disk"
+        except memsaver.OutOfMemory:
+            assert self.asleep[into] > 0
+        else:
+            assert self.paused[into] and not self.paused[out]
+            self._goes(out, content, committed)
+            self.paused |= {out: True, into: False}
 
     @precondition(lambda self: getattr(self, "paused", None))
     @rule(number=st.integers(0, 2), ready=st.booleans(), back=st.booleans())
@@ -172,6 +211,7 @@ class SaverMachine(RuleBasedStateMachine):
             assert self.paused[tag]
             self.paused[tag] = False
             self.aliased.add(tag)
+            self.discarded.add(tag)
         if back and tag in self.aliased:
             self.agrees()
             self.pause(tag, "discard", "driver")
@@ -187,16 +227,19 @@ class SaverMachine(RuleBasedStateMachine):
             for tag in (one, other):
                 self.saver.resize(tag, size)
             before = [self._bytes(tag, size) for tag in (one, other)]
+            calls = driver_calls(self.saver)
             self.saver.exchange(one, other)
         except memsaver.OutOfMemory:
             return
         except memsaver.LeaseError:
             assert {one, other} & self.aliased
             return
+        made = {name for name, stats in driver_calls(self.saver).items() if stats != calls[name]}
+        assert made <= {"map", "unmap", "set_access", "synchronize"}, "copied, cleared or taken"
         assert all(map(torch.equal, before, [self._bytes(tag, size) for tag in (other, one)]))
-        for item in self.alive.values():
-            if item["tag"] in (one, other) and item["value"] is not None:
-                item["tensor"].fill_(item["value"])
+        for item in self._on(one) + self._on(other):
+            self._write(item, item["value"])
+        self.discarded |= {one, other}
 
     def _bytes(self, tag: str, size: int) -> torch.Tensor:
         with memsaver.attach(self.saver.share(tag)) as lease:
@@ -231,27 +274,69 @@ class SaverMachine(RuleBasedStateMachine):
             and not after.pool_bytes
         )
 
-    @rule()
-    def resume_all(self) -> None:
+    @rule(tag=tags, size=st.integers(0, 150_000))
+    def resize(self, tag: str, size: int) -> None:
+        if tag not in self.paused:
+            return
+        nbytes, missing = size * self.scale, self.saver.unbacked_bytes(tag)
         try:
-            self.saver.resume()
-            self.paused = dict.fromkeys(self.paused, False)
+            backed = self.saver.resize(tag, nbytes)
+        except memsaver.StateError:
+            assert self.paused[tag]
+        except memsaver.LeaseError:
+            assert tag in self.aliased
         except memsaver.OutOfMemory as error:
-            assert (
-                error.requested_bytes + self.saver.report().committed_bytes - self.limit
-                == error.missing_bytes
-                > 0
-            )
+            assert error.missing_bytes > 0
+        else:
+            assert not self.paused[tag] and tag not in self.aliased and backed >= nbytes
+            assert self.saver.report().tags[tag].committed_bytes == backed
+            if self.saver.unbacked_bytes(tag) > missing:
+                self.discarded.add(tag)
+            for item in self._on(tag):
+                item["size"] = min(item["size"], len(self.saver.backed_view(item["tensor"])))
 
-    @rule(tag=tags)
-    def resume(self, tag: str) -> None:
+    @rule(tag=st.one_of(st.none(), tags), prefetched=st.booleans())
+    def resume(self, tag: str | None, prefetched: bool) -> None:
+        """tag: None: all."""
+        chosen = [tag] if tag else list(self.paused)
+        if not chosen or tag not in (None, *self.paused):
+            return
+        try:
+            if prefetched:
+                self._prefetch(chosen)
+            else:
+                self.saver.resume(*([tag] if tag else ()))
+            self.paused |= dict.fromkeys(chosen, False)
+        except memsaver.OutOfMemory as error:
+            report = self.saver.report()
+            assert any(self.paused[tag] for tag in chosen)
+            held = report.committed_bytes - report.pool_bytes
+            assert error.requested_bytes + held - self.limit == error.missing_bytes > 0
+
+    def _prefetch(self, chosen: list[str]) -> None:
+        """The last tensor first, each looked at when it is there."""
+        asleep = [tag for tag in chosen if self.paused[tag]]
+        items = [item for item in reversed(self.alive.values()) if item["tag"] in asleep]
+        prefetch = self.saver.begin_resume(*chosen, order=[item["tensor"] for item in items])
+        for item in items:
+            prefetch.wait([self.saver.backed_view(item["tensor"])])
+            assert self._shown(item)
+        prefetch.wait()
+
+    @rule(tag=tags, version=st.integers(1, 2), save=st.booleans())
+    def name(self, tag: str, version: int, save: bool) -> None:
+        """Whether the owner is right or not: who believes it without a look loses content."""
         if tag not in self.paused:
             return
         try:
-            self.saver.resume(tag)
-            self.paused[tag] = False
-        except memsaver.OutOfMemory:
+            if not save:
+                self.saver.mark_clean(tag, version)
+            elif copied := self.saver.save(tag, version):
+                copied.synchronize()
+        except memsaver.StateError:
             assert self.paused[tag]
+        except memsaver.LeaseError:
+            assert tag in self.aliased
 
     @rule(tag=tags, value=st.integers(0, 250), anew=st.booleans())
     def use(self, tag: str, value: int, anew: bool) -> None:
@@ -266,12 +351,13 @@ class SaverMachine(RuleBasedStateMachine):
         committed = self.saver.report().tags[tag].committed_bytes
         try:
             with self.kept.use(self.saver.share(tag, writable=True), at_least=committed) as lease:
-                for item in (item for item in self.alive.values() if item["tag"] == tag):
-                    offset = self.saver.offset_of(item["tensor"])
-                    seen = lease.tensor((len(item["tensor"]),), torch.uint8, offset)
-                    assert item["value"] is None or bool((seen == item["value"]).all())
-                    item["value"] = value
-                    seen.fill_(value)
+                for item in self._on(tag):
+                    if nbytes := len(self.saver.backed_view(item["tensor"])):
+                        offset = self.saver.offset_of(item["tensor"])
+                        seen = lease.tensor((nbytes,), torch.uint8, offset)
+                        assert bool((seen[: item["size"]] == item["value"]).all())
+                        item |= {"value": value, "size": nbytes}
+                        seen.fill_(value)
         except memsaver.LeaseError:
             assert self.paused[tag] or tag in self.aliased
 
@@ -279,8 +365,7 @@ class SaverMachine(RuleBasedStateMachine):
     def rewrite(self, key: int) -> None:
         item = self.alive.get(key)
         if item and not self.paused[item["tag"]] and item["tag"] not in self.aliased:
-            item["value"] = (item["value"] or 0) * 7 % 251
-            item["tensor"].fill_(item["value"])
+            self._write(item, item["value"] * 7 % 251)
 
     @invariant()
     def agrees(self) -> None:
@@ -291,24 +376,23 @@ class SaverMachine(RuleBasedStateMachine):
         self.peer.check_integrity()
         held = sum(tag.committed_bytes for tag in report.tags.values()) + report.pool_bytes
         assert report.committed_bytes == held <= self.limit
+        assert {*self.watch.lost(*self.paused)} == self.discarded
+        self.watch.note(*self.paused)
+        self.discarded.clear()
         for tag, paused in self.paused.items():
             assert (report.tags[tag].state == "paused") == paused == (self.saver.is_paused(tag))
-            assert report.tags[tag].live_bytes == self._held(tag)
+            held = sum(item["tensor"].nbytes for item in self._on(tag))
+            assert report.tags[tag].live_bytes == held
             assert bool(report.tags[tag].aliased_bytes) == (tag in self.aliased)
             assert report.tags[tag].leases <= (not paused and tag not in self.aliased), (
                 "at most the one that is kept"
             )
         for item in self.alive.values():
-            discards = self.saver.discards(item["tag"])
-            if item["value"] is None or item["tag"] in self.aliased:
-                assert discards > item["discards"]
-            else:
-                item["discards"] = discards
             assert item["tensor"].data_ptr() == item["address"]
             if item["tag"] in self.aliased:
-                assert bool((item["tensor"] == 77).all())
-            elif not self.paused[item["tag"]] and item["value"] is not None:
-                assert bool((item["tensor"] == item["value"]).all())
+                assert bool((self.saver.backed_view(item["tensor"]) == 77).all())
+            elif not self.paused[item["tag"]]:
+                assert self._shown(item)
 
 
 class CudaMachine(SaverMachine):
@@ -320,5 +404,5 @@ class CudaMachine(SaverMachine):
 TestSaver = pytest.mark.soak(SaverMachine.TestCase)
 TestSaverOnGpu = pytest.mark.gpu(pytest.mark.alone(pytest.mark.soak(CudaMachine.TestCase)))
 TestSaver.settings = TestSaverOnGpu.settings = settings(
-    max_examples=rounds(15, 400), stateful_step_count=25
+    max_examples=rounds(60, 400), stateful_step_count=25
 )

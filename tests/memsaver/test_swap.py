@@ -13,7 +13,7 @@ import memsaver
 from memsaver.memory import page_pool as page_pool_module
 from memsaver.tag import refill as swap_module
 from tests.helpers.memory import counted, process_bytes
-from tests.helpers.memsaver.savers import MIB, driver_calls, every_call
+from tests.helpers.memsaver.savers import MIB, driver_calls
 
 pytestmark = pytest.mark.alone
 
@@ -72,28 +72,6 @@ class World:
             self.check(out)
 
 
-SHAPES = {
-    "alike": ((4, 4, 4), (4, 4, 4)),
-    "the second is larger": ((2, 2), (4, 6, 2)),
-    "the first is larger": ((8, 8, 8), (2,)),
-    "one piece each": ((6,), (6,)),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_to_and_fro(shape: str, device: str) -> None:
-    world = World(device, *SHAPES[shape])
-    addresses = world.addresses
-    for _ in range(3):
-        world.to_and_fro()
-    assert world.addresses == addresses
-    world.saver.resume()
-    world.check()
-    world.saver.pause()
-    world.saver.trim()
-    assert world.saver.report().committed_bytes == 0
-
-
 def test_little_memory_beside_the_first_tag(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (swap_module, page_pool_module):
         monkeypatch.setattr(module, "LARGEST", 2 * MIB)
@@ -129,23 +107,6 @@ def test_what_is_refused_changes_nothing(device: str) -> None:
     world.check("b")
     assert process_bytes(device) == counted(before, device, 2)
     del keep
-
-
-def test_every_driver_call_fails_once(device: str) -> None:
-    raised = 0
-    for fault in every_call(device):
-        world = World(device, (2, 4), (4, 4))
-        try:
-            with fault.at(world.saver.backend):
-                world.saver.swap(pause="a", resume="b")
-            world.check("a")
-            world.saver.swap(pause="b", resume="a")
-        except (memsaver.MemSaverError, MemoryError):
-            raised += 1
-            world.check("b")
-        world.to_and_fro()
-        world.saver.close()
-    assert raised >= 5
 
 
 def test_what_is_clean_or_discarded_is_not_copied(device: str) -> None:

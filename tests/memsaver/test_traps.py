@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
@@ -21,7 +20,6 @@ import torch
 
 import memsaver
 from memsaver import MemorySaver
-from memsaver.memory import torch_allocator
 from memsaver.system.threads import workers
 from tests.helpers.effort import rounds
 from tests.helpers.memory import memory_maps, open_fds
@@ -243,24 +241,6 @@ def test_memory_that_a_stream_still_writes_goes_to_no_other(dies: str) -> None:
     assert bool((second == 2).all())
     del second
     saver.close()
-
-
-def test_workspaces_that_graphs_of_others_hold_are_never_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM's graphs are captured with cuBLAS's workspace of outside the graph's pool: freed, they
-    write to memory that is not there.
-    """
-    cleared: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    clear = partial(cleared.append, "all")
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    monkeypatch.setattr(torch_allocator, "_workspaces_in_graphs", False)
-    torch_allocator.clear_workspaces()
-    assert cleared == ["all"]
-    torch_allocator.hold_workspaces()
-    torch_allocator.clear_workspaces()
-    assert cleared == ["all"]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import StateError
 from memsaver.memory.torch_allocator import GRAPH_REGISTER
-from tests.helpers.memsaver.savers import ROOT, python
+from tests.helpers.memsaver.savers import python
 
 NAMES = ("torch_memory_saver", "vllm.device_allocator.cumem")
 
@@ -143,8 +142,11 @@ if {device!r} != "cpu":
     graph = torch.cuda.CUDAGraph()
     with torch_memory_saver.cuda_graph(graph, tag="graph"):
         c = a * 2
+    other = torch.cuda.CUDAGraph()
+    with CuMemAllocator.get_instance().cudagraph_pool() as pool, torch.cuda.graph(other, pool=pool):
+        f = b * 2
 torch_memory_saver.pause()
-CuMemAllocator.get_instance().sleep("weights")
+CuMemAllocator.get_instance().sleep(("weights", "cudagraph"))
 saver = memsaver.MemorySaver({device!r})
 d, e = (saver.empty(100000, tag=tag, content="host") for tag in ("active", "asleep"))
 saver.pause("asleep")
@@ -212,14 +214,3 @@ def test_unknown_names(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"one or more of 'torch_memory_saver', .* not \["):
         compat.install(*names)
     assert "torch_memory_saver" not in sys.modules
-
-
-def test_every_python_of_an_environment(tmp_path: Path) -> None:
-    """Python runs a sitecustomize.py that it finds on its path: for engines that are started by a
-    command.
-    """
-    (tmp_path / "sitecustomize.py").write_text(
-        "import memsaver.compat\nmemsaver.compat.install('torch_memory_saver')\n"
-    )
-    code = "from torch_memory_saver import torch_memory_saver as t; print(type(t).__module__)"
-    assert python(code, PYTHONPATH=f"{tmp_path}:{ROOT}") == "memsaver.compat.torch_memory_saver"

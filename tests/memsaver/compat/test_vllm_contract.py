@@ -27,7 +27,6 @@ from memsaver.errors import StateError
 from memsaver.memory.torch_allocator import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from memsaver.native import cuda_hook
 from tests.helpers.memory import process_bytes
-from tests.helpers.memsaver.savers import python
 
 Scribble = Callable[[int], None]
 NBYTES = 4 << 20
@@ -351,25 +350,6 @@ def test_tags_get_no_segments_that_torch_registers(name: str, unset: pytest.Monk
         with pytest.raises(StateError, match=f"{name} is set"), place():
             pass
     Savers(lambda: torch.device("cpu")).current().close()
-
-
-def test_a_process_ends_well_while_its_graphs_and_tags_sleep(device: str) -> None:
-    code = f"""
-import memsaver.compat, torch
-memsaver.compat.install("vllm.device_allocator.cumem")
-from vllm.device_allocator.cumem import CuMemAllocator
-allocator = CuMemAllocator.get_instance()
-with allocator.use_memory_pool("weights"):
-    a = torch.ones(100000, device={device!r})
-if {device!r} != "cpu":
-    graph = torch.cuda.CUDAGraph()
-    with allocator.cudagraph_pool() as pool, torch.cuda.graph(graph, pool=pool):
-        b = a * 2
-allocator.sleep(("weights", "cudagraph"))
-print("end")
-"""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    assert python(code, **hidden) == "end"
 
 
 @pytest.mark.gpu
