@@ -36,8 +36,6 @@ class TagReport:
     """Of the file that holds the content while it is paused."""
     extents: int
     leases: int
-    last_pause_seconds: float
-    last_resume_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

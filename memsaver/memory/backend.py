@@ -21,48 +21,17 @@ from memsaver.native import shim
 from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import held
 
-_CPU, _CUDA, _UINT = 1, 2, 1
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype = ctypes.py_object
-_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_keep = ctypes.pythonapi.Py_IncRef
-_keep.restype, _keep.argtypes = None, [ctypes.py_object]
+_CPU, _CUDA = 1, 2
 
 
 def dlpack_tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> torch.Tensor:
-    """uint8 tensor ``[nbytes]`` at an address, said to be on ``device``; it keeps ``keeper``."""
-    shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
+    """Return a uint8 tensor ``[nbytes]`` at an address, said to be on ``device``; it keeps
+    ``keeper``.
+    """
     kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
-    managed = _Managed(_Tensor(address, kind, index, 1, _UINT, 8, 1, shape, strides, 0), None, None)
-    kept = managed, shape, strides, keeper
-    managed.context = id(kept)
-    managed.deleter = ctypes.cast(shim.library().ms_dlpack_delete, ctypes.c_void_p)
-    with held():  # from here on the tensor's, which lets go of it
-        _keep(kept)
-        return torch.utils.dlpack.from_dlpack(
-            _capsule(ctypes.addressof(managed), b"dltensor", None)
-        )
+    with held():  # from here on the keeper is the tensor's, which lets go of it
+        capsule = shim.dlpack()(address, nbytes, kind, index, keeper)
+        return torch.utils.dlpack.from_dlpack(capsule)
 
 
 class _Owner:
@@ -153,8 +122,8 @@ class Backend(ABC):
         """Bytes of tensors that have died, and that torch does not use again yet."""
         return 0
 
-    @abstractmethod
-    def free_put_off(self) -> None: ...
+    def free_put_off(self) -> None:
+        """Have torch use such tensors' memory again as far as their work is done."""
 
     def round_up(self, nbytes: int) -> int:
         """Rounds up to whole pages."""
@@ -162,10 +131,10 @@ class Backend(ABC):
 
     def create(self, nbytes: int) -> shim.Extent:
         """A new extent; the page pool makes room where it must. Raises ``ShortOfMemory``."""
-        made = shim.create(self.phys, nbytes)
-        if isinstance(made, shim.Cause):
-            raise ShortOfMemory(made)
-        return made
+        made, cause = shim.ExtentRecord(), shim.Cause()
+        if shim.library().ms_create(self.phys, nbytes, ctypes.byref(made), ctypes.byref(cause)):
+            raise ShortOfMemory(cause)
+        return shim.to_extent(made)
 
     def release(self, handle: int, nbytes: int) -> None:
         """Give an extent back; ``nbytes`` is 0 for an imported one."""
@@ -213,17 +182,19 @@ class Backend(ABC):
     def reserve(self, nbytes: int) -> int: ...
     @abstractmethod
     def unreserve(self, address: int, nbytes: int) -> None: ...
-    @abstractmethod
-    def bind_thread(self) -> None: ...
+    def bind_thread(self) -> None:
+        """Make a thread of our own ready for calls of this backend."""
+
     def allow_captures(self) -> contextlib.AbstractContextManager[None]:
         """Allow this thread's calls inside while another thread captures a graph."""
         return contextlib.nullcontext()
 
-    @abstractmethod
     def synchronize(self, copies: bool = True) -> None:
         """Wait for the device's work, and for what ``copy_overlapped`` has begun. copies: a
         finalizer does not wait for that: it may run in the thread that copies (`after_copies`).
         """
+        with self._call(shim.Operation.SYNCHRONIZE):
+            pass  # the host's has ended when its calls return
 
     def after_copies(self, call: Callable[[], None]) -> bool:
         """Have ``call`` called, by the last of the threads that copy now; False: none does."""
@@ -233,8 +204,10 @@ class Backend(ABC):
         return bool(running)
 
     @property
-    @abstractmethod
-    def capturing(self) -> bool: ...
+    def capturing(self) -> bool:
+        """Return whether this thread captures a graph, in which it must not wait for the device."""
+        return False
+
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
         """Return a uint8 tensor ``[nbytes]`` over an address, and an object that lives with its
         storage.
@@ -259,8 +232,9 @@ class Backend(ABC):
         called with the slot, where that can be, for one that failed; True: it is tried again.
         """
 
-    @abstractmethod
-    def free_dead_blocks(self, slot: int) -> None: ...
+    def free_dead_blocks(self, slot: int) -> None:
+        """Free what torch keeps of ended regions, whose tensors have died since."""
+
     @property
     @abstractmethod
     def pinned_arena(self) -> PinnedArena: ...
@@ -294,10 +268,12 @@ class Backend(ABC):
         it is done.
         """
 
-    @abstractmethod
-    def reclaim(self) -> None: ...
-    @abstractmethod
-    def other_holders(self) -> dict[str, int]: ...
+    def reclaim(self) -> None:
+        """Give torch's cached blocks back to the device."""
+
+    def other_holders(self) -> dict[str, int]:
+        """Return who else holds memory of the device, in bytes by name."""
+        return {}
 
     def inject_fault(self, after: int, error: int) -> int:
         """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's

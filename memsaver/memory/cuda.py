@@ -199,7 +199,6 @@ class CudaBackend(Backend):
 
     @property
     def capturing(self) -> bool:
-        """Is this thread capturing a graph, which waiting for the device would end in an error?"""
         return torch.cuda.is_current_stream_capturing()
 
     def allocate_from(
@@ -211,7 +210,6 @@ class CudaBackend(Backend):
         return cuda_hook.allocate_from(slot, self.device)
 
     def free_dead_blocks(self, slot: int) -> None:
-        """Frees what torch keeps of ended regions, whose tensors have died since."""
         cuda_hook.free_dead_blocks(slot, self.device)
 
     @property
@@ -309,7 +307,6 @@ class CudaBackend(Backend):
             cuda_hook.free_put_off(self.device)
 
     def reclaim(self) -> None:
-        """Give torch's cached blocks back to the driver."""
         with cuda_hook.outside_regions():
             cuda_hook.empty_cache(self.device)
 

@@ -129,27 +129,11 @@ class HostBackend(Backend):
                     f"giving addresses back failed: {self.error_name(ctypes.get_errno())}"
                 )
 
-    def bind_thread(self) -> None:
-        """Nothing to bind: host calls need no context."""
-
-    def synchronize(self, copies: bool = True) -> None:
-        """Nothing to wait for: CPU operations have ended when they return."""
-        with self._call(Operation.SYNCHRONIZE):
-            pass
-
-    @property
-    def capturing(self) -> bool:
-        """There are no graphs."""
-        return False
-
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]
     ) -> contextlib.AbstractContextManager[None]:
         _rooms[slot] = weakref.WeakMethod(make_room)
         return _allocate_from(slot)
-
-    def free_dead_blocks(self, slot: int) -> None:
-        """None are kept: torch frees what is dead at once."""
 
     @property
     def pinned_arena(self) -> PinnedArena:
@@ -191,15 +175,6 @@ class HostBackend(Backend):
     @property
     def device_free_bytes(self) -> int:
         return available_memory()
-
-    def free_put_off(self) -> None:
-        """Nothing is put off: there are no streams."""
-
-    def reclaim(self) -> None:
-        """Nothing cached outside the tags."""
-
-    def other_holders(self) -> dict[str, int]:
-        return {}
 
     def error_name(self, code: int) -> str:
         hint = ""

@@ -5,6 +5,7 @@ of the saver. Handles of other savers' extents: each imported once, until its ow
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import weakref
@@ -167,14 +168,17 @@ class PagePool:
 
     @property
     def extents(self) -> list[shim.Extent]:
-        return shim.pool(self._backend.phys)
+        found = shim.read(shim.library().ms_pool_get, self._backend.phys, shim.ExtentRecord)
+        return [shim.to_extent(item) for item in found]
 
     @property
     def held_bytes(self) -> int:
         return sum(extent.nbytes for extent in self.extents)
 
     def retain(self, extents: Sequence[shim.Extent]) -> None:
-        shim.pool_put(self._backend.phys, extents)
+        array = shim.to_array(extents)
+        if shim.library().ms_pool_put(self._backend.phys, array, len(array)):
+            raise MemoryError("no host memory for the page pool's table")
 
     def are_many(self, extents: Sequence[shim.Extent]) -> bool:
         """Tells whether mapping them costs more than it must, as after growth tensor by tensor."""
@@ -207,7 +211,8 @@ class PagePool:
 
     def mark_shared(self, ids: Sequence[int], shared: bool) -> None:
         """Note whether peers have imported these extents, wherever in this saver they are."""
-        shim.mark_shared(self._backend.phys, ids, shared)
+        array = (ctypes.c_uint64 * len(ids))(*ids)
+        shim.library().ms_mark_shared(self._backend.phys, array, len(ids), int(shared))
 
     def check_room(self, nbytes: int) -> None:
         """Raises ``LeaseError`` if a peer's extents of so many bytes would pass the limit."""
@@ -229,7 +234,7 @@ class PagePool:
         backend, nbytes = self._backend, sum(nbytes for _, nbytes in extents)
         backend.bind_thread()
         with contextlib.ExitStack() as undo:
-            if shim.charge(backend.phys, nbytes) is not None:
+            if shim.library().ms_charge(backend.phys, nbytes, ctypes.byref(shim.Cause())):
                 self.check_room(nbytes)
             undo.callback(shim.discharge, backend.phys, nbytes)
             handles: dict[int, int] = {}
@@ -248,8 +253,12 @@ class PagePool:
             undo.pop_all()
 
     def take(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Kept extents of at most ``nbytes`` together; kept again when ``undo`` unwinds."""
-        taken = shim.pool_take(self._backend.phys, nbytes)
+        """Take kept extents, large ones first, of at most ``nbytes`` together; kept again when
+        ``undo`` unwinds.
+        """
+        array = shim.to_array(self.extents)
+        count = shim.library().ms_pool_take(self._backend.phys, nbytes, array, len(array))
+        taken = [shim.to_extent(item) for item in array[:count]]
         undo.callback(self.retain, taken)
         return taken
 
@@ -292,4 +301,5 @@ class PagePool:
 
     def drop(self, nbytes: int) -> int:
         """Give at least ``nbytes``, if there are, that no peer has imported, back to the driver."""
-        return shim.pool_drop(self._backend.phys, nbytes)
+        dropped: int = shim.library().ms_pool_drop(self._backend.phys, nbytes)
+        return dropped

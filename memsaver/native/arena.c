@@ -413,9 +413,12 @@ typedef struct PyObject PyObject;
 int Py_IsInitialized(void);
 int PyGILState_Ensure(void);
 void PyGILState_Release(int state);
+void Py_IncRef(PyObject *object);
 void Py_DecRef(PyObject *object);
+PyObject *PyErr_NoMemory(void);
+PyObject *PyCapsule_New(void *pointer, const char *name, void (*destructor)(PyObject *));
 
-typedef struct { /* DLManagedTensor of DLPack 0 */
+typedef struct { /* DLManagedTensor of DLPack 0 (dmlc/dlpack, include/dlpack/dlpack.h) */
     struct {
         void *data;
         int32_t device_type, device_id, ndim;
@@ -424,17 +427,36 @@ typedef struct { /* DLManagedTensor of DLPack 0 */
         int64_t *shape, *strides;
         uint64_t byte_offset;
     } tensor;
-    PyObject *context; /* what the tensor keeps alive, this structure with it */
+    PyObject *context; /* what the tensor keeps alive */
     void (*deleter)(void *);
-} ms_dlpack;
+    int64_t nbytes, stride; /* ours: of the one dimension */
+} ms_dlpack_tensor;
 
 /* In C: a deleter written in Python fails where a tensor dies while an exception unwinds. */
-void ms_dlpack_delete(ms_dlpack *managed) {
+static void delete_dlpack(void *managed) {
     if (!Py_IsInitialized())
         return;
     int state = PyGILState_Ensure();
-    Py_DecRef(managed->context);
+    Py_DecRef(((ms_dlpack_tensor *)managed)->context);
     PyGILState_Release(state);
+    free(managed);
+}
+
+/* A capsule for torch: uint8 [nbytes] at an address, whose tensor keeps `keeper`. Python's lock is held. */
+PyObject *ms_dlpack(size_t address, size_t nbytes, int device_type, int device_id, PyObject *keeper) {
+    ms_dlpack_tensor *managed = calloc(1, sizeof *managed);
+    if (!managed)
+        return PyErr_NoMemory();
+    managed->nbytes = (int64_t)nbytes, managed->stride = 1;
+    managed->tensor.data = (void *)address;
+    managed->tensor.device_type = device_type, managed->tensor.device_id = device_id;
+    managed->tensor.ndim = 1;
+    managed->tensor.code = 1, managed->tensor.bits = 8, managed->tensor.lanes = 1; /* kDLUInt */
+    managed->tensor.shape = &managed->nbytes, managed->tensor.strides = &managed->stride;
+    managed->context = keeper;
+    managed->deleter = delete_dlpack;
+    Py_IncRef(keeper);
+    return PyCapsule_New(managed, "dltensor", NULL);
 }
 
 /* The pluggable allocator's calls carry no tag, so one pair of symbols per slot, named by the slot's two hex digits. */

@@ -2,6 +2,7 @@
  *
  * Plain C, so that torch's allocators may call it under their own locks without Python. Python creates the objects and
  * drives pause and resume; torch's callbacks only allocate (and grow) and free. Lock order: arena, then phys.
+ * shim.py reads the prototypes: each on a line of its own.
  */
 #ifndef MEMSAVER_SHIM_H
 #define MEMSAVER_SHIM_H

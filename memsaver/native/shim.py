@@ -1,5 +1,5 @@
-"""ctypes view of ``shim.h``: the one table of physical memory, extents and blocks; compiles the C
-parts, where no wheel brought them: the shim, and the hook into torch's CPU allocator.
+"""View the table of ``shim.h`` by ctypes, as its prototypes say; compile the C parts where no wheel
+brought them: the shim, and the hook into torch's CPU allocator.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import ctypes
 import enum
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from memsaver.errors import CompilerError
 from memsaver.native import shim
@@ -113,13 +114,9 @@ class Cause(ctypes.Structure):
 
     _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int)]
     _fields_ += [("requested", _size), ("missing", _size)]
-    code: int
-    driver: int
-    requested: int
-    missing: int
 
 
-class _Extent(ctypes.Structure):
+class ExtentRecord(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_uint64) for name in ("handle", "id")), ("offset", _size)]
     _fields_ += [("nbytes", _size), ("shared", ctypes.c_int)]
 
@@ -129,19 +126,10 @@ class _Block(ctypes.Structure):
 
 
 class Stats(ctypes.Structure):
-    """An arena at one moment; sizes in bytes."""
+    """An arena at one moment; sizes in bytes. frees: so far."""
 
     _names = ("base", "reserved", "committed", "top", "live", "extents", "blocks", "frees")
     _fields_ = [*((name, _size) for name in _names), ("state", ctypes.c_int)]
-    base: int
-    reserved: int
-    committed: int
-    top: int
-    live: int
-    extents: int
-    blocks: int
-    frees: int  # so far
-    state: int
 
 
 class Call(ctypes.Structure):
@@ -149,20 +137,12 @@ class Call(ctypes.Structure):
 
     _fields_ = [("ns", ctypes.c_uint64), ("nbytes", _size)]
     _fields_ += [("operation", ctypes.c_int), ("error", ctypes.c_int)]
-    ns: int
-    nbytes: int
-    operation: int
-    error: int
 
 
 class Calls(ctypes.Structure):
     """All calls of one operation."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("calls", "failed", "nbytes", "ns")]
-    calls: int
-    failed: int
-    nbytes: int
-    ns: int
 
 
 class _Transfer(ctypes.Structure):
@@ -192,60 +172,38 @@ class Extent:
     shared: bool = False
 
 
-_pointer, _int, _u64, _to = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.POINTER
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "ms_phys_new": (_pointer, [_int, _size, _size, _to(Driver)]),
-    "ms_phys_free": (None, [_pointer]),
-    "ms_phys_committed": (_size, [_pointer]),
-    "ms_phys_limit": (_size, [_pointer]),
-    "ms_phys_set_limit": (None, [_pointer, _size]),
-    "ms_create": (_int, [_pointer, _size, _to(_Extent), _to(Cause)]),
-    "ms_release": (_int, [_pointer, _u64, _size]),
-    "ms_export": (_int, [_pointer, _u64, _to(_int)]),
-    "ms_import": (_int, [_pointer, _int, _to(_u64)]),
-    "ms_charge": (_int, [_pointer, _size, _to(Cause)]),
-    "ms_discharge": (None, [_pointer, _size]),
-    "ms_mark_shared": (None, [_pointer, _to(_u64), _size, _int]),
-    "ms_map": (_int, [_pointer, _size, _size, _u64, _size, _int]),
-    "ms_set_access": (_int, [_pointer, _size, _size]),
-    "ms_unmap": (_int, [_pointer, _size, _size]),
-    "ms_copy": (_int, [_pointer, _to(_Transfer), _size, _pointer]),
-    "ms_forked": (_int, [_pointer]),
-    "ms_pool_put": (_int, [_pointer, _to(_Extent), _size]),
-    "ms_pool_take": (_size, [_pointer, _size, _to(_Extent), _size]),
-    "ms_pool_get": (_size, [_pointer, _to(_Extent), _size]),
-    "ms_pool_drop": (_size, [_pointer, _size]),
-    "ms_record": (None, [_pointer, _int, _size, _u64, _int]),
-    "ms_get_calls": (None, [_pointer, _to(Calls)]),
-    "ms_get_recent": (_size, [_pointer, _to(_u64), _to(Call)]),
-    "ms_inject": (ctypes.c_long, [_pointer, ctypes.c_long, _int]),
-    "ms_fault": (_int, [_pointer]),
-    "ms_arena_new": (_int, [_pointer, _size, _size, _size]),
-    "ms_arena_free": (_int, [_int]),
-    "ms_alloc": (_pointer, [_int, _size]),
-    "ms_free": (_int, [_int, _pointer]),
-    "ms_find": (_int, [_pointer]),
-    "ms_get_stats": (None, [_int, _to(Stats)]),
-    "ms_get_cause": (None, [_int, _to(Cause), _int]),
-    "ms_get_extents": (_size, [_int, _to(_Extent), _size]),
-    "ms_get_blocks": (_size, [_int, _to(_Block), _size]),
-    "ms_set_extents": (_int, [_int, _to(_Extent), _size]),
-    "ms_set_state": (None, [_int, _int]),
-    "ms_trim": (_size, [_int]),
-    "ms_shrink": (_size, [_int, _size]),
-    "ms_dlpack_delete": (None, [_pointer]),
-    "ms_extend": (_int, [_int, _to(_Extent), _size]),
+_PROTOTYPE = re.compile(r"^(\w+ \*?)(ms_\w+)\(([^)]*)\);", re.MULTILINE)
+_TYPES: dict[str, Any] = {
+    "void": None,
+    "int": ctypes.c_int,
+    "long": ctypes.c_long,
+    "size_t": _size,
+    "uint64_t": ctypes.c_uint64,
 }
+
+
+def _type(declared: str) -> Any:
+    return ctypes.c_void_p if "*" in declared else _TYPES[declared.split()[0]]
 
 
 @cache
 def library() -> ctypes.CDLL:
     """The loaded shim, one per process."""
     lib = ctypes.CDLL(str(shim.shim_library()))
-    for name, (result, arguments) in _SIGNATURES.items():
+    for result, name, arguments in _PROTOTYPE.findall((HERE / "shim.h").read_text()):
         function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = _type(result)
+        function.argtypes = [_type(argument) for argument in arguments.split(",")]
     return lib
+
+
+@cache
+def dlpack() -> Callable[..., Any]:
+    """Return ``ms_dlpack``: (address, nbytes, device type, device, keeper) -> a capsule."""
+    function = ctypes.PyDLL(path()).ms_dlpack  # the caller keeps Python's lock
+    function.restype = ctypes.py_object
+    function.argtypes = [_size, _size, ctypes.c_int, ctypes.c_int, ctypes.py_object]
+    return function
 
 
 def path() -> str:
@@ -267,41 +225,22 @@ def cause(slot: int, clear: bool = False) -> Cause:
 
 
 def extents(slot: int) -> list[Extent]:
-    return [_extent(item) for item in _read(library().ms_get_extents, slot, _Extent)]
+    return [to_extent(item) for item in read(library().ms_get_extents, slot, ExtentRecord)]
 
 
 def set_extents(slot: int, items: Sequence[Extent]) -> None:
-    if library().ms_set_extents(slot, _array(items), len(items)):
+    if library().ms_set_extents(slot, to_array(items), len(items)):
         raise MemoryError("no host memory for the table of extents")
-
-
-def create(phys: int, nbytes: int) -> Extent | Cause:
-    """A new extent, or why there is none."""
-    out, cause = _Extent(), Cause()
-    if library().ms_create(phys, nbytes, ctypes.byref(out), ctypes.byref(cause)):
-        return cause
-    return _extent(out)
 
 
 def extend(slot: int, items: Sequence[Extent]) -> None:
     """Enter extents that are mapped at the end of the arena."""
-    if library().ms_extend(slot, _array(items), len(items)):
+    if library().ms_extend(slot, to_array(items), len(items)):
         raise MemoryError("no host memory for the table of extents")
-
-
-def charge(phys: int, nbytes: int) -> Cause | None:
-    """Count bytes that another saver made; the cause when the limit does not allow them."""
-    cause = Cause()
-    return cause if library().ms_charge(phys, nbytes, ctypes.byref(cause)) else None
 
 
 def discharge(phys: int, nbytes: int) -> None:
     library().ms_discharge(phys, nbytes)
-
-
-def mark_shared(phys: int, ids: Sequence[int], shared: bool) -> None:
-    """Note whether other processes have imported these extents, wherever they are."""
-    library().ms_mark_shared(phys, (ctypes.c_uint64 * len(ids))(*ids), len(ids), int(shared))
 
 
 def calls(phys: int) -> dict[Operation, Calls]:
@@ -325,47 +264,23 @@ def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) 
     return error
 
 
-def pool_put(phys: int, items: Sequence[Extent]) -> None:
-    if library().ms_pool_put(phys, _array(items), len(items)):
-        raise MemoryError("no host memory for the page pool's table")
-
-
-def pool_take(phys: int, nbytes: int) -> list[Extent]:
-    """Kept extents, large ones first, that together have at most ``nbytes``."""
-    capacity = library().ms_pool_get(phys, None, 0)
-    array = (_Extent * capacity)()
-    return [
-        _extent(item) for item in array[: library().ms_pool_take(phys, nbytes, array, capacity)]
-    ]
-
-
-def pool_drop(phys: int, nbytes: int) -> int:
-    """Release kept extents of at least ``nbytes``, if there are, to the driver; bytes released."""
-    dropped: int = library().ms_pool_drop(phys, nbytes)
-    return dropped
-
-
-def pool(phys: int) -> list[Extent]:
-    return [_extent(item) for item in _read(library().ms_pool_get, phys, _Extent)]
-
-
-def _read(get: Callable[..., int], owner: int, kind: type[_Item]) -> list[_Item]:
+def read(get: Callable[..., int], owner: int, kind: type[_Item]) -> list[_Item]:
     count = get(owner, None, 0)
     array = (kind * count)()
     return array[: min(count, get(owner, array, count))]
 
 
-def _extent(item: _Extent) -> Extent:
+def to_extent(item: ExtentRecord) -> Extent:
     return Extent(item.handle, item.id, item.offset, item.nbytes, bool(item.shared))
 
 
-def _array(items: Sequence[Extent]) -> ctypes.Array[_Extent]:
-    return (_Extent * len(items))(
-        *[_Extent(e.handle, e.id, e.offset, e.nbytes, int(e.shared)) for e in items]
+def to_array(items: Sequence[Extent]) -> ctypes.Array[ExtentRecord]:
+    return (ExtentRecord * len(items))(
+        *[ExtentRecord(e.handle, e.id, e.offset, e.nbytes, int(e.shared)) for e in items]
     )
 
 
 def blocks(slot: int) -> list[tuple[int, int]]:
     """Live blocks in order of offset: the offset in the arena, and the bytes asked for."""
-    found = _read(library().ms_get_blocks, slot, _Block)
+    found = read(library().ms_get_blocks, slot, _Block)
     return [(block.offset, block.requested) for block in found]

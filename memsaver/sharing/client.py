@@ -11,9 +11,10 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -33,13 +34,14 @@ class Owner:
 
     ``granting``: held from asking for a lease until what came with it is imported, for the next
     answer builds on that.
-    ``recalls``: what to call when the owner asks for a lease back that stays mapped, by its number.
+    ``recalls``: leases (`CachedLease`) that stay mapped until their owner asks for them back, by
+    number.
     """
 
     def __init__(self, socket_name: str) -> None:
         self._socket_name = socket_name
         self.granting = forkable(threading.Lock())
-        self.recalls: dict[int, Callable[[], None]] = {}
+        self.recalls: WeakValueDictionary[int, Any] = WeakValueDictionary()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS)
@@ -86,8 +88,8 @@ class Owner:
     def _recall(self, numbers: Sequence[int]) -> None:
         """Those that are not here yet, the owner asks for again; others have ended."""
         for number in numbers:
-            if recall := self.recalls.get(number):
-                recall()
+            if (lease := self.recalls.get(number)) is not None:
+                lease.recall_beside()
 
 
 owners: dict[str, Owner] = {}

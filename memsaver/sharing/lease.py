@@ -11,13 +11,10 @@ lease that is mapped always shows the tag's own pages.
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -52,8 +49,8 @@ class Lease:
         self.ticket = ticket
         self._backend = peer_backend(ticket.device_key)
         with held(), contextlib.ExitStack() as undo:
-            grant = lease_extents(ticket, self._backend, undo, self._kept)
-            self.owner, self.number, extents = grant
+            granted = lease_extents(ticket, self._backend, undo, self._kept)
+            self.owner, self.number, extents = granted
             self.nbytes = sum(extent.nbytes for extent in extents)
             reservation = Reservation(self._backend, max(self.nbytes, self._backend.granularity))
             undo.callback(reservation.close)
@@ -136,7 +133,8 @@ class _Mapped:
 
     @held()
     def end(self) -> None:
-        if not self.closed:
+        """Unmap, and tell the owner; not in a forked child, where the lease is the parent's."""
+        if not self.closed and not self.backend.forked:
             with device_lock(self.device_key):
                 if self.nbytes:
                     self.backend.unmap(self.address, self.nbytes)
@@ -156,18 +154,12 @@ def attach(ticket: Ticket) -> Lease:
     return Lease(ticket)
 
 
-class Grant(NamedTuple):
-    """A lease as its owner knows it: its number, and the extents by handles of this process."""
-
-    owner: Owner
-    number: int
-    extents: list[shim.Extent]
-
-
 def lease_extents(
     ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False
-) -> Grant:
-    """A lease of the tag: its extents as they lie there, until ``undo`` (empty) unwinds."""
+) -> tuple[Owner, int, list[shim.Extent]]:
+    """Return a lease of the tag as its owner knows it, the connection to that and the lease's
+    number, and the tag's extents, by handles of this process, until ``undo`` (empty) unwinds.
+    """
     with _explained(ticket):
         owner = owner_of(ticket.socket_name)
     ask = partial(_ask, owner, ticket, backend, undo, kept)
@@ -184,15 +176,15 @@ def lease_extents(
         shim.Extent(handle, *extent, shared=True)
         for handle, extent in zip(handles, granted, strict=True)
     ]
-    return Grant(owner, number, extents)
+    return owner, number, extents
 
 
 def alias_pages(ticket: Ticket, device: torch.device, undo: contextlib.ExitStack) -> AliasedPages:
     """A lease of the tag for a tag on ``device``, until that ends it, or ``undo`` unwinds."""
     ends = contextlib.ExitStack()
     undo.callback(ends.close)
-    grant = lease_extents(ticket, peer_backend(ticket.device_key, device), ends)
-    return AliasedPages(ticket, grant.extents, ends.close)
+    _, _, extents = lease_extents(ticket, peer_backend(ticket.device_key, device), ends)
+    return AliasedPages(ticket, extents, ends.close)
 
 
 def _ask(
@@ -274,7 +266,7 @@ class CachedLease(Lease):
         self._lock = forkable(threading.Lock())
         self._uses = 1
         self._recalled = False
-        self.owner.recalls[self.number] = self.recall_beside
+        self.owner.recalls[self.number] = self
 
     def enter(self, at_least: int) -> bool:
         """Begin a use; False: it is on its way back, its owner is gone, or it is too small."""
@@ -315,25 +307,22 @@ class CachedLease(Lease):
 
 
 class LeaseCache:
-    """Leases by ticket and, on GPUs, current device. Thread-safe; inert in a forked child.
+    """Leases by ticket and, on GPUs, current device. Thread-safe; a forked child's begins anew.
 
     Where it is dropped without ``close``, its leases end all the same.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
         self._leases: dict[_Key, CachedLease] = {}
         self._closed = False
-        self._pid = os.getpid()
-        Finalizer(self, _drop, self._leases, endings())
 
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
         """A lease of the tag, mapped now or before; while it is used, its owner's pause fails.
 
         Tensors of it must not be used afterwards. Waits for the device's work when it is left.
         at_least: bytes that it must have; a tag that has grown since it was mapped is mapped anew
-        only if this says so. Raises ``LeaseError`` (as ``attach``) and ``StateError`` (closed, or a
-        forked child).
+        only if this says so. Raises ``LeaseError`` (as ``attach``) and ``StateError`` (closed).
         """
         return Unbroken(self._use(ticket, at_least))
 
@@ -346,10 +335,6 @@ class LeaseCache:
             lease.leave()
 
     def _entered(self, ticket: Ticket, at_least: int) -> CachedLease:
-        if os.getpid() != self._pid:
-            raise StateError(
-                "this is a forked child, where kept leases are inert; make LeaseCache of its own"
-            )
         key = ticket, peer_backend(ticket.device_key).device
         with self._lock:
             if self._closed:
@@ -366,7 +351,7 @@ class LeaseCache:
             self._leases[key] = fresh
         with contextlib.ExitStack() as undo:
             undo.callback(fresh.leave)
-            # smaller, of a dead owner, or of another thread that was as fast
+            # smaller, of a dead owner, of the parent, or of another thread that was as fast
             if replaced is not None:
                 replaced.recall()
             if closed:
@@ -376,22 +361,15 @@ class LeaseCache:
 
     def close(self) -> None:
         """End all, those in use with their use. May be tried again (``BackendError``)."""
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._closed = True
-                leases = list(self._leases.values())
-            with contextlib.ExitStack() as all_of_them:
-                for lease in leases:
-                    all_of_them.callback(lease.recall)
+        with self._lock:
+            self._closed = True
+            leases = list(self._leases.values())
+        with contextlib.ExitStack() as all_of_them:
+            for lease in leases:
+                all_of_them.callback(lease.recall)
 
     def __enter__(self) -> LeaseCache:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _drop(leases: dict[_Key, CachedLease], endings: queue.SimpleQueue[Callable[[], None]]) -> None:
-    """Have another thread end them: a finalizer may run under any lock."""
-    for lease in leases.values():
-        endings.put(lease.recall_beside)

@@ -86,8 +86,6 @@ class Arena:
         self.clean_copy: CleanCopy | None = None
         self.open_regions: deque[None] = deque()  # any thread may leave one, and takes no lock
         self._settled_frees = 0
-        self.last_pause_seconds = 0.0
-        self.last_resume_seconds = 0.0
         self._aliased: list[AliasedPages] = []  # one at most; the finalizer's, too
         self._parts = ArenaParts(backend, self.reservation, self.slot, self._aliased)
         self._finalizer = Finalizer(self, forget, self._parts)
@@ -247,13 +245,6 @@ class Arena:
 
     def mark_clean(self, version: Hashable) -> None:
         self.version = version
-
-    def note_time(self, op: str, seconds: float) -> None:
-        """Notes how long its last operation took."""
-        if op == "pause":
-            self.last_pause_seconds = seconds
-        elif op in ("resume", "alias"):
-            self.last_resume_seconds = seconds
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 ``[nbytes]`` where they are."""

@@ -104,7 +104,6 @@ class Recorder:
 
     def record(self, op: str, arena: Arena, seconds: float) -> None:
         """Records one operation on one tag, which has ended."""
-        arena.note_time(op, seconds)
         event = Event(
             time=time.time(),
             seconds=seconds,

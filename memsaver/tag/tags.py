@@ -131,6 +131,4 @@ def _report(arena: Arena, leases: int) -> TagReport:
         disk_bytes=backup.disk_bytes if backup else 0,
         extents=stats.extents,
         leases=leases,
-        last_pause_seconds=arena.last_pause_seconds,
-        last_resume_seconds=arena.last_resume_seconds,
     )
