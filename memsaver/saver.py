@@ -524,14 +524,14 @@ class MemorySaver:
 
     def share(self, tag: str, writable: bool = False) -> Ticket:
         """A ticket with which another process of this user maps the tag (``memsaver.attach``)."""
-        with self._lock:
+        with held(), self._lock:
             arena = self._arena(tag)
             arena.require_own(f"share({tag!r}): share it at its owner")
             return self._peers.ticket(arena, writable)
 
     def pool_ticket(self) -> PoolTicket:
         """A ticket with which a saver of this user hands memory to this one (``pause(to=)``)."""
-        with self._lock:
+        with held(), self._lock:
             self._require_open()
             return self._peers.pool_ticket()
 

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from memsaver import BackendError, MemorySaver, OutOfMemory, StateError
 from memsaver.tag import prefetch as prefetches
-from tests.helpers.alarms import interrupted
 from tests.helpers.effort import rounds
 from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.memsaver.savers import MIB, driver_calls, large, until
@@ -177,25 +175,6 @@ def test_a_copy_that_fails_is_raised_with_its_cause_and_the_tags_can_be_resumed(
     saver.close()
 
 
-def test_content_in_a_file_is_there_when_it_returns_and_discarded_content_is_nobodys(
-    device: str, tmp_path: Path
-) -> None:
-    saver = MemorySaver(device, disk_dir=tmp_path)
-    one, same = filled(saver, SIZES, "file", "disk")
-    two, also = filled(saver, SIZES, "p")
-    loose, _ = filled(saver, [MIB], "loose", "discard")
-    saver.pause()
-    with gated(saver) as gate:
-        prefetch = saver.begin_resume()
-        prefetch.wait(one)
-        prefetch.wait(loose)
-        assert all(map(torch.equal, one, same))
-        gate.let(1000)
-        prefetch.wait()
-    assert all(map(torch.equal, two, also))
-    saver.close()
-
-
 def test_short_of_memory_nothing_changes_and_close_ends_what_is_on_its_way(device: str) -> None:
     saver = MemorySaver(device)
     tensors, _ = filled(saver, [MIB, MIB])
@@ -227,29 +206,6 @@ def test_a_saver_that_nobody_refers_to_ends_when_its_copies_have(device: str) ->
         assert backend.committed_bytes >= 3 * MIB  # it is written to
         gate.let(1000)
         until(lambda: gc.collect() >= 0 and not backend.committed_bytes)
-
-
-@pytest.mark.soak
-@pytest.mark.alone
-def test_an_interrupt_at_any_moment_leaves_a_legal_state() -> None:
-    saver = MemorySaver("cpu")
-    tensors, before = filled(saver, [1 << 16] * 8)
-
-    def there_and_back() -> None:
-        saver.pause()
-        prefetch = saver.begin_resume("p", order=tensors[::-1])
-        prefetch.wait([tensors[3]])
-        assert torch.equal(tensors[3], before[3])
-        prefetch.wait()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetches, "PIECE", 1 << 14)
-        for number in range(rounds(60, 2000)):
-            interrupted(there_and_back, 2e-5 * (number % 50))
-            saver.resume()
-            saver.check_integrity()
-            assert all(map(torch.equal, tensors, before))
-    saver.close()
 
 
 @pytest.mark.gpu
@@ -290,23 +246,4 @@ def test_streams_wait_for_their_pieces_and_the_host_for_none() -> None:
         prefetch.wait()
     assert len({id(event) for event in events}) == len(events) == 4 * nbytes // size
     saver.check_integrity()
-    saver.close()
-
-
-@pytest.mark.gpu
-def test_a_gpus_copies_come_in_order_while_kernels_run() -> None:
-    """Each tensor is read by a kernel that is queued before its bytes are there."""
-    saver = MemorySaver("cuda:0")
-    tensors, before = filled(saver, [large("cuda:0") // 16] * 8)
-    for turn in range(3):
-        order = [*range(8)][:: (-1) ** turn]
-        saver.pause()
-        prefetch = saver.begin_resume("p", order=[tensors[i] for i in order])
-        same = []
-        for i in order:
-            prefetch.wait([tensors[i]], [torch.cuda.current_stream()])
-            same.append((tensors[i] == before[i]).all())
-        assert all(map(bool, same))
-        prefetch.wait()
-    until(lambda: prefetch.arrived)
     saver.close()

@@ -1,12 +1,12 @@
 """Memory that is cached gives way to every operation that needs memory; what is missing is told as
-it is; what fails is undone under the device lock.
+it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import memsaver
 from memsaver import MemorySaver
 from memsaver.memory.torch_allocator import releasable
 from memsaver.native import shim
-from tests.helpers.memsaver.savers import ERROR, MIB, driver_calls
+from tests.helpers.memsaver.savers import MIB
 
 pytestmark = pytest.mark.alone
 GIB = 1 << 30
@@ -142,82 +142,6 @@ def test_integrity_is_not_doubted_where_a_region_grows_while_it_is_looked_at(
         patch.setattr(shim, "extents", lambda slot: read(slot)[:-1])
         with pytest.raises(AssertionError, match="0 bytes of extents"):
             saver.check_integrity()
-
-
-class WatchedLock:
-    """Stands in for the device lock: notes calls that map, unmap or make memory outside of it."""
-
-    def __init__(self) -> None:
-        self.saver: MemorySaver | None = None
-        self.depth = self.seen = self.outside = 0
-
-    def calls(self) -> int:
-        found = driver_calls(self.saver) if self.saver is not None else {}
-        return sum(found[name].calls for name in ("map", "unmap", "create") if name in found)
-
-    def look(self) -> None:
-        if not self.depth:
-            self.outside += self.calls() - self.seen
-        self.seen = self.calls()
-
-    def __enter__(self) -> None:
-        self.look()
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-        self.seen = self.calls()
-
-
-@contextlib.contextmanager
-def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MemorySaver, WatchedLock]]:
-    lock = WatchedLock()
-    monkeypatch.setattr("memsaver.tag.transaction.device_lock", lambda key: lock)
-    saver = MemorySaver()
-    tensors = [saver.empty(MIB, torch.uint8, tag=tag, content="host") for tag in ("a", "b")]
-    tensors.append(saver.empty(4 * MIB, torch.uint8, tag="c", elastic=True))
-    lock.saver, lock.seen = saver, 0
-    lock.look()
-    lock.outside = 0
-    yield saver, lock
-    del tensors
-
-
-LOCKED: dict[str, tuple[Callable[[MemorySaver], Any], Callable[[MemorySaver], Any]]] = {
-    "pause": (bool, lambda saver: saver.pause()),
-    "retain": (bool, lambda saver: (saver.pause("a", release="retain"), saver.trim())),
-    "resume": (MemorySaver.pause, lambda saver: saver.resume()),
-    "begin_resume": (MemorySaver.pause, lambda saver: saver.begin_resume().wait()),
-    "at_least": (
-        lambda saver: saver.pause("a", content="discard"),
-        lambda saver: saver.resume("a", at_least=MIB // 2),
-    ),
-    "exchange": (bool, lambda saver: saver.exchange("a", "b")),
-    "swap": (
-        lambda saver: saver.pause("b"),
-        lambda saver: saver.swap(pause="a", resume="b"),
-    ),
-    "resize": (bool, lambda saver: [saver.resize("c", nbytes) for nbytes in (2 * MIB, 3 * MIB)]),
-}
-
-
-@pytest.mark.parametrize("operation", LOCKED)
-def test_memory_is_mapped_unmapped_and_made_under_the_device_lock_whatever_fails(
-    operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare, act = LOCKED[operation]
-    with _watched(monkeypatch) as (saver, lock):
-        for call in range(1, 40):
-            prepare(saver)
-            saver.backend.inject_fault(call, ERROR["cpu"])
-            with contextlib.suppress(memsaver.MemSaverError):
-                act(saver)
-            fired = saver.backend.inject_fault(0, 0) >= call
-            saver.resume()
-            if not fired:
-                break
-        lock.look()
-        assert call > 3 and lock.outside == 0
 
 
 def test_segments_are_counted_as_far_as_torch_gives_them_back() -> None:
