@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from memsaver.errors import BackendError, format_bytes
-from memsaver.memory.backend import Backend
+from memsaver.memory.backend import Backend, Transfer
 from memsaver.memory.pinned_arena import PinnedArena, PinnedPiece
 from memsaver.ops.layout import Ranges, cut, round_up
 from memsaver.system.interrupts import Finalizer, deliver
@@ -31,7 +31,6 @@ CHUNK = 8 << 20
 _WORKERS = 8  # requests in flight: what keeps an NVMe drive busy
 _POLL_SECONDS = 0.1
 
-Transfer = tuple[int, int, int]
 BLOCK = 4096  # bytes: what direct I/O wants addresses, offsets and lengths to be multiples of
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 

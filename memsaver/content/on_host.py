@@ -4,7 +4,6 @@ a pause need not make again.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from memsaver.content.on_disk import DiskBackup
-from memsaver.memory.backend import Backend, Waitable
+from memsaver.memory.backend import Backend, Waitable, dlpack_tensor
 from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.ops.layout import Ranges, joined, round_up
 from memsaver.ops.rows import RowCopies, digest_table
 from memsaver.system.interrupts import Finalizer
 
 _ALIGNMENT = 64
+_HOST = torch.device("cpu")
 Run = tuple[int, int, int]
 """(offset in the tag, host address, nbytes)"""
 
@@ -54,7 +54,7 @@ class HostBackup:
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
         """uint8 tensors over the saved bytes from ``offset`` on; good while this backup lives."""
         found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
-        return [_view(address, size, self) for address, size in found]
+        return [dlpack_tensor(at, size, _HOST, self) for at, size in found]
 
     def _out(self, base: int) -> list[tuple[int, int, int]]:
         return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
@@ -83,13 +83,6 @@ class HostBackup:
 def _aligned(nbytes: int) -> int:
     """Rounds up so that every range begins where a tensor may."""
     return round_up(nbytes, _ALIGNMENT)
-
-
-def _view(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    buffer = (ctypes.c_char * nbytes).from_address(address)
-    # The memory stays as long as a tensor looks at it.
-    buffer.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 View = Callable[[int, int], torch.Tensor]

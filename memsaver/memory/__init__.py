@@ -17,14 +17,11 @@ from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import Finalizer
 
 __all__ = [
-    "HUGE_PAGE",
-    "Pinner",
     "as_device",
     "clear_workspaces",
     "empty_torch_cache",
     "host_memory",
     "make_backend",
-    "make_pinner",
     "on_a_tag",
 ]
 

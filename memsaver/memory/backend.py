@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Protocol
 
 import torch
 
 from memsaver.errors import BackendError, StateError
-from memsaver.memory.pinned_arena import PinnedArena
+from memsaver.memory.pinned_arena import PinnedArena, Pinner
 from memsaver.native import shim
 from memsaver.ops.layout import round_up
 from memsaver.system.interrupts import held
@@ -57,16 +59,25 @@ class Waitable(Protocol):
     def synchronize(self) -> None: ...
 
 
+@cache
+def _pinned_arena(pinner: Pinner | None) -> PinnedArena:
+    return PinnedArena(pinner)
+
+
+os.register_at_fork(after_in_child=_pinned_arena.cache_clear)  # its memory does not come along
+
+
 class Backend(ABC):
-    """Physical memory and addresses of one device: what differs is abstract, the rest goes through
-    the shim, which is the only way to extents, mappings and the byte limit. Sizes are bytes; what
-    is mapped, multiples of ``granularity``.
+    """Physical memory and addresses of one device: what differs is abstract, or done at once as the
+    host does it; the rest goes through the shim, which is the only way to extents, mappings and the
+    byte limit. Sizes are bytes; what is mapped, multiples of ``granularity``.
     """
 
     device: torch.device
     device_key: str
     unit: int
     total_bytes: int
+    pinner: Pinner | None = None
 
     def __init__(
         self,
@@ -236,37 +247,63 @@ class Backend(ABC):
         """Free what torch keeps of ended regions, whose tensors have died since."""
 
     @property
-    @abstractmethod
-    def pinned_arena(self) -> PinnedArena: ...
-    @abstractmethod
-    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None: ...
-    @abstractmethod
-    def start_copy(
-        self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
-    ) -> Waitable | None: ...
-    @abstractmethod
-    def copy_overlapped(
-        self,
-        transfers: Sequence[tuple[int, int, int]],
-        keeper: object,
-        done: Callable[[float], None],
-    ) -> Waitable | None:
-        """Begins to copy (to, from, nbytes) each, after what is queued on the current stream, so
-        that others' copies go between; `synchronize` waits for it, too. keeper: lives until then.
-        done: is told the seconds that the copy took, in whatever thread, unless it failed.
-        """
+    def pinned_arena(self) -> PinnedArena:
+        """Return where content is saved; one of the process for each pinner."""
+        return _pinned_arena(self.pinner)
 
     @abstractmethod
+    def copy(self, transfers: Sequence[Transfer]) -> None:
+        """Copy (to, from, nbytes) each; done when it returns."""
+
+    def start_copy(self, transfers: Sequence[Transfer], inward: bool = False) -> Waitable | None:
+        """Begin to copy after what is queued on the current stream.
+
+        Args:
+            transfers: (to, from, nbytes) each.
+            inward: Towards the device.
+
+        Returns:
+            What to wait for; None: it is done.
+        """
+        self.copy(transfers)
+        return None
+
+    def copy_overlapped(
+        self, transfers: Sequence[Transfer], keeper: object, done: Callable[[float], None]
+    ) -> Waitable | None:
+        """Begin to copy after what is queued on the current stream, so that others' copies go
+        between; `synchronize` waits for it, too.
+
+        Args:
+            transfers: (to, from, nbytes) each.
+            keeper: Lives until then.
+            done: Is told the seconds that the copy took, in any thread, unless it failed.
+
+        Returns:
+            What to wait for; None: it is done.
+        """
+        started = time.perf_counter()
+        self.copy(transfers)
+        done(time.perf_counter() - started)
+        return None
+
     def feed(
         self,
         pieces: Iterable[Sequence[Transfer]],
         queued: Callable[[Waitable | None], None],
         inward: bool,
     ) -> None:
-        """Copies one piece after the other, so that others' copies go between; all is done when it
-        returns. inward: towards the device. queued: is told of every piece what to wait for; None:
-        it is done.
+        """Copy one piece after the other, so that others' copies go between; all is done when it
+        returns.
+
+        Args:
+            pieces: (to, from, nbytes) each of several pieces.
+            queued: Is told for every piece what to wait for; None: it is done.
+            inward: Towards the device.
         """
+        for piece in pieces:
+            self.copy(piece)
+            queued(None)
 
     def reclaim(self) -> None:
         """Give torch's cached blocks back to the device."""

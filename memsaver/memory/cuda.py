@@ -9,7 +9,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from cuda.bindings import driver
 
 from memsaver.errors import BackendError
 from memsaver.memory.backend import PIECE, Backend, Transfer, Waitable
-from memsaver.memory.pinned_arena import PinnedArena
 from memsaver.memory.torch_allocator import outside_tags, releasable
 from memsaver.native import cuda_hook, shim
 from memsaver.native.shim import Operation
@@ -124,11 +122,6 @@ class CudaPinner:
             _value("unpinning host memory", driver.cuMemHostUnregister(address))
 
 
-@cache
-def _host_arena() -> PinnedArena:
-    return PinnedArena(CudaPinner())
-
-
 class _BegunCopy:
     """A copy that a thread makes."""
 
@@ -143,6 +136,7 @@ class CudaBackend(Backend):
     """One GPU, known by its UUID."""
 
     unit = 512  # the block size of torch's caching allocator
+    pinner = CudaPinner()
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         torch.cuda.init()
@@ -212,19 +206,13 @@ class CudaBackend(Backend):
     def free_dead_blocks(self, slot: int) -> None:
         cuda_hook.free_dead_blocks(slot, self.device)
 
-    @property
-    def pinned_arena(self) -> PinnedArena:
-        return _host_arena()
-
-    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+    def copy(self, transfers: Sequence[Transfer]) -> None:
         """Copies (to, from, nbytes) each; done when it returns. Waits for no other stream."""
         code = self._queue_copy(transfers, self._copies[0])
         self._copies[0].synchronize()
         self._check("copy", code)
 
-    def start_copy(
-        self, transfers: Sequence[tuple[int, int, int]], inward: bool = False
-    ) -> torch.cuda.Event:
+    def start_copy(self, transfers: Sequence[Transfer], inward: bool = False) -> torch.cuda.Event:
         """Copies after what is queued on the current stream; the event tells when it is done.
         inward: towards the device.
         """
@@ -237,10 +225,7 @@ class CudaBackend(Backend):
         return stream.record_event()
 
     def copy_overlapped(
-        self,
-        transfers: Sequence[tuple[int, int, int]],
-        keeper: object,
-        done: Callable[[float], None],
+        self, transfers: Sequence[Transfer], keeper: object, done: Callable[[float], None]
     ) -> Waitable:
         queued = torch.cuda.current_stream(self.device).record_event()
         self._overlapped = [each for each in self._overlapped if not each.done()]
@@ -252,7 +237,7 @@ class CudaBackend(Backend):
     def _piece_by_piece(
         self,
         queued: torch.cuda.Event,
-        transfers: Sequence[tuple[int, int, int]],
+        transfers: Sequence[Transfer],
         keeper: object,
         done: Callable[[float], None],
     ) -> None:
@@ -279,9 +264,7 @@ class CudaBackend(Backend):
         finally:
             stream.synchronize()
 
-    def _queue_copy(
-        self, transfers: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream
-    ) -> int:
+    def _queue_copy(self, transfers: Sequence[Transfer], stream: torch.cuda.Stream) -> int:
         """The driver's code; it takes a stream of the current device only."""
         with torch.cuda.device(self.device):
             return shim.copy(self.phys, transfers, stream.cuda_stream)

@@ -11,16 +11,14 @@ import itertools
 import mmap
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
 
 from memsaver.errors import BackendError
-from memsaver.memory.backend import Backend, Transfer, Waitable
-from memsaver.memory.pinned_arena import PinnedArena
+from memsaver.memory.backend import Backend, Transfer
 from memsaver.native import shim
 from memsaver.native.shim import Operation
 from memsaver.system.host_memory import available_memory
@@ -79,17 +77,7 @@ def _allocate_from(slot: int) -> Iterator[None]:
             raise interrupt
 
 
-@cache
-def _host_arena() -> PinnedArena:
-    return PinnedArena(None)
-
-
-os.register_at_fork(after_in_child=_host_arena.cache_clear)  # its memory does not come along
-
-
-def _divided(
-    transfers: Sequence[tuple[int, int, int]], parts: int
-) -> list[list[tuple[int, int, int]]]:
+def _divided(transfers: Sequence[Transfer], parts: int) -> list[list[tuple[int, int, int]]]:
     """Divides transfers into chunks, dealt out to ``parts`` lists."""
     out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
     turns = itertools.cycle(out)
@@ -135,11 +123,7 @@ class HostBackend(Backend):
         _rooms[slot] = weakref.WeakMethod(make_room)
         return _allocate_from(slot)
 
-    @property
-    def pinned_arena(self) -> PinnedArena:
-        return _host_arena()
-
-    def copy(self, transfers: Sequence[tuple[int, int, int]]) -> None:
+    def copy(self, transfers: Sequence[Transfer]) -> None:
         """Copies (to, from, nbytes) each, by several threads; done when it returns."""
         groups = [group for group in _divided(transfers, _THREADS) if group]
         if len(groups) == 1:
@@ -147,30 +131,6 @@ class HostBackend(Backend):
         else:
             codes = list(workers("copy").map(partial(shim.copy, self.phys), groups))
         self._check("copy", max(codes, default=0))
-
-    def start_copy(self, transfers: Sequence[tuple[int, int, int]], inward: bool = False) -> None:
-        """Copies like ``copy``: nothing is queued on the host."""
-        self.copy(transfers)
-
-    def copy_overlapped(
-        self,
-        transfers: Sequence[tuple[int, int, int]],
-        keeper: object,
-        done: Callable[[float], None],
-    ) -> None:
-        started = time.perf_counter()
-        self.copy(transfers)
-        done(time.perf_counter() - started)
-
-    def feed(
-        self,
-        pieces: Iterable[Sequence[Transfer]],
-        queued: Callable[[Waitable | None], None],
-        inward: bool,
-    ) -> None:
-        for piece in pieces:
-            self.copy(piece)
-            queued(None)
 
     @property
     def device_free_bytes(self) -> int:

@@ -32,7 +32,7 @@ from memsaver.tag.tickets import AliasedPages, Ticket, endings
 TIMEOUT_SECONDS = 10.0
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """A tag of another saver, mapped at an address of this process.
 
     On GPUs the one that is current now can use the address, and no other; tensors say that they are
@@ -112,9 +112,6 @@ class Lease:
         if not self.closed:
             self._backend.synchronize()
             self._mapped.end()
-
-    def __enter__(self) -> Lease:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -306,7 +303,7 @@ class CachedLease(Lease):
             self.owner.recalls.pop(self.number, None)
 
 
-class LeaseCache:
+class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
     """Leases by ticket and, on GPUs, current device. Thread-safe; a forked child's begins anew.
 
     Where it is dropped without ``close``, its leases end all the same.
@@ -367,9 +364,6 @@ class LeaseCache:
         with contextlib.ExitStack() as all_of_them:
             for lease in leases:
                 all_of_them.callback(lease.recall)
-
-    def __enter__(self) -> LeaseCache:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

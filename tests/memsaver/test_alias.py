@@ -5,6 +5,7 @@ test_fault_injection.)
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -81,36 +82,20 @@ def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str
     """Each with nothing changed, so that the same tag aliases after it."""
     saver, ticket = world.saver, world.owner.share("params")
     little = world.owner.empty(2 * MIB, torch.uint8, tag="small").fill_(1)
-    other_device = memsaver.Ticket(**{**vars(ticket), "device_key": "GPU-1"})
     active = saver.empty(MIB, torch.uint8, tag="active").fill_(1)
+
+    def changed(**fields: str) -> memsaver.Ticket:
+        return dataclasses.replace(ticket, **fields)
+
+    small, lease = world.owner.share("small"), memsaver.LeaseError
     refusals: list[tuple[str, memsaver.Ticket, type[Exception], str]] = [
         ("nobody's", ticket, memsaver.TagError, "unknown tag"),
         ("active", ticket, memsaver.StateError, "the tag is active; pause it first"),
-        ("weights", other_device, ValueError, "pages of GPU-1 cannot serve"),
-        (
-            "weights",
-            saver.share("active"),
-            ValueError,
-            "'active' is a tag of the same saver; use exchange",
-        ),
-        (
-            "weights",
-            memsaver.Ticket(**{**vars(ticket), "token": ""}),
-            memsaver.LeaseError,
-            "unknown ticket",
-        ),
-        (
-            "weights",
-            memsaver.Ticket(**{**vars(ticket), "socket_name": "x"}),
-            memsaver.LeaseError,
-            "not answer",
-        ),
-        (
-            "weights",
-            world.owner.share("small"),
-            ValueError,
-            "needs 4.0 MiB.*tag 'small' has 2.0 MiB",
-        ),
+        ("weights", changed(device_key="GPU-1"), ValueError, "pages of GPU-1 cannot serve"),
+        ("weights", saver.share("active"), ValueError, "is a tag of the same saver; use exchange"),
+        ("weights", changed(token=""), lease, "unknown ticket"),
+        ("weights", changed(socket_name="x"), lease, "not answer"),
+        ("weights", small, ValueError, "needs 4.0 MiB.*tag 'small' has 2.0 MiB"),
     ]
     for tag, bad, kind, text in refusals:
         with pytest.raises(kind, match=text):

@@ -195,20 +195,6 @@ def test_a_recall_that_overtakes_the_lease_is_repeated(
     world.saver.resume()
 
 
-def test_another_process_keeps_it_while_it_does_something_else(world: World, device: str) -> None:
-    with remote_saver(device) as other:
-        for value in (5, 6):
-            other.use(world.ticket, value)
-            assert int(world.tensor[-1]) == value and world.leases == 1
-        world.saver.pause()
-        assert world.leases == 0
-        world.saver.resume()
-        other.use(world.ticket, 7)
-        assert int(world.tensor[-1]) == 7 and world.leases == 1
-    world.saver.pause()  # it has died: noticed while this waits
-    assert world.leases == 0
-
-
 def test_the_pages_of_an_owner_that_died_are_let_go(device: str) -> None:
     """Idle ones at once, so that its memory is free; used ones with the use."""
     before, here = family_bytes(device), len(imports)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from memsaver.compat.savers import GraphPools, Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.errors import BackendError, StateError, TagError
 from memsaver.native import cuda_hook
-from tests.helpers.memory import counted, process_bytes
+from tests.helpers.memory import counted, open_files_in, process_bytes
 from tests.helpers.memsaver.savers import ERROR, large
 
 pytestmark = pytest.mark.alone
@@ -105,44 +104,19 @@ def test_the_backup_of_a_paused_tensor_can_be_read(tms: TorchMemorySaver, device
     assert bool((first == 7).all())
 
 
-def test_disk_backup(
-    tms: TorchMemorySaver, device: str, tmp_path: Path, scribble: Scribble
-) -> None:
-    """disk_backup.py: bit-identical over cycles, and the files do not grow.
-
-    (The folder may change between tags.)
-    """
-    with tms.region("lost", enable_disk_backup=False):
-        lost = torch.full((20_000_000,), 20, dtype=torch.uint8, device=device)
-    folders = {"one": tmp_path / "made" / "on demand"} | (
-        {"two": tmp_path / "two"} if device == "cpu" else {}
-    )
-    for tag, folder in folders.items():
-        tms.set_disk_backup_dir(str(folder))
-        with tms.region(tag, enable_disk_backup=True):
-            big = torch.randn(13 * (1 << 18) + 12345, device=device)
-            small = torch.full((7,), 10, dtype=torch.uint8, device=device)
-        expected = big.cpu().clone()
-        sizes = set()
-        for _ in range(3):
-            tms.pause()
-            sizes.add(file_bytes(folder))
-            saved = tms.get_cpu_backup(big[7:9], zero_copy=True)
-            assert saved is not None and torch.equal(saved, expected[7:9])
-            scribble(64 << 20)
-            tms.resume()
-            assert torch.equal(big.cpu(), expected) and small.tolist() == [10] * 7
-            assert lost[:3].tolist() != [20, 20, 20]
-        assert len(sizes) == 1 and big.nbytes <= sizes.pop() < big.nbytes + (1 << 20)
-        assert not list(folder.iterdir())  # files without a name: nothing stays behind
-
-
-def file_bytes(folder: Path) -> int:
-    """Bytes of the files of this folder that the process has open, of nameless ones too."""
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum(
-        os.stat(link).st_size for link in links if os.readlink(link).startswith(f"{folder}/")
-    )
+def test_disk_backup(tms: TorchMemorySaver, device: str, tmp_path: Path) -> None:
+    """disk_backup.py; the folder is made, and the file has no name there."""
+    folder = tmp_path / "made" / "on demand"
+    tms.set_disk_backup_dir(str(folder))
+    with tms.region("one", enable_disk_backup=True):
+        big = torch.randn(1 << 18, device=device)
+    expected = big.cpu().clone()
+    tms.pause()
+    assert open_files_in(folder) == 1 and not list(folder.iterdir())
+    saved = tms.get_cpu_backup(big[7:9], zero_copy=True)
+    assert saved is not None and torch.equal(saved, expected[7:9])
+    tms.resume()
+    assert torch.equal(big.cpu(), expected)
 
 
 def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
@@ -182,32 +156,6 @@ def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
     with pytest.raises(KeyError, match="of my own"), tms.region("inner"), tms.disable():
         raise KeyError("of my own")
     tms.pause("inner")
-
-
-def test_weights_are_resumed_before_the_kv_cache(tms: TorchMemorySaver, device: str) -> None:
-    """simple.py, and the SGLang RL memory post (hebiao064.github.io/rl-memory-management): between
-    the two stages the weights are updated, and the KV cache's memory is still free.
-    """
-    with tms.region(tag="weights", enable_cpu_backup=True):
-        weights = torch.randn(large(device) // 16, device=device)
-    with tms.region(tag="kv_cache"):
-        kv_cache = torch.zeros(large(device) // 2, dtype=torch.uint8, device=device)
-    weights.add_(1)  # loads the kernel before memory is counted
-    expected, full = weights.cpu().clone(), process_bytes(device)
-    addresses = weights.data_ptr(), kv_cache.data_ptr()
-    tms.pause("weights")
-    tms.pause("kv_cache")
-    empty = process_bytes(device)
-    assert full - empty >= weights.nbytes + kv_cache.nbytes
-    tms.resume("weights")
-    assert torch.equal(weights.cpu(), expected)
-    weights.add_(1)
-    assert process_bytes(device) - empty < weights.nbytes + kv_cache.nbytes
-    tms.resume("kv_cache")
-    kv_cache.fill_(1)
-    assert (weights.data_ptr(), kv_cache.data_ptr()) == addresses
-    assert torch.equal(weights.cpu(), expected + 1)
-    assert process_bytes(device) == counted(full, device, 2)
 
 
 def captured(run: Callable[[], None], tms: TorchMemorySaver) -> torch.cuda.CUDAGraph:

@@ -23,7 +23,7 @@ from memsaver import compat
 from memsaver.compat.savers import Savers
 from memsaver.compat.torch_memory_saver import TorchMemorySaver
 from memsaver.compat.vllm import CuMemAllocator, cumem_available
-from memsaver.errors import StateError
+from memsaver.errors import OutOfMemory, StateError
 from memsaver.memory.torch_allocator import ALLOCATOR_HOOKS, GRAPH_REGISTER
 from memsaver.native import cuda_hook
 from tests.helpers.memory import process_bytes
@@ -98,6 +98,13 @@ class Worker:
         self.allocator.sleep(offload_tags=offload)
 
 
+def used(device: str) -> int:
+    """Return the bytes in use without torch's cache: a sleep empties it."""
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    return process_bytes(device)
+
+
 def awake(savers: Savers) -> set[str]:
     return {tag for tag, now in savers.current().report().tags.items() if now.state == "active"}
 
@@ -106,6 +113,7 @@ def holds(tensor: torch.Tensor, value: int) -> bool:
     return bool((tensor == value).all())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("version", [OLD, NEW])
 def test_a_worker_sleeps_and_wakes_in_stages(
@@ -122,9 +130,10 @@ def test_a_worker_sleeps_and_wakes_in_stages(
     assert awake(savers) == {"weights", "kv_cache", *others}
     assert allocator.get_current_usage() == nbytes
     for _ in range(2):
+        full = used(device)
         worker.sleep(level)
         scribble(64 << 20)
-        assert awake(savers) == set()
+        assert awake(savers) == set() and full - used(device) >= 2 * NBYTES
         assert allocator.get_current_usage() == nbytes, "asleep or not"
         allocator.wake_up(["weights"])
         assert awake(savers) == {"weights", *others}
@@ -227,6 +236,50 @@ def test_released_pools_leave_what_lives(
     allocator.release_pools()
     assert allocator.get_current_usage() == savers.current().report().committed_bytes == 0
     assert holds(Worker(allocator, NEW, device).weights, 2)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_python_error(device: str) -> None:
+    """Too little memory at wake-up raises, and all is as before it."""
+    allocator = CuMemAllocator(Savers(lambda: torch.device(device), limit_bytes=64 << 20))
+    with allocator.use_memory_pool():
+        kept = torch.full((40 << 20,), 1, dtype=torch.uint8)
+    allocator.sleep()
+    with allocator.use_memory_pool("kv_cache"):
+        other = torch.full((40 << 20,), 2, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="are missing") as caught:
+        allocator.wake_up()
+    assert isinstance(caught.value, OutOfMemory)
+    del other
+    allocator.sleep(())
+    allocator.wake_up([CuMemAllocator.default_tag])
+    assert bool((kept == 1).all())
+
+
+def test_a_failed_sleep_brings_the_saved_tags_back(allocator: CuMemAllocator, device: str) -> None:
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(1 << 20, device=device)
+    with allocator.use_memory_pool("kv_cache"):
+        torch.ones(1 << 20, device=device)
+        with pytest.raises(StateError, match="'kv_cache': a region of it is open"):
+            allocator.sleep("weights")
+    assert bool((weights == 1).all())
+
+
+def test_current_usage(allocator: CuMemAllocator, device: str) -> None:
+    assert allocator.get_current_usage() == 0
+    with allocator.use_memory_pool("weights"):
+        weights = torch.ones(1 << 20, device=device)
+        scratch = torch.ones(1 << 22, device=device)
+        del scratch
+    with allocator.use_memory_pool():
+        other = torch.ones(1 << 20, device=device)
+    assert allocator.get_current_usage() == weights.nbytes + other.nbytes
+    allocator.sleep()
+    assert allocator.get_current_usage() == weights.nbytes + other.nbytes
+    allocator.wake_up()
+    del weights, other
+    assert allocator.get_current_usage() == 0
 
 
 class FakePool:

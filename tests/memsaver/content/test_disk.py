@@ -157,8 +157,9 @@ def test_ranges_are_joined_and_cut() -> None:
     )
 
 
+@pytest.mark.parametrize("content", ["host", "disk"])
 def test_a_pause_that_host_memory_is_short_for_keeps_none_of_it(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)
     saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
@@ -170,10 +171,10 @@ def test_a_pause_that_host_memory_is_short_for_keeps_none_of_it(
     monkeypatch.setattr(arena, "budget_bytes", held + 4 * MIB)
     for _ in range(3):
         with pytest.raises(memsaver.HostMemoryError, match="nothing was changed"):
-            saver.pause()
-        assert arena.used_bytes == used
+            saver.pause(content=content)
+        assert arena.used_bytes == used and not saver.is_paused("kept")
     arena.budget_bytes = held + 16 * MIB
-    saver.pause()
+    saver.pause(content=content)
     saver.resume()
     assert torch.equal(tensor, expected)
 
