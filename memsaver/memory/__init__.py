@@ -58,15 +58,12 @@ def _require_gpu(device: torch.device) -> None:
         )
 
 
-def make_pinner(device: torch.device) -> Pinner | None:
-    """Returns what makes host memory reachable for a device, whose context must be current; None:
-    all of it is.
-    """
+def _pinner(device: torch.device) -> Pinner | None:
     if device.type != "cuda":
         return None
-    from memsaver.memory.cuda import CudaPinner
+    from memsaver.memory.cuda import CudaBackend
 
-    return CudaPinner()
+    return CudaBackend.pinner
 
 
 def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -87,7 +84,7 @@ def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> to
             {},
         )
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        pinner = make_pinner(device)
+        pinner = _pinner(device)
         (address,) = pinned_arena.obtain([size], pinner)
     owner = (ctypes.c_char * nbytes).from_address(address)
     Finalizer(owner, _give_back, address, size, pinner, device)

@@ -139,12 +139,6 @@ class Call(ctypes.Structure):
     _fields_ += [("operation", ctypes.c_int), ("error", ctypes.c_int)]
 
 
-class Calls(ctypes.Structure):
-    """All calls of one operation."""
-
-    _fields_ = [(name, ctypes.c_uint64) for name in ("calls", "failed", "nbytes", "ns")]
-
-
 class _Transfer(ctypes.Structure):
     _fields_ = [("to", ctypes.c_uint64), ("source", ctypes.c_uint64), ("nbytes", _size)]
 
@@ -241,13 +235,6 @@ def extend(slot: int, items: Sequence[Extent]) -> None:
 
 def discharge(phys: int, nbytes: int) -> None:
     library().ms_discharge(phys, nbytes)
-
-
-def calls(phys: int) -> dict[Operation, Calls]:
-    """Returns what all driver calls so far have summed up to, by operation."""
-    array = (Calls * len(Operation))()
-    library().ms_get_calls(phys, array)
-    return dict(zip(Operation, array, strict=True))
 
 
 def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:

@@ -211,30 +211,6 @@ def test_a_forked_child_keeps_what_it_has_put_into_the_hole(how: str) -> None:
     assert _exits(child) == 0
 
 
-def test_a_forked_child_has_savers_leases_and_host_memory_of_its_own() -> None:
-    saver = memsaver.MemorySaver("cpu")
-    tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
-    saver.pause()
-    saver.resume()  # the host arena has free pieces, which do not come along
-    ticket = saver.share("default")
-    lease = memsaver.attach(ticket)
-
-    def child() -> None:
-        mine = memsaver.MemorySaver("cpu")
-        own = mine.empty(MIB, torch.uint8, content="host").fill_(3)
-        mine.pause()
-        mine.resume()
-        assert bool((own == 3).all())
-        with memsaver.attach(ticket) as second:
-            assert bool((second.tensor((MIB,), torch.uint8) == 7).all())
-
-    assert _exits(child) == 0
-    assert saver.leases("default") == 1 and bool((lease.tensor((MIB,), torch.uint8) == 7).all())
-    lease.close()
-    saver.pause()
-    del tensor
-
-
 FORK = """
 import gc, os, sys, torch, memsaver
 saver = memsaver.MemorySaver("cpu")

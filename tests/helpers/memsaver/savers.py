@@ -5,6 +5,7 @@ waited for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import subprocess
@@ -109,11 +110,19 @@ class Calls(NamedTuple):
     seconds: float
 
 
+class CallsRecord(ctypes.Structure):
+    """Is ``ms_calls`` of shim.h."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("calls", "failed", "nbytes", "ns")]
+
+
 def driver_calls(saver: MemorySaver) -> dict[str, Calls]:
     """Count a saver's driver calls so far by operation ("create", "map", "copy" ...)."""
+    array = (CallsRecord * len(shim.Operation))()
+    shim.library().ms_get_calls(saver.backend.phys, array)
     return {
         operation.name.lower(): Calls(item.calls, item.failed, item.nbytes, item.ns * 1e-9)
-        for operation, item in shim.calls(saver.backend.phys).items()
+        for operation, item in zip(shim.Operation, array, strict=True)
     }
 
 
