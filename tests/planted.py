@@ -45,7 +45,7 @@ BUGS = [
     Bug(
         "two processes resume at once",
         "memsaver/tag/transaction.py",
-        "memsaver/test_device_lock.py",
+        "memsaver/test_fault_injection.py",
         "            with self._device_lock:\n                refills",
         "            if True:\n                refills",
     ),
