@@ -8,15 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.allocators.paged import (
+from kvcache.allocators import (
     Int64Array,
     KVAllocator,
+    Ledger,
     PagedTokenToKVPoolAllocator,
+    WindowShares,
     as_int64,
+    pages_behind,
     to_device,
 )
-from kvcache.allocators.windows import Ledger, WindowShares, pages_behind
-from kvcache.pools.base import KVPool
+from kvcache.pools import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
@@ -56,11 +58,8 @@ class BlockManager:
         pool: KVPool,
         window: int | None = None,
     ) -> None:
-        if req_to_token.device != allocator.device:
-            raise ValueError(
-                f"req_to_token is on {req_to_token.device}, the allocator on {allocator.device}; "
-                "use one device"
-            )
+        here, there = allocator.device, req_to_token.device
+        assert here == there, f"the ledger is for {here}, req_to_token on {there}"
         self.req_to_token = req_to_token
         self.allocator = allocator
         self.pool = pool
@@ -74,7 +73,7 @@ class BlockManager:
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        """Pages there are and pages that are free, of each pool."""
+        """Return the pages that there are and that are free, of each pool."""
         return self._shares.ledgers
 
     @property
@@ -89,9 +88,8 @@ class BlockManager:
         return int(self._lens[self.req_to_token.row(handle)])
 
     def admit(self, pages: Int64Array = NO_PAGES) -> ReqHandle | None:
-        """A new sequence, empty or with the tokens of whole `pages`, which it shares; None when all
-        rows of the request table are taken. ValueError, with nothing changed, where a page is free.
-        Sequences with a window begin empty.
+        """Begin a sequence, empty or with the tokens of whole `pages`, which it shares; None when
+        all rows of the request table are taken. Sequences with a window begin empty.
         """
         assert not len(pages) or self._shares.window is None, "a window gives pages back"
         handle = self.req_to_token.alloc()
@@ -105,7 +103,7 @@ class BlockManager:
         return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """A sequence with the same tokens that shares every page; None without a row.
+        """Begin a sequence with the same tokens that shares every page; None without a row.
 
         States in the request table are copied: they must be those after the last token.
         """
@@ -128,52 +126,47 @@ class BlockManager:
         return child
 
     def pages(self, handle: ReqHandle) -> Int64Array:
-        """Pages of a sequence, a partial last one included, int64; not all are its own."""
+        """Return the pages of a sequence, a partial last one included; not all are its own."""
         return self._row_pages(self.req_to_token.row(handle)).copy()
 
     def release(self, handle: ReqHandle) -> None:
-        """Ends a sequence: drops its share of each page and makes the handle stale."""
+        """End a sequence: drop its share of each page and make the handle stale."""
         row = self.req_to_token.row(handle)
         self._shares.free(row, self._row_pages(row))
         self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
-        """All tokens of these are computed: drops their shares of what left the window."""
+        """Drop the sequences' shares of what left the window; all their tokens are computed."""
         window = self._shares.window
         if window is not None:
             rows = self.req_to_token.rows(handles)
-            self._shares.leave(
-                rows, pages_behind(self._lens[rows], window, self.page_size), self._pages
-            )
+            behind = pages_behind(self._lens[rows], window, self.page_size)
+            self._shares.leave(rows, behind, self._pages)
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
-        """Slots of positions [start, stop) of a sequence, int64 on the CPU: what `free` of
-        an allocator takes without a synchronise. ValueError for positions that it does not have, or
-        has given back.
+        """Return the slots of positions [start, stop) of a sequence, int64 on the CPU. It has these
+        positions, and has not given them back.
         """
         row = self.req_to_token.row(handle)
         first = self._shares.first_held(row) * self.page_size
         held = start == stop or start >= first
-        if not (0 <= start <= stop <= self._lens[row] and held):
-            raise ValueError(
-                f"{handle} holds the slots of positions [{first}, {self._lens[row]}), "
-                f"asked for [{start}, {stop}); stay inside them"
-            )
+        inside = held and 0 <= start <= stop <= self._lens[row]
+        assert inside, f"{handle} holds [{first}, {self._lens[row]}), asked for [{start}, {stop})"
         return self._slots(row, np.arange(start, stop))
 
     def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
-        """Pages that `extend` with these arguments would take, copies of shared pages included."""
+        """Return the pages that this `extend` would take, copies of shared pages included."""
         growth = self._plan(handles, new_lens)
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Tensor | None:
-        """Grows sequences, by prefill chunks and decode steps alike, to `new_lens` tokens.
+        """Grow sequences, by prefill chunks and decode steps alike, to `new_lens` tokens.
 
-        Returns the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the
-        order of `handles`, and has written them to `req_to_token`. None when pages are short:
-        nothing changed. ValueError for a stale or repeated handle, a shrinking length or one past
-        `max_context_len`.
+        Return the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the order
+        of `handles`, and write them to `req_to_token`. None when pages are short: nothing changed.
+        Raise ValueError for a stale handle. Each handle is named once, lengths only grow, to
+        `max_context_len` at most.
         """
         growth = self._plan(handles, new_lens)
         counts = self.allocator.pages_between(growth.start, growth.new)
@@ -197,10 +190,10 @@ class BlockManager:
         return loc
 
     def compact(self, pages: int) -> Int64Array | None:
-        """Moves all that has an owner to the first `pages` pages, tokens included, so that none
+        """Move all that has an owner to the first `pages` pages, tokens included, so that none
         after them has one: for a pool that is to end there.
 
-        Returns the new number of every page, int64 `[total_pages + 1]`, by which a prefix cache
+        Return the new number of every page, int64 `[total_pages + 1]`, by which a prefix cache
         renames its own; None, with nothing changed, where there is no room. For one ledger, and
         sequences without a window; nothing may be about to write to their slots.
         """
@@ -228,7 +221,7 @@ class BlockManager:
         return renamed
 
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
-        """Raises AssertionError unless page tables, reference counts and `req_to_token` agree.
+        """Raise AssertionError unless page tables, reference counts and `req_to_token` agree.
 
         cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it
         synchronises. May be called between any two operations.
@@ -250,7 +243,7 @@ class BlockManager:
         self._shares.check_integrity([(row, self._row_pages(row)) for row in rows], cached)
 
     def _begin_with(self, row: int, pages: Int64Array) -> None:
-        """Makes whole pages the beginning of an empty sequence."""
+        """Make whole pages the beginning of an empty sequence."""
         length = len(pages) * self.page_size
         if length == 0:
             return
@@ -264,33 +257,25 @@ class BlockManager:
         return self._pages[row, : -(-int(self._lens[row]) // self.page_size)]
 
     def _slots(self, rows: int | np.integer | Int64Array, positions: Int64Array) -> Int64Array:
-        """Token ids of positions by the page table, int64 of the positions' shape."""
+        """Return the token ids of positions by the page table, int64 of their shape."""
         pages, offsets = np.divmod(positions, self.page_size)
         return self._pages[rows, pages] * self.page_size + offsets
 
     def _plan(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> _Growth:
         rows = self.req_to_token.rows(handles)
-        new = as_int64(new_lens, "new_lens")
+        new = as_int64(new_lens)
+        in_order, old = np.sort(rows), self._lens[rows]
         assert len(rows) == len(new), "pass one length a handle"
-        in_order = np.sort(rows)
-        if (in_order[1:] == in_order[:-1]).any():
-            raise ValueError("a handle is twice in one batch; name each sequence once")
-        old = self._lens[rows]
-        longest = self.req_to_token.max_context_len
-        wrong = (new < old) | (new > longest)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise ValueError(
-                f"{handles[i]} can't go from {old[i]} to {new[i]} tokens: lengths only grow, to "
-                f"max_context_len={longest} at most; release it instead"
-            )
+        assert (in_order[1:] != in_order[:-1]).all(), "a handle is twice in one batch"
+        grows = (old <= new) & (new <= self.req_to_token.max_context_len)
+        assert grows.all(), f"lengths can't go from {old[~grows]} to {new[~grows]}"
         start, left = self._fresh_start(rows, old, new)
         return _Growth(rows=rows, old=old, new=new, start=start, left=left)
 
     def _fresh_start(
         self, rows: Int64Array, old: Int64Array, new: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """The old length, or the start of the last page where it has to be copied; such pages."""
+        """Return the old lengths, or the start of a last page that has to be copied; such pages."""
         if not self._forked[rows].any():  # as in nearly every step of decoding
             return old, np.empty(0, dtype=np.int64)
         offset = old % self.page_size
@@ -300,9 +285,8 @@ class BlockManager:
         owners = self.allocator.ref_counts(pages)
         self._forked[rows[writers[owners == 1]]] = False
         left: dict[int, int] = {}
-        for i, page, count in zip(
-            *(a[owners > 1].tolist() for a in (writers, pages, owners)), strict=True
-        ):
+        shared = (a[owners > 1].tolist() for a in (writers, pages, owners))
+        for i, page, count in zip(*shared, strict=True):
             remaining = left.get(page, count)
             # several writers of one page in this batch: the last of its owners keeps it
             if remaining > 1:
@@ -312,7 +296,7 @@ class BlockManager:
         return start, self._pages[rows[copying], start[copying] // self.page_size]
 
     def _fill_device(self, growth: _Growth) -> Tensor:
-        """Copies shared pages, then writes fresh ids to the table; returns the new tokens'.
+        """Copy shared pages, then write fresh ids to the table; return the new tokens'.
 
         The table write comes last: whatever fails before it leaves every sequence readable.
         """
@@ -335,7 +319,7 @@ class BlockManager:
         return self._write_table(flat, loc)[copies:]
 
     def _write_table(self, flat: Int64Array, loc: Int64Array) -> Tensor:
-        """Writes slots to the table at these places, by one launch; returns them."""
+        """Write slots to the table at these places, by one launch; return them."""
         n = len(loc)
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
@@ -349,7 +333,7 @@ class BlockManager:
 
 
 def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
-    """For every one of `counts` things a request: which request's, and its number there."""
+    """Expand per-request counts to (request, number within the request) index arrays."""
     if (counts <= 1).all():  # as in nearly every step of decoding
         return slice(None) if counts.all() else np.flatnonzero(counts), 0
     which = np.repeat(np.arange(len(counts)), counts)

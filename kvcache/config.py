@@ -1,7 +1,7 @@
 """Shape, size and element type of a KV cache, checked once, before any memory is taken."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 
 import torch
@@ -23,24 +23,22 @@ _KV_DTYPES = {
 
 
 def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The stored dtype that `kv_cache_dtype` names ("auto": the model's), or ValueError."""
+    """Return the stored dtype that `kv_cache_dtype` names ("auto": the model's), or ValueError."""
     if name == "auto":
         return model_dtype
     if name not in _KV_DTYPES:
-        raise ValueError(
-            f"unknown kv_cache_dtype {name!r}; "
-            f"use 'auto' or one of {', '.join(map(repr, _KV_DTYPES))}"
-        )
+        known = ", ".join(map(repr, _KV_DTYPES))
+        raise ValueError(f"unknown kv_cache_dtype {name!r}; use 'auto' or one of {known}")
     return _KV_DTYPES[name]
 
 
 def store_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that elements are kept in: bytes for fp8 and fp4, which lack indexing kernels."""
+    """Return the dtype that elements are kept in: bytes for fp8 and fp4, which can't be indexed."""
     return torch.uint8 if dtype in FP8_DTYPES or dtype == FP4_DTYPE else dtype
 
 
 def row_bytes(dtype: torch.dtype, width: int) -> int:
-    """Bytes of `width` elements; with FP4 two elements a byte and a scale byte a block."""
+    """Return the bytes of `width` elements; FP4: two elements a byte, a scale byte a block."""
     return width // 2 + width // FP4_BLOCK if dtype == FP4_DTYPE else width * dtype.itemsize
 
 
@@ -67,37 +65,29 @@ class TokenConfig(ABC):
     @property
     @abstractmethod
     def rows(self) -> dict[str, tuple[int, int]]:
-        """Returns what a token has in each layer: name -> (heads, width)."""
+        """Return what a token has in each layer: name -> (heads, width)."""
 
     @property
     @abstractmethod
     def value_dim(self) -> int:
         """Return the width of a value, a head."""
 
-    @abstractmethod
-    def _shape_fields(self) -> tuple[str, ...]:
-        """Fields that must be whole numbers >= 1."""
-
     @property
     def row_dtype(self) -> torch.dtype:
-        """The dtype in which rows are read."""
+        """Return the dtype in which rows are read."""
         as_stored = store_dtype(self.dtype) == self.dtype
         return self.dtype if as_stored else self.compute_dtype or torch.bfloat16
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes over all layers, block scales included."""
+        """Return the bytes that one token takes over all layers, block scales included."""
         return self.num_layers * sum(
             heads * row_bytes(self.dtype, width) for heads, width in self.rows.values()
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole pool, the padding page included."""
-        return (self.size + self.page_size) * self.bytes_per_token
-
     def __post_init__(self) -> None:
-        check_counts(self, "num_layers", "size", "page_size", *self._shape_fields())
+        counts = [field.name for field in fields(self) if field.type in (int, int | None)]
+        check_counts(self, *(name for name in counts if getattr(self, name) is not None))
         down = self.size // self.page_size * self.page_size
         rule = f"must be a multiple of page_size={self.page_size}; use {down + self.page_size}"
         check_option(self, "size", self.size == down, rule)
@@ -108,13 +98,11 @@ class TokenConfig(ABC):
         computable = (None, torch.float32, torch.float16, torch.bfloat16)
         rule = "must be float32, float16 or bfloat16"
         check_option(self, "compute_dtype", self.compute_dtype in computable, rule)
-        if self.dtype == FP4_DTYPE:
-            for name, (_, width) in self.rows.items():
-                self._check_blocks(f"rows of {name!r}", width)
-
-    def _check_blocks(self, what: str, width: int) -> None:
-        if width % FP4_BLOCK:
-            raise ValueError(f"FP4 needs {what} of a multiple of {FP4_BLOCK} elements, got {width}")
+        widths = {name: width for name, (_, width) in self.rows.items()} | {"value": self.value_dim}
+        if self.dtype == FP4_DTYPE and any(width % FP4_BLOCK for width in widths.values()):
+            raise ValueError(
+                f"FP4 needs widths of a multiple of {FP4_BLOCK} elements, got {widths}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +121,6 @@ class KVCacheConfig(TokenConfig):
     def rows(self) -> dict[str, tuple[int, int]]:
         return {"k": (self.num_kv_heads, self.head_dim), "v": (self.num_kv_heads, self.value_dim)}
 
-    def _shape_fields(self) -> tuple[str, ...]:
-        return ("num_kv_heads", "head_dim", *(() if self.v_head_dim is None else ("v_head_dim",)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MLACacheConfig(TokenConfig):
@@ -152,23 +137,15 @@ class MLACacheConfig(TokenConfig):
     def rows(self) -> dict[str, tuple[int, int]]:
         return {"kv": (1, self.kv_lora_rank + self.qk_rope_head_dim)}
 
-    def _shape_fields(self) -> tuple[str, ...]:
-        return ("kv_lora_rank", "qk_rope_head_dim")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dtype == FP4_DTYPE:
-            self._check_blocks("a kv_lora_rank", self.kv_lora_rank)
-
 
 def check_option(options: object, name: str, good: bool, rule: str) -> None:
-    """ValueError that names a field and its value, unless it is good."""
+    """Raise a ValueError that names a field and its value, unless it is good."""
     if not good:
         raise ValueError(f"{name}={getattr(options, name)!r} {rule}")
 
 
 def check_counts(options: object, *names: str, least: int = 1) -> None:
-    """ValueError for the first of these fields that is no whole number of at least `least`."""
+    """Raise ValueError for the first of these fields that is no whole number >= `least`."""
     for name in names:
         value = getattr(options, name)
         whole = isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Derives from a Hugging Face config what its KV cache is made of, without importing transformers.
+"""The parts of a model's KV cache, read from its Hugging Face config without transformers.
 
 It knows dense and mixture-of-experts decoders with full or sliding attention in every layer or
 alternating (Llama, Qwen2, Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2,
@@ -12,16 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from kvcache.config import FP4_DTYPE, KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
-from kvcache.pools.base import KVPool
+from kvcache.config import KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
 from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
-from kvcache.pools.token_pools import (
-    MHATokenToKVPool,
-    MHATokenToKVPoolFP4,
-    MLATokenToKVPool,
-    MLATokenToKVPoolFP4,
-)
+from kvcache.pools.token_pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from memsaver import MemorySaver
 
 Kind = Literal["full", "sliding", "mla", "linear"]
@@ -38,7 +32,7 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Holds what a model's layers keep.
+    """Rows and states that a model's layers keep.
 
     kinds: each layer's kind. pool: which pool holds the tokens; states of linear layers are in a
     `MambaPool` beside it.
@@ -60,7 +54,7 @@ class KVLayout:
     state_dtype: torch.dtype = torch.float32
 
     def layers(self, *kinds: Kind) -> tuple[int, ...]:
-        """Ids of the layers of these kinds."""
+        """Return the ids of the layers of these kinds."""
         return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
 
     @property
@@ -72,16 +66,16 @@ class KVLayout:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one request's states over all linear layers, 0 without any."""
+        """Return the bytes of a request's states over all linear layers, 0 without any."""
         return self.mamba_config(size=1, device="cpu").bytes_per_slot if self.temporal_shape else 0
 
     @property
     def pages_tell_all(self) -> bool:
-        """Tells whether a sequence is made of its pages alone, all of them."""
+        """Return whether a sequence is made of its pages alone, all of them."""
         return self.pool in ("mha", "mla") and self.sliding_window is None
 
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
-        """The config of a pool of so many layers that keep tokens. fields: size, device, ..."""
+        """Return the config of a pool of layers that keep tokens. fields: size, device, ..."""
         fields |= {"num_layers": num_layers, "dtype": self.dtype, "compute_dtype": self.model_dtype}
         if self.kv_lora_rank is not None:
             rope = self.rows["kv"][1] - self.kv_lora_rank
@@ -90,9 +84,8 @@ class KVLayout:
         return KVCacheConfig(num_kv_heads=heads, head_dim=dim, v_head_dim=value_dim, **fields)
 
     def mamba_config(self, *, size: int, device: torch.device | str) -> MambaConfig:
-        """The config of the pool of states for `size` requests; ValueError without such layers."""
-        if self.temporal_shape is None:
-            raise ValueError("this model has no linear layers and keeps no states")
+        """Return the config of the pool of states for `size` requests."""
+        assert self.temporal_shape is not None, "this model has no linear layers"
         return MambaConfig(
             num_layers=len(self.layers("linear")),
             size=size,
@@ -114,43 +107,34 @@ class KVLayout:
         tag: str = "kv_cache",
         slot_major: bool = False,
     ) -> KVPool:
-        """The pool for `size` tokens, `window_size` of a `swa` pool's window side."""
-        fields: dict[str, Any] = {
-            "size": size,
-            "page_size": page_size,
-            "device": device,
-            "slot_major": slot_major,
-        }
-        fp4 = self.dtype == FP4_DTYPE
-        mha = MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool
+        """Return the pool for `size` tokens, `window_size` of a `swa` pool's window side."""
+        fields: dict[str, Any] = {"page_size": page_size, "device": device}
+        fields |= {"size": size, "slot_major": slot_major}
         tokens = self.layers("full", "sliding", "mla")
         config: Any = self.token_config(
             num_layers=len(self.layers("full") if self.pool == "swa" else tokens), **fields
         )
         if self.pool == "mla":
-            return (MLATokenToKVPoolFP4 if fp4 else MLATokenToKVPool)(config, saver, tag)
+            return MLATokenToKVPool(config, saver, tag)
         if self.pool == "mha":
-            return mha(config, saver, tag)
+            return MHATokenToKVPool(config, saver, tag)
         if self.pool == "hybrid_linear":
-            return HybridLinearKVPool(config, tokens, saver, tag, mha)
+            return HybridLinearKVPool(config, tokens, saver, tag)
         if window_size is None:
-            raise ValueError(
-                "a model with full and sliding layers needs window_size, "
-                "the tokens of its window pool"
-            )
+            raise ValueError("full and sliding layers need window_size, tokens of the window pool")
         sliding = self.layers("sliding")
         window: Any = self.token_config(num_layers=len(sliding), **fields | {"size": window_size})
-        return SWAKVPool(config, window, self.layers("full"), sliding, saver, tag, mha)
+        return SWAKVPool(config, window, self.layers("full"), sliding, saver, tag)
 
     def build_states(
         self, *, size: int, device: torch.device | str, saver: MemorySaver | None = None
     ) -> MambaPool:
-        """The pool of the linear layers' states, for `size` requests."""
+        """Return the pool of the linear layers' states, for `size` requests."""
         return MambaPool(self.mamba_config(size=size, device=device), saver)
 
 
 def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None = None) -> KVLayout:
-    """Returns what the KV cache of the model with this Hugging Face config is made of.
+    """Return what the KV cache of the model with this Hugging Face config is made of.
 
     kv_cache_dtype: "auto" (the model's dtype), "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or
     "fp4_e2m1". dtype: the model's, None: what the config says, torch's default dtype if it says
@@ -186,20 +170,18 @@ def _dtype(config: Any) -> torch.dtype:
 
 
 def _kinds(config: Any) -> tuple[Kind, ...]:
-    """Each layer's kind: from the config's own list, else from its sliding window."""
+    """Return each layer's kind: of the config's own list, else by its sliding window."""
     count = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None):
         return ("mla",) * count
     names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if names is None:
-        slides = getattr(config, "sliding_window", None) and getattr(
-            config, "use_sliding_window", True
-        )
+        window = getattr(config, "sliding_window", None)
+        slides = window and getattr(config, "use_sliding_window", True)
         return ("sliding" if slides else "full",) * count
     if unknown := sorted(set(names) - set(_KINDS)):
-        raise ValueError(
-            f"layers of kind {unknown} are not supported; supported: {', '.join(_KINDS)}"
-        )
+        known = ", ".join(_KINDS)
+        raise ValueError(f"layers of kind {unknown} are not supported; supported: {known}")
     if len(names) != count:
         raise ValueError(f"the config names the kinds of {len(names)} layers and has {count}")
     return tuple(_KINDS[name] for name in names)
@@ -228,7 +210,7 @@ def _mha_rows(config: Any) -> dict[str, tuple[int, int]]:
 
 
 def _states(config: Any) -> dict[str, Any]:
-    """Shapes of a linear layer's states: a gated delta net's (Qwen3-Next) or Mamba-2's (Bamba)."""
+    """Return the shapes of a linear layer's states: a gated delta net's or Mamba-2's (Bamba)."""
     if getattr(config, "linear_conv_kernel_dim", None):
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -240,7 +222,5 @@ def _states(config: Any) -> dict[str, Any]:
         conv = (inner + 2 * config.mamba_n_groups * config.mamba_d_state, config.mamba_d_conv - 1)
         temporal = (config.mamba_n_heads, inner // config.mamba_n_heads, config.mamba_d_state)
     else:
-        raise ValueError(
-            f"{type(config).__name__} has linear layers whose states are not known here"
-        )
+        raise ValueError(f"linear layers of {type(config).__name__}: their states are not known")
     return {"conv_shapes": (conv,), "temporal_shape": temporal}

@@ -32,16 +32,11 @@ class ReqToTokenPool:
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
-        if size < 1 or max_context_len < 1:
-            raise ValueError(
-                f"ReqToTokenPool needs at least one row and one position, got size={size}, "
-                f"max_context_len={max_context_len}"
-            )
+        assert size >= 1 and max_context_len >= 1, f"a table of {size} rows of {max_context_len}"
         self.size = size
         self.max_context_len = max_context_len
-        self.req_to_token = torch.zeros(
-            (size + 1, max_context_len), dtype=torch.int32, device=device
-        )
+        shape = (size + 1, max_context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=device)
         self.device = self.req_to_token.device
         self._free_rows = list(range(size, 0, -1))
         self._generation = [0] * (size + 1)
@@ -72,10 +67,7 @@ class ReqToTokenPool:
     def row(self, handle: ReqHandle) -> int:
         """Return the row of a live handle; ValueError for a stale one."""
         if self._issued.get(handle.row) != handle:
-            raise ValueError(
-                f"stale {handle}: its row was released or never issued; "
-                "take a new one from admit(), fork() or alloc()"
-            )
+            raise ValueError(f"stale {handle}: released or never issued; take it from admit()")
         return handle.row
 
     def rows(self, handles: Sequence[ReqHandle]) -> npt.NDArray[np.int64]:
@@ -96,12 +88,10 @@ class ReqToTokenPool:
         self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each row is free or live, and row 0 untouched; waits."""
+        """Raise AssertionError unless each row is free or live, and row 0 untouched; waits."""
         free = self._free_rows
-        assert len(set(free)) == len(free), f"a row is twice in the free list: {sorted(free)}"
-        assert all(0 < row <= self.size for row in free), (
-            f"free list names a row outside 1..{self.size}: {sorted(free)}"
-        )
+        assert len(set(free)) == len(free), f"a row is twice in the free list: {free}"
+        assert all(0 < row <= self.size for row in free), f"a free row is not in the table: {free}"
         assert not self._issued.keys() & {0, *free}, "a free row is marked as issued"
         assert len(self._issued) + len(free) == self.size, "rows were lost"
         assert not bool(self.req_to_token[0].any()), "the padding row was written"
@@ -117,10 +107,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self, size: int, max_context_len: int, device: torch.device | str, mamba: MambaPool
     ) -> None:
         super().__init__(size, max_context_len, device)
-        if mamba.device != self.device:
-            raise ValueError(
-                f"the table is on {self.device}, the state pool on {mamba.device}; use one device"
-            )
+        assert mamba.device == self.device, f"table on {self.device}, states on {mamba.device}"
         self.mamba = mamba
         self.req_to_mamba = torch.zeros(size + 1, dtype=torch.int32, device=device)
         self._slot_of = [0] * (size + 1)
@@ -161,10 +148,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Check as the base does, and the map on the device against the slots held; waits."""
         super().check_integrity()
         self.mamba.check_integrity()
-        assert self.req_to_mamba.tolist() == self._slot_of, (
-            "req_to_mamba differs from the slots held"
-        )
+        assert self.req_to_mamba.tolist() == self._slot_of, "req_to_mamba differs from the slots"
         live = [slot for slot in self._slot_of if slot]
-        assert len(live) == self.size - self.available_size() == len(set(live)), (
-            "a live row has no slot of its own"
-        )
+        rows = self.size - self.available_size()
+        assert len(live) == rows == len(set(live)), "a live row has no slot of its own"

@@ -15,12 +15,11 @@ The oldest range that is not freed may always be filled, whatever its size: noth
 """
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvcache.pools.token_pools import MHATokenToKVPool
+from kvcache.pools import MHATokenToKVPool
 
 
 class Assignment(NamedTuple):
@@ -39,7 +38,7 @@ class Watermark(NamedTuple):
 
 
 def may_fill(round: int, end: int, watermark: Watermark) -> bool:
-    """Tells whether a writer may fill a range of this round that ends before byte `end`."""
+    """Return whether a writer may fill a range of this round that ends before byte `end`."""
     before = round - 1  # the round whose ranges lie under this one
     return (
         round == 0
@@ -56,10 +55,9 @@ class StagingAllocator:
     """
 
     def __init__(self, size_bytes: int, alignment: int = 256) -> None:
-        if size_bytes <= 0:
-            raise ValueError(f"size_bytes must be positive, got {size_bytes}")
-        if alignment <= 0 or alignment & (alignment - 1):
-            raise ValueError(f"alignment must be a power of two, got {alignment}")
+        assert size_bytes > 0, f"size_bytes must be positive, got {size_bytes}"
+        power = alignment > 0 and alignment & (alignment - 1) == 0
+        assert power, f"alignment must be a power of two, got {alignment}"
         self.size_bytes = size_bytes
         self.alignment = alignment
         self.watermark = Watermark(0, 0)
@@ -71,13 +69,12 @@ class StagingAllocator:
 
     @property
     def outstanding(self) -> int:
-        """Ranges assigned and not freed."""
+        """Return the number of ranges assigned and not freed."""
         return len(self._live)
 
     def assign(self, nbytes: int) -> Assignment | None:
-        """A range of `nbytes`, perhaps not ready yet; None only if larger than the ring."""
-        if nbytes <= 0:
-            raise ValueError(f"can't assign {nbytes} bytes; ask for at least one")
+        """Assign a range of `nbytes`, perhaps not ready yet; None only if larger than the ring."""
+        assert nbytes > 0, f"can't assign {nbytes} bytes"
         if nbytes > self.size_bytes:
             return None
         if self._head + nbytes > self.size_bytes:
@@ -90,29 +87,22 @@ class StagingAllocator:
         return assigned
 
     def free(self, id: int) -> Watermark:
-        """Takes a range back, in any order; the watermark afterwards, for the writers.
+        """Take a range back, in any order; return the watermark afterwards, for the writers.
 
-        Its writer must be done, or know that it may not begin. ValueError for another id.
+        Its writer must be done, or know that it may not begin.
         """
-        if id not in self._live:
-            raise ValueError(f"staging range {id} is not assigned: never issued, or freed before")
+        assert id in self._live, f"range {id} is not assigned: never issued, or freed before"
         self._live.remove(id)
         while self._order and self._order[0].id not in self._live:
             self._order.popleft()
         if self._order:
             self.watermark = Watermark(self._order[0].round, self._order[0].offset)
         else:
-            self._restart()
+            # the head of this round would be a promise that nobody keeps: a range of the next round
+            # that ends past it would wait for ranges of this round, of which none is left
+            self._round, self._head = self._round + 1, 0
+            self.watermark = Watermark(self._round, 0)
         return self.watermark
-
-    def _restart(self) -> None:
-        """After the last range was freed.
-
-        A watermark at the head of this round would be a promise that nobody keeps: a range of the
-        next round that ends past it would wait for ranges of this round, of which none is left.
-        """
-        self._round, self._head = self._round + 1, 0
-        self.watermark = Watermark(self._round, 0)
 
 
 class HeadSlice(NamedTuple):
@@ -155,9 +145,7 @@ def heads_per_rank(tp_size: int, total_kv_heads: int) -> int:
 def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
     """Return the rank's first head, its number of heads, and how many ranks hold the same."""
     if size < 1 or total < 1:
-        raise ValueError(
-            f"{side} tensor-parallel size {size} and {total} KV heads must be positive"
-        )
+        raise ValueError(f"{side} size {size} and {total} KV heads must be positive")
     if not 0 <= rank < size:
         raise ValueError(f"{side} rank {rank} is outside its tensor-parallel size of {size}")
     if max(size, total) % min(size, total):
@@ -171,31 +159,9 @@ def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
 
 
 def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (fp8: unscaled), views.
+    """Return keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (fp8: unscaled bytes), views.
 
-    Valid as long as the pool, in either memory order. ValueError for FP4, without views.
+    Valid as long as the pool, in either memory order. FP4 rows have no heads to split.
     """
-    layers = [pool.get_kv_buffer(layer) for layer in range(pool.config.num_layers)]
-    return stack_layers([k for k, _ in layers]), stack_layers([v for _, v in layers])
-
-
-def stack_layers(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A view `[L, ...]` of tensors at even distances in one block; ValueError for others."""
-    first = layers[0]
-    addresses = [layer.data_ptr() for layer in layers]
-    step = addresses[1] - addresses[0] if len(layers) > 1 else 0
-    alike = all(
-        layer.shape == first.shape
-        and layer.stride() == first.stride()
-        and layer.dtype == first.dtype
-        and layer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for layer in layers
-    )
-    if not alike or addresses != [addresses[0] + i * step for i in range(len(layers))] or step < 0:
-        raise ValueError(
-            "these layers do not lie at even distances in one block of memory; "
-            "stage them one by one"
-        )
-    return first.as_strided(
-        (len(layers), *first.shape), (step // first.element_size(), *first.stride())
-    )
+    assert not pool.fp4, "FP4 rows are codes and scales; stage another pool"
+    return pool.stored["k"], pool.stored["v"]

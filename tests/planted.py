@@ -114,7 +114,7 @@ BUGS = [
     ),
     Bug(
         "the upper half of a split node loses its locks",
-        "kvcache/radix/tree.py",
+        "kvcache/radix/cache.py",
         "kvcache/radix/test_radix_stateful.py",
         "upper.lock_ref = node.hits, node.priority, node.lock_ref",
         "upper.lock_ref = node.hits, node.priority, 0",

@@ -1,9 +1,12 @@
-"""Writes key and value rows of new tokens into their slots, in Triton or torch.
+"""Writes key and value rows of new tokens into their slots, and moves slots, in Triton or torch.
 
 k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified; buffers `[N, H, D]`
 need a contiguous last dimension, so a slice of a wider row will do. loc is int64 `[n]`, all on one
 device. Slots are not range-checked on a GPU (that would synchronise); a slot named twice holds any
 of its rows afterwards. K and V go in one launch, with a program a token and chunk of its row.
+
+Rows that move go straight to their place, but for those whose slot is written to as well. Only such
+rows are staged before: a move into slots that nobody reads passes memory once.
 """
 
 import itertools
@@ -29,13 +32,15 @@ from memsaver.system.devices import Impl, use_triton
 # Rows are moved as integers of the element's width: bit-exact, whatever a NaN carries.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_BLOCK = 1024
+_TILE = 1024  # words that a program has under way
+_STAGED_AT_ONCE = 16  # rows
 _FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
 
 
 def set_kv_buffer(
     k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, loc: Tensor, impl: Impl = "auto"
 ) -> None:
-    """`k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit."""
+    """Write `k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit."""
     if loc.shape[0] == 0:
         return
     k, k_buffer = _as_bits(k, k_buffer)
@@ -48,7 +53,7 @@ def set_kv_buffer(
 
 
 def set_rows(rows: Tensor, buffer: Tensor, loc: Tensor, impl: Impl = "auto") -> None:
-    """`buffer[loc[i]] = rows[i]`, bit for bit, where there is one row a token."""
+    """Write `buffer[loc[i]] = rows[i]`, bit for bit, where there is one row a token."""
     set_kv_buffer(rows, rows[..., :0], buffer, buffer[..., :0], loc, impl)
 
 
@@ -62,8 +67,8 @@ def set_kv_buffer_fp8(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> None:
-    """The rows times `inverse_scales` (fp32 `[2]`, of k and of v) as fp8 `dtype`, saturated, into
-    uint8 buffers.
+    """Write the rows times `inverse_scales` (fp32 `[2]`, of k and of v) as fp8 `dtype`, saturated,
+    into uint8 buffers.
 
     k and v: float32, float16 or bfloat16. See `quant.py` for the rounding.
     """
@@ -84,7 +89,7 @@ def set_kv_buffer_fp4(
     loc: Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """The rows as FP4 into `*_parts`: codes `[N, H, D / 2]`, block scales `[N, H, D / 16]`, uint8.
+    """Write rows as FP4 into uint8 `*_parts`: codes `[N, H, D / 2]`, block scales `[N, H, D / 16]`.
 
     k and v: float32, float16 or bfloat16; D, Dv: multiples of 16. See `quant.py` for the rounding.
     """
@@ -96,9 +101,7 @@ def set_kv_buffer_fp4(
                 part[loc] = values
         return
     all_parts = (*k_parts, *v_parts)
-    assert all(part.stride(2) == 1 for part in all_parts), (
-        "the rows of a KV buffer must be contiguous"
-    )
+    assert all(part.stride(2) == 1 for part in all_parts), "the rows of a buffer have gaps"
     n, heads, k_dim = k.shape
     v_dim = v.shape[2]
     widest = heads * max(k_dim, v_dim) // FP4_BLOCK
@@ -111,10 +114,43 @@ def set_kv_buffer_fp4(
         )  # fmt: skip
 
 
+def move_rows(parts: Sequence[Tensor], tgt: Tensor, src: Tensor, impl: Impl = "auto") -> None:
+    """Move rows: `part[:, tgt[i]] = part[:, src[i]]`, all read before any is written.
+
+    parts: integers `[L, N, W]`, the same L and N, each with a contiguous last dimension. tgt and
+    src: int64 `[n]` on their device, not range-checked; a slot twice in tgt holds any of its rows
+    afterwards. Nothing here synchronises.
+    """
+    if tgt.shape[0] == 0:
+        return
+    if not use_triton(impl, tgt.device):
+        for part in parts:
+            part[:, tgt] = part[:, src]
+        return
+    count, (layers, slots) = tgt.shape[0], parts[0].shape[:2]
+    written = torch.zeros(slots, dtype=torch.uint8, device=tgt.device).index_fill_(0, tgt, 1)
+    for part in parts:
+        assert part.shape[:2] == (layers, slots), "parts differ in layers or slots"
+        assert part.stride(2) == 1, "rows are not contiguous"
+        width = part.shape[2]
+        staged = torch.empty((count, layers, width), dtype=part.dtype, device=part.device)
+        block = min(_MAX_BLOCK, triton.next_power_of_2(width))
+        rows = min(_TILE // block, triton.next_power_of_2(count))
+        strides = (src.stride(0), *part.stride()[:2])
+        sizes = {"WIDTH": width, "BLOCK": block}
+        with torch.cuda.device_of(part):
+            _stage_kernel[(triton.cdiv(count, _STAGED_AT_ONCE),)](
+                part, staged, written, src, count, *strides,
+                LAYERS=layers, ROWS=_STAGED_AT_ONCE, **sizes,
+            )  # fmt: skip
+            _move_kernel[(triton.cdiv(count, rows), layers)](
+                part, staged, written, tgt, src, count, tgt.stride(0), *strides, ROWS=rows, **sizes
+            )
+
+
 def _as_bits(rows: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    assert rows.dtype.itemsize == buffer.dtype.itemsize, (
-        f"{rows.dtype} rows for a {buffer.dtype} buffer"
-    )
+    same = rows.dtype.itemsize == buffer.dtype.itemsize
+    assert same, f"{rows.dtype} rows for a {buffer.dtype} buffer"
     bits = _BITS[rows.dtype.itemsize]
     return rows.view(bits), buffer.view(bits)
 
@@ -128,10 +164,8 @@ def _set_triton(
     inverse_scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copies rows as they are, or as fp8 `dtype` where inverse scales are given."""
-    assert k_buffer.stride(2) == v_buffer.stride(2) == 1, (
-        "the rows of a KV buffer must be contiguous"
-    )
+    """Copy rows as they are, or as fp8 `dtype` where inverse scales are given."""
+    assert k_buffer.stride(2) == v_buffer.stride(2) == 1, "the rows of a buffer have gaps"
     n, heads, k_dim = k.shape
     v_dim = v.shape[2]
     mantissa, bias = (0, 0) if dtype is None else _FP8[dtype]
@@ -229,3 +263,52 @@ def _set_fp4_kernel(  # type: ignore[no-untyped-def]
         v, v_codes, v_scales, i, slot, block, v_stride_n, v_stride_h, v_stride_d,
         v_code_slot, v_code_head, v_scale_slot, v_scale_head, HEADS, V_DIM, BLOCKS,
     )  # fmt: skip
+
+
+@triton.jit
+def _stage_kernel(  # type: ignore[no-untyped-def]
+    part, staged, written, src, count, src_stride, layer_stride, slot_stride,
+    LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows): all layers of those whose slot is written to."""
+    # a pool may pass 2**31 elements: offsets are int64 throughout
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    slots = tl.load(src + rows * src_stride, mask=rows < count, other=0).to(tl.int64)
+    is_written = tl.load(written + slots, mask=rows < count, other=0)
+    if tl.max(is_written.to(tl.int32), 0) != 0:
+        for nth in range(ROWS):
+            i = first + nth
+            slot = tl.load(src + i * src_stride, mask=i < count, other=0).to(tl.int64)
+            if tl.load(written + slot, mask=i < count, other=0) != 0:
+                at, to = part + slot * slot_stride, staged + i * LAYERS * WIDTH
+                for _ in range(LAYERS):
+                    for start in range(0, WIDTH, BLOCK):
+                        column = start + tl.arange(0, BLOCK)
+                        inside = column < WIDTH
+                        tl.store(to + column, tl.load(at + column, mask=inside), mask=inside)
+                    at += layer_stride
+                    to += WIDTH
+
+
+@triton.jit
+def _move_kernel(  # type: ignore[no-untyped-def]
+    part, staged, written, tgt, src, count, tgt_stride, src_stride, layer_stride, slot_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows, layer)."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    layer = tl.program_id(1).to(tl.int64)
+    exists = i < count
+    slot = tl.load(src + i * src_stride, mask=exists, other=0).to(tl.int64)
+    target = tl.load(tgt + i * tgt_stride, mask=exists, other=0).to(tl.int64)
+    is_written = tl.load(written + slot, mask=exists, other=0)[:, None]
+    here = part + layer * layer_stride + (slot * slot_stride)[:, None]
+    there = staged + ((i * tl.num_programs(1) + layer) * WIDTH)[:, None]
+    to = part + layer * layer_stride + (target * slot_stride)[:, None]
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = (column < WIDTH) & exists[:, None]
+        direct = tl.load(here + column, mask=inside & (is_written == 0), other=0)
+        kept = tl.load(there + column, mask=inside & (is_written != 0), other=0)
+        tl.store(to + column, direct | kept, mask=inside)

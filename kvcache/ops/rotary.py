@@ -58,9 +58,7 @@ def rotate_and_store(
     half = cos.shape[1]
     assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and 2 * half <= dim
     for cache in (k_cache, v_cache) if value_dim else (k_cache,):
-        assert cache.stride()[1:] == (cache.shape[2], 1), (
-            "the rows of a KV buffer must be contiguous"
-        )
+        assert cache.stride()[1:] == (cache.shape[2], 1), "the rows of a buffer have gaps"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     most_heads = triton.next_power_of_2(max(heads, kv_heads))
     block_heads = max(1, min(_TILE // triton.next_power_of_2(dim // 2), most_heads))

@@ -4,7 +4,7 @@ k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.stagin
 any strides but a contiguous last dimension, of any element size: bytes are moved as they are. loc:
 int64 `[n]`, any stride. Staged bytes are uint8, for one writer `[K0..KL-1, V0..VL-1][token][head]`,
 the writers of a range one after the other. All on one device; slots are not range-checked and
-nothing synchronises there. Errors are ValueError, before anything is written.
+nothing synchronises there.
 
 The kernel has a program a layer (keys, then values) and block of tokens. It moves units, the widest
 that divide all addresses, strides and rows, 16 bytes at most.
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache.ops.move import WORDS, unit_pointer
+from kvcache.ops.host_copy import WORDS, unit_pointer
 from memsaver.system.devices import Impl, use_triton
 
 MAX_BLOCK = 1024  # units a program
@@ -40,27 +40,23 @@ class Writers:
 
     @staticmethod
     def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
-        """Synchronises: not for every transfer. ValueError where two writers share a head."""
+        """Return writers of these heads; synchronises: not for every transfer."""
         ends = list(itertools.accumulate(count for _, count in heads))
         pairs = zip(heads, ends, strict=True)
         rows = [(first, count, end - count) for (first, count), end in pairs]
         taken = set[int]().union(*(range(first, first + count) for first, count in heads))
-        wrong = any(first < 0 or count < 1 for first, count in heads)
-        if not rows or len(taken) != ends[-1] or wrong:
-            raise ValueError(
-                f"writers (first head, heads) {list(heads)} must be some, "
-                "and have no head in common"
-            )
+        apart = rows and len(taken) == ends[-1] and min(taken) >= 0
+        assert apart, f"writers (first head, heads) {heads} are none, or share heads"
         return Writers(tuple(heads), torch.tensor(rows, device=device))
 
     @property
     def total(self) -> int:
-        """Heads of all writers."""
+        """Return the heads of all writers."""
         return sum(count for _, count in self.heads)
 
 
 def staged_bytes(k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int) -> int:
-    """Bytes that `tokens` tokens of `heads` heads take in all layers."""
+    """Return the bytes that `tokens` tokens of `heads` heads take in all layers."""
     return k.shape[0] * tokens * heads * sum(_row_bytes(k, v))
 
 
@@ -73,7 +69,7 @@ def gather_staged(
     staged: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """Fills `staged` with `num_heads` heads from `head_start` of slots `loc`, in all layers.
+    """Fill `staged` with `num_heads` heads from `head_start` of slots `loc`, in all layers.
 
     staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long.
     """
@@ -96,13 +92,11 @@ def scatter_staged(
     writers: Writers,
     impl: Impl = "auto",
 ) -> None:
-    """Puts what the writers staged into slots `loc`; heads without a writer here stay.
+    """Put what the writers staged into slots `loc`; heads without a writer here stay.
 
     staged: as of `gather_staged`, all writers'. A slot named twice holds any of its rows.
     """
     _check(k, v, loc, staged, writers.heads)
-    if writers.table.device != k.device:
-        raise ValueError(f"writers on {writers.table.device} must be on the pool's {k.device}")
     if len(loc) == 0:
         return
     k, v = k.view(torch.uint8), v.view(torch.uint8)
@@ -121,7 +115,7 @@ def scatter_staged(
 def _parts(
     staged: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One writer's bytes as keys `[L, tokens, heads, bytes]` and values alike."""
+    """Return one writer's bytes as keys `[L, tokens, heads, bytes]` and values alike."""
     keys, values = staged.split([k.shape[0] * tokens * heads * row for row in _row_bytes(k, v)])
     shape = (k.shape[0], tokens, heads, -1)
     return keys.view(shape), values.view(shape)
@@ -138,28 +132,17 @@ def _check(
     staged: torch.Tensor,
     heads: Sequence[tuple[int, int]],
 ) -> None:
-    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or 0 in (k.shape[3], v.shape[3]):
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [layers, slots, heads, width] alike"
-        )
-    if k.stride(3) != 1 or v.stride(3) != 1:
-        raise ValueError(f"rows must be contiguous; k has strides {k.stride()}, v {v.stride()}")
-    if loc.dtype != torch.int64 or loc.ndim != 1:
-        raise ValueError(f"loc must be int64 [n], got {loc.dtype} of shape {tuple(loc.shape)}")
-    if not k.device == v.device == loc.device == staged.device:
-        raise ValueError(
-            f"k, v, loc and staged are on {k.device}, {v.device}, "
-            f"{loc.device} and {staged.device}, not one"
-        )
-    for first, count in heads:
-        if first < 0 or count < 1 or first + count > k.shape[2]:
-            raise ValueError(f"heads {first} to {first + count} are not in a pool of {k.shape[2]}")
+    assert k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3], f"k {k.shape}, v {v.shape}"
+    assert k.stride(3) == v.stride(3) == 1, "rows must be contiguous"
+    assert loc.dtype == torch.int64 and loc.ndim == 1, (
+        f"loc is {loc.dtype} of {loc.ndim} dimensions"
+    )
+    assert k.device == v.device == loc.device == staged.device, "tensors are on several devices"
+    inside = all(first >= 0 and 1 <= count <= k.shape[2] - first for first, count in heads)
+    assert inside, f"heads (first, count) {heads} are not in a pool of {k.shape[2]}"
     wanted = staged_bytes(k, v, len(loc), sum(count for _, count in heads))
-    if staged.dtype != torch.uint8 or staged.shape != (wanted,) or not staged.is_contiguous():
-        raise ValueError(
-            f"staged must be contiguous uint8 [{wanted}], "
-            f"got {staged.dtype} of shape {tuple(staged.shape)} and strides {staged.stride()}"
-        )
+    fits = staged.dtype == torch.uint8 and staged.shape == (wanted,) and staged.is_contiguous()
+    assert fits, f"staged must be uint8 [{wanted}], got {staged.dtype} {staged.shape}"
 
 
 def _copy_triton(

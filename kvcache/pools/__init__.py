@@ -1,14 +1,12 @@
 """Pools on a tag: what is kept of a token, how, and where; a class for each kind of layer."""
 
-from kvcache.pools.base import KVPool
 from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool
 from kvcache.pools.token_pools import (
     DoubleSparseTokenToKVPool,
+    KVPool,
     MHATokenToKVPool,
-    MHATokenToKVPoolFP4,
     MLATokenToKVPool,
-    MLATokenToKVPoolFP4,
     TokenPool,
 )
 
@@ -17,9 +15,7 @@ __all__ = [
     "HybridLinearKVPool",
     "KVPool",
     "MHATokenToKVPool",
-    "MHATokenToKVPoolFP4",
     "MLATokenToKVPool",
-    "MLATokenToKVPoolFP4",
     "MambaConfig",
     "MambaPool",
     "RoutedKVPool",

@@ -1,18 +1,14 @@
 """States of Mamba and linear-attention layers: one slot a request, whatever its length."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvcache.config import check_counts, check_option
+from kvcache.config import check_counts
 from kvcache.pools.storage import FLOATS, PoolPart, SlotStorage
-
-if TYPE_CHECKING:
-    from memsaver import MemorySaver
+from memsaver import MemorySaver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +29,18 @@ class MambaConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, "num_layers", "size")
-        convs = all(min(shape) >= 1 for shape in self.conv_shapes)
-        check_option(self, "conv_shapes", convs, "must have lengths of at least 1")
-        rule = "must have lengths of at least 1"
-        check_option(self, "temporal_shape", min(self.temporal_shape) >= 1, rule)
-        for name in ("conv_dtype", "temporal_dtype"):
-            rule = "must be float32, float16 or bfloat16"
-            check_option(self, name, getattr(self, name) in FLOATS, rule)
+        shapes = (*self.conv_shapes, self.temporal_shape)
+        assert all(min(shape) >= 1 for shape in shapes), f"states of shapes {shapes}"
+        dtypes = {self.conv_dtype, self.temporal_dtype}
+        assert dtypes <= {*FLOATS}, f"states of {dtypes}; use float32, float16 or bfloat16"
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
         """Return what a slot holds in each layer."""
-        convs = (
-            PoolPart(name=f"conv{i}", row=s, dtype=self.conv_dtype)
-            for i, s in enumerate(self.conv_shapes)
-        )
-        return (
-            *convs,
-            PoolPart(name="temporal", row=self.temporal_shape, dtype=self.temporal_dtype),
-        )
+        shapes = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
+        convs = (PoolPart(name=n, row=s, dtype=self.conv_dtype) for n, s in shapes.items())
+        temporal = PoolPart(name="temporal", row=self.temporal_shape, dtype=self.temporal_dtype)
+        return (*convs, temporal)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -104,43 +93,22 @@ class MambaPool:
 
     def alloc(self) -> int | None:
         """Take a slot with zeroed states; None, with nothing changed, when there is none."""
-        slot = self._take()
-        if slot is None:
-            return None
-        try:
-            self._zero(slot)
-        except BaseException:
-            self.free(slot)
-            raise
-        return slot
+        return self._take(self._zero)
 
     def clone(self, source: int) -> int | None:
         """Take a slot with a copy of a held one's states, or None with nothing changed."""
-        slot = self._take()
-        if slot is None:
-            return None
-        try:
-            self.copy(slot, source)
-        except BaseException:
-            self.free(slot)
-            raise
-        return slot
+        return self._take(lambda slot: self.copy(slot, source))
 
     def copy(self, target: int, source: int) -> None:
         """Copy the states of a held slot into another one."""
         assert {target, source} <= self._held
-        if self._paused():
-            raise ValueError(
-                f"states of slot {source} can't be copied while tag {self._tag!r} is paused"
-            )
+        assert not self._paused(), f"states can't be copied while tag {self._tag!r} is paused"
         for part in self._storage.parts.values():
             part[:, target] = part[:, source]
 
     def free(self, slot: int) -> None:
-        """Give a slot back; ValueError, with nothing changed, if it is not held."""
-        if slot not in self._held:
-            raise ValueError(f"slot {slot} is not held; it was freed or never handed out")
-        self._held.remove(slot)
+        """Give a slot back."""
+        self._held.remove(slot)  # KeyError, with nothing changed, if it is not held
         self._to_zero.discard(slot)
         self._free.append(slot)
 
@@ -159,18 +127,21 @@ class MambaPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot but 0 is either free or held, once."""
-        assert len(set(self._free)) == len(self._free), (
-            f"a slot is free twice: {sorted(self._free)}"
-        )
+        assert len(set(self._free)) == len(self._free), f"a slot is free twice: {self._free}"
         assert not self._held & set(self._free), "a free slot is held"
         assert self._held | set(self._free) == set(range(1, self.size + 1)), "slots were lost"
         assert self._to_zero <= self._held, "a slot that nobody holds waits to be zeroed"
 
-    def _take(self) -> int | None:
+    def _take(self, fill: Callable[[int], None]) -> int | None:
         if not self._free:
             return None
         slot = self._free.pop()
         self._held.add(slot)
+        try:
+            fill(slot)
+        except BaseException:  # such as the device being out of memory
+            self.free(slot)
+            raise
         return slot
 
     def _zero(self, slot: int) -> None:

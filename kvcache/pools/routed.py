@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from kvcache.config import KVCacheConfig
-from kvcache.pools.base import KVPool, check_loc
-from kvcache.pools.token_pools import MHATokenToKVPool
+from kvcache.pools.token_pools import KVPool, MHATokenToKVPool, check_loc
 from memsaver import MemorySaver
 
 
@@ -34,10 +33,7 @@ class RoutedKVPool(KVPool):
     def route(self, layer_id: int) -> tuple[MHATokenToKVPool, int]:
         """Return the pool that holds a layer, and its index there; ValueError if none does."""
         if layer_id not in self._routes:
-            layers = ", ".join(map(str, sorted(self._routes)))
-            raise ValueError(
-                f"layer {layer_id} is not in this pool; layers {layers} have keys and values here"
-            )
+            raise ValueError(f"layer {layer_id} is not in this pool of {sorted(self._routes)}")
         return self._routes[layer_id]
 
     @property
@@ -88,8 +84,6 @@ class SWAKVPool(RoutedKVPool):
     Callers name slots of the full pool everywhere. Those of the window pool come from
     `full_to_swa_index_mapping` (int64, slot -> slot, 0: unmapped), which the allocator owns and
     changes in place: an unmapped slot leads to the padding page. Two blocks on the tag, one a pool.
-
-    pool_class: `MHATokenToKVPool`, or `MHATokenToKVPoolFP4`.
     """
 
     def __init__(
@@ -100,18 +94,14 @@ class SWAKVPool(RoutedKVPool):
         window_layers: Sequence[int],
         saver: MemorySaver | None = None,
         tag: str = "kv_cache",
-        pool_class: type[MHATokenToKVPool] = MHATokenToKVPool,
     ) -> None:
-        self.full_pool = pool_class(full, saver, tag)
-        self.window_pool = pool_class(window, saver, tag)
+        self.full_pool = MHATokenToKVPool(full, saver, tag)
+        self.window_pool = MHATokenToKVPool(window, saver, tag)
         self._mapping: Tensor | None = None
         full_routes = _routes(self.full_pool, full_layers)
         window_routes = _routes(self.window_pool, window_layers)
         if both := full_routes.keys() & window_routes.keys():
-            raise ValueError(
-                f"layers {sorted(both)} are named as full and as window layers; "
-                "a layer is one of them"
-            )
+            raise ValueError(f"layers {sorted(both)} are named as full and as window layers")
         super().__init__((self.full_pool, self.window_pool), full_routes | window_routes)
 
     def register_mapping(self, full_to_swa_index_mapping: Tensor) -> None:
@@ -121,14 +111,12 @@ class SWAKVPool(RoutedKVPool):
         check_loc(name, full_to_swa_index_mapping, self.device, slots)
         self._mapping = full_to_swa_index_mapping
 
-    def translate(self, loc: Tensor) -> Tensor:
-        """Return slots of the window pool for slots `loc` of the full pool; 0: there is none."""
+    def _slots(self, pool: MHATokenToKVPool, loc: Tensor) -> Tensor:
+        if pool is self.full_pool:
+            return loc
         check_loc("loc", loc, self.device)
         assert self._mapping is not None, "call register_mapping() first"
         return self._mapping[loc]
-
-    def _slots(self, pool: MHATokenToKVPool, loc: Tensor) -> Tensor:
-        return loc if pool is self.full_pool else self.translate(loc)
 
 
 class HybridLinearKVPool(RoutedKVPool):
@@ -140,18 +128,15 @@ class HybridLinearKVPool(RoutedKVPool):
         full_layers: Sequence[int],
         saver: MemorySaver | None = None,
         tag: str = "kv_cache",
-        pool_class: type[MHATokenToKVPool] = MHATokenToKVPool,
     ) -> None:
-        self.full_pool = pool_class(config, saver, tag)
+        self.full_pool = MHATokenToKVPool(config, saver, tag)
         super().__init__((self.full_pool,), _routes(self.full_pool, full_layers))
 
 
 def _routes(
     pool: MHATokenToKVPool, layers: Sequence[int]
 ) -> dict[int, tuple[MHATokenToKVPool, int]]:
-    if len(set(layers)) != pool.config.num_layers or len(layers) != pool.config.num_layers:
-        raise ValueError(
-            f"a pool of {pool.config.num_layers} layers got the layer ids {list(layers)}; "
-            "name each of its layers once"
-        )
+    count = pool.config.num_layers
+    if len(set(layers)) != count or len(layers) != count:
+        raise ValueError(f"a pool of {count} layers got the ids {layers}; name each layer once")
     return {layer: (pool, i) for i, layer in enumerate(layers)}

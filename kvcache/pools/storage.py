@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from kvcache.config import FP4_BLOCK, FP4_DTYPE, FP8_DTYPES, TokenConfig, store_dtype
-from kvcache.ops.kv_write import set_kv_buffer, set_kv_buffer_fp4, set_kv_buffer_fp8
-from kvcache.ops.move import move_rows
+from kvcache.ops.kv_write import (
+    move_rows,
+    set_kv_buffer,
+    set_kv_buffer_fp4,
+    set_kv_buffer_fp8,
+)
 from kvcache.ops.quant import read_fp4, read_fp8
 from memsaver import MemorySaver
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-Stored = Sequence[Tensor]  # the parts of one kind of row in one layer, each [N, H, ...]
+Tensors = Sequence[Tensor]  # rows; or the parts of one kind of row in one layer, each [N, H, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,7 @@ class SlotStorage:
         widest = max(part.dtype.itemsize for part in parts)
         if slot_major and self.bytes_per_slot % widest:
             raise ValueError(
-                f"slot_major needs slots of a multiple of {widest} bytes, "
-                f"these take {self.bytes_per_slot}"
+                f"slot_major needs slots of n * {widest}, not {self.bytes_per_slot} bytes"
             )
         self._saver, self._tag = saver, tag
         self.block = _allocate(
@@ -84,31 +87,27 @@ class SlotStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots that are usable now."""
+        """Return the bytes of the slots that are usable now."""
         return self.slots * self.bytes_per_slot
 
     def zero_first(self, slots: int) -> None:
-        """Zeroes the first slots in every layer."""
+        """Zero the first slots in every layer."""
         for part in self.parts.values():
             part[:, :slots].zero_()
 
     def move(self, tgt: Tensor, src: Tensor) -> None:
-        """Copies slots src to tgt (int64 [n]) in every layer, all read before any is written."""
+        """Copy slots src to tgt (int64 [n]) in every layer, all read before any is written."""
         move_rows(self._words, tgt, src)
 
     def resize(self, slots: int) -> int:
-        """Puts memory behind the first `slots` only; how many are usable now."""
-        if self._saver is None or not self.slot_major:
-            raise ValueError(
-                "only a slot_major pool on a saver's tag can be resized; "
-                "say slot_major=True in its config"
-            )
+        """Put memory behind the first `slots` only; return how many are usable now."""
+        assert self._saver is not None and self.slot_major, "a slot_major pool on a tag is resized"
         end = self._saver.offset_of(self.block) + slots * self.bytes_per_slot
         self._saver.resize(self._tag, end)
         return self.refresh()
 
     def refresh(self) -> int:
-        """Looks up, after a resume with less memory, how many slots are usable now."""
+        """Look up, after a resume with less memory, how many slots are usable now."""
         if self._saver is not None and self.slot_major:
             self.slots = len(self._saver.backed_view(self.block.view(-1, self.bytes_per_slot)))
         return self.slots
@@ -120,61 +119,51 @@ def _allocate(
     if saver is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     has = saver.device
-    if device.type != has.type or (
-        device.index is not None and has.index is not None and device.index != has.index
-    ):
-        raise ValueError(
-            f"the config asks for {device}, the saver is on {has}; use one device for both"
-        )
+    same = None in (device.index, has.index) or device.index == has.index
+    if device.type != has.type or not same:
+        raise ValueError(f"the config is for {device}, the saver on {has}; use one device for both")
     return saver.empty((nbytes,), torch.uint8, tag=tag, elastic=elastic)
 
 
 def _as_words(part: Tensor) -> Tensor:
     """`[L, slots, words]` of the same memory in the widest integers that fit: fewer steps."""
-    rows = part.flatten(2).view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()]
-    )
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    rows = part.flatten(2).view(integers[part.element_size()])
     ratio = 8 // rows.element_size()
-    if (
-        any(n % ratio for n in (rows.shape[2], rows.storage_offset(), *rows.stride()[:2]))
-        or rows.data_ptr() % 8
-    ):
-        return rows
-    return rows.view(torch.int64)
+    strides = rows.shape[2], rows.storage_offset(), *rows.stride()[:2]
+    fits = rows.data_ptr() % 8 == 0 and not any(stride % ratio for stride in strides)
+    return rows.view(torch.int64) if fits else rows
 
 
 class Codec(ABC):
     """Writes and reads rows `[n, H, W]` of one pool; two kinds of rows are written at once."""
 
-    accepts: tuple[torch.dtype, ...]
-
     def __init__(self, config: TokenConfig) -> None:
         self.config = config
+        self.accepts: tuple[torch.dtype, ...] = (config.dtype,)
 
     def parts(self, name: str, heads: int, width: int) -> tuple[PoolPart, ...]:
-        """Returns what a slot holds for a row of this shape."""
+        """Return what a slot holds for a row of this shape."""
         return (PoolPart(name=name, row=(heads, width), dtype=store_dtype(self.config.dtype)),)
 
     @abstractmethod
-    def write(
-        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
-    ) -> None:
-        """Two rows a token of one dtype into slots `loc`; checked before."""
+    def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
+        """Write two rows a token, of one dtype, into slots `loc`; checked before."""
 
     @abstractmethod
-    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
-        """The rows in slots `loc` as `config.row_dtype`; nth: which kind of row, for its scale."""
+    def read(self, layer: int, nth: int, stored: Tensors, loc: Tensor) -> Tensor:
+        """Return the rows in slots `loc` as `config.row_dtype`; nth: the kind of row."""
 
-    def view(self, stored: Stored) -> Tensor:
-        """A whole layer as `[N, H, W]`."""
+    def view(self, stored: Tensors) -> Tensor:
+        """Return a whole layer as `[N, H, W]`."""
         return stored[0].view(self.config.dtype)
 
     def scales(self, layer: int) -> tuple[float, ...]:
-        """Returns what values read from the layer are multiplied by, one number a kind of row."""
+        """Return what values read from the layer are multiplied by, one number a kind of row."""
         return (1.0,) * len(self.config.rows)
 
     def device_scales(self, layer: int) -> Tensor | None:
-        """Returns `KVPool.device_scales` of the layer."""
+        """Return `KVPool.device_scales` of the layer."""
         return None
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
@@ -184,16 +173,10 @@ class Codec(ABC):
 class PlainCodec(Codec):
     """Bit for bit."""
 
-    def __init__(self, config: TokenConfig) -> None:
-        super().__init__(config)
-        self.accepts = (config.dtype,)
-
-    def write(
-        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
-    ) -> None:
+    def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
         set_kv_buffer(rows[0], rows[1], into[0][0], into[1][0], loc)
 
-    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
+    def read(self, layer: int, nth: int, stored: Tensors, loc: Tensor) -> Tensor:
         return stored[0][loc]
 
 
@@ -210,26 +193,20 @@ class FP8Codec(Codec):
         kinds = len(config.rows)
         self._scales = [(1.0,) * kinds for _ in range(config.num_layers)]
         # always two: keys and values are read, and two kinds of rows written, at once
-        self._device_scales, self._inverse = torch.ones(
-            (2, config.num_layers, 2), device=config.device
-        )
+        shape = (2, config.num_layers, 2)
+        self._device_scales, self._inverse = torch.ones(shape, device=config.device)
 
-    def write(
-        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
-    ) -> None:
+    def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
         (k, v), (k_buffer, v_buffer) = rows, (stored[0] for stored in into)
         if k.dtype == self.config.dtype:
             set_kv_buffer(k, v, k_buffer, v_buffer, loc)
         else:
-            set_kv_buffer_fp8(
-                k, v, k_buffer, v_buffer, loc, self._inverse[layer], self.config.dtype
-            )
+            scales = self._inverse[layer]
+            set_kv_buffer_fp8(k, v, k_buffer, v_buffer, loc, scales, self.config.dtype)
 
-    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
-        config = self.config
-        return read_fp8(
-            stored[0], loc, self._device_scales[layer, nth], config.dtype, config.row_dtype
-        )
+    def read(self, layer: int, nth: int, stored: Tensors, loc: Tensor) -> Tensor:
+        config, scale = self.config, self._device_scales[layer, nth]
+        return read_fp8(stored[0], loc, scale, config.dtype, config.row_dtype)
 
     def scales(self, layer: int) -> tuple[float, ...]:
         return self._scales[layer]
@@ -243,10 +220,7 @@ class FP8Codec(Codec):
         usable = ((exact > 0) & exact.isfinite() & inverse.isfinite()).all()
         if len(scales) != len(self.config.rows) or not usable:
             names = ", ".join(self.config.rows)
-            raise ValueError(
-                f"scales {tuple(scales)} of layer {layer} must be one finite number "
-                f"> 0 for each of {names}"
-            )
+            raise ValueError(f"scales of layer {layer}: one finite number > 0 for each of {names}")
         self._scales[layer] = tuple(exact.tolist())
         for nth, at in enumerate((0, len(exact) - 1)):
             # an argument of a launch: nothing waits
@@ -257,7 +231,9 @@ class FP8Codec(Codec):
 class FP4Codec(Codec):
     """E2M1 codes, two a byte, and a scale byte for 16 elements (see `kvcache/ops/quant.py`)."""
 
-    accepts = FLOATS
+    def __init__(self, config: TokenConfig) -> None:
+        super().__init__(config)
+        self.accepts = FLOATS
 
     def parts(self, name: str, heads: int, width: int) -> tuple[PoolPart, ...]:
         return (
@@ -265,22 +241,18 @@ class FP4Codec(Codec):
             PoolPart(name=f"{name}_scale", row=(heads, width // FP4_BLOCK), dtype=torch.uint8),
         )
 
-    def write(
-        self, layer: int, rows: Sequence[Tensor], into: Sequence[Stored], loc: Tensor
-    ) -> None:
+    def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
         set_kv_buffer_fp4(rows[0], rows[1], into[0], into[1], loc)
 
-    def read(self, layer: int, nth: int, stored: Stored, loc: Tensor) -> Tensor:
+    def read(self, layer: int, nth: int, stored: Tensors, loc: Tensor) -> Tensor:
         return read_fp4(stored[0], stored[1], loc, self.config.row_dtype)
 
-    def view(self, stored: Stored) -> Tensor:
-        raise ValueError(
-            "FP4 rows can't be viewed; use get_rows(layer, loc), or `stored` for the bytes"
-        )
+    def view(self, stored: Tensors) -> Tensor:
+        raise ValueError("FP4 rows can't be viewed; use get_rows, or `stored` for the bytes")
 
 
 def make_codec(config: TokenConfig) -> Codec:
-    """The codec of the config's dtype."""
+    """Return the codec of the config's dtype."""
     if config.dtype == FP4_DTYPE:
         return FP4Codec(config)
     return FP8Codec(config) if config.dtype in FP8_DTYPES else PlainCodec(config)

@@ -1,6 +1,7 @@
 """Prefix caches: trees of page-aligned token runs that say which pages begin a prompt."""
 
-from kvcache.radix.cache import MambaInsert, MambaMatch, MambaRadixCache, PrefixMatch, RadixCache
+from kvcache.radix.cache import PrefixMatch, RadixCache
+from kvcache.radix.mamba import MambaInsert, MambaMatch, MambaRadixCache
 from kvcache.radix.node import RadixNode
 
 __all__ = [

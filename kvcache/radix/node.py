@@ -1,4 +1,4 @@
-"""Defines the parts of a prefix tree: keys, nodes, their use, the eviction queue, a version's tree.
+"""The parts of a prefix tree: keys, nodes, their use, the eviction queue, a version's tree.
 
 Keys are runs of int32 bytes, compared by one memcmp a node: no Python object and no numpy call for
 a token or a page. Four bytes a token, because that comparison is as fast as memory is read.
@@ -15,34 +15,29 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.allocators.paged import Int64Array
+from kvcache.allocators import Int64Array
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]  # lists, tuples, array('i'), array('q'), numpy
 
 TOKEN_BYTES = 4
-_BOUNDS = np.iinfo(np.int32)
 _NO_TOKENS = memoryview(b"")  # an empty view can't be cast
 
 
-def as_ids(values: Tokens, name: str) -> Int64Array:
-    """int64 `[n]`, a view of a dense int64 array. ValueError for anything else."""
-    return np.ascontiguousarray(_integers(values, name, "q"), dtype=np.int64)
-
-
-def as_run(values: Tokens, name: str) -> memoryview:
-    """The bytes of ids as int32, a view of array('i') and of a dense int32 array. ValueError as of
-    `as_ids`, and for ids of more than 32 bits.
+def as_run(values: Tokens) -> memoryview:
+    """Return the bytes of token ids `[n]`, of at most 32 bits, as int32: a view where the ids are
+    int32 already.
     """
-    if isinstance(values, array) and values.typecode == "i" and values:
-        return memoryview(values).cast("B")
-    ids = _integers(values, name, "i")
-    if ids.dtype != np.int32 and not _fit(ids):
-        raise ValueError(f"{name} must be integers of 32 bits, got {ids.min()} to {ids.max()}")
-    return np.ascontiguousarray(ids, dtype=np.int32).data.cast("B") if len(ids) else _NO_TOKENS
+    if isinstance(values, list | tuple):
+        values = array("i", values)  # twice as fast as numpy on 50,000 ids, and refuses floats
+    ids = np.asarray(values)
+    assert ids.ndim == 1 and ids.dtype.kind in "iu", f"tokens are integers [n], got {ids.dtype}"
+    run = np.ascontiguousarray(ids, dtype=np.int32)
+    assert ids.dtype == np.int32 or (run == ids).all(), "token ids have 32 bits"
+    return run.data.cast("B") if len(run) else _NO_TOKENS
 
 
 def common_prefix(run: bytes, key: memoryview) -> int:
-    """Bytes of the leading tokens that agree, looked for in stretches that grow."""
+    """Return the bytes of the leading tokens that agree; looks at stretches that grow."""
     a, b = np.frombuffer(run, dtype=np.int32), np.frombuffer(key, dtype=np.int32)
     length = min(len(a), len(b))
     start, step = 0, 256
@@ -53,31 +48,6 @@ def common_prefix(run: bytes, key: memoryview) -> int:
             return (start + int(differs.argmax())) * TOKEN_BYTES
         start, step = stop, 8 * step
     return length * TOKEN_BYTES
-
-
-def _fit(ids: npt.NDArray[np.integer]) -> bool:
-    """Tells whether int32 can hold them; makes one pass where none is negative."""
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))
-    if not len(ids) or unsigned.max() <= _BOUNDS.max:
-        return True
-    return bool(_BOUNDS.min <= ids.min() <= ids.max() <= _BOUNDS.max)
-
-
-def _integers(values: Tokens, name: str, typecode: str) -> npt.NDArray[np.integer]:
-    """One dimension of integers of any width; of lists that of `typecode`."""
-    if isinstance(values, list | tuple):
-        try:
-            # twice as fast as numpy on 50,000 ids, and refuses floats
-            values = array(typecode, values)
-        except (TypeError, OverflowError) as error:
-            bits = 8 * array(typecode).itemsize
-            raise ValueError(f"{name} must be integers of {bits} bits: {error}") from error
-    ids = np.asarray(values)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} must be one-dimensional integers, got {ids.dtype} of shape {ids.shape}"
-        )
-    return ids
 
 
 T = TypeVar("T")
@@ -106,23 +76,20 @@ class EvictionQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, item: T) -> bool:
-        return item in self._live
-
     @property
     def entries(self) -> int:
-        """Counts the heap's entries, outdated ones too."""
+        """Count the heap's entries, outdated ones too."""
         return len(self._heap)
 
     def is_right(self, item: T, wanted: bool) -> bool:
-        """Tells whether an item is queued exactly where that is `wanted`, and comes up in time."""
+        """Return whether an item is queued exactly where that is `wanted`, and comes up in time."""
         entry = self._live.get(item)
         if entry is None or not wanted:
             return (entry is not None) == wanted
         return entry[:-2] <= self._rank(item)
 
     def push(self, item: T) -> None:
-        """Adds an item, or notices that its rank fell."""
+        """Add an item, or notice that its rank fell."""
         queued, rank = self._live.get(item), self._rank(item)
         if queued is not None and queued[:-2] <= rank:
             return
@@ -135,7 +102,7 @@ class EvictionQueue(Generic[T]):
         self._live.pop(item, None)
 
     def pop(self) -> T:
-        """Takes the item of lowest rank; IndexError without one."""
+        """Take the item of lowest rank; IndexError without one."""
         while True:
             entry = self._heap[0]
             item: T = entry[-1]
@@ -149,7 +116,7 @@ class EvictionQueue(Generic[T]):
                 return item
 
     def _entry(self, item: T, rank: Rank) -> tuple[Any, ...]:
-        """Its only one that counts from here on."""
+        """Make the entry of an item that alone counts from now on."""
         # between equal ranks the order of pushes decides; items are never compared
         self._pushes += 1
         entry = self._live[item] = (*rank, self._pushes, item)
@@ -196,12 +163,12 @@ class RadixNode(NodeUsage):
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.run) // TOKEN_BYTES
 
     @property
     def key(self) -> npt.NDArray[np.int32]:
-        """The token ids."""
+        """Return the token ids."""
         return np.frombuffer(self.run, dtype=np.int32)
 
     def use_of_state(self) -> NodeUsage:
@@ -209,7 +176,7 @@ class RadixNode(NodeUsage):
         return self.state_usage
 
     def path(self) -> Iterator[RadixNode]:
-        """This node and its ancestors, without the root."""
+        """Yield this node and its ancestors, without the root."""
         node: RadixNode | None = self
         while node is not None and not node.is_root:
             yield node
@@ -235,60 +202,15 @@ class Generation:
         )
 
     def root(self, extra_key: Hashable) -> RadixNode:
-        """The root of a namespace; an empty one is not kept, so that misses leave nothing."""
+        """Return the root of a namespace; an empty one is not kept: misses leave nothing."""
         found = self.roots.get(extra_key)
         return found or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
 
     def nodes(self) -> Iterator[RadixNode]:
-        """Every node but the roots, parents first."""
+        """Yield every node but the roots, parents first."""
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()
             if not node.is_root:
                 yield node
             stack += node.children.values()
-
-
-def check_generation(generation: Generation, page_size: int) -> tuple[int, int]:
-    """Tokens that can be evicted, and locked ones; AssertionError for a contradiction."""
-    evictable = protected = 0
-    nodes = list(generation.nodes())
-    for root in generation.roots.values():
-        assert root.children and root.is_root and root.lock_ref == 0, f"{root} is empty or locked"
-        _check_children(root, page_size)
-    for node in nodes:
-        _check_node(node, page_size)
-        if node.lock_ref:
-            protected += node.length
-        else:
-            evictable += node.length
-    assert generation.tokens == evictable + protected, (
-        f"version {generation.version} counts {generation.tokens} tokens"
-    )
-    leaves = sum(not node.children and node.lock_ref == 0 for node in nodes)
-    assert leaves == len(generation.leaves), (
-        "the eviction queue holds nodes that are not in the tree"
-    )
-    return evictable, protected
-
-
-def _check_node(node: RadixNode, page_size: int) -> None:
-    assert node.length and node.length == len(node.pages) * page_size, (
-        f"{node} has {len(node.pages)} pages"
-    )
-    below = sum(child.lock_ref for child in node.children.values())
-    assert node.lock_ref == node.own_lock_ref + below, (
-        f"{node} has {node.own_lock_ref} locks and {below} below it"
-    )
-    assert node.own_lock_ref >= 0, f"{node} was unlocked too often"
-    _check_children(node, page_size)
-
-
-def _check_children(node: RadixNode, page_size: int) -> None:
-    for edge, child in node.children.items():
-        assert child.parent is node and child.generation is node.generation, (
-            f"{child} has another parent"
-        )
-        assert child.run[: page_size * TOKEN_BYTES] == edge, (
-            f"{child} is under another run's first page"
-        )

@@ -53,8 +53,7 @@ class DiskTier:
         self.file_bytes = _HEADER + -(-page_bytes // BLOCK) * BLOCK
         if budget_bytes < self.file_bytes:
             raise ValueError(
-                f"a budget of {budget_bytes} bytes holds no page, "
-                f"whose file takes {self.file_bytes}; make it larger"
+                f"{budget_bytes} bytes hold no page, whose file takes {self.file_bytes}"
             )
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
         # aligned, as direct I/O needs it
@@ -76,26 +75,26 @@ class DiskTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return self._count * self.file_bytes
 
     def __len__(self) -> int:
-        """Pages that can be hit."""
+        """Return the number of pages that can be hit."""
         return len(self._entries)
 
     def __contains__(self, key: bytes) -> bool:
-        """Tells whether there is a page; `get` may still find it damaged."""
+        """Return whether there is a page; `get` may still find it damaged."""
         return key in self._entries
 
     def use(self, key: bytes) -> bool:
-        """Tells whether there is a page, and makes it the one used last."""
+        """Return whether there is a page, and make it the one used last."""
         return self._entries.use(key) is not None
 
     def put(self, key: bytes, content: torch.Tensor) -> None:
-        """Stores a page (uint8 `[page_bytes]` on the CPU) under the present version; does nothing
-        if it is there.
+        """Store a page (uint8 `[page_bytes]` on the CPU) under the present version, unless it is
+        there.
 
-        Evicts what was used longest ago, older versions first. `BackendError` for a full or failing
+        Evict what was used longest ago, older versions first. `BackendError` for a full or failing
         disk: the page is not stored, nothing else is lost but what had to make room.
         """
         assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
@@ -112,7 +111,7 @@ class DiskTier:
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
-        """Reads a page into uint8 `[page_bytes]` on the CPU; False, `into` unchanged, for a miss.
+        """Read a page into uint8 `[page_bytes]` on the CPU; False, `into` unchanged, for a miss.
 
         A file that is not what was written, or that cannot be read, is deleted, logged and a miss.
         """
@@ -127,26 +126,25 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 os.utime(path)  # the order of use outlives the process
             return True
-        _log.warning(
-            "KV page file %s is dropped, its tokens will be computed again: %s", path, reason
-        )
+        message = "KV page file %s is dropped, its tokens will be computed again: %s"
+        _log.warning(message, path, reason)
         self._entries.remove(key)
         with contextlib.suppress(BackendError):  # then it goes later
             self._delete(path)
         return False
 
     def raise_version(self, version: int) -> None:
-        """Makes every entry a miss, in O(1); files go when room is needed, or at the next start."""
+        """Make every entry a miss, in O(1); files go when room is needed, or at the next start."""
         self._entries.raise_version(version)
 
     def clear(self) -> None:
-        """Drops all pages, of every version, and their files as far as they can be deleted."""
+        """Drop all pages, of every version, and their files as far as they can be deleted."""
         while dropped := self._entries.drop():
             with contextlib.suppress(BackendError):
                 self._delete(dropped.value)
 
     def close(self) -> None:
-        """Lets go of the directory; otherwise when this object dies. The pages stay."""
+        """Let go of the directory; otherwise when this object dies. The pages stay."""
         self._unlock()
 
     def _hold_directory(self) -> None:
@@ -158,12 +156,11 @@ class DiskTier:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
-            raise BackendError(
-                f"{self.directory} is held by another disk tier; give each one its own"
-            ) from error
+            message = f"{self.directory} is held by another disk tier; give each one its own"
+            raise BackendError(message) from error
 
     def _adopt(self) -> None:
-        """Takes over files that can be hit, in order of use, and deletes others of this kind."""
+        """Take over files that can be hit, in order of use, and delete others of this kind."""
         found = []
         for path in self.directory.iterdir():
             if not path.name.endswith((_SUFFIX, _PART)):
@@ -191,7 +188,7 @@ class DiskTier:
         self._delete(dropped.value)
 
     def _delete(self, path: Path) -> None:
-        """BackendError where the file system keeps it: tried again when room is needed."""
+        """Raise BackendError where the file system keeps it: tried again when room is needed."""
         self._stuck.add(path)
         self._unlink(path)
         self._stuck.discard(path)
@@ -217,7 +214,7 @@ class DiskTier:
             file.close()
 
     def _read(self, path: Path) -> str | None:
-        """Fills the buffer; the reason where the file is gone, too short or cannot be read."""
+        """Fill the buffer; return why not where the file is gone, too short or cannot be read."""
         try:
             with contextlib.closing(BlockFile.open(path, self.file_bytes, _ADVICE)) as file:
                 file.read(self._memory, 0)
@@ -226,12 +223,12 @@ class DiskTier:
         return None
 
     def _is_intact(self, key: bytes) -> bool:
-        """Tells whether the buffer holds that page, as it was written."""
+        """Return whether the buffer holds that page, as it was written."""
         header = self._header(key)
         return self._memory[: len(header)] == header
 
     def _header(self, key: bytes) -> bytes:
-        """The fields of a page, and the checksum of them and of the payload that is there now."""
+        """Return the fields of a page, and the checksum of them and of the payload of now."""
         fields = _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)
         return fields + stable_hash(fields, self._payload.data)
 
@@ -239,7 +236,7 @@ class DiskTier:
         return self.directory / f"{self._format.hex()}-{self.version}-{key.hex()}{_SUFFIX}"
 
     def _key_of(self, name: str) -> bytes | None:
-        """The page hash in the name of a file that can be hit."""
+        """Return the page hash in the name of a file that can be hit."""
         with contextlib.suppress(ValueError):
             key = bytes.fromhex(name.removesuffix(_SUFFIX).rsplit("-", 1)[-1])
             if name == self._path(key).name:

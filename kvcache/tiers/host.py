@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.allocators.paged import (
+from kvcache.allocators import (
     Indices,
     Int64Array,
     PagedTokenToKVPoolAllocator,
@@ -15,9 +16,8 @@ from kvcache.allocators.paged import (
     to_device,
 )
 from kvcache.config import check_option
-from kvcache.ops.move import HostCopyPlan, Side, copy_rows
-from kvcache.pools.base import check_loc
-from kvcache.pools.token_pools import TokenPool
+from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
+from kvcache.pools.token_pools import TokenPool, check_loc
 from memsaver.memory import host_memory
 from memsaver.system.devices import Impl
 
@@ -50,7 +50,7 @@ Layout = Literal["layer_first", "page_first"]
 
 @dataclass(frozen=True, kw_only=True)
 class HostCacheConfig:
-    """Says how much host memory is taken, and in which order pages lie there.
+    """The amount of host memory that is taken, and the order in which pages lie there.
 
     ratio: host tokens for a token of the device pool, or size_bytes: the most bytes; exactly one of
     them. Only whole pages are held.
@@ -64,10 +64,8 @@ class HostCacheConfig:
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.size_bytes is None):
-            raise ValueError(
-                f"give either ratio or size_bytes, got ratio={self.ratio}, "
-                f"size_bytes={self.size_bytes}"
-            )
+            given = f"ratio={self.ratio}, size_bytes={self.size_bytes}"
+            raise ValueError(f"give either ratio or size_bytes, got {given}")
         for name in ("ratio", "size_bytes"):
             size = getattr(self, name)
             check_option(self, name, size is None or size > 0, "must be positive")
@@ -75,16 +73,13 @@ class HostCacheConfig:
         check_option(self, "layout", self.layout in layouts, f"must be one of {', '.join(layouts)}")
 
     def pages(self, pool: TokenPool) -> int:
-        """Host pages for a pool; ValueError where not even one fits."""
+        """Return the host pages for a pool; ValueError where not even one fits."""
         page_bytes = pool.page_size * pool.bytes_per_token
         size = self.size_bytes or 0
         if self.ratio is not None:
             size = int(self.ratio * pool.size) * pool.bytes_per_token
         if size < page_bytes:
-            raise ValueError(
-                f"{size} bytes of host memory hold no page of {page_bytes} bytes; "
-                "make the tier larger"
-            )
+            raise ValueError(f"{size} bytes of host memory hold no page of {page_bytes}; take more")
         return size // page_bytes
 
 
@@ -125,7 +120,7 @@ class HostKVCache:
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: Tensor
     ) -> HostTransfer:
-        """Start copying all layers to as many host slots; ValueError: nothing was copied."""
+        """Start copying all layers to as many host slots."""
         return self._start(host_slots, device_slots, [range(self.num_layers)], to_host=True)
 
     def load_to_device(self, host_slots: Indices, device_slots: Tensor) -> HostTransfer:
@@ -134,11 +129,11 @@ class HostKVCache:
         return self._start(host_slots, device_slots, layers, to_host=False)
 
     def read_page(self, page: int) -> Tensor:
-        """A copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part. Waits for the copy."""
+        """Return a copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part; wait for it."""
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
     def write_page(self, page: int, content: Tensor) -> None:
-        """Fills a page with what `read_page` gave. Waits until nothing reads it."""
+        """Fill a page with what `read_page` gave; wait until nothing reads it."""
         assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
@@ -149,12 +144,12 @@ class HostKVCache:
         self._accepted = self.pool.format()
 
     def slots_of(self, pages: Int64Array) -> Tensor:
-        """Token slots of host or device pages in order, int64 `[n * ps]` on the CPU."""
+        """Return the token slots of host or device pages, int64 `[n * ps]` on the CPU."""
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 
     def _page(self, page: int) -> list[Tensor]:
-        self._check_issued(as_int64([page], "page"))
+        self._check_issued(np.array([page]))
         if self._stream is not None:
             self._stream.synchronize()
         return [part.host[:, page - 1] for part in self.plan.parts]
@@ -163,13 +158,12 @@ class HostKVCache:
         self, host_slots: Indices, device_slots: Tensor, groups: list[range], to_host: bool
     ) -> HostTransfer:
         """Copy groups of layers one after the other; on a GPU one launch and one event each."""
-        rows = self._host_rows(host_slots)
+        host = as_int64(host_slots)
+        self._check_issued(host // self.page_size)
+        rows = torch.from_numpy(host - self.page_size)  # page 0 has no memory on the host
         self._check_device_slots(device_slots, len(rows))
         if self.pool.format() != self._accepted:
-            raise ValueError(
-                "the pool's fp8 scales have changed, so pages on the host mean other values; "
-                "set scales before making the host tier"
-            )
+            raise ValueError("fp8 scales have changed; set them before making the host tier")
         if self._stream is None:
             for group in groups:
                 copy_rows(self.plan, rows, device_slots, group, to_host, self._impl)
@@ -188,43 +182,28 @@ class HostKVCache:
     def _on_device(self, slots: Tensor) -> Tensor:
         return to_device(slots.numpy(), self.pool.device) if slots.device.type == "cpu" else slots
 
-    def _host_rows(self, host_slots: Indices) -> Tensor:
-        """Rows of the block, where page 1 is the first: the padding page has no host memory."""
-        slots = as_int64(host_slots, "host_slots")
-        self._check_issued(slots // self.page_size)
-        return torch.from_numpy(slots - self.page_size)
-
     def _check_issued(self, pages: Int64Array) -> None:
-        free = self.allocator.ref_counts(pages) == 0
-        if free.any():
-            raise ValueError(
-                f"host page {int(pages[free][0])} is free; allocate it before it is written or read"
-            )
+        issued = self.allocator.ref_counts(pages) > 0
+        assert issued.all(), f"host pages {pages[~issued]} are free"
 
     def _check_device_slots(self, slots: Tensor, count: int) -> None:
         check_loc("device_slots", slots, slots.device, count)
         first, end = self.page_size, self.page_size + self.pool.size
-        if slots.device.type == "cpu" and ((slots < first) | (slots >= end)).any():
-            raise ValueError(
-                f"device slots must be {first}..{end - 1} (page 0 is padding), "
-                f"got {slots.tolist()[:8]}"
-            )
+        inside = slots.device.type != "cpu" or ((slots >= first) & (slots < end)).all()
+        assert inside, f"device slots are {first}..{end - 1}, got {slots.tolist()[:8]}"
 
 
 def _sides(pool: TokenPool, block: Tensor, pages: int, layout: Layout) -> list[Side]:
-    """Each part of the pool with its place in the host block."""
+    """Return each part of the pool with its place in the host block."""
     sides, start = [], 0
     page_bytes = pool.page_size * pool.bytes_per_token
     for part in pool.stored.values():
         rows = part.flatten(2).view(torch.uint8)
         layers, row = rows.shape[0], rows.shape[2]
+        whole = pages if layout == "layer_first" else 1  # pages of a layer that lie together
+        step = pool.page_size * row if layout == "layer_first" else page_bytes
+        strides = (whole * pool.page_size * row, step, row, 1)
         shape = (layers, pages, pool.page_size, row)
-        if layout == "page_first":
-            strides = (pool.page_size * row, page_bytes, row, 1)
-            size = layers * pool.page_size * row
-        else:
-            strides = (pages * pool.page_size * row, pool.page_size * row, row, 1)
-            size = layers * pages * pool.page_size * row
         sides.append(Side(rows, block.as_strided(shape, strides, start)))
-        start += size
+        start += layers * whole * pool.page_size * row
     return sides

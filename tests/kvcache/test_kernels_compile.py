@@ -9,8 +9,8 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvcache.ops import kv_write, move, quant
-from kvcache.ops import staging_copy
+from kvcache.ops import kv_write, quant
+from kvcache.ops import host_copy, staging_copy
 
 FP8 = dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCK=1024, MANTISSA=3, BIAS=7, LIMIT=448.0)
 PLAIN = FP8 | dict(V_DIM=0, MANTISSA=0, BIAS=0, LIMIT=0.0, inverse_scales=None)
@@ -20,8 +20,8 @@ KERNELS = [
     (kv_write._set_kernel, "*u8", PLAIN),
     (kv_write._set_fp4_kernel, "*bf16", dict(HEADS=8, K_DIM=128, V_DIM=64, BLOCKS=64)),
     (quant._read_fp8_kernel, "*bf16", READ_FP8),
-    (move._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512, ROWS=16)),
-    (move._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
+    (kv_write._stage_kernel, "*i64", dict(LAYERS=3, WIDTH=288, BLOCK=512, ROWS=16)),
+    (kv_write._move_kernel, "*i64", dict(WIDTH=288, BLOCK=512, ROWS=2)),
     (quant._read_fp4_kernel, "*fp16", dict(HEADS=8, DIM=128, BLOCKS=64, LIMIT=65504.0)),
 ]
 
@@ -46,8 +46,8 @@ for unit in (16, 2):
     sizes = dict(WORD=staging_copy.WORDS[unit], VECTOR=2 if unit == 16 else 1)
     staged = sizes | dict(K_UNITS=256 // unit, V_UNITS=128 // unit)
     staged |= dict(COLUMNS=128, CHUNKS=1, BLOCK=1024)
-    copied = sizes | dict(UNIT=unit, BLOCK=move.BLOCK)
-    copy = move.copy_rows_kernel, move.WARPS
+    copied = sizes | dict(UNIT=unit, BLOCK=host_copy.BLOCK)
+    copy = host_copy.copy_rows_kernel, host_copy.WARPS
     types = dict(loc="*i64", writers="*i64", k="i64", v="i64", staged="i64")
     types |= dict.fromkeys(("table", "host_rows", "device_slots"), "*i64")
     for kernel, warps, constants, arch in (

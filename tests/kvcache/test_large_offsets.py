@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvcache.config import FP4_DTYPE
-from kvcache.ops import kv_write, move, quant
+from kvcache.ops import kv_write, quant
 from kvcache.pools.token_pools import TokenPool
 from rollout.ops.attention_plan import BatchShape, plan_attention
 from rollout.ops.paged_attention import paged_attention
@@ -39,7 +39,7 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if device == "cpu":
         if torch.cuda.is_available():
             pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
-        for module in (kv_write, move, quant):
+        for module in (kv_write, quant):
             monkeypatch.setattr(module, "use_triton", lambda impl, device: True)
     yield
     gc.collect()

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvcache.ops import kv_write, quant
-from kvcache.ops.kv_write import set_kv_buffer, set_rows
-from kvcache.ops.move import move_rows
+from kvcache.ops.kv_write import move_rows, set_kv_buffer, set_rows
 from memsaver.system.devices import use_triton
 from tests.helpers.effort import some
 from tests.helpers.kvcache.blocks import DEVICE
@@ -342,22 +341,8 @@ def test_all_256_bytes_read_as_their_two_values() -> None:
 
 
 def test_the_exponent_is_the_least_that_fits() -> None:
-    amax = torch.tensor(
-        [
-            1.0,
-            1.5,
-            1.5 + 2**-23,
-            2.0,
-            6.0,
-            6.1,
-            0.75,
-            2.0**-126,
-            2.0**-149,
-            3e38,
-            torch.inf,
-            2.0**-130,
-        ]
-    )
+    edges = [1.0, 1.5, 1.5 + 2**-23, 2.0, 6.0, 6.1, 0.75, 3e38, torch.inf]
+    amax = torch.tensor([*edges, 2.0**-126, 2.0**-130, 2.0**-149])
     blocks = torch.zeros(len(amax), 16)
     blocks[:, 5] = -amax
     _, scales = quant.quantise_fp4(blocks.to(DEVICE))
@@ -381,19 +366,6 @@ def test_zeros_nan_and_infinity() -> None:
     assert not read[[0, 1, 3]].any()
     assert read[3].signbit().all()
     assert quant.dequantise_fp4(codes, scales, torch.float16)[2, :3].tolist() == [65504, -65504, 0]
-
-
-@pytest.mark.parametrize("rows_dtype", FLOATS)
-def test_relative_error_of_random_rows(rows_dtype: torch.dtype) -> None:
-    rows = (
-        torch.randn(64, 3, 64, generator=torch.Generator().manual_seed(1)).to(rows_dtype).to(DEVICE)
-    )
-    read = quant.dequantise_fp4(*quant.quantise_fp4(rows), torch.float32)
-    blocks = rows.float().unflatten(-1, (-1, 16))
-    error = (read - rows.float()).unflatten(-1, (-1, 16)).abs()
-    # at most half of the widest gap, 4 to 6, of 3
-    assert (error <= blocks.abs().amax(-1, keepdim=True) / 3).all()
-    assert error.square().mean().sqrt() < 0.15 * rows.float().std()
 
 
 @pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, whole=[torch.float16]))

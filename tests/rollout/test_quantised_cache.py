@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvcache import KVCacheConfig, layout
-from kvcache.config import FP4_DTYPE, kv_dtype
+from kvcache.config import kv_dtype
 from kvcache.ops.rotary import rotate
-from kvcache.pools import MHATokenToKVPool, MHATokenToKVPoolFP4
+from kvcache.pools import MHATokenToKVPool
 from rollout import Completion, Engine, SamplingParams
 from rollout.model.layer_kv import LayerKV, layer_kv
 from rollout.ops.attention_plan import BatchShape, plan_attention
@@ -84,7 +84,7 @@ def random_layer(
         device=device,
         compute_dtype=torch.float32,
     )
-    pool = (MHATokenToKVPoolFP4 if stored == FP4_DTYPE else MHATokenToKVPool)(config)
+    pool = MHATokenToKVPool(config)
     for part in pool.stored.values():
         part.fill_(0x7F if dtype == "fp8_e4m3" else 0xFF)
     total = sum(SHAPE.kv_lens)
@@ -301,7 +301,7 @@ def test_poisoned_free_slots_change_nothing(make: Make, kind: str, dtype: str, d
             "qwen3",
             {"head_dim": 8},
             "fp4_e2m1",
-            "FP4 needs rows of 'k' of a multiple of 16 elements, got 8",
+            "FP4 needs widths of a multiple of 16 elements, got {'k': 8",
         ),
         ("deepseek_v3", models.MLA, "fp4_e2m1", "multiple.* of 16"),  # 16 + 8
     ],

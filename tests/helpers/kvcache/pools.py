@@ -13,9 +13,7 @@ from kvcache.pools import (
     MambaConfig,
     MambaPool,
     MHATokenToKVPool,
-    MHATokenToKVPoolFP4,
     MLATokenToKVPool,
-    MLATokenToKVPoolFP4,
     SWAKVPool,
     TokenPool,
 )
@@ -54,10 +52,9 @@ def mla(
 
 
 def pool_of(config: KVCacheConfig | MLACacheConfig, saver: MemorySaver | None = None) -> TokenPool:
-    fp4 = config.dtype == FP4_DTYPE
     if isinstance(config, MLACacheConfig):
-        return (MLATokenToKVPoolFP4 if fp4 else MLATokenToKVPool)(config, saver)
-    return (MHATokenToKVPoolFP4 if fp4 else MHATokenToKVPool)(config, saver)
+        return MLATokenToKVPool(config, saver)
+    return MHATokenToKVPool(config, saver)
 
 
 def swa(saver: MemorySaver | None = None) -> SWAKVPool:

@@ -13,8 +13,8 @@ import pytest
 from kvcache import RadixCache
 from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.radix import MambaRadixCache
+from kvcache.radix.cache import POLICIES
 from kvcache.radix.node import RadixNode
-from kvcache.radix.tree import POLICIES
 from tests.helpers.effort import rounds
 from tests.helpers.kvcache.pools import make_states
 

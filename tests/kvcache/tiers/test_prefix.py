@@ -275,19 +275,6 @@ def test_nothing_is_hit_under_new_weights_or_after_a_reset(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_pages_inserted_under_an_earlier_version_are_not_found_below(
-    policy: WritePolicy, device: str
-) -> None:
-    engine = Engine(device, policy, 20)
-    engine.cache.raise_version(1)
-    for _ in range(3):
-        engine.run(PROMPT, version=0)
-    engine.fill_device(1, 2)
-    assert engine.run(PROMPT).length == 0
-    engine.cache.check_integrity()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: str) -> None:
     saver = MemorySaver(device)
     engine = Engine(device, policy, 20, saver=saver)
@@ -306,17 +293,6 @@ def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: st
             drop()
     engine.cache.check_integrity()
     saver.close()
-
-
-def test_a_disk_tier_of_another_version(device: str, tmp_path: Path) -> None:
-    engine = Engine(device, "write_through", 4)
-    disk = DiskTier(
-        tmp_path, 1 << 20, page_bytes=engine.host.page_bytes, format="f", owner="o", version=3
-    )
-    with pytest.raises(ValueError, match="the disk tier is for version 3"):
-        TieredPrefixCache(engine.ledger, engine.host, disk)
-    with pytest.raises(ValueError, match="write_policy='sometimes' must be"):
-        TieredPrefixCache(engine.ledger, engine.host, write_policy="sometimes")  # type: ignore[arg-type]
 
 
 @pytest.mark.soak

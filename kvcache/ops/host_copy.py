@@ -1,14 +1,10 @@
-"""Copies slots within a pool, or to host memory and back, in Triton or torch.
+"""Copies slots of a pool to host memory and back, in Triton or torch.
 
-A slot's row of one part and layer is contiguous on both sides, and moved as bytes. Within a pool
-rows go straight to their place, but for those whose slot is written to as well. Only such rows are
-staged before: a move into slots that nobody reads passes memory once.
-
-To and from the host one launch copies any number of layers and parts, in units: the widest of 16,
-8, 4, 2 and 1 bytes that all addresses, strides and rows are multiples of. The kernel reads and
-writes pinned memory itself, which needs no packed copy of scattered slots on either side. There are
-no more programs than keep the link busy: more of them would only wait, in the place of kernels that
-compute.
+A slot's row of one part and layer is contiguous on both sides, and moved as bytes. One launch
+copies any number of layers and parts, in units: the widest of 16, 8, 4, 2 and 1 bytes that all
+addresses, strides and rows are multiples of. The kernel reads and writes pinned memory itself,
+which needs no packed copy of scattered slots on either side. There are no more programs than keep
+the link busy: more of them would only wait, in the place of kernels that compute.
 """
 
 import itertools
@@ -24,49 +20,11 @@ from torch import Tensor
 
 from memsaver.system.devices import Impl, use_triton
 
-_MAX_BLOCK = 1024
-_TILE = 1024  # words that a program has under way
-_STAGED_AT_ONCE = 16  # rows
 BLOCK = 4096  # units, of a copy to or from the host
 PROGRAMS = 8
 WARPS = 32
 FIELDS = tl.constexpr(6)  # of a row of the plan's table
 WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64, 16: tl.uint64}  # by bytes of a unit
-
-
-def move_rows(parts: Sequence[Tensor], tgt: Tensor, src: Tensor, impl: Impl = "auto") -> None:
-    """`part[:, tgt[i]] = part[:, src[i]]` for every i and part, all read before any is written.
-
-    parts: integers `[L, N, W]`, the same L and N, each with a contiguous last dimension. tgt and
-    src: int64 `[n]` on their device, not range-checked; a slot twice in tgt holds any of its rows
-    afterwards. Nothing here synchronises.
-    """
-    if tgt.shape[0] == 0:
-        return
-    if not use_triton(impl, tgt.device):
-        for part in parts:
-            part[:, tgt] = part[:, src]
-        return
-    count, (layers, slots) = tgt.shape[0], parts[0].shape[:2]
-    written = torch.zeros(slots, dtype=torch.uint8, device=tgt.device).index_fill_(0, tgt, 1)
-    for part in parts:
-        assert part.shape[:2] == (layers, slots) and part.stride(2) == 1, (
-            "parts differ, or rows are not contiguous"
-        )
-        width = part.shape[2]
-        staged = torch.empty((count, layers, width), dtype=part.dtype, device=part.device)
-        block = min(_MAX_BLOCK, triton.next_power_of_2(width))
-        rows = min(_TILE // block, triton.next_power_of_2(count))
-        strides = (src.stride(0), *part.stride()[:2])
-        sizes = {"WIDTH": width, "BLOCK": block}
-        with torch.cuda.device_of(part):
-            _stage_kernel[(triton.cdiv(count, _STAGED_AT_ONCE),)](
-                part, staged, written, src, count, *strides,
-                LAYERS=layers, ROWS=_STAGED_AT_ONCE, **sizes,
-            )  # fmt: skip
-            _move_kernel[(triton.cdiv(count, rows), layers)](
-                part, staged, written, tgt, src, count, tgt.stride(0), *strides, ROWS=rows, **sizes
-            )
 
 
 @dataclass(frozen=True)
@@ -85,17 +43,15 @@ class HostCopyPlan:
         self.layers, self.page_size = parts[0].device.shape[0], parts[0].host.shape[2]
         self.device = parts[0].device.device
         for part in parts:
-            rows = part.device.shape[2], part.host.shape[3]
-            assert rows[0] == rows[1] and part.device.stride(2) == part.host.stride(3) == 1, (
-                "rows differ"
-            )
+            assert part.device.shape[2] == part.host.shape[3], "rows differ"
+            assert part.device.stride(2) == part.host.stride(3) == 1, "rows have gaps"
             assert part.device.dtype == part.host.dtype == torch.uint8, "rows are moved as bytes"
 
     @cached_property
     def table(self) -> Tensor:
-        """int64 `[L * parts, 6]` on the device, all parts of layer 0 first: device address, host
-        address, bytes from slot to slot on the device, from page to page and from token to token on
-        the host, row bytes.
+        """Return int64 `[L * parts, 6]` on the device, all parts of layer 0 first: device address,
+        host address, bytes from slot to slot on the device, from page to page and from token to
+        token on the host, row bytes.
         """
         rows = [
             (
@@ -112,7 +68,7 @@ class HostCopyPlan:
 
     @cached_property
     def unit(self) -> int:
-        """Bytes moved at once: the most, up to 16, that divide all addresses, strides and rows."""
+        """Return the most bytes, up to 16, that divide all addresses, strides and rows."""
         numbers = [16]
         for part in self.parts:
             numbers += [part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2]]
@@ -128,7 +84,7 @@ def copy_rows(
     to_host: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Row i of neighbouring `layers`: slot `device_slots[i]` to row `host_rows[i]`, or back.
+    """Copy, in neighbouring `layers`, slot `device_slots[i]` to row `host_rows[i]`, or back.
 
     Both int64 `[n]` on the device, not range-checked. On a GPU the kernel is queued on the current
     stream; the reference waits. A target named twice holds any of its rows.
@@ -165,55 +121,6 @@ def unit_pointer(address, WORD: tl.constexpr, VECTOR: tl.constexpr):  # type: ig
     if VECTOR == 2:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
-
-
-@triton.jit
-def _stage_kernel(  # type: ignore[no-untyped-def]
-    part, staged, written, src, count, src_stride, layer_stride, slot_stride,
-    LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Program (ROWS rows): all layers of those whose slot is written to."""
-    # a pool may pass 2**31 elements: offsets are int64 throughout
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    rows = first + tl.arange(0, ROWS)
-    slots = tl.load(src + rows * src_stride, mask=rows < count, other=0).to(tl.int64)
-    is_written = tl.load(written + slots, mask=rows < count, other=0)
-    if tl.max(is_written.to(tl.int32), 0) != 0:
-        for nth in range(ROWS):
-            i = first + nth
-            slot = tl.load(src + i * src_stride, mask=i < count, other=0).to(tl.int64)
-            if tl.load(written + slot, mask=i < count, other=0) != 0:
-                at, to = part + slot * slot_stride, staged + i * LAYERS * WIDTH
-                for _ in range(LAYERS):
-                    for start in range(0, WIDTH, BLOCK):
-                        column = start + tl.arange(0, BLOCK)
-                        inside = column < WIDTH
-                        tl.store(to + column, tl.load(at + column, mask=inside), mask=inside)
-                    at += layer_stride
-                    to += WIDTH
-
-
-@triton.jit
-def _move_kernel(  # type: ignore[no-untyped-def]
-    part, staged, written, tgt, src, count, tgt_stride, src_stride, layer_stride, slot_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Program (ROWS rows, layer)."""
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    layer = tl.program_id(1).to(tl.int64)
-    exists = i < count
-    slot = tl.load(src + i * src_stride, mask=exists, other=0).to(tl.int64)
-    target = tl.load(tgt + i * tgt_stride, mask=exists, other=0).to(tl.int64)
-    is_written = tl.load(written + slot, mask=exists, other=0)[:, None]
-    here = part + layer * layer_stride + (slot * slot_stride)[:, None]
-    there = staged + ((i * tl.num_programs(1) + layer) * WIDTH)[:, None]
-    to = part + layer * layer_stride + (target * slot_stride)[:, None]
-    for start in range(0, WIDTH, BLOCK):
-        column = start + tl.arange(0, BLOCK)[None, :]
-        inside = (column < WIDTH) & exists[:, None]
-        direct = tl.load(here + column, mask=inside & (is_written == 0), other=0)
-        kept = tl.load(there + column, mask=inside & (is_written != 0), other=0)
-        tl.store(to + column, direct | kept, mask=inside)
 
 
 @triton.jit(do_not_specialize=["host_stride", "device_stride", "n", "blocks", "first", "end"])
