@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 QWEN = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 96}
 OPT_13B = {"num_attention_heads": 40, "hidden_size": 5120, "dtype": "float16"}
 ALTERNATING = ("sliding", "full") * 2 + ("sliding",)
 MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int]] = [
@@ -24,25 +25,9 @@ MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], i
     ("LlamaConfig", OPT_13B, ("full",) * 40, "mha", (40, 128), None, 819_200),
     ("Qwen2Config", QWEN, ("full",) * 24, "mha", (2, 64), None, 12_288),  # Qwen2.5-0.5B
     ("Qwen2Config", SLIDING, ("full",) * 3 + ("sliding",), "swa", (32, 128), 64, 65_536),
-    (
-        "Qwen3Config",
-        {"num_key_value_heads": 8, "head_dim": 96},
-        ("full",) * 2,
-        "mha",
-        (8, 96),
-        None,
-        6144,
-    ),
+    ("Qwen3Config", QWEN3, ("full",) * 2, "mha", (8, 96), None, 6144),
     ("MistralConfig", {}, ("sliding",) * 3, "mha", (8, 128), 4096, 12_288),
-    (
-        "MistralConfig",
-        {"sliding_window": None},
-        ("full",) * 3,
-        "mha",
-        (8, 128),
-        None,
-        12_288,
-    ),
+    ("MistralConfig", {"sliding_window": None}, ("full",) * 3, "mha", (8, 128), None, 12_288),
     ("Gemma2Config", {}, ALTERNATING, "swa", (4, 256), 4096, 20_480),
     ("DeepseekV2Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456),
     ("DeepseekV3Config", {}, ("mla",) * 3, "mla", (1, 576), None, 3456),
@@ -117,21 +102,12 @@ def states_of(config: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Non
     return found
 
 
-QWEN3_NEXT = {
-    "head_dim": 8,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6,
-    "linear_num_key_heads": 2,
-}
-QWEN3_NEXT |= {"linear_num_value_heads": 4, "num_experts": 2, "num_experts_per_tok": 1}
+QWEN3_NEXT = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+QWEN3_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+QWEN3_NEXT |= {"num_experts": 2, "num_experts_per_tok": 1}
 QWEN3_NEXT |= {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-BAMBA = {
-    "attn_layer_indices": [1, 3],
-    "mamba_n_heads": 4,
-    "mamba_d_state": 8,
-    "mamba_d_conv": 4,
-    "mamba_chunk_size": 4,
-}
+BAMBA = {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8}
+BAMBA |= {"mamba_d_conv": 4, "mamba_chunk_size": 4}
 
 
 @pytest.mark.parametrize(

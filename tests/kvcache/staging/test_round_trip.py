@@ -1,6 +1,5 @@
 """K/V from prefill ranks to decode ranks: the kernels against plain indexing, byte by byte, without
-a GPU in Triton's interpreter; pools, ring and staged bytes together against slices of the full
-tensors.
+a GPU in Triton's interpreter.
 """
 
 from collections.abc import Sequence
@@ -11,16 +10,8 @@ import torch
 
 from kvcache.ops import staging_copy
 from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes
-from kvcache.pools import MHATokenToKVPool
-from kvcache.staging import (
-    HeadSlice,
-    StagingAllocator,
-    head_writers,
-    heads_per_rank,
-    may_fill,
-    pool_layers,
-)
-from tests.helpers.effort import pairwise, some
+from kvcache.staging import pool_layers
+from tests.helpers.effort import pairwise
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
 POISON = 171
@@ -183,113 +174,16 @@ def test_wrong_heads_and_ranges_are_refused_before_anything_is_written() -> None
     assert torch.equal(k, before) and (staged == POISON).all()
 
 
-# ---------------------------------------------------------------- ranks
-
-LAYERS, WIDTHS, PAGE = 2, (4, 8), 4
-SIZE, TOKENS = 32, 9
-
-
-def rank_pool(tp_size: int, heads: int, dtype: torch.dtype, slot_major: bool) -> MHATokenToKVPool:
-    fields: Any = {
-        "num_kv_heads": heads_per_rank(tp_size, heads),
-        "dtype": dtype,
-        "slot_major": slot_major,
-    }
-    pool = make_pool(
-        SIZE, PAGE, num_layers=LAYERS, head_dim=WIDTHS[0], v_head_dim=WIDTHS[1], **fields
-    )
-    for part in pool_layers(pool):
-        part.view(torch.uint8).fill_(255)  # NaN
-    return pool
-
-
-def own_heads(full: torch.Tensor, tp_size: int, rank: int) -> torch.Tensor:
-    """The heads of `[L, tokens, H, W]` that a rank holds."""
-    count = heads_per_rank(tp_size, full.shape[2])
-    first = rank * full.shape[2] // tp_size
-    return full[:, :, first : first + count]
-
-
-# of prefill, of decode, heads
-SIZES = [
-    (4, 2, 8, torch.half),
-    (2, 4, 8, torch.float32),
-    (1, 2, 8, torch.bfloat16),
-    (3, 2, 6, torch.half),
-]
-SIZES += [(4, 2, 2, torch.float8_e4m3fn)]
-CASES = [("torch", *sizes) for sizes in SIZES] + [("triton", *sizes) for sizes in SIZES[3:]]
-
-
-@pytest.mark.parametrize(
-    ("impl", "src_size", "dst_size", "heads", "dtype"),
-    some(*CASES, whole=[("triton", *sizes) for sizes in SIZES[:3]]),
-)
-def test_decode_ranks_get_their_slice(
-    impl: Any, src_size: int, dst_size: int, heads: int, dtype: torch.dtype
+@pytest.mark.parametrize("slot_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.half, torch.float8_e4m3fn])
+def test_layers_of_a_pool_are_views_of_what_its_slots_hold(
+    dtype: torch.dtype, slot_major: bool
 ) -> None:
-    torch.manual_seed(0)
-    full = [torch.randn(LAYERS, TOKENS, heads, width, device=DEVICE).to(dtype) for width in WIDTHS]
-    src_loc = PAGE + torch.randperm(SIZE, device=DEVICE)[:TOKENS]
-    sources = []
-    for rank in range(src_size):
-        pool = rank_pool(src_size, heads, dtype, slot_major=rank % 2 == 1)
-        for layer in range(LAYERS):
-            k, v = (own_heads(part, src_size, rank)[layer] for part in full)
-            pool.set_kv_buffer(layer, src_loc, k, v)
-        sources.append(pool)
-    for dst in range(dst_size):
-        receive(impl, sources, dst_size, dst, full, src_loc)
-
-
-def receive(
-    impl: Any,
-    sources: list[MHATokenToKVPool],
-    dst_size: int,
-    dst: int,
-    full: list[torch.Tensor],
-    src_loc: torch.Tensor,
-) -> None:
-    """In chunks, through a ring that is too small for all of them at once."""
-    heads = full[0].shape[2]
-    pool = rank_pool(dst_size, heads, full[0].dtype, slot_major=dst % 2 == 1)
-    k, v = pool_layers(pool)
-    slices = head_writers(len(sources), dst_size, dst, heads)
-    writers = Writers.of([(one.dst_head_start, one.num_heads) for one in slices], DEVICE)
-    buffer = poisoned(staged_bytes(k, v, 5, writers.total) + 100)
-    ring = StagingAllocator(len(buffer), alignment=16)
-    loc = PAGE + torch.randperm(SIZE, device=DEVICE)[:TOKENS]
-    chunks = [slice(0, 4), slice(4, 8), slice(8, 9)]
-    sizes = [staged_bytes(k, v, chunk.stop - chunk.start, writers.total) for chunk in chunks]
-    assigned = [ring.assign(size) for size in sizes]
-    for chunk, size, one in zip(chunks, sizes, assigned, strict=True):
-        assert one is not None
-        assert may_fill(one.round, one.offset + size, ring.watermark)
-        staged = buffer[one.offset : one.offset + size].fill_(255)
-        send(impl, sources, slices, src_loc[chunk], staged)
-        scatter_staged(staged, k, v, loc[chunk], writers, impl)
-        ring.free(one.id)
-    for nth, whole in enumerate(full):
-        got = torch.stack(
-            [pool.get_kv_buffer(layer)[nth].view(torch.uint8) for layer in range(LAYERS)]
-        )
-        expected = torch.full_like(got, 255)
-        expected[:, loc] = own_heads(whole, dst_size, dst).contiguous().view(torch.uint8)
-        assert torch.equal(got, expected)
-
-
-def send(
-    impl: Any,
-    sources: list[MHATokenToKVPool],
-    slices: tuple[HeadSlice, ...],
-    loc: torch.Tensor,
-    staged: torch.Tensor,
-) -> None:
-    """Every writer fills its part of a chunk's range."""
-    at = 0
-    for one in slices:
-        k, v = pool_layers(sources[one.src_tp_rank])
-        size = staged_bytes(k, v, len(loc), one.num_heads)
-        gather_staged(k, v, loc, one.src_head_start, one.num_heads, staged[at : at + size], impl)
-        at += size
-    assert at == len(staged)
+    pool = make_pool(8, 4, head_dim=4, v_head_dim=8, dtype=dtype, slot_major=slot_major)
+    rows = torch.randn(2, 1, 8, device=DEVICE).to(dtype)
+    pool.set_kv_buffer(1, locations(5, 9), rows[..., :4], rows)
+    for layers, layer, wanted in zip(
+        pool_layers(pool), pool.get_kv_buffer(1), (rows[..., :4], rows), strict=True
+    ):
+        assert layers[1].data_ptr() == layer.data_ptr()
+        assert torch.equal(as_bytes(layers[1, [5, 9]]), as_bytes(wanted))

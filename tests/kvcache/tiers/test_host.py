@@ -230,15 +230,15 @@ def test_bytes_are_exact(device: str) -> None:
 
 
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    for ratio, size, layout, message in (
-        (None, None, "layer_first", "either ratio or size_bytes"),
-        (1.0, 1, "layer_first", "either ratio or size_bytes"),
-        (0.0, None, "layer_first", "positive"),
-        (None, -1, "layer_first", "positive"),
-        (1.0, None, "token_first", "layout='token_first' must be one of"),
-    ):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({}, "either ratio or size_bytes"),
+        ({"ratio": 1.0, "size_bytes": 1}, "either ratio or size_bytes"),
+        ({"size_bytes": -1}, "size_bytes=-1 must be positive"),
+        ({"ratio": 1.0, "layout": "token_first"}, "layout='token_first' must be one of"),
+    ]
+    for fields, message in wrong:
         with pytest.raises(ValueError, match=message):
-            HostCacheConfig(ratio=ratio, size_bytes=size, layout=layout)  # type: ignore[arg-type]
+            HostCacheConfig(**fields)
     monkeypatch.setattr(pinned_arena, "available_memory", lambda: 0)
     with pytest.raises(
         HostMemoryError, match=r"more than the .* that may be taken .* make the tier smaller"

@@ -238,22 +238,6 @@ def test_what_was_not_hit_twice_is_lost(device: str) -> None:
     )
 
 
-def test_a_run_longer_than_the_host_tier(device: str, tmp_path: Path) -> None:
-    """Pages that were read from disk for one load do not push each other out before they are on the
-    device.
-    """
-    engine = Engine(device, "write_through", 4, tmp_path)
-    engine.run(PROMPT)
-    engine.run([*PROMPT, *range(20, 28)])  # its last four pages push the first four to the disk
-    engine.fill_device(1)
-    assert engine.on_disk() == 8
-    match = engine.run([*PROMPT, *range(20, 28)])
-    assert (match.length, match.loaded) == (8, 8), (
-        "four pages are all that the host can take in one load"
-    )
-    engine.cache.check_integrity()
-
-
 @pytest.mark.parametrize("forget", ["raise_version", "reset"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_hit_under_new_weights_or_after_a_reset(
