@@ -1,11 +1,10 @@
 """Page ledgers of one pool, and of the two pools of a sliding-window model: against a plain dict
-page -> number of owners, where either side may be exhausted at any moment; then failing devices.
+page -> number of owners, where either side may be exhausted; then failing devices.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from timeit import repeat
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.helpers.no_wait import check_no_wait
 PAGES = 9
 SOME = st.lists(st.integers(1, PAGES), max_size=6)
 IDS = [list, lambda ids: np.array(ids, np.int32), lambda ids: torch.tensor(ids, dtype=torch.int64)]
-STARVED = st.sampled_from([None, None, "full", "swa"])
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -44,14 +42,9 @@ class LedgerMachine(RuleBasedStateMachine):
         # arrays that were handed out, and what was in them
         self.issued: list[tuple[Int64Array, list[int]]] = []
 
-    def left(self, side: str | None) -> int:
+    def left(self) -> int:
         """Pages that can be taken."""
         return self.open - len(+self.owners)
-
-    @contextmanager
-    def starved(self, side: str | None) -> Iterator[None]:
-        """No page can be taken from this side; a single ledger has none."""
-        yield
 
     def take(self, pages: set[int]) -> None:
         assert all(0 < page <= self.open and not self.owners[page] for page in pages)
@@ -69,12 +62,11 @@ class LedgerMachine(RuleBasedStateMachine):
             real.limit(min(PAGES * self.ps, pages * self.ps + min(rest, self.ps - 1)))
             self.open = pages
 
-    @rule(count=st.integers(0, PAGES), side=STARVED)
-    def alloc(self, count: int, side: str | None) -> None:
+    @rule(count=st.integers(0, PAGES))
+    def alloc(self, count: int) -> None:
         before = ledger_state(self.real)
-        with self.starved(side):
-            got = self.real.alloc_pages(count)
-        if count > self.left(side):
+        got = self.real.alloc_pages(count)
+        if count > self.left():
             assert got is None
             assert ledger_state(self.real) == before
             return
@@ -114,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.real.check_integrity()
         every = range(1, PAGES + 1)
         assert self.real.ref_counts(every).tolist() == [self.owners[page] for page in every]
-        assert self.real.available_pages == self.left(None)
+        assert self.real.available_pages == self.left()
         assert all(pages.tolist() == as_they_were for pages, as_they_were in self.issued)
 
 
@@ -133,20 +125,10 @@ class SWAMachine(LedgerMachine):
         )
 
     def sides(self) -> tuple[int, int]:
-        return super().left(None), self.swa_pages - len(+self.window)
+        return super().left(), self.swa_pages - len(+self.window)
 
-    def left(self, side: str | None) -> int:
-        return 0 if side else min(self.sides())
-
-    @contextmanager
-    def starved(self, side: str | None) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            if side:
-                none = np.empty(0, dtype=np.int64)
-                patch.setattr(
-                    getattr(self.real, side), "next_pages", lambda count: None if count else none
-                )
-            yield
+    def left(self) -> int:
+        return min(self.sides())
 
     def slots(self) -> dict[int, int]:
         """The window page of each page on the device; fails unless it holds its tokens in order."""
@@ -254,24 +236,19 @@ def drop(page: int, times: int) -> Callable[[PagedTokenToKVPoolAllocator], None]
 
 
 @pytest.mark.parametrize(
-    ("make", "harm"),
+    "harm",
     [
-        (lambda: one(3, 4), drop(1, 2)),
-        (lambda: one(3, 4), drop(2, 0)),
-        (lambda: one(3, 4), lambda a: (drop(2, 0)(a), a.alloc_pages(1))),  # owned and free
-        (lambda: one(3, 4), drop(0, 0)),
-        (lambda: two(3, 3, 2), lambda a: a.full_to_swa_index_mapping[3].zero_()),
-        (lambda: two(3, 3, 2), lambda a: a.full_to_swa_index_mapping[0].fill_(2)),
-        (lambda: two(3, 3, 2), lambda a: a.swa.alloc_pages(1)),  # a window page without a full page
-        (lambda: two(3, 3, 2), lambda a: a.swa.free_pages([1])),  # or the reverse
-        (lambda: two(3, 3, 2), lambda a: a.swa.share([1])),  # more window owners than owners
+        lambda two: drop(1, 2)(two.full),  # a negative count
+        lambda two: drop(3, 0)(two.full),  # a free page, freed again
+        lambda two: two.full_to_swa_index_mapping[3].zero_(),
+        lambda two: two.swa.alloc_pages(1),  # a window page without a full page
+        lambda two: two.swa.free_pages([1]),  # or the reverse
+        lambda two: two.swa.share([1]),  # more window owners than owners
     ],
 )
-def test_check_integrity_sees_damage(
-    make: Callable[[], KVAllocator], harm: Callable[[KVAllocator], object]
-) -> None:
-    allocator = make()
-    allocator.alloc_pages(4 // allocator.page_size)
+def test_check_integrity_sees_damage(harm: Callable[[SWATokenToKVPoolAllocator], object]) -> None:
+    allocator = two(3, 3, 2)
+    allocator.alloc_pages(2)
     allocator.check_integrity()
     harm(allocator)
     with pytest.raises(AssertionError):
@@ -287,15 +264,12 @@ def test_freeing_does_not_look_at_the_whole_pool() -> None:
         allocator = one(size, 1)
         allocator.alloc_pages(512)
         pages = iter(range(1, 513))
+
         # of this thread's CPU: others may be busy
-        return min(
-            repeat(
-                lambda: allocator.free_pages([next(pages)]),
-                timer=time.thread_time,
-                number=128,
-                repeat=4,
-            )
-        )
+        def free() -> None:
+            allocator.free_pages([next(pages)])
+
+        return min(repeat(free, timer=time.thread_time, number=128, repeat=4))
 
     assert seconds(2**22) < 20 * seconds(2**10)
 

@@ -187,16 +187,6 @@ def swa() -> SWAKVPool:
     return pool
 
 
-def test_layers_lead_to_their_pool() -> None:
-    pool = swa()
-    full, window = pool.full_pool, pool.window_pool
-    routes = [(window, 0), (full, 0), (window, 1), (full, 1), (window, 2)]
-    assert [pool.route(layer) for layer in range(5)] == routes
-    assert [len(pool.get_kv_buffer(layer)[0]) for layer in range(5)] == [12, 36, 12, 36, 12]
-    assert (pool.size, pool.bytes_per_token) == (32, 5 * 128)
-    assert pool.nbytes == (36 * 2 + 12 * 3) * 128
-
-
 def test_writes_to_the_window_go_through_the_mapping() -> None:
     pool = swa()
     pool.set_kv_buffer(1, at(4), rows(1), rows(1))  # the full side needs none

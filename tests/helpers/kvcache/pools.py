@@ -29,25 +29,16 @@ ODD = {"num_kv_heads": 3, "head_dim": 5, "v_head_dim": 7}
 def mha(
     dtype: torch.dtype = torch.float32, layers: int = 2, size: int = SIZE, **fields: Any
 ) -> KVCacheConfig:
-    fields = {
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "v_head_dim": 16,
-        "page_size": PS,
-        "device": DEVICE,
-    } | fields
+    fields = {"num_kv_heads": 2, "head_dim": 32, "v_head_dim": 16} | fields
+    fields = {"page_size": PS, "device": DEVICE} | fields
     return KVCacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
 
 
 def mla(
     dtype: torch.dtype = torch.bfloat16, layers: int = 2, size: int = SIZE, **fields: Any
 ) -> MLACacheConfig:
-    fields = {
-        "kv_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "page_size": PS,
-        "device": DEVICE,
-    } | fields
+    fields = {"kv_lora_rank": 48, "qk_rope_head_dim": 16} | fields
+    fields = {"page_size": PS, "device": DEVICE} | fields
     return MLACacheConfig(num_layers=layers, size=size, dtype=dtype, **fields)
 
 
@@ -65,40 +56,28 @@ def swa(saver: MemorySaver | None = None) -> SWAKVPool:
     return pool
 
 
+def kind(config: Callable[..., Any], dtype: torch.dtype, **fixed: Any) -> Callable[..., Any]:
+    """A maker of pools of one kind: (saver, of other fields)."""
+    return lambda saver=None, **fields: pool_of(config(dtype, **fixed, **fields), saver)
+
+
+def double_sparse(saver: MemorySaver | None = None, **fields: Any) -> TokenPool:
+    return DoubleSparseTokenToKVPool(mha(FP8, **fields), 5, saver)
+
+
 # pool, bytes a token; all but the last two also of other sizes. Some rows are no multiple of a wide
 # access
 POOLS: dict[str, tuple[Callable[..., Any], int]] = {
-    "mha": (lambda saver=None, **fields: pool_of(mha(**fields), saver), 2 * 2 * 48 * 4),
-    "slot-major": (
-        lambda saver=None, **fields: pool_of(mha(BF16, slot_major=True, **fields), saver),
-        2 * 2 * 48 * 2,
-    ),
-    "odd": (
-        lambda saver=None, **fields: pool_of(mha(BF16, **ODD, **fields), saver),
-        2 * 3 * 12 * 2,
-    ),
-    "fp8": (lambda saver=None, **fields: pool_of(mha(FP8, **fields), saver), 2 * 2 * 48),
-    "fp8-odd": (
-        lambda saver=None, **fields: pool_of(mha(torch.float8_e5m2, **ODD, **fields), saver),
-        2 * 3 * 12,
-    ),
-    "fp4": (
-        lambda saver=None, **fields: pool_of(mha(FP4_DTYPE, **fields), saver),
-        2 * 2 * (24 + 3),
-    ),
-    "mla": (lambda saver=None, **fields: pool_of(mla(**fields), saver), 2 * 64 * 2),
-    "mla-fp8": (
-        lambda saver=None, **fields: pool_of(mla(FP8, qk_rope_head_dim=5, **fields), saver),
-        2 * 53,
-    ),
-    "mla-fp4": (
-        lambda saver=None, **fields: pool_of(mla(FP4_DTYPE, slot_major=True, **fields), saver),
-        2 * (32 + 4),
-    ),
-    "double-sparse": (
-        lambda saver=None, **fields: DoubleSparseTokenToKVPool(mha(FP8, **fields), 5, saver),
-        2 * 2 * (48 + 5 * 2),
-    ),
+    "mha": (kind(mha, torch.float32), 2 * 2 * 48 * 4),
+    "slot-major": (kind(mha, BF16, slot_major=True), 2 * 2 * 48 * 2),
+    "odd": (kind(mha, BF16, **ODD), 2 * 3 * 12 * 2),
+    "fp8": (kind(mha, FP8), 2 * 2 * 48),
+    "fp8-odd": (kind(mha, torch.float8_e5m2, **ODD), 2 * 3 * 12),
+    "fp4": (kind(mha, FP4_DTYPE), 2 * 2 * (24 + 3)),
+    "mla": (kind(mla, BF16), 2 * 64 * 2),
+    "mla-fp8": (kind(mla, FP8, qk_rope_head_dim=5), 2 * 53),
+    "mla-fp4": (kind(mla, FP4_DTYPE, slot_major=True), 2 * (32 + 4)),
+    "double-sparse": (double_sparse, 2 * 2 * (48 + 5 * 2)),
     "swa": (swa, 2 * 2 * 48 * 4),
     "hybrid": (lambda saver=None: HybridLinearKVPool(mha(), [1, 0], saver), 2 * 2 * 48 * 4),
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
-from kvcache.tiers import HostCacheConfig, HostKVCache, HostTransfer, host
+from kvcache.tiers import HostCacheConfig, HostKVCache, host
 from memsaver import HostMemoryError
 from memsaver.memory import pinned_arena
 from memsaver.system.devices import Impl
@@ -92,28 +92,6 @@ def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: 
     for want, saved in zip(expected, before, strict=True):
         want[:, target] = saved[:, source]
     assert same(contents(cache.pool), expected)
-
-
-def test_layers_are_loaded_in_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, copied = make("mla", device), []
-    original = host.copy_rows
-
-    def spy(plan: Any, rows: Any, slots: Any, layers: range, to_host: bool, impl: Any) -> None:
-        copied.append((layers, to_host))
-        original(plan, rows, slots, layers, to_host, impl)
-
-    monkeypatch.setattr(host, "copy_rows", spy)
-    host_slots, source, target = random_slots(cache)
-    cache.backup_from_device_all_layer(host_slots, source).wait()
-    transfer = cache.load_to_device(host_slots, target)
-    transfer.wait(0)
-    transfer.synchronize()
-    assert transfer.done and HostTransfer().done
-    one_by_one = [(range(layer, layer + 1), False) for layer in range(LAYERS)]
-    assert copied == [(range(LAYERS), True), *one_by_one]
-    none = torch.empty(0, dtype=torch.int64)
-    cache.backup_from_device_all_layer(none, none).wait()
-    cache.load_to_device(none, none).wait(2)
 
 
 @pytest.mark.gpu
