@@ -299,25 +299,22 @@ class WindowShares:
     """Tracks which pages each sequence holds. `behind[row]` counts those that left its window.
 
     With two ledgers a sequence holds the window half of the pages from there on, and the full half
-    of every page; with one it holds the pages from there on. Without a window `behind` stays 0, and
-    a caller of an allocator with two ledgers frees window halves itself.
+    of every page; with one it holds the pages from there on. Without a window `behind` stays 0.
     """
 
     def __init__(self, allocator: KVAllocator, rows: int, window: int | None) -> None:
-        assert window is None or window >= 1
+        self._two = allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else None
+        assert window or not self._two, "two ledgers need a window"
         self.allocator = allocator
         self.window = window
         self.behind = np.zeros(rows, dtype=np.int64)
-        self._two: SWATokenToKVPoolAllocator | None = None
-        if window is not None and isinstance(allocator, SWATokenToKVPoolAllocator):
-            self._two = allocator
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        if isinstance(self.allocator, SWATokenToKVPoolAllocator):
-            full, swa = self.allocator.full, self.allocator.swa
-            return (self._ledger("kv", full, None), self._ledger("window", swa, self.window))
-        return (self._ledger("kv", self.allocator, self.window),)
+        if not self._two:
+            return (self._ledger("kv", self.allocator, self.window),)
+        full, swa = self._two.full, self._two.swa
+        return (self._ledger("kv", full, None), self._ledger("window", swa, self.window))
 
     @staticmethod
     def _ledger(name: Literal["kv", "window"], pages: KVAllocator, window: int | None) -> Ledger:

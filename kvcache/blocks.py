@@ -48,7 +48,7 @@ class BlockManager:
     sequence can ever be written to. Nobody else allocates from its ledger and table.
 
     window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their
-    window halves where the allocator has two ledgers.
+    window halves where the allocator has two ledgers, which need a window.
     """
 
     def __init__(

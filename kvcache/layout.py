@@ -38,8 +38,7 @@ class KVLayout:
     `MambaPool` beside it.
     dtype: stored, model_dtype: computed with. rows: what a token has in a layer that keeps tokens,
     name -> (heads, width). conv_shapes, temporal_shape: states of a linear layer, None without one;
-    the convolution's is kernel - 1 wide, and in the model's dtype, the recurrent one in
-    `state_dtype`.
+    the convolution's is kernel - 1 wide, and in the model's dtype, the recurrent one in float32.
     """
 
     kinds: tuple[Kind, ...]
@@ -51,7 +50,6 @@ class KVLayout:
     kv_lora_rank: int | None = None
     conv_shapes: tuple[tuple[int, ...], ...] = ()
     temporal_shape: tuple[int, ...] | None = None
-    state_dtype: torch.dtype = torch.float32
 
     def layers(self, *kinds: Kind) -> tuple[int, ...]:
         """Return the ids of the layers of these kinds."""
@@ -92,7 +90,6 @@ class KVLayout:
             conv_shapes=self.conv_shapes,
             temporal_shape=self.temporal_shape,
             conv_dtype=self.model_dtype,
-            temporal_dtype=self.state_dtype,
             device=device,
         )
 

@@ -84,26 +84,6 @@ def test_counts_of_pages(page_size: int, window: int) -> None:
     assert pages_across(window, page_size) == most
 
 
-def test_without_a_window_the_caller_frees_window_halves() -> None:
-    blocks = make_blocks(pages=6, page_size=4, window_pages=4)
-    a = blocks.admit()
-    blocks.append(a, *range(6))
-    b = blocks.fork(a)
-    # a copies the partial page in both pools, b keeps it
-    assert blocks.append(a, 6) and blocks.append(b, 7)
-    assert (blocks.values(a), blocks.values(b)) == ([*range(7)], [*range(6), 7])
-    allocator = blocks.allocator
-    assert allocator.swa_ref_counts(blocks.pages(a)).tolist() == [2, 1]  # type: ignore[attr-defined]
-    for handle in (a, b):
-        allocator.free_swa_pages(blocks.pages(handle)[:1])  # type: ignore[attr-defined]
-    assert [ledger.available for ledger in blocks.manager.ledgers] == [3, 2]
-    blocks.manager.check_integrity()
-    for handle in (a, b):
-        blocks.manager.release(handle)
-    assert [ledger.available for ledger in blocks.manager.ledgers] == [6, 4]
-    blocks.manager.check_integrity()
-
-
 # ---------------------------------------------------------------- rows of the request table
 
 
@@ -118,15 +98,3 @@ def test_stale_and_forged_handles_raise() -> None:
             with pytest.raises(ValueError, match="stale"):
                 use(handles)
     assert table.rows([new]).tolist() == [1]
-
-
-def test_writes() -> None:
-    table = ReqToTokenPool(2, 4, DEVICE)
-    assert (table.req_to_token.shape, table.req_to_token.dtype) == ((3, 4), torch.int32)
-    table.write((1, slice(0, 3)), torch.tensor([7, 8, 9], device=DEVICE))
-    table.write((torch.tensor([2, 1]), torch.tensor([0, 3])), torch.tensor([5, 6], device=DEVICE))
-    table.write_flat(
-        torch.tensor([9, 11], device=DEVICE),
-        torch.tensor([40, 41], dtype=torch.int32, device=DEVICE),
-    )
-    assert table.req_to_token.tolist() == [[0, 0, 0, 0], [7, 8, 9, 6], [5, 40, 0, 41]]

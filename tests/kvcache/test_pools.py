@@ -163,14 +163,14 @@ def test_mistakes_write_nothing(name: str) -> None:
 # ---------------------------------------------------------------- on a saver's tag
 
 
-@pytest.mark.parametrize("window_pages", [None, 14])
+@pytest.mark.parametrize("two", [{}, {"window": 64, "window_pages": 14}])
 def test_sequences_come_go_and_go_on_through_pauses(
-    window_pages: int | None, saver: MemorySaver
+    two: dict[str, int], saver: MemorySaver
 ) -> None:
     """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause
     keeps all of it.
     """
-    blocks = make_blocks(pages=16, page_size=16, window_pages=window_pages, saver=saver)
+    blocks = make_blocks(pages=16, page_size=16, saver=saver, **two)
     a, gone = blocks.admit(), blocks.admit()
     blocks.append(a, *range(20))
     blocks.append(gone, *range(5))
