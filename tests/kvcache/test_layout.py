@@ -78,13 +78,8 @@ def test_pools_are_built_from_them() -> None:
 
 
 def tiny(name: str, **fields: Any) -> Any:
-    common = {
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    common |= {"vocab_size": 40, "intermediate_size": 16, "dtype": "float32"}
+    common = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 40, "intermediate_size": 16}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "float32"}
     return getattr(transformers, name)(**common | fields)
 
 
@@ -113,13 +108,8 @@ BAMBA |= {"mamba_d_conv": 4, "mamba_chunk_size": 4}
 @pytest.mark.parametrize(
     ("name", "fields", "kinds", "state_bytes"),
     [
-        (
-            "Qwen3NextConfig",
-            QWEN3_NEXT,
-            ("linear",) * 3 + ("full",),
-            3 * (40 * 3 * 4 + 4 * 4 * 6 * 4),
-        ),
-        ("BambaConfig", BAMBA, ("linear", "full") * 2, 2 * (80 * 3 * 4 + 4 * 16 * 8 * 4)),
+        ("Qwen3NextConfig", QWEN3_NEXT, ("linear",) * 3 + ("full",), 3 * 4 * (40 * 3 + 4 * 4 * 6)),
+        ("BambaConfig", BAMBA, ("linear", "full") * 2, 2 * 4 * (80 * 3 + 4 * 16 * 8)),
     ],
 )
 def test_linear_layers_and_their_states(

@@ -104,15 +104,11 @@ def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
     set_kv_buffer(rows[:0], rows[:0], buffer[..., 2:5], buffer[..., 2:5], loc, impl)
     move_rows([buffer.transpose(0, 1)], loc, loc, impl)
     assert torch.equal(buffer, expected)
-    codes = poisoned(2, 1, 16)
-    kv_write.set_kv_buffer_fp8(
-        none, none, codes, codes, loc, torch.ones(2, device=DEVICE), FP8[0], impl
-    )
+    codes, ones = poisoned(2, 1, 16), torch.ones(2, device=DEVICE)
+    kv_write.set_kv_buffer_fp8(none, none, codes, codes, loc, ones, FP8[0], impl)
     kv_write.set_kv_buffer_fp4(none, none, [codes] * 2, [codes] * 2, loc, impl)
     assert (codes == POISON).all()
-    assert quant.read_fp8(
-        codes, loc, torch.ones((), device=DEVICE), FP8[1], FLOATS[0], impl
-    ).shape == (0, 1, 16)
+    assert quant.read_fp8(codes, loc, ones[0], FP8[1], FLOATS[0], impl).shape == (0, 1, 16)
     assert quant.read_fp4(codes, codes[..., :2], loc, torch.bfloat16, impl).shape == (0, 1, 32)
 
 
@@ -140,9 +136,8 @@ def parts(slot_major: bool) -> list[torch.Tensor]:
             torch.randint(-(2**60), 2**60, (LAYERS, SLOTS, w), generator=generator).to(DEVICE)
             for w in widths
         ]
-    rows = torch.randint(
-        -(2**60), 2**60, (SLOTS, LAYERS * sum(widths) + 7), generator=generator
-    ).to(DEVICE)
+    shape = (SLOTS, LAYERS * sum(widths) + 7)
+    rows = torch.randint(-(2**60), 2**60, shape, generator=generator).to(DEVICE)
     ends = [LAYERS * end for end in itertools.accumulate(widths)]
     return [
         rows[:, end - LAYERS * w : end].unflatten(1, (LAYERS, w)).transpose(0, 1)
@@ -257,17 +252,11 @@ def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.d
 
 
 def test_fp8_rows_are_read_times_their_scale_and_saturate_in_fp16() -> None:
-    stored = (
-        torch.tensor([[[448.0, -448.0, 0.5, 0.0]]])
-        .to(torch.float8_e4m3fn)
-        .view(torch.uint8)
-        .to(DEVICE)
-    )
+    values = torch.tensor([[[448.0, -448.0, 0.5, 0.0]]], device=DEVICE)
+    stored = values.to(FP8[0]).view(torch.uint8)
     loc = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     for dtype, large in ((torch.float16, 65504.0), (torch.float32, 448 * 400.0)):
-        got = quant.read_fp8(
-            stored, loc, torch.tensor(400.0, device=DEVICE), torch.float8_e4m3fn, dtype
-        )
+        got = quant.read_fp8(stored, loc, torch.tensor(400.0, device=DEVICE), FP8[0], dtype)
         assert got.dtype == dtype
         assert got.tolist() == [[[large, -large, 200.0, 0.0]]] * 2
 

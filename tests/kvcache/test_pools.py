@@ -56,13 +56,8 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
 def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
     dtype: torch.dtype, slot_major: bool
 ) -> None:
-    fields: Any = {
-        "num_kv_heads": 3,
-        "head_dim": 4,
-        "v_head_dim": 8,
-        "dtype": dtype,
-        "slot_major": slot_major,
-    }
+    fields: Any = {"num_kv_heads": 3, "head_dim": 4, "v_head_dim": 8}
+    fields |= {"dtype": dtype, "slot_major": slot_major}
     pool = make_pool(size=8, page_size=2, **fields)
     before = [part.fill_(7).clone() for part in stored(pool)]
     generator = torch.Generator().manual_seed(0)
@@ -108,8 +103,7 @@ def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySav
         write(pool, loc, step)
         for layer in range(2):
             k, v = pool.get_rows(layer, loc)
-            assert k.isfinite().all()
-            assert v.isfinite().all()
+            assert k.isfinite().all() and v.isfinite().all()
             assert not any(rows.any() for rows in pool.get_rows(layer, at(0, 1, 3)))
 
 
@@ -190,11 +184,8 @@ def test_sequences_come_go_and_go_on_through_pauses(
         blocks.write(blocks.table.req_to_token[handle.row, :count].long(), range(count))
     assert blocks.append(a, 100)
     assert blocks.append(b, 200)
-    assert [blocks.values(each) for each in (a, b, c)] == [
-        [*range(20), 100],
-        [*range(20), 200],
-        [*range(33)],
-    ]
+    assert (blocks.values(a), blocks.values(b)) == ([*range(20), 100], [*range(20), 200])
+    assert blocks.values(c) == [*range(33)]
 
 
 # ---------------------------------------------------------------- slots one after the other, whose

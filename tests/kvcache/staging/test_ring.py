@@ -50,10 +50,8 @@ class Transfers:
         assert (assigned is None) == (nbytes > self.ring.size_bytes)
         if assigned is not None:
             id, offset, round = assigned
-            assert (
-                offset % self.ring.alignment == 0
-                and 0 <= offset <= offset + nbytes <= self.ring.size_bytes
-            )
+            assert offset % self.ring.alignment == 0
+            assert 0 <= offset <= offset + nbytes <= self.ring.size_bytes
             self.waiting[id] = (offset, offset + nbytes, round)
 
     def fill(self, id: int) -> None:

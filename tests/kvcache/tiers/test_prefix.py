@@ -60,13 +60,8 @@ class Engine:
         )
         self.disk = None
         if disk is not None:
-            self.disk = DiskTier(
-                disk,
-                DISK_PAGES * 8192,
-                page_bytes=page_bytes,
-                format=self.host.format,
-                owner="test",
-            )
+            form: Any = {"page_bytes": page_bytes, "format": self.host.format, "owner": "test"}
+            self.disk = DiskTier(disk, DISK_PAGES * 8192, **form)
         self.cache = TieredPrefixCache(self.ledger, self.host, self.disk, write_policy=policy)
 
     def run(
