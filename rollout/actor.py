@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,23 +36,19 @@ class RolloutActor(ActorBase):
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        kv_tokens: int = 4096,
-        load_weights: bool = True,
-        limit_bytes: int | None = None,
         threads: int | None = None,
-        engine: dict[str, Any] | None = None,
+        engine: Mapping[str, Any] = MappingProxyType({}),
         kind: str = "native",
     ) -> None:
         """path: model directory. threads: torch's CPU threads in this process.
 
-        engine: further EngineConfig fields. kind: one of `KINDS`.
+        engine: further arguments of `Engine.from_pretrained`. kind: one of `KINDS`.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         self._device, self._kind = device, kind
-        self._limit_bytes = limit_bytes
-        self._arguments = {"kv_tokens": kv_tokens, "load_weights": load_weights, **(engine or {})}
-        self._arguments |= {"path": path, "device": device, "dtype": getattr(torch, dtype)}
+        own = {"path": path, "device": device, "dtype": getattr(torch, dtype)}
+        self._arguments = {**engine, **own}
 
     def build(self, address: RankAddress | None = None) -> None:
         """Make the engine. address: this one's among the ranks of a tensor-parallel engine."""
@@ -59,33 +56,25 @@ class RolloutActor(ActorBase):
             # before ranks meet: what it says to NCCL is read once
             memsaver.compat.install("vllm.device_allocator.cumem")
         group = self._join(address, self._device)
-        self.held, _ = build_engine(
-            self._kind, self._arguments, group=group, limit_bytes=self._limit_bytes
-        )
+        self.held, _ = build_engine(self._kind, self._arguments, group)
 
 
 def build_engine(
-    kind: str,
-    arguments: Mapping[str, Any],
-    *,
-    group: ProcessGroup | None = None,
-    limit_bytes: int | None = None,
+    kind: str, arguments: Mapping[str, Any], group: ProcessGroup | None = None
 ) -> tuple[Rollout, Callable[[], None]]:
     """An engine, and what ends it and gives its memory back.
 
     arguments: of its class's `from_pretrained`. group: of the ranks that share it; vLLM takes
-    torch's default one, SGLang none. limit_bytes: of the native engine's saver.
+    torch's default one, SGLang none.
     """
     if kind in _HOSTED:
-        if limit_bytes is not None:
-            raise ValueError(f"kind={kind} takes no limit_bytes; use kind=native")
         if group is not None and kind == "sglang":
             raise ValueError(f"kind={kind} takes one process; use kind=native, or kind=vllm")
         rollout = _HOSTED[kind].from_pretrained(**arguments)
         return rollout, rollout.close
     if kind != "native":
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
-    saver = MemorySaver(device=torch.device(arguments["device"]), limit_bytes=limit_bytes)
+    saver = MemorySaver(device=torch.device(arguments["device"]))
     try:
         return Engine.from_pretrained(**arguments, saver=saver, group=group), saver.close
     except BaseException:

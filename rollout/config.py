@@ -1,7 +1,6 @@
 """Configuration of an engine, validated where it is made."""
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -9,11 +8,7 @@ import torch
 
 from kvcache import kv_dtype
 from kvcache.config import check_counts, check_option
-from kvcache.tiers import (
-    HostCacheConfig,
-    Layout,
-    WritePolicy,
-)
+from kvcache.tiers import HostCacheConfig, Layout, WritePolicy
 from memsaver.ops.layout import round_up
 from memsaver.system.devices import Impl
 
@@ -40,14 +35,6 @@ class DoubleSparsity:
         rule = f"exceeds heavy_token_num={self.heavy_token_num}, of which they are a part"
         few = self.recent_token_num <= self.heavy_token_num
         check_option(self, "recent_token_num", few, rule)
-        for layer, heads in enumerate(self.channels or ()):
-            for head, chosen in enumerate(heads):
-                if not len(set(chosen)) == len(chosen) == self.heavy_channel_num:
-                    raise ValueError(
-                        f"double_sparsity.channels of layer {layer}, KV head {head} are "
-                        f"{tuple(chosen)}; give heavy_channel_num={self.heavy_channel_num} "
-                        f"different ones"
-                    )
 
     def check(self, num_layers: int, kv_heads: int, head_dim: int) -> None:
         """ValueError unless the channels are those of a model of this shape."""
@@ -55,26 +42,21 @@ class DoubleSparsity:
         check_option(self, "heavy_channel_num", self.heavy_channel_num <= head_dim, rule)
         if self.channels is None:
             return
-        shape = {(len(self.channels), len(heads)) for heads in self.channels}
-        if shape != {(num_layers, kv_heads)}:
+        right = [len(self.channels) == num_layers]
+        for layer in self.channels:
+            right += [len(set(head) & set(range(head_dim))) == len(head) for head in layer]
+            right += [len(layer) == kv_heads, {*map(len, layer)} == {self.heavy_channel_num}]
+        if not all(right):
             raise ValueError(
-                f"double_sparsity.channels are given for (layers, KV heads) {sorted(shape)}, "
-                f"the model has {(num_layers, kv_heads)}; give heavy channels for each"
-            )
-        flat = chain.from_iterable
-        if wrong := set(flat(flat(self.channels))) - set(range(head_dim)):
-            raise ValueError(
-                f"double_sparsity.channels name {sorted(wrong)}, keys have channels "
-                f"0..{head_dim - 1}; choose among them"
+                f"double_sparsity.channels must name heavy_channel_num={self.heavy_channel_num} "
+                f"different ones of channels 0..{head_dim - 1} for each of {kv_heads} KV heads in "
+                f"each of {num_layers} layers; got {self.channels}"
             )
 
     def of_layer(self, layer: int, kv_heads: int) -> HeadChannels:
         """The channels of each KV head of a layer."""
-        return (
-            self.channels[layer]
-            if self.channels
-            else (tuple(range(self.heavy_channel_num)),) * kv_heads
-        )
+        first = tuple(range(self.heavy_channel_num))
+        return self.channels[layer] if self.channels else (first,) * kv_heads
 
 
 Preemption = Literal["recompute", "swap"]
@@ -234,9 +216,8 @@ class EngineConfig:
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
             rule = "must be batch sizes of at least 1; use cuda_graphs=False for no graphs"
-            check_option(
-                self, "graph_batch_sizes", min(self.graph_batch_sizes, default=0) > 0, rule
-            )
+            least = min(self.graph_batch_sizes, default=0)
+            check_option(self, "graph_batch_sizes", least > 0, rule)
         self._check_together()
 
     def _check_together(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
+from kvcache.config import check_option
 from memsaver import ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
@@ -24,7 +25,7 @@ from rollout.config import EngineConfig
 from rollout.engine_base import EngineBase, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
-from rollout.ops.products import probe_products
+from rollout.ops.row_wise import probe_products
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.requests import Completion, SamplingParams
@@ -74,6 +75,7 @@ class Engine(EngineBase):
         """Takes the memory; the weights are undefined until `load` or a weight update. group: of
         the tensor-parallel ranks; its time-out is how long one waits for another that fails.
         """
+        _check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
         self._ranks = TensorParallel(config.tensor_parallel_size, group)
@@ -87,15 +89,10 @@ class Engine(EngineBase):
         self.store = WeightStore(groups, aliases(model), dtype, saver, buffers=buffers(model))
         if saver.device.type == "cuda" and dtype != torch.float32:
             self._probe_products(groups, dtype)
-        self.cache = Cache.build(model, config, self.max_context_len, dtype, saver)
+        self.cache = Cache(model, config, self.max_context_len, dtype, saver)
         self.blocks = self.cache.blocks
         self.prefixes = self.cache.prefix_blocks(config)
-        self.scheduler = Scheduler(
-            self.prefixes,
-            page_size=config.page_size,
-            max_running=config.max_running,
-            max_prefill_tokens=config.max_prefill_tokens,
-        )
+        self.scheduler = Scheduler(self.prefixes, config)
         mine = rank_model(model, *split)
         self.runner = ModelRunner(
             mine, self.store, self.cache, attention=config.attention, ranks=self._ranks
@@ -151,14 +148,12 @@ class Engine(EngineBase):
         """Measure products; warn where they depend on the batch. The weights are undefined yet."""
         if shapes := probe_products(self.store.products(groups)):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
-            _log.warning(
+            text = (
                 "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
-                " the same prompt may get other last bits in another batch",
-                dtype,
-                named,
-                torch.cuda.get_device_name(self.saver.device),
-                torch.__version__,
+                " the same prompt may get other last bits in another batch"
             )
+            gpu = torch.cuda.get_device_name(self.saver.device)
+            _log.warning(text, dtype, named, gpu, torch.__version__)
 
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model as version 0. Ends an update that is open."""
@@ -545,6 +540,13 @@ class Engine(EngineBase):
         finally:
             if not lost:
                 self._watch.note(KV_CACHE)
+
+
+def _check_experts(model: ModelConfig, config: EngineConfig) -> None:
+    for key in ("fp32_router", "return_routed_experts", "expert_parallel"):
+        asked = getattr(config, key) != getattr(EngineConfig, key)
+        rule = "is for mixtures of experts, and this model is dense; leave it out"
+        check_option(config, key, model.has_experts or not asked, rule)
 
 
 def _context_len(model: ModelConfig, config: EngineConfig) -> int:

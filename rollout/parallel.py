@@ -37,15 +37,10 @@ class TensorParallel:
         """group: of `size` ranks, gloo for the CPU, NCCL for GPUs; None for one rank. ValueError
         where they differ.
         """
-        if group is None and size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={size} needs Engine(..., group=) of as many ranks"
-            )
         ranks = 1 if group is None else dist.get_world_size(group)
         if ranks != size:
-            raise ValueError(
-                f"tensor_parallel_size={size} but the group has {ranks} ranks; make them equal"
-            )
+            rule = f"needs Engine(..., group=) of as many ranks, got {ranks}; make them equal"
+            raise ValueError(f"tensor_parallel_size={size} {rule}")
         self.size = size
         self.rank = 0 if group is None else dist.get_rank(group)
         self.failure: str | None = None
@@ -60,11 +55,8 @@ class TensorParallel:
         if self.size == 1:
             return
         row = (1 + self.size) * -(-width // self.size) * dtype.itemsize
-        self._staging = torch.empty(
-            round_up(max(_STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT),
-            dtype=torch.uint8,
-            device=device,
-        )
+        nbytes = round_up(max(_STAGING_BYTES, row + _ALIGNMENT), _ALIGNMENT)
+        self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if on_a_tag(self._staging):
             raise StateError(
                 "a tensor-parallel engine is being made inside a region; make it outside, it has "

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from memsaver import Event, Report, Ticket, Usage
+from memsaver import Ticket
 from rollout.engine_base import PeerSaver
 from rollout.requests import Completion, SamplingParams
 from rollout.weights.messages import (
@@ -63,24 +63,12 @@ class Rollout(UpdatableEngine, Protocol):
     place.
     """
 
-    @property
-    def weights_version(self) -> int: ...
-
-    def unavailable_reason(self) -> str | None: ...
-
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_progress: Progress | None = None,
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]: ...
 
     def sleep(
-        self,
-        level: int = 1,
-        unfinished: str = "raise",
-        tags: Sequence[str] | None = None,
-        into: str | None = None,
+        self, level: int = 1, *, tags: Sequence[str] | None = None, into: str | None = None
     ) -> None: ...
 
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None: ...
@@ -92,9 +80,3 @@ class Rollout(UpdatableEngine, Protocol):
     def hand_over_to(self, peer: PeerSaver | None) -> None: ...
 
     def shrink(self) -> None: ...
-
-    def report(self) -> Report: ...
-
-    def drain_events(self) -> list[Event]: ...
-
-    def take_usage(self) -> Usage: ...

@@ -316,7 +316,7 @@ class DecodeEngine(Engine):
             self.scheduler.append(each, token, logprob, first.version)
 
     def _recompute(self, sample: Sample, reason: str) -> None:
-        self.scheduler.recompute(sample)
+        self.scheduler.preempt(sample)
         self.split.recomputed += 1
         self.split.reason = reason
 

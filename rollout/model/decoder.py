@@ -1,12 +1,13 @@
 """A decoder: what it needs to know of a model, independent of where that was read from; names and
 shapes of its parameters in memory order, fused where the model multiplies once; what one
-tensor-parallel rank computes and keeps; and the forward pass, a plain function over views of the
-weight store and one mixer a layer.
+tensor-parallel rank computes and keeps; its MLPs, one config class a kind; and the forward pass,
+over views of the weight store and one mixer a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +16,209 @@ from torch import Tensor
 
 from kvcache import KVLayout
 from kvcache.staging import heads_per_rank
-from rollout.model.mixers.base import Batch, Mixer, MixerConfig
-from rollout.model.mlp import MLP, ExpertsConfig, MLPConfig
-from rollout.ops.norm_and_activation import add_rms_norm, rms_norm
-from rollout.parallel import TensorParallel
+from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
+from rollout.ops.experts import Routing, mix_experts
+from rollout.ops.row_wise import add_rms_norm, linear, rms_norm, silu_mul
 from rollout.weights.messages import Manifest
-from rollout.weights.params import VOCABULARY, ParamGroup, one, shard_groups
+from rollout.weights.params import (
+    VOCABULARY,
+    ParamGroup,
+    Split,
+    Splits,
+    held,
+    one,
+    shard_groups,
+    stack,
+)
 from rollout.weights.store import WeightStore, build_manifest
+
+_BIAS = "gate.e_score_correction_bias"
+MLP = Callable[[Tensor], Tensor]
+"""x [T, hidden] -> this rank's part of [T, hidden], which the ranks add up."""
+
+
+class MLPConfig(ABC):
+    """A layer's MLP, before it has weights. Names begin with `name`, "model.layers.3.mlp." say."""
+
+    @abstractmethod
+    def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
+        """Its parameters in memory order."""
+
+    def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of what is no parameter: fp32 whatever the model's dtype."""
+        return {}
+
+    @abstractmethod
+    def splits(self, size: int, experts: int) -> Splits:
+        """Returns how `size` tensor-parallel ranks share its parameters: by inner channels, experts
+        in so many parts of whole ones, each shared by `size / experts` ranks.
+        """
+
+    def of_rank(self, rank: int, size: int, experts: int) -> MLPConfig:
+        """Returns it as one rank computes it."""
+        return self
+
+    @abstractmethod
+    def build(self, store: WeightStore, name: str) -> MLP:
+        """Makes what computes it, over views of the weight store."""
+
+    @abstractmethod
+    def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
+        """Returns how many elements a token has, at most, in each tensor that lies in memory
+        between the first product and the last, on one rank. size, experts: as of `splits`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedConfig(MLPConfig):
+    """A SwiGLU MLP of this many inner channels."""
+
+    inner: int
+
+    def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
+        shape = (self.inner, hidden_size)
+        gate_up = [(f"{name}{half}_proj.weight", shape) for half in ("gate", "up")]
+        return [
+            stack(name + "gate_up_proj.weight", gate_up),
+            one(name + "down_proj.weight", hidden_size, self.inner),
+        ]
+
+    def splits(self, size: int, experts: int) -> Splits:
+        return shared_inner("mlp.")
+
+    def build(self, store: WeightStore, name: str) -> MLP:
+        gate_up = store.tensor(name + "gate_up_proj.weight")
+        down = store.tensor(name + "down_proj.weight")
+        return lambda x: linear(silu_mul(linear(x, gate_up)), down)
+
+    def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
+        inner = self.inner // size
+        return [2 * inner, inner]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(MLPConfig):
+    """A mixture of SwiGLU experts of `inner` channels each, of which a token goes to some.
+
+    wide_router: its product is one of fp32. wide_weights: a token's weights stay fp32, and are not
+    rounded to the model's dtype. bias: experts are compared with a constant fp32 bias. shared: a
+    SwiGLU MLP of so many channels that every token goes through; None: there is none. shared_gate:
+    it is multiplied by the sigmoid of a product of its own (Qwen3-Next). first: the number of the
+    first expert that this rank holds.
+    """
+
+    experts: int
+    inner: int
+    routing: Routing
+    wide_router: bool = False
+    wide_weights: bool = False
+    bias: bool = False
+    shared: int | None = None
+    shared_gate: bool = True
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.top_k} must be in 1..{self.experts}, its experts"
+            )
+        groups, best = self.routing.groups, self.routing.top_groups
+        each, rest = divmod(self.experts, groups)
+        enough = each >= self.routing.judges and each * best >= self.top_k
+        if rest or not 1 <= best <= groups or not enough:
+            raise ValueError(
+                f"n_group={groups} and topk_group={best} do not fit {self.experts} experts: the "
+                f"best of equal groups must have num_experts_per_tok={self.top_k}"
+            )
+
+    @property
+    def top_k(self) -> int:
+        """Returns how many experts a token goes to."""
+        return self.routing.top_k
+
+    def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {name + _BIAS: (self.experts,)} if self.bias else {}
+
+    @property
+    def shared_name(self) -> str:
+        return "shared_expert." if self.shared_gate else "shared_experts."
+
+    def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
+        groups = [
+            one(name + "gate.weight", self.experts, hidden_size),
+            one(name + "experts.gate_up_proj", self.experts, 2 * self.inner, hidden_size),
+            one(name + "experts.down_proj", self.experts, hidden_size, self.inner),
+        ]
+        if self.shared is not None:
+            groups += GatedConfig(inner=self.shared).groups(hidden_size, name + self.shared_name)
+        if self.shared is not None and self.shared_gate:
+            groups.append(one(name + "shared_expert_gate.weight", 1, hidden_size))
+        return groups
+
+    def splits(self, size: int, experts: int) -> Splits:
+        each = size // experts
+        whole = [Split(dim=0, uneven=True, count=experts, stride=each)] if experts > 1 else []
+        # [experts, gate rows then up rows, hidden]
+        rows = [Split(dim=1, units=(1, 1), count=each)] if each > 1 else []
+        columns = [Split(dim=2, count=each)] if each > 1 else []
+        return {
+            "mlp.experts.gate_up_proj": [*whole, *rows],
+            "mlp.experts.down_proj": [*whole, *columns],
+            **shared_inner(f"mlp.{self.shared_name}"),
+        }
+
+    def of_rank(self, rank: int, size: int, experts: int) -> ExpertsConfig:
+        number = rank // (size // experts)
+        return replace(self, first=held(self.experts, experts, number)[0])
+
+    def build(self, store: WeightStore, name: str) -> Experts:
+        return Experts(self, store, name)
+
+    def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
+        return [self.top_k * self.inner * experts // size, self.top_k * hidden_size]
+
+
+def shared_inner(name: str) -> Splits:
+    """Returns how ranks share the inner channels of a SwiGLU MLP of this name."""
+    found = {f"{name}{half}_proj.weight": [Split(dim=0)] for half in ("gate", "up")}
+    return {**found, f"{name}down_proj.weight": [Split(dim=1)]}
+
+
+class Experts:
+    """Weights are views; they stay valid over pause and resume.
+
+    routed: [T or more, top_k], where each call leaves the experts of its T tokens; None: nowhere.
+    """
+
+    routed: Tensor | None = None
+
+    def __init__(self, config: ExpertsConfig, store: WeightStore, name: str) -> None:
+        self.config = config
+        self._router = store.tensor(name + "gate.weight")
+        self._gate_up = store.tensor(name + "experts.gate_up_proj")
+        self._down = store.tensor(name + "experts.down_proj")
+        self._bias = store.buffers[name + _BIAS] if config.bias else None
+        self._shared = self._shared_gate = None
+        if config.shared is not None:
+            shared = GatedConfig(inner=config.shared)
+            self._shared = shared.build(store, name + config.shared_name)
+        if config.shared is not None and config.shared_gate:
+            self._shared_gate = store.tensor(name + "shared_expert_gate.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        config = self.config
+        logits = linear(x, self._router, wide=config.wide_router)
+        ids, weights = config.routing.choose(logits, self._bias)
+        if self.routed is not None:
+            self.routed[: len(ids)] = ids
+        weights = weights if config.wide_weights else weights.to(x.dtype)
+        chosen = x, ids, weights, self._gate_up, self._down
+        out = mix_experts(*chosen, first=config.first, total=config.experts)
+        if self._shared is None:
+            return out
+        if self._shared_gate is None:
+            return out + self._shared(x)
+        return out + torch.sigmoid(linear(x, self._shared_gate)) * self._shared(x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +251,11 @@ class ModelConfig:
         return any(isinstance(mlp, ExpertsConfig) for mlp in self.mlps)
 
     def with_fp32_routers(self) -> ModelConfig:
-        """Returns this model with routers that multiply and weigh in fp32. ValueError without
-        experts.
-        """
-        if not self.has_experts:
-            raise ValueError(
-                "fp32_router=True is for mixtures of experts, and this model is dense; leave it out"
-            )
-        mlps = (
-            replace(mlp, wide_router=True, wide_weights=True)
-            if isinstance(mlp, ExpertsConfig)
-            else mlp
-            for mlp in self.mlps
-        )
+        """Return this model with routers that multiply and weigh in fp32."""
+        mlps = list(self.mlps)
+        for layer, mlp in enumerate(mlps):
+            if isinstance(mlp, ExpertsConfig):
+                mlps[layer] = replace(mlp, wide_router=True, wide_weights=True)
         return replace(self, mlps=tuple(mlps))
 
 
@@ -108,10 +297,6 @@ def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> l
     """Its parameters. experts: so many parts are made of each layer's experts. ValueError naming
     what these counts do not divide.
     """
-    if experts > 1 and not model.has_experts:
-        raise ValueError(
-            f"expert_parallel={experts} is for mixtures of experts, and this model is dense; use 1"
-        )
     splits = dict(VOCABULARY)
     for mixer in set(model.mixers):
         splits |= mixer.splits()
@@ -140,86 +325,58 @@ def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
     """One rank's part of every row: its KV heads, one at least; latent rows whole. Of states of
     linear layers, its heads' channels.
     """
-    states = kv_layout.temporal_shape and (
-        kv_layout.temporal_shape[0] // size,
-        *kv_layout.temporal_shape[1:],
-    )
+    rows = kv_layout.rows.items()
+    states = kv_layout.temporal_shape
     return replace(
         kv_layout,
-        rows={
-            name: (heads_per_rank(size, heads), dim)
-            for name, (heads, dim) in kv_layout.rows.items()
-        },
+        rows={name: (heads_per_rank(size, heads), dim) for name, (heads, dim) in rows},
         conv_shapes=tuple((channels // size, *rest) for channels, *rest in kv_layout.conv_shapes),
-        temporal_shape=states,
+        temporal_shape=states and (states[0] // size, *states[1:]),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerWeights:
-    """Holds what every layer has beside its mixer."""
+class Decoder:
+    """The layers of a model over views of the weight store, which stay valid over pause and resume.
 
-    input_norm: Tensor
-    post_norm: Tensor
-    mlp: MLP
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderWeights:
-    """Views; they stay valid over pause and resume."""
-
-    embed: Tensor
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    lm_head: Tensor
-
-    @classmethod
-    def of(cls, store: WeightStore, config: ModelConfig) -> DecoderWeights:
-        return cls(
-            embed=store.tensor("model.embed_tokens.weight"),
-            layers=tuple(
-                _layer_weights(store, config, layer) for layer in range(config.num_layers)
-            ),
-            norm=store.tensor("model.norm.weight"),
-            lm_head=store.tensor("lm_head.weight"),
-        )
-
-
-def _layer_weights(store: WeightStore, config: ModelConfig, layer: int) -> LayerWeights:
-    prefix = f"model.layers.{layer}."
-    return LayerWeights(
-        input_norm=store.tensor(prefix + "input_layernorm.weight"),
-        post_norm=store.tensor(prefix + "post_attention_layernorm.weight"),
-        mlp=config.mlps[layer].build(store, prefix + "mlp."),
-    )
-
-
-def forward(
-    weights: DecoderWeights,
-    mixers: Sequence[Mixer],
-    token_ids: Tensor,
-    batch: Batch,
-    config: ModelConfig,
-    ranks: TensorParallel,
-) -> Tensor:
-    """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden states
-    [T, hidden].
-
-    Between layers the residual stream and the product that is to be added to it travel apart, so
-    that each addition is one kernel with the norm that follows.
+    Attributes:
+        lm_head: Rows of the vocabulary, of this rank.
+        mlps: One a layer.
+        mixers: One a layer.
     """
-    eps, centred = config.rms_norm_eps, config.zero_centred_norms
-    residual = ranks.embed(token_ids, weights.embed)
-    x = rms_norm(residual, weights.layers[0].input_norm, eps, zero_centred=centred)
-    following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-    layers = zip(mixers, weights.layers, following, strict=True)
-    for index, (mixer, layer, norm) in enumerate(layers):
-        for load in batch.loads:
-            load.wait(index)
-        x, residual = add_rms_norm(
-            mixer(x, batch), residual, layer.post_norm, eps, zero_centred=centred
+
+    def __init__(self, config: ModelConfig, parts: LayerParts) -> None:
+        tensor = parts.store.tensor
+        self._ranks, self._eps, self._centred = (
+            parts.ranks,
+            parts.norm_eps,
+            parts.zero_centred_norms,
         )
-        x, residual = add_rms_norm(
-            ranks.sum(layer.mlp(x), "MLP"), residual, norm, eps, zero_centred=centred
-        )
-    return x
+        self._embed, self.lm_head = tensor("model.embed_tokens.weight"), tensor("lm_head.weight")
+        layers = [f"model.layers.{index}." for index in range(config.num_layers)]
+        self._input_norms = [tensor(layer + "input_layernorm.weight") for layer in layers]
+        self._norms = [tensor(layer + "post_attention_layernorm.weight") for layer in layers]
+        self._last_norm = tensor("model.norm.weight")
+        self.mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
+        pairs = zip(config.mlps, layers, strict=True)
+        self.mlps = [mlp.build(parts.store, layer + "mlp.") for mlp, layer in pairs]
+
+    def __call__(self, token_ids: Tensor, batch: Batch) -> Tensor:
+        """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden
+        states [T, hidden]. Their keys and values are in the cache then.
+
+        Between layers the residual stream and the product that is to be added to it travel apart,
+        so that each addition is one kernel with the norm that follows.
+        """
+        eps, centred = self._eps, self._centred
+        residual = self._ranks.embed(token_ids, self._embed)
+        x = rms_norm(residual, self._input_norms[0], eps, zero_centred=centred)
+        following = [*self._input_norms[1:], self._last_norm]
+        layers = zip(self.mixers, self._norms, self.mlps, following, strict=True)
+        for index, (mixer, norm, mlp, next_norm) in enumerate(layers):
+            for load in batch.loads:
+                load.wait(index)
+            mixed = mixer(x, batch)
+            x, residual = add_rms_norm(mixed, residual, norm, eps, zero_centred=centred)
+            out = self._ranks.sum(mlp(x), "MLP")
+            x, residual = add_rms_norm(out, residual, next_norm, eps, zero_centred=centred)
+        return x

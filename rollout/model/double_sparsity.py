@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.config import HeadChannels
-from rollout.ops.attention_plan import DecodeBucket, StoredKV
-from rollout.ops.paged_attention import decode_bucket
+from rollout.ops.torch_attention import DecodeBucket, StoredKV, decode_bucket
 
 
 def heavy_channels(keys: Sequence[Tensor], count: int) -> tuple[HeadChannels, ...]:
@@ -40,7 +39,7 @@ def decode_sparse(
     is full attention.
     """
     if bucket.slots.shape[1] <= tokens:
-        return decode_bucket(stored, q, bucket, scale)
+        return decode_bucket(stored.rows, q, bucket, scale)
     kv_heads = len(channels)
     groups = q.unflatten(1, (kv_heads, -1))
     chosen = choose_tokens(groups, labels, channels, tokens, recent, bucket)

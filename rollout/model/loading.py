@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvcache import layout
-from rollout.model.decoder import ModelConfig
+from rollout.model.decoder import ExpertsConfig, GatedConfig, MLPConfig, ModelConfig
 from rollout.model.mixers import mla
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import MixerConfig, RopeConfig
 from rollout.model.mixers.delta_net import DeltaNetConfig
-from rollout.model.mlp import ExpertsConfig, GatedConfig, MLPConfig
 from rollout.ops.experts import Routing
 
 ARCHITECTURES = (
@@ -170,28 +169,20 @@ def _mlps(config: Any) -> tuple[MLPConfig, ...]:
 
 
 def _experts(config: Any) -> ExpertsConfig:
-    if config.model_type in mla.MODEL_TYPES:
-        return _deepseek_experts(config)
-    mixtral = config.model_type == "mixtral"
+    mixtral, deepseek = config.model_type == "mixtral", config.model_type in mla.MODEL_TYPES
+    if deepseek:
+        shared = config.moe_intermediate_size * config.n_shared_experts
+    else:
+        shared = getattr(config, "shared_expert_intermediate_size", None)
     return ExpertsConfig(
-        experts=config.num_experts,
+        experts=config.n_routed_experts if deepseek else config.num_experts,
         inner=config.intermediate_size if mixtral else config.moe_intermediate_size,
         routing=expert_routing(config),
-        wide_weights=mixtral,
-        shared=getattr(config, "shared_expert_intermediate_size", None),
-    )
-
-
-def _deepseek_experts(config: Any) -> ExpertsConfig:
-    return ExpertsConfig(
-        experts=config.n_routed_experts,
-        inner=config.moe_intermediate_size,
-        routing=expert_routing(config),
-        wide_router=True,
-        wide_weights=True,
+        wide_router=deepseek,
+        wide_weights=mixtral or deepseek,
         bias=config.model_type == "deepseek_v3",
-        shared=config.moe_intermediate_size * config.n_shared_experts,
-        shared_gate=False,
+        shared=shared,
+        shared_gate=not deepseek,
     )
 
 
@@ -310,21 +301,13 @@ def open_checkpoint(file: Path) -> Any:
 
 def checkpoint_files(path: str | Path) -> list[Path]:
     """The safetensors files of a model directory; a ValueError names what is missing."""
-    directory = Path(path)
+    directory, names = Path(path), [_SINGLE]
     if (directory / _INDEX).is_file():
         names = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
-    elif (directory / _SINGLE).is_file():
-        names = [_SINGLE]
-    else:
-        raise ValueError(
-            f"{directory} lacks {_SINGLE}: neither {_SINGLE} nor {_INDEX} is there; "
-            f"save the model with save_pretrained()"
-        )
     for name in names:
         if not (directory / name).is_file():
-            raise ValueError(
-                f"{directory / name} is listed in {_INDEX} but missing; download the model again"
-            )
+            remedy = "download the model again, or save it with save_pretrained()"
+            raise ValueError(f"{directory} lacks {name}; {remedy}")
     return [directory / name for name in names]
 
 
@@ -343,11 +326,14 @@ def _refuse_unsupported(config: Any, where: str) -> None:
     rotates = partial == 1.0 or config.model_type == "qwen3_next"
     bias, window = getattr(config, "mlp_bias", False), getattr(config, "sliding_window", None)
     quantized = getattr(config, "quantization_config", None)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shared = config.model_type not in mla.MODEL_TYPES or kv_heads == heads
     for key, value, good, supported in (
         ("hidden_act", config.hidden_act, config.hidden_act == "silu", "silu"),
         ("mlp_bias", bias, not bias, "False"),
         ("sliding_window", window, window is None or window >= 1, "at least 1, or null"),
         ("partial_rotary_factor", partial, rotates, "1.0"),
+        ("num_key_value_heads", kv_heads, shared, f"num_attention_heads={heads}"),
         ("quantization_config", quantized, quantized is None, "null; dequantize the weights"),
     ):
         if not good:
@@ -383,14 +369,11 @@ def _tokenizer_end(directory: Path) -> list[int]:
     config = _read_optional(directory / "tokenizer_config.json")
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
-    if text is None:
-        return []
-    for id, added in config.get("added_tokens_decoder", {}).items():
-        if added["content"] == text:
-            return [int(id)]
-    tokenizer = _read_optional(directory / "tokenizer.json")
-    for added in tokenizer.get("added_tokens", ()):
-        if added["content"] == text:
-            return [added["id"]]
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    return [vocabulary[text]] if isinstance(vocabulary, dict) and text in vocabulary else []
+    added = config.get("added_tokens_decoder", {}).items()
+    ids = {each["content"]: int(number) for number, each in added}
+    if text is not None and text not in ids:
+        tokenizer = _read_optional(directory / "tokenizer.json")
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+        ids = vocabulary if isinstance(vocabulary, dict) else {}
+        ids |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens", ())}
+    return [ids[text]] if text in ids else []

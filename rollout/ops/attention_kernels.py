@@ -17,7 +17,7 @@ and fp16 hold every value of it. Its scales are read on the device: that of the 
 softmax scale.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -300,24 +300,35 @@ def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
     return same and k_cache.dtype == v_cache.dtype and v_cache.shape[2] < k_cache.shape[2]
 
 
-def decode_blocks(
-    group: int, dim: int, value_dim: int, wide: bool, latent: bool = False, fp8: int = 0
-) -> dict[str, Any]:
+class Cut(NamedTuple):
+    """Describes what programs are cut by: query heads of a KV head, widths of keys and values,
+    `is_wide`, `is_latent`, and bits of an fp8 mantissa (see `_gather`).
+    """
+
+    group: int
+    dim: int
+    value_dim: int
+    wide: bool
+    latent: bool
+    fp8: int
+
+
+def decode_blocks(cut: Cut) -> dict[str, Any]:
     """Compile-time arguments of `decode_split`.
 
     Only tensor cores need 16 rows; elsewhere padding rows cost time.
     """
-    constants = _dims(group, dim, value_dim, wide, latent, fp8)
-    rows = min(MAX_HEADS, triton.next_power_of_2(group))
+    constants = _dims(cut)
+    rows = min(MAX_HEADS, triton.next_power_of_2(cut.group))
     # half for the slots, half for what hangs on them: 2 blocks or 1
     stages = 5 if constants["BLOCK_D"] <= 128 else 3
-    if wide:
+    if cut.wide:
         block_n = 32 if constants["BLOCK_V"] <= 256 else 16
         warps = 4 if rows * constants["BLOCK_V"] <= 1024 else 8
     else:
         # more latent rows at once are spilled while they are converted
-        rows, block_n, warps = MAX_HEADS, 32 if fp8 and latent else 64, 4
-    tuning = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": wide}
+        rows, block_n, warps = MAX_HEADS, 32 if cut.fp8 and cut.latent else 64, 4
+    tuning = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": cut.wide}
     return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, **tuning}
 
 
@@ -328,23 +339,15 @@ def combine_warps(block_v: int) -> int:
     return max(1, block_v // 128)
 
 
-def prefill_blocks(
-    group: int,
-    dim: int,
-    value_dim: int,
-    wide: bool,
-    latent: bool = False,
-    fp8: int = 0,
-    windowed: bool = False,
-) -> dict[str, Any]:
+def prefill_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
     """Compile-time arguments of `prefill`.
 
     A program computes BLOCK_M rows (query token, head), whatever the batch.
     """
-    constants = _dims(group, dim, value_dim, wide, latent, fp8)
+    constants, wide = _dims(cut), cut.wide
     # sums of 512 elements a row: what is just not spilled
-    if latent and constants["BLOCK_D"] > 128:
-        block_m, block_n = (16, 16) if wide else (16 if fp8 > 0 else 32, 32)
+    if cut.latent and constants["BLOCK_D"] > 128:
+        block_m, block_n = (16, 16) if wide else (16 if cut.fp8 > 0 else 32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
     elif wide:
         # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
@@ -359,20 +362,18 @@ def prefill_blocks(
     return {**constants, "WINDOWED": windowed, "BLOCK_M": block_m, "BLOCK_N": block_n, **tuning}
 
 
-def _dims(
-    group: int, dim: int, value_dim: int, wide: bool, latent: bool, fp8: int
-) -> dict[str, Any]:
+def _dims(cut: Cut) -> dict[str, Any]:
     """DIM: width of keys, without the tail of latent rows.
 
     TAIL: its width, 0 where values have rows of their own.
     """
-    tail = dim - value_dim if latent else 0
-    widths = (dim - tail, value_dim, tail)
+    tail = cut.dim - cut.value_dim if cut.latent else 0
+    widths = (cut.dim - tail, cut.value_dim, tail)
     padded = (max(16, triton.next_power_of_2(width)) for width in widths)
     return {
-        "GROUP": group,
-        "WIDE": wide,
-        "FP8": fp8,
+        "GROUP": cut.group,
+        "WIDE": cut.wide,
+        "FP8": cut.fp8,
         **dict(zip(("DIM", "VALUE_DIM", "TAIL"), widths, strict=True)),
         **dict(zip(("BLOCK_D", "BLOCK_V", "BLOCK_T"), padded, strict=True)),
     }

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.norm_and_activation import gated, silu_mul
+from rollout.ops.row_wise import gated, silu_mul
 
 _TILE = 16384  # elements of a program's table of pairs and experts
 _CHUNKS = 128  # programs that sort, about
@@ -79,13 +79,6 @@ class Routing:
         return grouped.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-class Share(NamedTuple):
-    """The experts that are held, of `total` ones: those from number `first` on."""
-
-    first: int
-    total: int
-
-
 def mix_experts(
     x: Tensor,
     ids: Tensor,
@@ -93,21 +86,23 @@ def mix_experts(
     gate_up: Tensor,
     down: Tensor,
     impl: Impl = "auto",
-    share: Share | None = None,
+    *,
+    first: int = 0,
+    total: int | None = None,
 ) -> Tensor:
     """Sum of weights[t, j] * down[e] @ silu_mul(gate_up[e] @ x[t]), e = ids[t, j], over j.
 
     x: contiguous [T, H]. ids: int64 [T, k], no expert twice in a row. weights: [T, k], of x's dtype
     or fp32. gate_up: contiguous [E, 2I, H], gate rows first; down: contiguous [E, H, I], both of
-    x's dtype. share: they are these of all experts, and pairs of others count 0; None: they are
-    all. Returns contiguous [T, H] of x's dtype.
+    x's dtype. first: the number of the first expert among `total`; pairs of others count 0. total:
+    None where these are all. Returns contiguous [T, H] of x's dtype.
 
     Rounding points are those of transformers' `grouped_mm` and `batched_mm`: every product to x's
     dtype, the weighted one to the wider of both, the sum in fp32. By the kernels a token's result
     depends on no other token, and they launch the same work whatever `ids` says; the reference
     waits for them.
     """
-    first, total = share or Share(0, len(down))
+    total = len(down) if total is None else total
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
     if not use_triton(impl, x.device):
         each = x.new_zeros((*ids.shape, hidden))

@@ -28,7 +28,7 @@ _SENT = 4096  # elements of a program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SamplingBatch:
     """Per row: temperature fp32 [R, 1] (1 where greedy), greedy bool [R], top_k int64 [R], top_p
     fp64 [R], counters int64 [R, 3] (seed, sample index, position). The flags say whether any row
@@ -54,11 +54,8 @@ class SamplingBatch:
         device: torch.device,
     ) -> "SamplingBatch":
         greedy = [value == 0 for value in temperature]
-        filtered = [
-            i
-            for i, (k, p) in enumerate(zip(top_k, top_p, strict=True))
-            if (k or p < 1) and not greedy[i]
-        ]
+        filters = enumerate(zip(top_k, top_p, greedy, strict=True))
+        filtered = [row for row, (k, p, first) in filters if (k or p < 1) and not first]
         host = [
             torch.tensor([value or 1.0 for value in temperature], dtype=torch.float32).unsqueeze(1),
             torch.tensor(greedy, dtype=torch.bool),
@@ -67,16 +64,8 @@ class SamplingBatch:
             torch.tensor(counters, dtype=torch.int64),
             torch.tensor(filtered, dtype=torch.int64),
         ]
-        scale, is_greedy, k, p, counts, filtered_rows = send_together(host, device)
-        return cls(
-            temperature=scale,
-            greedy=is_greedy,
-            top_k=k,
-            top_p=p,
-            counters=counts,
-            any_random=not all(greedy),
-            filtered_rows=filtered_rows if filtered else None,
-        )
+        scale, is_greedy, k, p, counts, rows = send_together(host, device)
+        return cls(scale, is_greedy, k, p, counts, not all(greedy), rows if filtered else None)
 
     def only_filtered(self, rows: Tensor) -> "SamplingBatch":
         """The batch of `rows`, int64 [F], all of them filtered."""

@@ -12,7 +12,7 @@ Candidates = Sequence[Sequence[tuple[int, float]]]
 """[branch][(token, log-probability)], likeliest first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Branch:
     """An answer so far, one entry a token. total: the sum of its log-probabilities."""
 
@@ -100,21 +100,15 @@ class BeamSearch:
         if self.params.early_stopping is True:
             return True
         penalty = self.params.length_penalty
-        at = (
-            self.params.max_tokens
-            if self.params.early_stopping == "never" and penalty > 0
-            else length
-        )
+        at = length
+        if self.params.early_stopping == "never" and penalty > 0:
+            at = self.params.max_tokens
         return best_total / at**penalty <= _score(self.ended[-1])
 
     def _extend(self, one: _Extension, version: int) -> Branch:
         parent = self.branches[one.parent]
-        return Branch(
-            tokens=[*parent.tokens, one.token],
-            logprobs=[*parent.logprobs, one.logprob],
-            versions=[*parent.versions, version],
-            total=one.total,
-        )
+        tokens, logprobs = [*parent.tokens, one.token], [*parent.logprobs, one.logprob]
+        return Branch(tokens, logprobs, [*parent.versions, version], one.total)
 
     def _reason(self, one: _Extension) -> FinishReason:
         return "stop" if one.token in self.stop_ids else "length"
@@ -160,6 +154,4 @@ def _place(
             others.append(each)
     dead = [slot for slot in range(width) if slot not in slots]
     slots |= zip(dead, others, strict=True)
-    return [slots[i] for i in range(width)], [
-        (slot, each.parent) for slot, each in zip(dead, others, strict=True)
-    ]
+    return [slots[i] for i in range(width)], [(slot, slots[slot].parent) for slot in dead]

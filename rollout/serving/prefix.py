@@ -1,19 +1,30 @@
 """Sequences that begin with pages of earlier ones: the block manager and a prefix cache over the
-same pages. Of models with linear layers a kept prefix is pages and the states after them.
+same pages. Of models with linear layers a kept prefix is pages and the states after them. And
+pools that have memory behind some of their pages alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvcache import BlockManager, Ledger, PrefixMatch, RadixCache, ReqHandle
+from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.pools import RoutedKVPool, TokenPool
 from kvcache.radix import MambaMatch, MambaRadixCache, RadixNode
 from kvcache.requests import HybridReqToTokenPool
 from kvcache.tiers import HostTransfer
+from memsaver import LeaseError, MemorySaver, OutOfMemory
+
+# Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.
+_SPARE = 2**30  # bytes
+_ASKED = 0.02  # seconds between two looks at what is free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,3 +300,82 @@ class StatePrefixBlocks(PrefixBlocks):
 
     def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
         """Keeps nothing of a sequence that ends."""
+
+
+class Elastic:
+    """A pool that may have memory behind its first tokens alone; `EngineConfig.elastic`."""
+
+    def __init__(
+        self,
+        pool: TokenPool,
+        allocator: PagedTokenToKVPoolAllocator,
+        saver: MemorySaver,
+        least: int,
+        most: int,
+    ) -> None:
+        """least, most: tokens."""
+        self.pool, self.allocator, self.saver = pool, allocator, saver
+        self.least, self.most = least, most
+        self.winding_down = False  # who waits for memory gets what no request wants
+        self._ask_at = 0.0
+        self._left = most  # tokens that were left to the pool when it last gave some back
+
+    def shrink(self) -> None:
+        """Keeps memory for one sequence; no page may have an owner."""
+        self.allocator.limit(0)
+        self._resize(self.least)
+
+    def fill(self) -> None:
+        """Takes all memory; OutOfMemory changes nothing."""
+        self._resize(self.most)
+
+    def hurry(self) -> None:
+        """Has the next step look, whenever one looked last: there are new requests."""
+        self._ask_at, self._left = 0.0, self.most
+
+    def fit(self, wanted: Callable[[], int], compact: Callable[[int], bool]) -> None:
+        """Takes what is free now, up to the tokens that are wanted, in steps worth a call of the
+        driver, which is asked now and then: while another process pins or maps memory, it takes its
+        time to answer. While winding down it gives back what is not wanted any more, in such steps.
+
+        compact: moves what is used to so many first pages, if it has room there.
+        """
+        if (began := time.monotonic()) < self._ask_at:
+            return
+        tokens = max(self.pool.page_size, min(wanted(), self.most))
+        if tokens > self.pool.size:
+            self._take(tokens - self.pool.size)
+        elif self.winding_down and min(self._left, self.pool.size) - tokens >= self.most // 16:
+            self._give_back(tokens, compact)
+        now = time.monotonic()
+        self._ask_at = now + max(_ASKED, 10 * (now - began))
+
+    def _take(self, missing: int) -> None:
+        spare = _SPARE if self.saver.device.type == "cuda" else 0
+        more = min((self.saver.free_bytes - spare) // self.pool.bytes_per_token, missing)
+        if more >= min(missing, self.most // 16):
+            with contextlib.suppress(OutOfMemory):  # somebody else was faster
+                self._resize(self.pool.size + more)
+
+    def _give_back(self, tokens: int, compact: Callable[[int], bool]) -> None:
+        """Leaves the pool as it is where that cannot be."""
+        self._left = tokens  # on a GPU it may keep more: the rest of an extent
+        with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
+            if compact(tokens // self.pool.page_size):
+                self.allocator.limit(tokens)
+                try:
+                    self.pool.resize(tokens)
+                finally:
+                    self.follow()
+
+    def _resize(self, tokens: int) -> None:
+        self.pool.resize(tokens)
+        self.follow()
+
+    def follow(self) -> None:
+        """Hands out the pages that have memory."""
+        self.allocator.limit(self.pool.size)
+
+    def begin(self) -> None:
+        """Hands out the pages that have memory, and takes more where one sequence needs it."""
+        self._resize(self.least) if self.pool.size < self.least else self.follow()

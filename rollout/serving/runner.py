@@ -22,17 +22,15 @@ import torch
 from torch import Tensor
 
 from kvcache.allocators import to_device
-from kvcache.ops import RotaryTables
-from kvcache.tiers import HostTransfer
 from memsaver import MemorySaver
 from memsaver.memory import clear_workspaces
 from memsaver.system.devices import Impl, use_triton
-from rollout.model.decoder import DecoderWeights, ModelConfig, forward
-from rollout.model.mixers.base import Batch, LayerParts, RopeConfig, Sliding, rotary_tables
-from rollout.model.mlp import MLP, Experts
-from rollout.ops.attention_plan import AttentionPlan, BatchShape, plan_attention, plan_decode
-from rollout.ops.products import linear, row_invariant_products
+from rollout.model.decoder import MLP, Decoder, Experts, ModelConfig
+from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts
+from rollout.ops.row_wise import linear, row_invariant_products
 from rollout.ops.sampling import SamplingBatch, deliver, likeliest, sample, send
+from rollout.ops.torch_attention import BatchShape, plan_torch
+from rollout.ops.triton_attention import plan_decode, plan_triton
 from rollout.parallel import TensorParallel
 from rollout.serving.kv_cache import Cache
 from rollout.serving.samples import RoutedExperts, Sample, Step
@@ -40,7 +38,7 @@ from rollout.tag_names import CUDA_GRAPH
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
-"""(window, mapping) -> how attention finds the tokens: see `plan_attention`."""
+"""(window, mapping) -> how attention finds the tokens: see `plan_torch`."""
 _INPUTS = 3  # token ids, positions, rows of the request table
 Decode = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(token ids, positions, rows: int64 [B]; logits [B, vocab] to be written). Launches work only,
@@ -63,34 +61,37 @@ class ModelRunner:
         self.config = config
         self._ranks = ranks
         self.device = cache.table.device
-        self._weights = DecoderWeights.of(store, config)
-        parts = _parts(config, store, cache, ranks)
-        self.mixers = [mixer.build(index, parts) for index, mixer in enumerate(config.mixers)]
+        parts = LayerParts(
+            store=store,
+            layout=cache.layout,
+            pool=cache.pool,
+            table=cache.table,
+            sparsity=cache.sparsity,
+            ranks=ranks,
+            norm_eps=config.rms_norm_eps,
+            zero_centred_norms=config.zero_centred_norms,
+        )
+        self.decoder = Decoder(config, parts)
         self._cache, self._table = cache, cache.table
         self._window, self._sliding = cache.window, cache.sliding
-        self._attention = attention
+        self._triton = use_triton(attention, self.device)
         self.graphs: DecodeGraphs | None = None
         self.recorder: RoutingRecorder | None = None
 
     @property
     def capturable(self) -> bool:
         """Tells whether decode steps can be CUDA graphs."""
-        triton = use_triton(self._attention, self.device)
-        return (
-            triton
-            and self._cache.capturable
-            and all(mixer.capturable for mixer in self.config.mixers)
-        )
+        layers = all(mixer.capturable for mixer in self.config.mixers)
+        return self._triton and self._cache.capturable and layers
 
     def record_routing(self, tokens: int) -> None:
         """Has steps of so many tokens leave experts with `recorder`; before any capture."""
-        mlps = (layer.mlp for layer in self._weights.layers)
-        self.recorder = RoutingRecorder(mlps, tokens, self.device)
+        self.recorder = RoutingRecorder(self.decoder.mlps, tokens, self.device)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
         """Makes decode steps of at most max(sizes) samples graph replays from here on."""
-        dtype = self._weights.lm_head.dtype
+        dtype = self.decoder.lm_head.dtype
         self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
         with row_invariant_products(self.device):
             self.graphs = DecodeGraphs(self.decode, sizes, self.config.vocab_size, dtype, saver)
@@ -98,78 +99,54 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
         """Logits [R, vocab] until the next call: of decode samples, then of prefills that end."""
-        ids, positions, ends = _pack(step)
+        ids, positions, ends, shape = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             for load in step.loads:
                 load.wait()
-            return self.graphs.replay(ids, positions, _rows(step))
-        with row_invariant_products(self.device):
-            return self._launch(step, ids, positions, ends)
-
-    def _launch(self, step: Step, ids: list[int], positions: list[int], ends: list[int]) -> Tensor:
+            return self.graphs.replay(ids, positions, shape.rows)
         slots = [step.decode_slots] if step.decode else []
         slots += [chunk.slots for chunk in step.chunks]
-        shape = _shape(step)
-        table = self._table.req_to_token
+        plan = plan_triton if self._triton else plan_torch
         parts = (ids, positions, ends, shape.rows)
         at = to_device(np.concatenate(parts).astype(np.int64), self.device).split(
             [len(part) for part in parts]
         )
         batch = self._batch(
-            at[1],
-            torch.cat(slots),
-            at[3],
-            lambda window, mapping: plan_attention(shape, table, self._attention, window, mapping),
-            shape,
-            step.loads,
+            functools.partial(plan, shape, self._table.req_to_token),
+            positions=at[1],
+            slots=torch.cat(slots),
+            rows=at[3],
+            shape=shape,
+            loads=step.loads,
         )
-        part = linear(self._hidden(at[0], batch)[at[2]], self._weights.lm_head)
-        return self._ranks.join(part, self.config.vocab_size)
+        with row_invariant_products(self.device):
+            part = linear(self.decoder(at[0], batch)[at[2]], self.decoder.lm_head)
+            return self._ranks.join(part, self.config.vocab_size)
 
     def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
         """One token of each request, from device tensors alone: what a graph records."""
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
         batch = self._batch(
-            positions,
-            slots,
-            rows,
             lambda window, mapping: replace(plan, window=window, mapping=mapping),
-            None,
+            positions=positions,
+            slots=slots,
+            rows=rows,
         )
-        hidden, head = self._hidden(ids, batch), self._weights.lm_head
+        hidden, head = self.decoder(ids, batch), self.decoder.lm_head
         if self._ranks.size == 1:
             linear(hidden, head, out=logits)
         else:
             logits.copy_(self._ranks.join(linear(hidden, head), self.config.vocab_size))
 
-    def _batch(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        rows: Tensor,
-        plan: _Plan,
-        shape: BatchShape | None,
-        loads: Sequence[HostTransfer] = (),
-    ) -> Batch:
-        sliding = None
-        if self._sliding is not None:
-            window, mapping = self._sliding
-            sliding = Sliding(slots=mapping[slots], plan=plan(window, mapping))
-        of_all = plan(self._window, None)
-        return Batch(
-            positions=positions,
-            slots=slots,
-            rows=rows,
-            plan=of_all,
-            shape=shape,
-            sliding=sliding,
-            loads=loads,
-        )
-
-    def _hidden(self, ids: Tensor, batch: Batch) -> Tensor:
-        """Normed hidden states [T, hidden]; their keys and values are in the cache then."""
-        return forward(self._weights, self.mixers, ids, batch, self.config, self._ranks)
+    def _batch(self, plan: _Plan, **fields: Any) -> Batch:
+        """fields: of `Batch`, as they are."""
+        batch = Batch(plan=plan(self._window, None), **fields)
+        if self._sliding is None:
+            return batch
+        window, mapping = self._sliding
+        sliding = replace(batch, slots=mapping[batch.slots], plan=plan(window, mapping))
+        return replace(batch, sliding=sliding)
 
     @torch.inference_mode()
     def sample(
@@ -201,68 +178,36 @@ class ModelRunner:
         return logits[torch.tensor(rows, device=self.device)]
 
 
-def _parts(
-    config: ModelConfig, store: WeightStore, cache: Cache, ranks: TensorParallel
-) -> LayerParts:
-    """Gathers what the mixers of a model are built from."""
-
-    @functools.cache  # layers share tables
-    def rotary(rope: RopeConfig, dim: int) -> RotaryTables:
-        return rotary_tables(rope, dim, cache.table.max_context_len, cache.table.device)
-
-    return LayerParts(
-        store=store,
-        layout=cache.layout,
-        pool=cache.pool,
-        table=cache.table,
-        sparsity=cache.sparsity,
-        ranks=ranks,
-        norm_eps=config.rms_norm_eps,
-        zero_centred_norms=config.zero_centred_norms,
-        rotary=rotary,
-    )
-
-
-def _pack(step: Step) -> tuple[list[int], list[int], list[int]]:
-    """Token ids and positions of the packed batch, and indices of the tokens with logits."""
+def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
+    """Token ids and positions of the packed batch, indices of the tokens with logits, and the
+    batch in numbers.
+    """
     ids = [each.output[-1] for each in step.decode]
-    positions = [each.length - 1 for each in step.decode]
-    ends = list(range(len(ids)))
+    kv_lens = [each.length for each in step.decode]
+    positions, ends = [length - 1 for length in kv_lens], list(range(len(ids)))
     for chunk in step.chunks:
         stop = chunk.start + chunk.length
         ids += chunk.sample.tokens(chunk.start, stop)
         positions += range(chunk.start, stop)
+        kv_lens.append(stop)
         if chunk.last:
             ends.append(len(ids) - 1)
-    return ids, positions, ends
-
-
-def _rows(step: Step) -> list[int]:
     members = [*step.decode, *(chunk.sample for chunk in step.chunks)]
-    return [each.handle.row for each in members if each.handle is not None]
-
-
-def _shape(step: Step) -> BatchShape:
-    ends = [chunk.start + chunk.length for chunk in step.chunks]
-    return BatchShape(
-        rows=_rows(step),
+    shape = BatchShape(
+        rows=[each.handle.row for each in members if each.handle is not None],
         q_lens=[1] * len(step.decode) + [chunk.length for chunk in step.chunks],
-        kv_lens=[each.length for each in step.decode] + ends,
+        kv_lens=kv_lens,
         num_decode=len(step.decode),
     )
+    return ids, positions, ends, shape
 
 
 class RoutingRecorder:
     """Holds what layers leave, outside of every tag: CUDA graphs write to one place for life."""
 
     def __init__(self, mlps: Iterable[MLP], tokens: int, device: torch.device) -> None:
-        """tokens: most of a step. ValueError: no layer has experts."""
+        """tokens: most of a step."""
         layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
-        if not layers:
-            raise ValueError(
-                "return_routed_experts=True is for mixtures of experts, and this model is dense; "
-                "leave it False"
-            )
         config = layers[0].config
         dtype = torch.uint8 if config.experts <= 256 else torch.int16
         shape = (len(layers), tokens, config.top_k)

@@ -181,12 +181,8 @@ class Step:
     arriving: list[Chunk] = field(default_factory=list)
 
     @property
-    def prefilled(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-    @property
     def tokens(self) -> int:
-        return len(self.decode) + self.prefilled
+        return len(self.decode) + sum(chunk.length for chunk in self.chunks)
 
     def record(self, experts: RoutedExperts) -> None:
         """Gives each sample its packed tokens' experts; branches of a beam search get none."""

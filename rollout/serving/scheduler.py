@@ -13,6 +13,7 @@ import numpy as np
 
 from kvcache import Ledger, ReqHandle, pages_across
 from memsaver.ops.hash import splitmix64_int
+from rollout.config import EngineConfig
 from rollout.model.decoder import ModelConfig
 from rollout.requests import FinishReason, SamplingParams
 from rollout.serving.beam import Candidates, check_vocabulary
@@ -32,13 +33,10 @@ class Scheduler:
     prefix cache has of a prompt is not computed, and what it could evict counts as free.
     """
 
-    def __init__(
-        self, blocks: PrefixBlocks, *, page_size: int, max_running: int, max_prefill_tokens: int
-    ) -> None:
+    def __init__(self, blocks: PrefixBlocks, config: EngineConfig) -> None:
         self.blocks = blocks
-        self.page_size = page_size
-        self.max_running = max_running
-        self.max_prefill_tokens = max_prefill_tokens
+        self.page_size, self.max_running = config.page_size, config.max_running
+        self.max_prefill_tokens = config.max_prefill_tokens
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.preemptions = 0
@@ -52,10 +50,8 @@ class Scheduler:
         pages = self._pages(tokens)
         if ledger.window is None:
             return pages
-        return min(
-            pages,
-            pages_across(ledger.window - 1 + min(tokens, self.max_prefill_tokens), self.page_size),
-        )
+        reach = ledger.window - 1 + min(tokens, self.max_prefill_tokens)
+        return min(pages, pages_across(reach, self.page_size))
 
     def check_fits(self, name: str, prompt_len: int, params: SamplingParams) -> None:
         """ValueError when a single sample could never run, even alone."""
@@ -125,11 +121,9 @@ class Scheduler:
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
             lengths = self._next_chunks()
-            slots = self.blocks.extend(
-                [_handle(sample) for sample in (*decode, *lengths)],
-                [sample.length for sample in decode]
-                + [each.computed + n for each, n in lengths.items()],
-            )
+            ends = [sample.length for sample in decode]
+            ends += [sample.computed + n for sample, n in lengths.items()]
+            slots = self.blocks.extend([_handle(each) for each in (*decode, *lengths)], ends)
             if slots is not None:
                 mine, *others = slots.split([len(decode), *lengths.values()])
                 return decode, mine, _chunks(lengths, others)
@@ -164,13 +158,10 @@ class Scheduler:
             if rows + members > self.max_running:
                 break
             held = self.blocks.held_pages(sample.tokens(0, sample.length))
-            wanted = [
-                n + self._needed(each, sample.length) - held
-                for n, each in zip(taken, ledgers, strict=True)
-            ]
-            tight = any(
-                n + members + rows > each.available for n, each in zip(wanted, ledgers, strict=True)
-            )
+            needed = [self._needed(each, sample.length) - held for each in ledgers]
+            wanted = [n + more for n, more in zip(taken, needed, strict=True)]
+            pairs = zip(wanted, ledgers, strict=True)
+            tight = any(n + members + rows > each.available for n, each in pairs)
             if tight and self.running:
                 break
             rows, taken = rows + members, wanted
@@ -205,10 +196,8 @@ class Scheduler:
 
     def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
         """Pages of so many more tokens for the admitted samples."""
-        slots = self.blocks.extend(
-            [_handle(sample) for sample in lengths],
-            [sample.computed + n for sample, n in lengths.items()],
-        )
+        ends = [sample.computed + n for sample, n in lengths.items()]
+        slots = self.blocks.extend([_handle(sample) for sample in lengths], ends)
         assert slots is not None, "checked before, or the pool is empty and check_fits was called"
         return _chunks(lengths, slots.split(list(lengths.values())))
 
@@ -227,10 +216,6 @@ class Scheduler:
         """Record that the keys and values of a remote prompt are in the cache."""
         sample.computed, sample.remote = sample.prefill_len, False
         self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
-
-    def recompute(self, sample: Sample) -> None:
-        """Compute a remote prompt here, from its beginning and before all that wait."""
-        self._preempt(sample)
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
         """Returns, after the sample's whole prefill, its siblings, now running on its pages."""
@@ -271,7 +256,7 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Put every running sample back into the queue, oldest first; cached pages stay."""
         while self.running:
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
         """End unfinished samples with what they have; all of them, even when one raises."""
@@ -296,9 +281,9 @@ class Scheduler:
             self.stats.preempted_recompute += 1
         else:
             self.stats.preempted_swap += 1
-        self._preempt(sample)
+        self.preempt(sample)
 
-    def _preempt(self, sample: Sample) -> None:
+    def preempt(self, sample: Sample) -> None:
         """Requeues it at the front; a beam search goes as a whole, and starts over."""
         if sample.beams is None:
             self._release(sample)

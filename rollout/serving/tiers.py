@@ -9,13 +9,7 @@ import torch
 
 from kvcache import BlockManager, PrefixMatch, ReqHandle
 from kvcache.pools import TokenPool
-from kvcache.tiers import (
-    DiskTier,
-    HostKVCache,
-    HostTransfer,
-    TieredPrefixCache,
-    page_hashes,
-)
+from kvcache.tiers import DiskTier, HostKVCache, HostTransfer, TieredPrefixCache, page_hashes
 from rollout.config import KVTiers
 from rollout.serving.prefix import PrefixBlocks, Swapped
 
@@ -114,18 +108,11 @@ class TieredBlocks(PrefixBlocks):
     def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
         """Brings the last page of a swapped sample back; how many tokens are computed."""
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
-        if swapped.version != self.tiers.version or found < whole:
-            reason = (
-                "other weights"
-                if swapped.version != self.tiers.version
-                else "pages that the tiers had to drop"
-            )
-            _log.info(
-                "a swapped sample computes %d of %d tokens again: %s",
-                swapped.tokens - found,
-                swapped.tokens,
-                reason,
-            )
+        stale = swapped.version != self.tiers.version
+        if stale or found < whole:
+            why = "other weights" if stale else "pages that the tiers had to drop"
+            text = "a swapped sample computes %d of %d tokens again: %s"
+            _log.info(text, swapped.tokens - found, swapped.tokens, why)
         elif found == whole and swapped.page:
             slots = self.extend([handle], [swapped.tokens])
             if slots is not None:

@@ -16,10 +16,10 @@ import torch
 from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, quant
 from kvcache.pools.token_pools import TokenPool
-from rollout.ops.attention_plan import BatchShape, plan_attention
-from rollout.ops.paged_attention import paged_attention
+from rollout.ops.torch_attention import BatchShape
 from tests.helpers.effort import some
 from tests.helpers.kvcache import pools
+from tests.helpers.rollout.attention import paged_attention, plan_attention
 
 pytestmark = [
     pytest.mark.alone,  # on a GPU: a pool takes a large part of it

@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.ops import paged_attention as attention_module
-from rollout.ops.attention_plan import (
-    MAX_BUCKET_TOKENS,
-    BatchShape,
-    TritonPlan,
-    plan_attention,
-    plan_decode,
-    plan_torch,
-)
-from rollout.ops.paged_attention import paged_attention
+from rollout.ops import torch_attention as attention_module
+from rollout.ops.torch_attention import MAX_BUCKET_TOKENS, BatchShape, plan_torch
+from rollout.ops.triton_attention import TritonPlan, plan_decode
 from tests.helpers.effort import some
 from tests.helpers.rollout.answers import CLOSE
+from tests.helpers.rollout.attention import paged_attention, plan_attention
 
 # Triton's interpreter, `tl.range`
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")
@@ -265,38 +259,6 @@ def test_plan_over_static_tensors_with_padding_requests(triton_device: str) -> N
     out = paged_attention(torch.cat([made.q, made.q]), made.k, made.v, plan, 0.25)
     torch.testing.assert_close(out[:2].double(), made.expected, atol=CLOSE, rtol=0)
     assert torch.equal(out[2:], torch.full_like(out[2:], 2.0))
-
-
-def test_plan_from_device_tensors_is_the_plan_of_the_lengths(triton_device: str) -> None:
-    shape = BatchShape(rows=[4, 0, 2], q_lens=[1, 1, 1], kv_lens=[9, 1, 30], num_decode=3)
-    table = torch.zeros((5, 32), dtype=torch.int32, device=triton_device)
-    rows, positions = torch.tensor([[4, 0, 2], [8, 0, 29]], device=triton_device)
-    expected, plan = plan_attention(shape, table, "triton"), plan_decode(rows, positions, table)
-    assert isinstance(expected, TritonPlan) and torch.equal(plan.meta, expected.meta)
-    assert (plan.num_decode, plan.num_prefill, plan.max_q_len) == (3, 0, 0)
-    assert plan.meta.dtype == torch.int32
-
-
-@pytest.mark.gpu
-def test_graph_replay_follows_refilled_tensors() -> None:
-    made = make_case((8, 2), (64, 64), [1] * 3, [700, 1500, 90], 3, "cuda:0")
-    scale = 64**-0.5
-    q = torch.zeros_like(made.q)
-    rows, positions = torch.zeros((2, 3), dtype=torch.int64, device="cuda:0")
-
-    def compute() -> torch.Tensor:
-        return paged_attention(q, made.k, made.v, plan_decode(rows, positions, made.table), scale)
-
-    compute()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = compute()
-    for order in ([0, 1, 2], [2, 0, 1]):
-        rows.copy_(torch.tensor([made.shape.rows[i] for i in order]))
-        positions.copy_(torch.tensor([made.shape.kv_lens[i] - 1 for i in order]))
-        q.copy_(made.q[order])
-        graph.replay()
-        torch.testing.assert_close(out.double(), made.expected[order], atol=CLOSE, rtol=0)
 
 
 def test_long_queries_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rollout import Engine, SamplingParams
-from rollout.ops.products import linear, probe_products, row_invariant_products
+from rollout.ops.row_wise import linear, probe_products, row_invariant_products
 
 pytestmark = pytest.mark.gpu
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rollout import Completion, Engine, SamplingParams
+from rollout.serving.beam import BeamSearch
 from tests.helpers.effort import pairwise
 from tests.helpers.models import MLA
 from tests.helpers.rollout.answers import GAP, ids, random_prompts
 from tests.helpers.rollout.answers import check as check_logprobs
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.tiers import PAGE, failing
+from tests.helpers.rollout.tiers import PAGE
 
 MAX_TOKENS = 10
 LENGTHS = (1, 17, 40)
@@ -126,13 +127,8 @@ def test_end_tokens_penalties_and_early_stopping(
 ) -> None:
     path, model, stops = llama
     engine, prompts = make(path), random_prompts(LENGTHS)
-    params = beams(
-        width,
-        length_penalty=penalty,
-        early_stopping=early,
-        max_tokens=14,
-        stop_token_ids=stops[:ends],
-    )
+    rules = {"length_penalty": penalty, "early_stopping": early, "stop_token_ids": stops[:ends]}
+    params = beams(width, max_tokens=14, **rules)
     out = generate(engine, prompts, params)
     for prompt, got in zip(prompts, out, strict=True):
         check(model, prompt, params, got)
@@ -149,11 +145,8 @@ def test_beside_other_requests(path: Path, kv_tokens: int, longer: int, cache: b
     In the small pool some are preempted, of a search all branches, and start over.
     """
     prompts = random_prompts((5, 33, 18, 40, 7))
-    params = [
-        beams(2),
-        SamplingParams(max_tokens=12, temperature=0),
-        beams(4, max_tokens=6, length_penalty=0.0),
-    ]
+    params = [beams(2), SamplingParams(max_tokens=12, temperature=0)]
+    params += [beams(4, max_tokens=6, length_penalty=0.0)]
     params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
     params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
     engine = make(path, kv_tokens=kv_tokens, prefix_cache=cache)
@@ -189,20 +182,6 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("what", ["forward", "candidates", "fork"])
-def test_a_failing_step_leaves_nothing_behind(
-    path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, prompts = make(path), random_prompts((20, 9))
-    expected = ids(generate(engine, prompts, beams(4)))
-    owner = engine.blocks if what == "fork" else engine.runner
-    for at in (1, 4, 7):
-        with failing(owner, what, at, monkeypatch):
-            engine.generate(prompts, beams(4))
-        engine.check_integrity()
-        assert ids(generate(engine, prompts, beams(4))) == expected
-
-
 def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: Path) -> None:
     engine, (prompt,) = make(path), random_prompts((41,))
     used: list[int] = []
@@ -222,16 +201,44 @@ def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: 
 
 def test_refused_by_the_engine(path: Path) -> None:
     engine = make(path, kv_tokens=96, max_running=8)
-    with pytest.raises(
-        ValueError, match="prompt 0 has beam_width=9, but at most 8 samples of it run together"
-    ):
+    with pytest.raises(ValueError, match="beam_width=9, but at most 8 samples of it run together"):
         engine.generate([[1]], beams(9, max_tokens=4))
     with pytest.raises(ValueError, match="prompt 1 has beam_width=4, but at most 3 samples"):
         engine.generate([[1], [1] * 25], beams(4, max_tokens=22))
-    with pytest.raises(
-        ValueError, match="beam_width=4 and 70 end tokens, so it ranks 284 next tokens, of .* 199"
-    ):
+    with pytest.raises(ValueError, match="70 end tokens, so it ranks 284 next tokens, of .* 199"):
         engine.generate([[1]], beams(4, max_tokens=4, stop_token_ids=tuple(range(70))))
     assert not engine.scheduler.unfinished
     (got,) = generate(engine, [[1] * 25], beams(3, max_tokens=22))  # the most that fit do run
     assert engine.scheduler.preemptions == 0 and len(got) == 3
+
+
+def search(width: int, stop_ids: set[int] | None = None, **fields: object) -> BeamSearch:
+    params = SamplingParams(
+        **{"beam_width": width, "max_tokens": 9, "early_stopping": "never", **fields}
+    )  # type: ignore[arg-type]
+    return BeamSearch(params, stop_ids or set())
+
+
+def test_survivors_stay_where_they_are_and_the_dead_make_room() -> None:
+    beams = search(4)
+    beams.advance([[(i, -1.0 - i) for i in range(8)]] * 4, 0)
+    assert [each.tokens for each in beams.branches] == [[0], [1], [2], [3]]
+    worst = [(9, -50.0)] * 8
+    two = [[(5, -0.1), (6, -0.2), *worst[2:]], [(7, -0.1), (8, -0.2), *worst[2:]]]
+    assert beams.advance([worst, *two, worst], 1) == [(0, 1), (3, 2)]
+    assert [each.tokens for each in beams.branches] == [[1, 6], [1, 5], [2, 7], [2, 8]]
+    assert [each.versions for each in beams.branches] == [[0, 1]] * 4
+    beams.restart()
+    assert [each.tokens for each in beams.branches] == [[]] * 4
+
+
+def test_ended_before_it_is_done_the_living_fill_the_places() -> None:
+    beams = search(3, {0})
+    assert [each.finish_reason for each in beams.completions()] == ["abort"] * 3
+    beams.advance([[(0, -0.5), (1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0), (5, -5.0)]] * 3, 0)
+    got = beams.completions()
+    assert [(each.token_ids, each.finish_reason) for each in got] == [
+        ([0], "stop"),
+        ([1], "abort"),
+        ([2], "abort"),
+    ]

@@ -18,15 +18,9 @@ CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 def inputs(batch: int, tokens: int, device: str) -> tuple[list[Tensor], Tensor]:
     """q, k, v, decay and beta of some tokens, and a state to begin with."""
     generator = torch.Generator().manual_seed(tokens)
-    q, k, v, state = (
-        torch.randn(*shape, generator=generator).to(device)
-        for shape in (
-            (batch, tokens, HEADS, DIM),
-            (batch, tokens, HEADS, DIM),
-            (batch, tokens, HEADS, VALUE_DIM),
-            (batch, HEADS, DIM, VALUE_DIM),
-        )
-    )
+    token = batch, tokens, HEADS
+    shapes = (*token, DIM), (*token, DIM), (*token, VALUE_DIM), (batch, HEADS, DIM, VALUE_DIM)
+    q, k, v, state = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
     decay, beta = (
         torch.randn(batch, tokens, HEADS, generator=generator).to(device) for _ in range(2)
     )

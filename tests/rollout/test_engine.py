@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from memsaver import MemorySaver
 from rollout import Engine, SamplingParams
@@ -76,11 +75,7 @@ def test_stop_token_ids_and_ignore_eos(
         (["a"], {}, "prompt 1 must be a sequence of token ids"),
         ("ab", {}, "prompt 1 must be a sequence of token ids"),
         ([[1], [2, 3]], {}, "prompt 1 must be a sequence of token ids"),
-        (
-            [1] * 50,
-            {"max_tokens": 80},
-            "prompt 1 needs .* KV tokens .*raise kv_tokens or lower max_tokens",
-        ),
+        ([1] * 50, {"max_tokens": 80}, "prompt 1 needs .* KV tokens .*raise kv_tokens or lower"),
         ([1] * 50, {"max_tokens": 20}, "prompt 1 needs 70 positions .*max_context_len is 64"),
     ],
 )
@@ -97,9 +92,7 @@ def test_refuses_impossible_requests_and_starts_none(
 
 
 def test_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
-    with pytest.raises(
-        ValueError, match="max_context_len=4096 exceeds .*max_position_embeddings=1024"
-    ):
+    with pytest.raises(ValueError, match="max_context_len=4096 exceeds .*_embeddings=1024"):
         make(max_context_len=4096)
     with pytest.raises(ValueError, match="device=cuda:0 but the saver is on cpu"):
         make(device="cuda:0", saver=MemorySaver(device="cpu"))
@@ -115,68 +108,3 @@ def test_progress_counts_samples_and_tokens(make: Callable[..., Engine]) -> None
     )
     assert seen[-1] == (6, 6, 30) and seen == sorted(seen)
     assert all(total == 6 for _, total, _ in seen)
-
-
-def test_a_failure_leaves_no_request_behind(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(max_prefill_tokens=8)
-    prompts, params = random_prompts((30, 5)), SamplingParams(max_tokens=6, temperature=0)
-    expected = ids(engine.generate(prompts, params))
-
-    def interrupt(done: int, total: int, generated: int) -> None:
-        if generated > 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompts, params, on_progress=interrupt)
-    engine.check_integrity()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "sample", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.generate(prompts, params)
-    engine.check_integrity()
-    assert not engine.scheduler.unfinished
-    assert ids(engine.generate(prompts, params)) == expected
-
-
-def test_bf16_generates(path: Path) -> None:
-    """Too coarse for token equality with another order of operations; the answer must still be the
-    model's own.
-    """
-    engine = Engine.from_pretrained(path, dtype=torch.bfloat16, kv_tokens=256)
-    (completion,) = engine.generate(
-        random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0)
-    )[0]
-    full = Engine.from_pretrained(path, kv_tokens=256)
-    (exact,) = full.generate(random_prompts((20,)), SamplingParams(max_tokens=6, temperature=0))[0]
-    assert abs(completion.logprobs[0] - exact.logprobs[0]) < 0.2
-    assert completion.token_ids[0] == exact.token_ids[0]
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_group_of_8_computes_its_long_prompt_once(path: Path, prefix_cache: bool) -> None:
-    """300 tokens in chunks of 64: as many go through the model as for one sample, until samples
-    differ. Requests of their own compute it 8 times, or find it.
-    """
-    engine = Engine.from_pretrained(
-        path, kv_tokens=4096, max_prefill_tokens=64, prefix_cache=prefix_cache
-    )
-    (prompt,) = random_prompts((300,))
-    computed = [0, 0]  # by prefill, by decode
-    forward = engine.runner.forward
-
-    def count(step: Any) -> Any:
-        computed[0] += sum(chunk.length for chunk in step.chunks)
-        computed[1] += len(step.decode)
-        return forward(step)
-
-    engine.runner.forward = count  # type: ignore[method-assign]
-    (group,) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=1.0, n=8, seed=1))
-    assert len({tuple(each.token_ids) for each in group}) == 8
-    assert computed == [300, 8 * 5] and engine.stats.prefix_hit_tokens == 0
-    engine.generate([prompt] * 8, SamplingParams(max_tokens=1, temperature=0))
-    hit = 8 * (299 // 16 * 16) if prefix_cache else 0
-    assert computed == [300 + 8 * 300 - hit, 8 * 5]
-    assert sum(computed) == engine.stats.computed_tokens
-    assert engine.stats.prefix_hit_tokens == hit

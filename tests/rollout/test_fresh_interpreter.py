@@ -37,7 +37,7 @@ from kvcache.ops import rotary
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import norm_and_activation as fused, sampling
+from rollout.ops import row_wise as fused, sampling
 from rollout.ops import attention_kernels as kernels
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
@@ -73,16 +73,16 @@ def attention(kernel, dtype, fp8, settings):
 
 for (dim, value_dim, group), dtype, wide, fp8 in ATTENTION:
     latent = dim != value_dim
-    shape = (group, dim, value_dim, wide, latent, fp8)
-    attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(*shape) | dict(mapping=None))
-    attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(*shape) | dict(mapping=None))
+    cut = kernels.Cut(group, dim, value_dim, wide, latent, fp8)
+    attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut) | dict(mapping=None))
+    attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut) | dict(mapping=None))
     if not fp8:
         settings = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, BLOCK_SPLITS=16)
         settings["num_warps"] = kernels.combine_warps(value_dim)
         attention(kernels.decode_combine, dtype, fp8, settings)
     if not latent and not fp8:
-        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(*shape))
-        attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(*shape, windowed=True))
+        attention(kernels.decode_split, dtype, fp8, kernels.decode_blocks(cut))
+        attention(kernels.prefill, dtype, fp8, kernels.prefill_blocks(cut, windowed=True))
 
 FP32 = ["cos", "sin", "temperature", "peaks", "masses", "logprobs", "host_logprobs"]
 INT64 = ["positions", "slots", "counters", "tokens", "host_tokens"]

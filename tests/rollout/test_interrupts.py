@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcache.radix import MambaRadixCache
 from rollout import Engine, SamplingParams
 from tests.helpers.alarms import interrupted
-from tests.helpers.disks import read_only
 from tests.helpers.effort import rounds
 from tests.helpers.models import build_tiny
 from tests.helpers.rollout.answers import check, random_prompts, run
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.tiers import blocks_of, conversations, make, tiered
+from tests.helpers.rollout.tiers import conversations, make, tiered
 from tests.helpers.rollout.updates import TINY, tiny
 
 PLAIN = SamplingParams(max_tokens=6, temperature=0)
@@ -66,29 +64,38 @@ def answers_are_right(engine: Engine) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
-    engine, draw, hits = engine_of(kind, path, tmp_path), random.Random(kind), 0
-    prompts = conversations() + random_prompts((40, 12), seed=3)
-    took: dict[str, float] = {}
-    for name, params in CALLS.items():
-        for _ in range(2):  # the first time is longer
-            started = time.perf_counter()
-            engine.generate(prompts, params)
-            took[name] = time.perf_counter() - started
+def hit_at_random(engine: Engine, hit: Callable[[str], bool]) -> None:
+    """hit: disturbs a call of `CALLS`, and tells whether it met it."""
+    hits = 0
     for number in range(rounds(300, 10_000)):
         if hits == rounds(15, 1000):
             break
-        name = list(CALLS)[number % len(CALLS)]
-        hits += interrupted(
-            partial(engine.generate, prompts, CALLS[name]), 1e-4 + draw.random() * took[name]
-        )
+        hits += hit(list(CALLS)[number % len(CALLS)])
         goes_on(engine)
         if number % 6 == 0:
             answers_are_right(engine)
     assert hits == rounds(15, 1000)
     answers_are_right(engine)
+
+
+def crowd() -> list[list[int]]:
+    return conversations() + random_prompts((40, 12), seed=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
+    engine, draw, took = engine_of(kind, path, tmp_path), random.Random(kind), dict[str, float]()
+    for name in [*CALLS] * 2:  # the first time is longer
+        started = time.perf_counter()
+        engine.generate(crowd(), CALLS[name])
+        took[name] = time.perf_counter() - started
+
+    def hit(name: str) -> bool:
+        after = 1e-4 + draw.random() * took[name]
+        return interrupted(partial(engine.generate, crowd(), CALLS[name]), after)
+
+    hit_at_random(engine, hit)
 
 
 class _Failing(TorchDispatchMode):
@@ -107,56 +114,22 @@ class _Failing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@contextmanager
-def failing(at: int) -> Iterator[_Failing]:
-    with _Failing(at) as mode:
-        yield mode
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_operation_that_fails_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
     engine, draw = engine_of(kind, path, tmp_path), random.Random(kind)
-    prompts = conversations() + random_prompts((40, 12), seed=3)
     counts: dict[str, int] = {}
     for name, params in CALLS.items():
-        with failing(0) as mode:
-            engine.generate(prompts, params)
+        with _Failing(0) as mode:
+            engine.generate(crowd(), params)
         counts[name] = -mode.left
-    raised = 0
-    for number in range(rounds(300, 10_000)):
-        if raised == rounds(15, 1000):
-            break
-        name = list(CALLS)[number % len(CALLS)]
-        with failing(draw.randint(1, counts[name])) as mode:
+
+    def hit(name: str) -> bool:
+        with _Failing(draw.randint(1, counts[name])):
             try:
-                engine.generate(prompts, CALLS[name])
+                engine.generate(crowd(), CALLS[name])
             except torch.OutOfMemoryError:
-                raised += 1
-        goes_on(engine)
-        if number % 6 == 0:
-            answers_are_right(engine)
-    assert raised == rounds(15, 1000)
-    answers_are_right(engine)
+                return True
+        return False
 
-
-@pytest.mark.parametrize("kind", ["disk"])
-def test_a_disk_that_becomes_read_only_costs_no_request(
-    kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither meanwhile nor later."""
-    engine = engine_of(kind, path, tmp_path)
-    answers_are_right(engine)
-    for healthy in (True, False, True, False, True):
-        with monkeypatch.context() as patch:
-            if not healthy:
-                read_only(patch, tmp_path)
-            for number in range(6):
-                prompts = random_prompts((40, 33, 25, 40), seed=10 + number)
-                check(tiny(0), prompts, [[each] for each in run(engine, prompts, PLAIN)])
-                engine.check_integrity()
-    lower = blocks_of(engine).tiers.lower
-    assert lower.disk is not None and lower.lost_pages > 0 and "EROFS" in str(lower.disk_error)
-    lost = lower.lost_pages
-    answers_are_right(engine)
-    assert lower.lost_pages == lost
+    hit_at_random(engine, hit)

@@ -9,7 +9,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-from rollout.ops.norm_and_activation import add_rms_norm, rms_norm, silu_mul
+from rollout.ops.row_wise import add_rms_norm, rms_norm, silu_mul
 from tests.helpers.effort import some
 
 EPS = 1e-6
@@ -82,17 +82,6 @@ def test_heads_of_a_fused_product(head: int, device: str) -> None:
     assert_close(normed, rms_norm(total, weight, EPS, "torch"))
 
 
-def test_rows_of_a_wider_matrix_and_more_dimensions(device: str) -> None:
-    wide = randn(6, 80, device=device, dtype=torch.float32)
-    weight = torch.linspace(-1, 2, 40, device=device)
-    expected = rms_norm(wide[:, :40], weight, EPS, "torch")
-    assert_close(rms_norm(wide[:, :40], weight, EPS, "triton"), expected)
-    assert_close(
-        rms_norm(wide[:, :40].reshape(3, 1, 2, 40), weight, EPS, "triton"),
-        expected.view(3, 1, 2, 40),
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("theirs", "centred"), [(Qwen2RMSNorm, False), (Qwen3NextRMSNorm, True)])
 def test_reference_is_that_of_transformers(
@@ -128,13 +117,6 @@ def test_bf16_rounds_where_torch_does(size: int, device: str) -> None:
     """
     x = gate_up(2, size, torch.bfloat16, device)
     torch.testing.assert_close(silu_mul(x, "triton"), silu_mul(x, "torch"), rtol=2**-6, atol=0)
-
-
-def test_rows_of_a_wider_matrix(device: str) -> None:
-    wide = gate_up(3, 60, torch.float32, device)
-    torch.testing.assert_close(
-        silu_mul(wide[:, :80], "triton"), silu_mul(wide[:, :80].contiguous(), "torch")
-    )
 
 
 def test_exponential_is_accurate_over_its_whole_range(device: str) -> None:

@@ -194,14 +194,6 @@ def test_weights_that_change_under_requests_leave_nothing_behind(path: Path, at:
     assert spent(engine, prompts) == (80 + 2 * 7, 0)
 
 
-def test_sleep_of_the_weights_alone_keeps_it(path: Path) -> None:
-    engine, prompts = make(path), random_prompts((50,))
-    run(engine, prompts)
-    engine.sleep(tags=["weights"])
-    engine.wake_up()
-    assert spent(engine, prompts) == (2 + 7, 48)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_kept_prefixes_survive_a_sleep_of_the_pool(
     path: Path, policy: WritePolicy, device: str

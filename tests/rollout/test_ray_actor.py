@@ -26,7 +26,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory, ray_cluster: RayCluster) -> 
     path = tmp_path_factory.mktemp("model")
     save_tiny(path, "qwen3", **TINY)
     create = ray.remote(RolloutActor).options(num_cpus=1).remote
-    made = create(str(path), kv_tokens=512, threads=1, engine={"max_prefill_tokens": 16})
+    made = create(str(path), threads=1, engine={"kv_tokens": 512, "max_prefill_tokens": 16})
     ray.get(made.build.remote())
     yield made
     ray.kill(made)
@@ -66,12 +66,3 @@ def test_a_trainer_in_another_process_writes_the_weights(rollout: RemoteRollout)
     rollout.abort_update("the trainer is gone")
     with pytest.raises(Exception, match="the trainer is gone"):
         rollout.generate(PROMPTS, SamplingParams())
-
-
-def test_whatever_the_engine_has_is_called_by_its_name(actor: Any, rollout: RemoteRollout) -> None:
-    assert rollout.call("max_context_len") == ray.get(actor.call.remote("max_context_len")) > 0
-    rollout.call("check_integrity")
-    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'nothing'"):
-        rollout.call("nothing")
-    with pytest.raises(ValueError, match="_step is private"):
-        rollout.call("_step")

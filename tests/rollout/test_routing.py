@@ -126,9 +126,3 @@ def test_numbers_past_256_experts_are_wider(tmp_path: Path, device: str) -> None
     assert found is not None and found.dtype == np.int16 and int(found.max()) > 255
     expected = chosen_experts(model, [*prompt, *sample.token_ids][:-1])
     assert torch.equal(torch.from_numpy(found).long(), expected)
-
-
-def test_a_dense_model_has_none_to_return(saved: Saved) -> None:
-    path, _ = saved("qwen3", head_dim=32)
-    with pytest.raises(ValueError, match="return_routed_experts=True is for mixtures of experts"):
-        Engine.from_pretrained(path, return_routed_experts=True)

@@ -18,14 +18,9 @@ Row = tuple[float, int, float, tuple[int, int, int]]
 
 
 def batch(rows: list[Row], device: str = "cpu") -> SamplingBatch:
-    temperature, top_k, top_p, counters = zip(*rows, strict=True)
-    return SamplingBatch.build(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        counters=counters,
-        device=torch.device(device),
-    )
+    keys = ("temperature", "top_k", "top_p", "counters")
+    columns = dict(zip(keys, zip(*rows, strict=True), strict=True))
+    return SamplingBatch.build(**columns, device=torch.device(device))
 
 
 def plain(temperatures: list[float], device: str, seed: int = 7) -> SamplingBatch:
@@ -66,33 +61,10 @@ def test_uniform_in_the_kernel_has_the_same_bits(triton_device: str) -> None:
     assert torch.equal(out, uniform(counters))
 
 
-def test_build_gives_every_tensor_its_values(device: str) -> None:
-    rows: list[Row] = [
-        (0.0, 5, 0.5, (2**63 - 1, 0, 1)),
-        (0.7, 0, 0.3, (2, 3, 4)),
-        (1.5, 0, 1.0, (5, 6, 7)),
-    ]
-    made = batch(rows, device)
-    assert all(
-        each.device.type == torch.device(device).type
-        for each in (made.temperature, made.top_p, made.counters)
-    )
-    assert torch.equal(made.temperature.cpu(), torch.tensor([[1.0], [0.7], [1.5]]))
-    assert made.greedy.tolist() == [True, False, False] and made.top_k.tolist() == [5, 0, 0]
-    assert made.top_p.tolist() == [0.5, 0.3, 1.0]
-    assert made.counters.tolist() == [list(row[3]) for row in rows]
-    assert made.any_random and made.filtered_rows is not None and made.filtered_rows.tolist() == [1]
-    assert plain([1.0], device).filtered_rows is None and not plain([0.0, 0.0], device).any_random
-
-
 def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, device: str) -> None:
     x = logits(4).to(device)
-    rows = [
-        (0.5, 3, 0.9, (1, 0, 0)),
-        (2.0, 0, 1.0, (1, 1, 0)),
-        (0.0, 0, 1.0, (1, 2, 0)),
-        (1.0, 1, 1.0, (1, 3, 0)),
-    ]
+    filters = [(0.5, 3, 0.9), (2.0, 0, 1.0), (0.0, 0, 1.0), (1.0, 1, 1.0)]
+    rows: list[Row] = [(*each, (1, i, 0)) for i, each in enumerate(filters)]
     tokens, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
     temperature = torch.tensor([[0.5], [2.0], [1.0], [1.0]], device=device)
     expected = torch.log_softmax(x / temperature, -1).gather(1, tokens[:, None]).squeeze(1)
@@ -171,13 +143,8 @@ def assert_drawn_by_the_inverse_cdf(
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-FUSED = some(
-    (1, FP32),
-    (199, BF16),
-    (2048, FP16),
-    (5000, FP32),
-    whole=list(product([1, 199, 2048, 5000], [FP32, BF16, FP16])),
-)
+EVERY = list(product([1, 199, 2048, 5000], [FP32, BF16, FP16]))
+FUSED = some((1, FP32), (199, BF16), (2048, FP16), (5000, FP32), whole=EVERY)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), FUSED)

@@ -2,20 +2,18 @@
 without a model.
 """
 
-import numpy as np
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import BlockManager, KVCacheConfig, RadixCache, ReqToTokenPool
+from kvcache import BlockManager, RadixCache, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.pools import MHATokenToKVPool
+from rollout.config import EngineConfig
 from rollout.requests import SamplingParams
 from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
 from rollout.serving.scheduler import Scheduler
-from tests.helpers.kvcache.blocks import make_windowed
+from tests.helpers.kvcache.blocks import make_pool, make_windowed
+from tests.helpers.rollout.tiered_world import queued
 
 PAGE = 4
 STOP = 0
@@ -23,25 +21,15 @@ STOP = 0
 
 def make(pages: int, max_running: int = 8, chunk: int = 8) -> Scheduler:
     size = pages * PAGE
-    config = KVCacheConfig(
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=2,
-        size=size,
-        page_size=PAGE,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    pool = make_pool(size, PAGE, num_layers=1, device="cpu")
     table = ReqToTokenPool(max_running, size, "cpu")
     allocator = PagedTokenToKVPoolAllocator(size, PAGE, "cpu")
-    return schedule(BlockManager(table, allocator, MHATokenToKVPool(config)), chunk)
+    return schedule(BlockManager(table, allocator, pool), chunk)
 
 
 def schedule(blocks: BlockManager, chunk: int) -> Scheduler:
-    rows = blocks.req_to_token.size
-    return Scheduler(
-        PrefixBlocks(blocks, None), page_size=PAGE, max_running=rows, max_prefill_tokens=chunk
-    )
+    sizes = {"max_running": blocks.req_to_token.size, "max_prefill_tokens": chunk}
+    return Scheduler(PrefixBlocks(blocks, None), EngineConfig(page_size=PAGE, **sizes))
 
 
 def used(scheduler: Scheduler) -> int:
@@ -55,18 +43,7 @@ def idle(scheduler: Scheduler) -> bool:
 
 def request(number: int, prompt_len: int, max_tokens: int, n: int = 1) -> list[Sample]:
     params = SamplingParams(max_tokens=max_tokens, n=n)
-    prompt = list(range(1, prompt_len + 1))
-    return [
-        Sample(
-            request=number,
-            index=i,
-            prompt=prompt,
-            params=params,
-            seed=0,
-            stop_ids=frozenset([STOP]),
-        )
-        for i in range(n)
-    ]
+    return queued(number, list(range(1, prompt_len + 1)), params, STOP)
 
 
 def run_step(scheduler: Scheduler, token_of: dict[str, list[int]] | None = None) -> Step:
@@ -148,29 +125,6 @@ def test_samples_of_a_prompt_share_its_pages() -> None:
     assert idle(scheduler)
 
 
-@pytest.mark.parametrize("two", [False, True])
-def test_a_prompt_longer_than_the_pool_slides_through_it(two: bool) -> None:
-    def sliding(pages: int) -> Scheduler:
-        every, of_window = (30, pages) if two else (pages, None)
-        return schedule(
-            make_windowed(PAGE, 6, every, of_window, rows=4, max_context_len=120), chunk=8
-        )
-
-    params = SamplingParams(max_tokens=3)
-    name = "window" if two else "KV"
-    with pytest.raises(
-        ValueError,
-        match=f"prompt 0 needs 16 {name} tokens .*pool has 12; raise .*max_prefill_tokens",
-    ):
-        sliding(pages=3).check_fits("prompt 0", 100, params)
-    scheduler = sliding(pages=5)
-    scheduler.check_fits("prompt 0", 100, params)  # 6 - 1 + 8 tokens lie in at most 4 pages
-    for number in range(2):
-        scheduler.add(request(number, 100, 3, n=2))
-    drain(scheduler)
-    assert idle(scheduler)
-
-
 def blocks_of(pages: int) -> PrefixBlocks:
     """With a prefix cache."""
     empty = make(pages).blocks
@@ -208,46 +162,12 @@ def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
     would be missing.
     """
     scheduler = cached(pages=32, computed=80)
-    other = [
-        Sample(
-            request=1,
-            index=0,
-            prompt=[9] * 44,
-            params=SamplingParams(max_tokens=4),
-            seed=0,
-            stop_ids=frozenset(),
-        )
-    ]
     scheduler.add(request(0, 81, 4))
-    scheduler.add(other)
+    scheduler.add(queued(1, [9] * 44, SamplingParams(max_tokens=4)))
     run_step(scheduler)
     assert [sample.request for sample in scheduler.running] == [0]
     drain(scheduler)
     assert scheduler.preemptions == 0 and idle(scheduler)
-
-
-def test_what_never_fits_is_refused_by_name() -> None:
-    scheduler = make(pages=4)
-    # the last token's keys are never stored
-    scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=7))
-    with pytest.raises(
-        ValueError, match="prompt 3 needs 20 KV tokens .*the pool has 16; raise kv_tokens"
-    ):
-        scheduler.check_fits("prompt 3", 10, SamplingParams(max_tokens=8))
-
-
-def test_stop_token_ends_a_sample_and_abort_ends_the_rest() -> None:
-    scheduler = make(pages=40, chunk=64)
-    samples = request(0, 5, 9, n=3)
-    scheduler.add(samples)
-    late = request(1, 5, 9)
-    run_step(scheduler, {"0.1": [STOP]})
-    scheduler.add(late)
-    assert [s.finish_reason for s in samples] == [None, "stop", None]
-    assert samples[1].completion().token_ids == [STOP]
-    scheduler.abort([*samples, *late])
-    assert [s.finish_reason for s in (*samples, *late)] == ["abort", "stop", "abort", "abort"]
-    assert not scheduler.unfinished and idle(scheduler)
 
 
 @settings(max_examples=40)
@@ -347,20 +267,3 @@ def test_pages_that_a_fork_goes_on_with_are_not_kept_without_its_lock() -> None:
     prefixes.release(fork, list(range(32)))
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 8
-
-
-def test_admit_with_pages_shares_them_or_changes_nothing() -> None:
-    prefixes = blocks_of(pages=4)
-    blocks = prefixes.blocks
-    first = blocks.admit()
-    assert first is not None and blocks.extend([first], [8]) is not None
-    second = blocks.admit(blocks.pages(first))
-    assert second is not None and blocks.seq_len(second) == 8
-    blocks.check_integrity()
-    assert blocks.available_pages == 2
-    with pytest.raises(AssertionError, match="are free"):
-        blocks.admit(np.array([3]))
-    blocks.release(first)
-    blocks.release(second)
-    blocks.check_integrity()
-    assert blocks.available_pages == 4

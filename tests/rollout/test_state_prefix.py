@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from rollout import Completion, Engine, SamplingParams
+from rollout import Completion, Engine
 from tests.helpers.rollout.answers import (
     GREEDY,
     STATES_GAP,
@@ -25,7 +25,7 @@ from tests.helpers.rollout.answers import (
 )
 from tests.helpers.rollout.poison import check_idle, kept_states, poison
 from tests.helpers.rollout.saved import Saved
-from tests.helpers.rollout.tiers import PAGE, conversations, failing, make
+from tests.helpers.rollout.tiers import PAGE, conversations, make
 
 FIVE = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": FIVE}
@@ -73,38 +73,6 @@ def test_answers_are_those_without_the_cache(
     assert engine.stats.prefix_hit_tokens > sum(map(len, prompts))
     assert plain.stats.prefix_hit_tokens == 0
     check_idle(engine)
-
-
-@pytest.mark.parametrize(("length", "left"), [(40, 4), (41, 1), (43, 3), (1, 1), (4, 4)])
-def test_a_prompt_seen_before_computes_its_last_tokens_only(
-    tiny_path: Path, length: int, left: int
-) -> None:
-    engine, prompts = make(tiny_path), random_prompts((length,))
-    assert spent(engine, prompts) == (length + DECODED, 0)
-    assert spent(engine, prompts) == (left + DECODED, length - left)
-
-
-def test_groups_of_one_prompt_compute_it_once(hybrid: Hybrid) -> None:
-    path, model = hybrid
-    engine = make(path, max_running=4)
-    (prompt,) = random_prompts((42,))
-    params = SamplingParams(max_tokens=8, temperature=1.0, n=9, seed=3)
-    assert spent(engine, [prompt], params) == (42 + 2 + 2 + 9 * DECODED, 80)  # of 4, 4 and 1
-    out = engine.generate([prompt], params)
-    check(model, [prompt], out, temperature=1.0)
-    same(out[0], make(path, prefix_cache=False).generate([prompt], params)[0])
-    check_idle(engine)
-
-
-@pytest.mark.parametrize("length", [20, 21, 23])
-def test_a_turn_of_a_conversation_finds_the_prompt_before(tiny_path: Path, length: int) -> None:
-    engine, plain = make(tiny_path), make(tiny_path, prefix_cache=False)
-    prompt, more = random_prompts((length, 10))
-    for _ in range(3):
-        (answer,) = run(engine, [prompt])
-        same([answer], run(plain, [prompt]))
-        known, prompt = len(prompt), prompt + answer.token_ids + more
-        assert spent(engine, [prompt])[1] >= (known - 1) // PAGE * PAGE > 0
 
 
 def test_a_beginning_that_prompts_share_is_found_from_the_third_on(tiny_path: Path) -> None:
@@ -175,59 +143,13 @@ def test_what_ends_the_cache_under_requests(
     check_idle(engine)
 
 
-def test_a_sleep_of_the_weights_keeps_it_and_other_weights_end_it(saved: Saved) -> None:
-    path, engine = saved("qwen3_next")[0], make(saved("qwen3_next")[0])
-    prompts = random_prompts((50,))
-    run(engine, prompts)
-    engine.sleep(tags=["weights"])
-    engine.wake_up()
-    assert spent(engine, prompts)[1] == 48
-    other, model = saved("qwen3_next", seed=1)
-    engine.load(other)
-    check(model, prompts, [run(engine, prompts)])
-    engine.load(path)
-    engine.abort_update("trainer died")
-    assert engine.blocks.available_pages == engine.blocks.total_pages
-    check_idle(engine)
-
-
-def test_fp8_rows_of_other_scales_are_not_hit(tiny_path: Path) -> None:
-    engine = make(tiny_path, kv_cache_dtype="fp8_e4m3")
-    prompts = random_prompts((50, 60))
-    run(engine, prompts)
-    assert spent(engine, prompts)[1] == 48 + 56
-    engine.kv_pool.set_scales(1, 0.25, 0.03)
-    assert spent(engine, prompts)[1] == 0
-
-
-@pytest.mark.parametrize("what", ["copy", "clone"])
-def test_a_copy_of_states_that_fails_leaves_nothing_behind(
-    tiny_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, prompts = make(tiny_path), random_prompts((30, 50, 9))
-    expected = run(engine, prompts)
-    for at in range(3):
-        if what == "clone":
-            engine.load(tiny_path)  # so that they are kept again
-        with failing(engine.cache.states, what, at, monkeypatch):
-            engine.generate(prompts, GREEDY)
-        check_idle(engine)
-        same(run(engine, prompts), expected)
-
-
 def test_random_work(saved: Saved, device: str) -> None:
     """Groups over a few beginnings, a small pool, few states, sleeps, weights that change, NaN in
     all that nobody holds; everything adds up after every step.
     """
     rng = random.Random(7)
-    engine = make(
-        saved("qwen3_next")[0],
-        kv_tokens=160,
-        max_running=5,
-        max_prefill_tokens=24,
-        prefix_states=3,
-        device=device,
-    )
+    sizes = {"kv_tokens": 160, "max_running": 5, "max_prefill_tokens": 24, "prefix_states": 3}
+    engine = make(saved("qwen3_next")[0], device=device, **sizes)
     roots = random_prompts((40, 60, 25))
 
     def look(*_: int) -> None:

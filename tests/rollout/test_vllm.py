@@ -257,8 +257,6 @@ def test_a_parameter_of_which_a_part_is_taken_or_more(
 def test_engines_by_name() -> None:
     with pytest.raises(ValueError, match="kind='trtllm' must be one of native, vllm"):
         build_engine("trtllm", {})
-    with pytest.raises(ValueError, match="takes no limit_bytes"):
-        build_engine("vllm", {}, limit_bytes=1)
     with pytest.raises(ValueError, match="takes its first GPU"):
         build_engine("vllm", {"path": ".", "device": "cuda:1"})
 

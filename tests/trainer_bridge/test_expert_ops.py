@@ -170,10 +170,10 @@ import re, subprocess, tempfile
 from triton import compile, knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rollout.ops import norm_and_activation
+from rollout.ops import row_wise
 from trainer_bridge.ops import experts
 
-KERNELS = vars(norm_and_activation) | vars(experts)
+KERNELS = vars(row_wise) | vars(experts)
 for name in ("_token_sum", "_pair_gradients", "_silu_mul", "_gated_gradient"):
     kernel = KERNELS[name]
     for element in ("*bf16", "*fp32"):

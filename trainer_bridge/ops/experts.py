@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memsaver.system.devices import Impl, use_triton
-from rollout.ops.norm_and_activation import silu_mul
+from rollout.ops.row_wise import silu_mul
 
 _BLOCK = 2048  # elements of a row at a time
 

@@ -1,17 +1,25 @@
-"""Grouped-query attention with rotary positions (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next)."""
+"""Grouped-query attention with rotary positions (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next), and one
+layer of the KV cache as every kind of attention reads it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvcache import KVPool
+from kvcache.config import check_option
+from kvcache.pools import DoubleSparseTokenToKVPool, MHATokenToKVPool, RoutedKVPool, TokenPool
 from kvcache.staging import heads_per_rank
-from rollout.model.layer_kv import layer_kv
-from rollout.model.mixers.base import Batch, LayerParts, MixerConfig, RopeConfig
-from rollout.ops.norm_and_activation import rms_norm
-from rollout.ops.products import linear
+from rollout.config import DoubleSparsity
+from rollout.model.double_sparsity import decode_sparse
+from rollout.model.mixers.base import AttentionPlan, Batch, LayerParts, MixerConfig, RopeConfig
+from rollout.ops.row_wise import linear, rms_norm
+from rollout.ops.torch_attention import Decode, StoredKV, TorchPlan, decode_bucket, torch_attention
+from rollout.ops.triton_attention import TritonPlan, triton_attention
 from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 
@@ -41,11 +49,9 @@ class AttentionConfig(MixerConfig):
                 f"num_attention_heads={self.num_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even for rotary embeddings")
-        assert self.window is None or self.window >= 1
-        if (self.rotary_dim or 0) % 2:
-            raise ValueError(f"rotary_dim={self.rotary_dim} must be even")
+        for key in ("head_dim", "rotary_dim"):
+            even = not (getattr(self, key) or 0) % 2
+            check_option(self, key, even, "must be even for rotary embeddings")
 
     @property
     def query_rows(self) -> int:
@@ -56,20 +62,13 @@ class AttentionConfig(MixerConfig):
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attn = layer + "self_attn."
         qkv = (("q_proj", self.query_rows * self.head_dim), ("k_proj", kv), ("v_proj", kv))
-        groups = [
-            stack(
-                attn + "qkv_proj.weight",
-                [(f"{attn}{name}.weight", (rows, hidden_size)) for name, rows in qkv],
-            )
-        ]
+        weights = [(f"{attn}{name}.weight", (rows, hidden_size)) for name, rows in qkv]
+        groups = [stack(attn + "qkv_proj.weight", weights)]
         if self.qkv_bias:
             biases = [(f"{attn}{name}.bias", (rows,)) for name, rows in qkv]
             groups.append(stack(attn + "qkv_proj.bias", biases))
         if self.qk_norm:
-            groups += [
-                one(attn + "q_norm.weight", self.head_dim),
-                one(attn + "k_norm.weight", self.head_dim),
-            ]
+            groups += [one(f"{attn}{name}_norm.weight", self.head_dim) for name in "qk"]
         groups.append(one(attn + "o_proj.weight", hidden_size, q))
         if self.o_bias:
             groups.append(one(attn + "o_proj.bias", hidden_size))
@@ -86,14 +85,82 @@ class AttentionConfig(MixerConfig):
         return found
 
     def of_rank(self, size: int) -> AttentionConfig:
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=heads_per_rank(size, self.num_kv_heads),
-        )
+        kv_heads = heads_per_rank(size, self.num_kv_heads)
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv_heads)
 
     def build(self, index: int, parts: LayerParts) -> Attention:
         return Attention(self, index, parts)
+
+
+class LayerKV:
+    """One layer of the KV cache as attention reads it: plain rows, scaled fp8 or FP4.
+
+    stored: the rows as they lie in the pool, read in place; None (FP4): kernels read a dequantized
+    copy of the batch's rows, which lives as long as the layer is computed.
+    """
+
+    def __init__(self, pool: KVPool, layer: int) -> None:
+        if isinstance(pool, RoutedKVPool):
+            pool, layer = pool.route(layer)
+        assert isinstance(pool, TokenPool)
+        self.pool, self.layer = pool, layer
+        self.stored: StoredKV | None = None
+        if not pool.fp4:
+            k, v = pool.get_kv_buffer(layer)
+            self.stored = StoredKV(k=k, v=v, scales=pool.device_scales(layer))
+        self._decode: Decode = partial(decode_bucket, self.rows)
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fp32 keys [n, Hkv, D] and values [n, Hkv, Dv] in slots int64 [n]."""
+        if self.stored is not None and self.stored.scales is None:
+            return self.stored.rows(slots)
+        keys, values = self.pool.get_rows(self.layer, slots)
+        return keys.float(), values.float()
+
+    def attend(self, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        """Compute causal attention of q [T, Hq, D] over the cache -> [T, Hq, Dv], of q's dtype.
+
+        Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan says how far
+        back queries see.
+        """
+        out = q.new_empty((*q.shape[:2], self.pool.config.value_dim))
+        if isinstance(plan, TorchPlan):
+            torch_attention(q, plan, scale, out, self.rows, self._decode)
+        else:
+            triton_attention(q, *self._for_kernels(plan), scale, out)
+        return out
+
+    def _for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
+        """Return tensors that a kernel can read, and the plan over them."""
+        if self.stored is not None:
+            return self.stored, plan
+        slots, gathered = plan.gathered
+        keys, values = self.pool.get_rows(self.layer, slots)
+        return StoredKV(k=keys, v=values), gathered
+
+    def label(self, slots: Tensor) -> None:
+        """Keep what decode chooses tokens by, once their rows are stored in `slots`."""
+
+
+class SparseKV(LayerKV):
+    """Keeps labels beside plain rows, by which decode chooses its tokens; prefill is full
+    attention.
+    """
+
+    def __init__(self, pool: KVPool, layer: int, sparsity: DoubleSparsity) -> None:
+        super().__init__(pool, layer)
+        assert isinstance(pool, DoubleSparseTokenToKVPool) and self.stored is not None
+        self._keys, self._labels = self.stored.k, pool
+        kv_heads = self._keys.shape[1]
+        self._channels = torch.tensor(sparsity.of_layer(layer, kv_heads), device=pool.device)
+        self._heads = torch.arange(kv_heads, device=pool.device)[:, None]
+        counts = sparsity.heavy_token_num, sparsity.recent_token_num
+        labels = pool.get_label_buffer(layer)
+        self._decode = partial(decode_sparse, self.stored, labels, self._channels, *counts)
+
+    def label(self, slots: Tensor) -> None:
+        labels = self._keys[slots[:, None, None], self._heads, self._channels]
+        self._labels.set_label_buffer(self.layer, slots, labels)
 
 
 class Attention:
@@ -108,12 +175,14 @@ class Attention:
         self._k_norm = store.tensor(name + "k_norm.weight") if config.qk_norm else None
         self._o = store.tensor(name + "o_proj.weight")
         self._ranks = parts.ranks
-        self._o_bias = (
-            store.tensor(name + "o_proj.bias") if config.o_bias and parts.ranks.rank == 0 else None
-        )
+        adds_bias = config.o_bias and parts.ranks.rank == 0
+        self._o_bias = store.tensor(name + "o_proj.bias") if adds_bias else None
         self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
         self._rotary = parts.rotary(config.rope, config.rotary_dim or config.head_dim)
-        self._kv = layer_kv(parts.pool, index, parts.sparsity)
+        kv = LayerKV(parts.pool, index)
+        self._kv = kv if parts.sparsity is None else SparseKV(parts.pool, index, parts.sparsity)
+        assert isinstance(kv.pool, MHATokenToKVPool)
+        self._layer, self._pool = kv.layer, kv.pool
         self._scale = config.head_dim**-0.5
         self._stage = f"attention of layer {index}"
 
@@ -126,16 +195,13 @@ class Attention:
         if self._q_norm is not None and self._k_norm is not None:
             q = rms_norm(q, self._q_norm, self._eps, zero_centred=self._centred)
             k = rms_norm(k, self._k_norm, self._eps, zero_centred=self._centred)
-        out = self._attend(q, k, v, batch)
+        at = batch if config.window is None else batch.sliding or batch
+        q = self._pool.set_rotated_kv_buffer(
+            self._layer, at.slots, q, k, v, batch.positions, self._rotary
+        )
+        self._kv.label(at.slots)
+        out = self._kv.attend(q, at.plan, self._scale)
         if config.output_gate:
             out = out * torch.sigmoid(gate)
         out = linear(out.reshape(x.shape[0], -1), self._o, self._o_bias)
         return self._ranks.sum(out, self._stage)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Rotates q and k, stores k and v, and attends: [T, Hq, D], [T, Hkv, D], [T, Hkv, D] -> [T,
-        Hq, D].
-        """
-        at = batch if self.config.window is None or batch.sliding is None else batch.sliding
-        q = self._kv.store(q, k, v, batch.positions, at.slots, self._rotary)
-        return self._kv.attend(q, at.plan, self._scale)

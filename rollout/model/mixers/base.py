@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -17,21 +17,16 @@ from kvcache import KVLayout, KVPool, ReqToTokenPool
 from kvcache.ops import RotaryTables
 from kvcache.tiers import HostTransfer
 from rollout.config import DoubleSparsity
-from rollout.ops.attention_plan import AttentionPlan, BatchShape
+from rollout.ops.torch_attention import BatchShape, TorchPlan
+from rollout.ops.triton_attention import TritonPlan
 from rollout.weights.params import ParamGroup, Splits
 
 if TYPE_CHECKING:
     from rollout.parallel import TensorParallel
     from rollout.weights.store import WeightStore
+
+AttentionPlan = TorchPlan | TritonPlan
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sliding:
-    """`slots` and `plan` of a `Batch` for sliding layers that have a pool of their own."""
-
-    slots: Tensor
-    plan: AttentionPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +35,17 @@ class Batch:
     finds the rest.
 
     shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64
-    [B], each request's row of the request table, on the device. sliding: what sliding layers use in
-    place of slots and plan, None where all layers see the same. loads: a layer's rows are there
-    once it waited for each of these.
+    [B], each request's row of the request table, on the device. sliding: the same batch with
+    the slots and plan of sliding layers; None where all layers see the same. loads: a layer's rows
+    are there once it waited for each of these.
     """
 
     positions: Tensor
     slots: Tensor
     rows: Tensor
     plan: AttentionPlan
-    shape: BatchShape | None
-    sliding: Sliding | None = None
+    shape: BatchShape | None = None
+    sliding: Batch | None = None
     loads: Sequence[HostTransfer] = ()
 
 
@@ -86,8 +81,7 @@ class LayerParts:
 
     store: the weights. layout: what each layer keeps; tokens in `pool`, states of linear layers in
     `table`. sparsity: what decode attends to, None for all. norm_eps, zero_centred_norms: see
-    `ModelConfig`. rotary: the tables of a `RopeConfig` and of how many elements of a head are
-    rotated, the same ones for all layers that ask alike.
+    `ModelConfig`.
     """
 
     store: WeightStore
@@ -98,7 +92,14 @@ class LayerParts:
     ranks: TensorParallel
     norm_eps: float
     zero_centred_norms: bool
-    rotary: Callable[[RopeConfig, int], RotaryTables]
+    _tables: dict[tuple[RopeConfig, int], RotaryTables] = field(default_factory=dict)
+
+    def rotary(self, rope: RopeConfig, dim: int) -> RotaryTables:
+        """Return tables for heads of which `dim` elements are rotated: layers share them."""
+        if (rope, dim) not in self._tables:
+            longest, device = self.table.max_context_len, self.table.device
+            self._tables[rope, dim] = rotary_tables(rope, dim, longest, device)
+        return self._tables[rope, dim]
 
 
 @dataclass(frozen=True, kw_only=True)

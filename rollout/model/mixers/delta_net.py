@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvcache.requests import HybridReqToTokenPool
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig
-from rollout.ops.attention_plan import BatchShape
-from rollout.ops.norm_and_activation import rms_norm
-from rollout.ops.products import linear
+from rollout.ops.row_wise import linear, rms_norm
+from rollout.ops.torch_attention import BatchShape
 from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 
@@ -55,11 +54,9 @@ class DeltaNetConfig(MixerConfig):
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
         net, channels, values = layer + "linear_attn.", sum(self.widths), self.widths[2]
         inputs = (("in_proj_qkvz", channels + values), ("in_proj_ba", 2 * self.num_value_heads))
+        stacked = [(f"{net}{name}.weight", (rows, hidden_size)) for name, rows in inputs]
         return [
-            stack(
-                net + "in_proj.weight",
-                [(f"{net}{name}.weight", (rows, hidden_size)) for name, rows in inputs],
-            ),
+            stack(net + "in_proj.weight", stacked),
             one(net + "conv1d.weight", channels, 1, self.kernel),
             one(net + "dt_bias", self.num_value_heads),
             one(net + "A_log", self.num_value_heads),
@@ -81,11 +78,8 @@ class DeltaNetConfig(MixerConfig):
         return {**found, "linear_attn.out_proj.weight": [Split(dim=1, units=(values,))]}
 
     def of_rank(self, size: int) -> DeltaNetConfig:
-        return replace(
-            self,
-            num_key_heads=self.num_key_heads // size,
-            num_value_heads=self.num_value_heads // size,
-        )
+        keys, values = self.num_key_heads // size, self.num_value_heads // size
+        return replace(self, num_key_heads=keys, num_value_heads=values)
 
     def build(self, index: int, parts: LayerParts) -> DeltaNet:
         return DeltaNet(self, index, parts)
@@ -109,13 +103,10 @@ class DeltaNet:
         self._eps, self._ranks = parts.norm_eps, parts.ranks
         self._stage = f"linear attention of layer {index}"
         table = parts.table
-        assert isinstance(table, HybridReqToTokenPool), (
-            "the cache of a model with linear layers holds states"
-        )
+        assert isinstance(table, HybridReqToTokenPool), "a model with linear layers has states"
         self._slot_of = table.req_to_mamba
-        (self._conv_states,), self._states = table.mamba.states(
-            parts.layout.layers("linear").index(index)
-        )
+        nth = parts.layout.layers("linear").index(index)
+        (self._conv_states,), self._states = table.mamba.states(nth)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         assert batch.shape is not None, "not capturable"
@@ -123,12 +114,10 @@ class DeltaNet:
         slots = self._slot_of[batch.rows].long()
         out = torch.empty_like(z)
         for requests, tokens, length in _segments(batch.shape):
-            inputs = [each[tokens].unflatten(0, (-1, length)) for each in (mixed, beta, decay)]
-            out[tokens] = (
-                self._advance(inputs[0], inputs[1], inputs[2], slots[requests])
-                .flatten(0, 1)
-                .to(x.dtype)
-            )
+            inputs = (each[tokens].unflatten(0, (-1, length)) for each in (mixed, beta, decay))
+            channels, betas, decays = inputs
+            advanced = self._advance(channels, betas, decays, slots[requests])
+            out[tokens] = advanced.flatten(0, 1).to(x.dtype)
         out = rms_norm(out, self._norm, self._eps) * F.silu(z.float())
         out = linear(out.to(x.dtype).flatten(1), self._out)
         return self._ranks.sum(out, self._stage)
@@ -155,14 +144,9 @@ class DeltaNet:
         """
         config = self.config
         mixed, self._conv_states[slots] = causal_conv(mixed, self._conv_states[slots], self._conv)
-        q, k, v = (
-            each.unflatten(2, (-1, dim))
-            for each, dim in zip(
-                mixed.split(config.widths, dim=2),
-                (config.key_dim, config.key_dim, config.value_dim),
-                strict=True,
-            )
-        )
+        dims = config.key_dim, config.key_dim, config.value_dim
+        parts = zip(mixed.split(config.widths, dim=2), dims, strict=True)
+        q, k, v = (each.unflatten(2, (-1, dim)) for each, dim in parts)
         q, k = (each.repeat_interleave(config.shared, dim=2) for each in (q, k))
         out, self._states[slots] = gated_delta_rule(q, k, v, decay, beta, self._states[slots])
         return out

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kvcache.ops import rotate_heads
 from kvcache.pools import MLATokenToKVPool
-from rollout.model.layer_kv import layer_kv
+from rollout.model.mixers.attention import LayerKV
 from rollout.model.mixers.base import Batch, LayerParts, MixerConfig, RopeConfig
-from rollout.ops.norm_and_activation import rms_norm
-from rollout.ops.products import linear
+from rollout.ops.row_wise import linear, rms_norm
 from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
@@ -55,8 +54,7 @@ class MLAConfig(MixerConfig):
 
     @classmethod
     def of(cls, config: Any, rope: RopeConfig) -> MLAConfig:
-        """Reads a Hugging Face config; ValueError names the key of what is not computed here."""
-        _refuse_unsupported(config)
+        """Read a Hugging Face config."""
         return cls(
             num_heads=config.num_attention_heads,
             q_rank=config.q_lora_rank,
@@ -86,12 +84,8 @@ class MLAConfig(MixerConfig):
             (f"{attn}kv_a_proj_with_mqa", self.kv_rank + self.rope_dim),
         )
         kv_rows = self.num_heads * (self.nope_dim + self.value_dim)
-        groups = [
-            stack(
-                attn + "qkv_a_proj.weight",
-                [(f"{name}.weight", (n, hidden_size)) for name, n in first],
-            )
-        ]
+        weights = [(f"{name}.weight", (n, hidden_size)) for name, n in first]
+        groups = [stack(attn + "qkv_a_proj.weight", weights)]
         if self.bias:
             biases = [(f"{name}.bias", (n,)) for name, n in first]
             groups.append(stack(attn + "qkv_a_proj.bias", biases))
@@ -121,15 +115,6 @@ class MLAConfig(MixerConfig):
         return LatentAttention(self, index, parts)
 
 
-def _refuse_unsupported(config: Any) -> None:
-    heads = config.num_attention_heads
-    if config.num_key_value_heads != heads:
-        raise ValueError(
-            f"num_key_value_heads={config.num_key_value_heads} is not supported with latent "
-            f"attention; supported: as many as num_attention_heads={heads}"
-        )
-
-
 class LatentAttention:
     """Weights are views, the halves of `kv_b_proj` too; they stay valid over pause and resume."""
 
@@ -145,13 +130,12 @@ class LatentAttention:
         self._to_keys, self._to_values = kv_b.split((config.nope_dim, config.value_dim), dim=1)
         self._o = store.tensor(name + "o_proj.weight")
         self._ranks = parts.ranks
-        self._o_bias = (
-            store.tensor(name + "o_proj.bias") if config.bias and parts.ranks.rank == 0 else None
-        )
+        adds_bias = config.bias and parts.ranks.rank == 0
+        self._o_bias = store.tensor(name + "o_proj.bias") if adds_bias else None
         self._rotary = parts.rotary(config.rope, config.rope_dim)
         assert isinstance(parts.pool, MLATokenToKVPool)
         self._layer, self._pool = index, parts.pool
-        self._kv = layer_kv(parts.pool, index, parts.sparsity)
+        self._kv = LayerKV(parts.pool, index)
         self._scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.score_scale
         self._stage = f"attention of layer {index}"
 
@@ -161,18 +145,11 @@ class LatentAttention:
         if self._q_norm is not None and self._q_b is not None:
             queries = linear(rms_norm(queries, self._q_norm, _EPS), self._q_b)
         key = self._rotate(key.unsqueeze(1), batch)
-        out = self._attend(
-            self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS), key, batch
-        )
+        query, latent = self._absorb(queries, batch), rms_norm(latent, self._kv_norm, _EPS)
+        self._pool.set_mla_kv_buffer(self._layer, batch.slots, latent.unsqueeze(1), key)
+        out = self._kv.attend(query, batch.plan, self._scale)
         out = linear(self._expand(out), self._o, self._o_bias)
         return self._ranks.sum(out, self._stage)
-
-    def _attend(self, q: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:
-        """Stores [T, rank] and [T, 1, rope], and attends: q [T, heads, rank + rope] -> [T, heads,
-        rank].
-        """
-        self._pool.set_mla_kv_buffer(self._layer, batch.slots, latent.unsqueeze(1), key)
-        return self._kv.attend(q, batch.plan, self._scale)
 
     def _absorb(self, queries: Tensor, batch: Batch) -> Tensor:
         """[T, heads * (nope + rope)] -> [T, heads, rank + rope]: what meets latent rows, beside
@@ -182,9 +159,8 @@ class LatentAttention:
         heads = queries.unflatten(1, (config.num_heads, -1))
         out = heads.new_empty((*heads.shape[:2], config.kv_rank + config.rope_dim))
         nope = heads[..., : config.nope_dim]
-        torch.bmm(
-            nope.transpose(0, 1), self._to_keys, out=out[..., : config.kv_rank].transpose(0, 1)
-        )
+        latent = out[..., : config.kv_rank].transpose(0, 1)
+        torch.bmm(nope.transpose(0, 1), self._to_keys, out=latent)
         self._rotate(heads[..., config.nope_dim :], batch, out[..., config.kv_rank :])
         return out
 
@@ -196,12 +172,6 @@ class LatentAttention:
 
     def _rotate(self, x: Tensor, batch: Batch, out: Tensor | None = None) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        rotate_heads(
-            x,
-            batch.positions,
-            self._rotary.cos,
-            self._rotary.sin,
-            out,
-            interleaved=self.config.interleaved,
-        )
+        cos, sin = self._rotary.cos, self._rotary.sin
+        rotate_heads(x, batch.positions, cos, sin, out, interleaved=self.config.interleaved)
         return out

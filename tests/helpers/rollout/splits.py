@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rollout.model.decoder import ExpertsConfig, GatedConfig
 from rollout.model.mixers.attention import AttentionConfig
 from rollout.model.mixers.base import RopeConfig
-from rollout.model.mlp import ExpertsConfig, GatedConfig
 from rollout.ops.experts import Routing
 from rollout.weights.params import VOCABULARY, Splits
 
@@ -15,14 +15,8 @@ _EXPERTS = ExpertsConfig(
 
 def decoder_splits(head_dim: int, size: int, experts: int = 1) -> Splits:
     """Over `size` ranks; experts: see `EngineConfig.expert_parallel`."""
-    attention = AttentionConfig(
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=head_dim,
-        rope=RopeConfig(theta=1e4),
-        qkv_bias=True,
-        o_bias=False,
-        qk_norm=False,
-    )
+    heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head_dim}
+    biases = {"qkv_bias": True, "o_bias": False, "qk_norm": False}
+    attention = AttentionConfig(rope=RopeConfig(theta=1e4), **heads, **biases)
     mlps = [GatedConfig(inner=1).splits(size, experts), _EXPERTS.splits(size, experts)]
     return {**VOCABULARY, **attention.splits(), **mlps[0], **mlps[1]}

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from kvcache import BlockManager, KVCacheConfig, ReqHandle, ReqToTokenPool
+from kvcache import BlockManager, ReqHandle, ReqToTokenPool
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from kvcache.pools import MHATokenToKVPool
-from rollout import KVTiers, SamplingParams
+from rollout import EngineConfig, KVTiers, SamplingParams
 from rollout.serving.prefix import Swapped
 from rollout.serving.samples import Sample
 from rollout.serving.scheduler import Scheduler
 from rollout.serving.tiers import TieredBlocks
+from tests.helpers.kvcache.blocks import make_pool
 from tests.helpers.rollout.poison import fill
 
 PS, PAGES, ROWS, CONTEXT, LAYERS = 2, 20, 6, 36, 2
@@ -30,18 +30,22 @@ def value(version: int, tokens: Sequence[int], layer: int) -> float:
     return float(hash((version, layer, *tokens)) % (1 << 24))
 
 
+def queued(number: int, prompt: list[int], params: SamplingParams, *stops: int) -> list[Sample]:
+    """The samples of a request, without an engine."""
+    of = {"request": number, "prompt": prompt, "params": params, "seed": 0}
+    return [Sample(index=i, stop_ids=frozenset(stops), **of) for i in range(params.n)]
+
+
 class Recorded(TieredBlocks):
-    """Remembers what was admitted in a step, and preempts by dice; without dice it swaps."""
+    """Remembers what was admitted in a step, and preempts by dice."""
 
     def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
         super().__init__(blocks, config)
         self.admitted: list[tuple[ReqHandle, list[int]]] = []
-        self.dice: random.Random | None = dice
+        self.dice = dice
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
-        if self.dice is not None and self.dice.random() >= 0.7:
-            return None
-        return super().swap_out(handle, tokens)
+        return super().swap_out(handle, tokens) if self.dice.random() < 0.7 else None
 
     def admit(
         self, tokens: Sequence[int], swapped: Swapped | None = None
@@ -55,24 +59,14 @@ class Recorded(TieredBlocks):
 class World:
     def __init__(self, device: str, dice: random.Random, host_pages: int, **tiers: Any) -> None:
         self.dice, self.seen = dice, Counter[str]()
-        config = KVCacheConfig(
-            num_layers=LAYERS,
-            num_kv_heads=1,
-            head_dim=2,
-            size=PAGES * PS,
-            page_size=PS,
-            dtype=torch.float32,
-            device=device,
-        )
-        self.pool = MHATokenToKVPool(config)
+        self.pool = make_pool(PAGES * PS, PS, num_layers=LAYERS, device=device)
         self.forget_device()
         self.table = ReqToTokenPool(ROWS, CONTEXT, device)
-        ledger = PagedTokenToKVPoolAllocator(config.size, PS, device)
+        ledger = PagedTokenToKVPoolAllocator(PAGES * PS, PS, device)
         fields = KVTiers(host_bytes=host_pages * PAGE_BYTES, **tiers)
         self.blocks = Recorded(BlockManager(self.table, ledger, self.pool), fields, dice)
-        self.scheduler = Scheduler(
-            self.blocks, page_size=PS, max_running=ROWS, max_prefill_tokens=10
-        )
+        sizes = EngineConfig(page_size=PS, max_running=ROWS, max_prefill_tokens=10)
+        self.scheduler = Scheduler(self.blocks, sizes)
         self.requests = 0
 
     @property
@@ -90,19 +84,7 @@ class World:
         )
         self.scheduler.check_fits("prompt", len(prompt), params)
         number, self.requests = self.requests, self.requests + 1
-        self.scheduler.add(
-            [
-                Sample(
-                    request=number,
-                    index=i,
-                    prompt=prompt,
-                    params=params,
-                    seed=0,
-                    stop_ids=frozenset([9]),
-                )
-                for i in range(params.n)
-            ]
-        )
+        self.scheduler.add(queued(number, prompt, params, 9))
 
     def step(self) -> None:
         """What the engine does, with a model whose rows can be told apart."""

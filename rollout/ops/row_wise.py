@@ -1,0 +1,318 @@
+"""Computes of each row alone, to the bit: dense products, RMS norm, alone and with the
+residual addition before it, and the MLP's gated activation.
+
+cuBLAS splits the inner dimension of a product over several programs where it has few rows, and the
+sum of the parts is rounded in another order. cuBLASLt without that split gives a row of a
+half-precision product the same bits whatever rows are beside it, with two exceptions at few rows:
+for some shapes it has nothing but a kernel that is up to eleven times slower, and a single row may
+differ. There rows are added: as the bits are the same, a measurement may choose how many.
+Products of fp32 tensors keep the library's own choice.
+
+Norm and activation have a torch reference and a Triton kernel. The norm's rounding points are
+transformers': fp32 until the weight, then the model dtype. The kernel rounds at the same places;
+only the order of its sum of squares differs; a program takes one wide row, or several short ones
+(attention heads), in one pass. zero_centred: the gain is 1 + weight, and in fp32, as Qwen3-Next has
+it.
+"""
+
+import contextlib
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memsaver.system.devices import Impl, use_triton
+
+_TILE = 1024  # elements of a norm's program, unless one row is longer
+_BLOCK = 1024
+_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+_RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+_SLOW = 1.5  # times as long as more rows take
+_REPEATS = 5
+_MAX_ELEMENTS = 1 << 24  # of a product that is measured: 32 MiB
+_MAX_ROUTERS = 1024  # rows of a weight that may be a router, whose product may be wide
+
+_Key = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
+_padded: dict[_Key, tuple[int, ...]] = {}
+"""Rows to compute for each number of rows, of the shapes that need it on a device. Written by
+`probe_products` alone.
+"""
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    wide: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N].
+
+    Inside of `row_invariant_products` a row's bits depend on nothing but that row.
+
+    Args:
+        wide: Return fp32 sums of the exact products, not rounded to x's dtype.
+        out: Where to write the result.
+    """
+    rows, count = _padded.get(_key(weight, bias, wide), ()), len(x)
+    if count >= len(rows) or rows[count] == count:
+        return _product(x, weight, bias, wide, out)
+    more = x.new_empty((rows[count], x.shape[1]))
+    more[:count] = x
+    found = _product(more, weight, bias, wide)[:count]
+    return found if out is None else out.copy_(found)
+
+
+def _key(weight: Tensor, bias: Tensor | None, wide: bool) -> _Key:
+    return weight.device, weight.dtype, weight.shape, bias is not None, wide
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, out: Tensor | None = None
+) -> Tensor:
+    if wide and x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    if wide:
+        return F.linear(x.float(), weight.float())
+    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
+
+
+@contextlib.contextmanager
+def row_invariant_products(device: torch.device) -> Iterator[None]:
+    """Launch half-precision products on a GPU without split-K, and restore torch's settings.
+
+    The settings are the process's: products that other threads launch meanwhile have them too.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    found = {
+        name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in _REDUCTIONS
+    }
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        for name in _REDUCTIONS:
+            setattr(matmul, name, (False, False))
+        yield
+    finally:
+        for name, setting in found.items():
+            setattr(matmul, name, setting)
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+@torch.no_grad()
+def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
+    """Measure products with weights on a GPU, and return the shapes whose bits depend on the rows.
+
+    Args:
+        products: One weight [N, K] of each shape and its bias [N]. Overwritten: they are zero
+            afterwards.
+    """
+    variant = []
+    for weight, bias in products:
+        generator = torch.Generator(weight.device).manual_seed(0)
+        filled = [weight] if bias is None else [weight, bias]
+        for tensor in filled:
+            tensor.normal_(generator=generator)
+        with warnings.catch_warnings(), row_invariant_products(weight.device):
+            warnings.simplefilter("ignore")  # torch calls the choice of a library experimental
+            kinds = (False, True) if bias is None and len(weight) <= _MAX_ROUTERS else (False,)
+            same = [_probe(weight, bias, wide, generator) for wide in kinds]
+            if not all(same):
+                variant.append(tuple(weight.shape))
+        for tensor in filled:
+            tensor.zero_()
+    return variant
+
+
+def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Generator) -> bool:
+    """Note how many rows to compute; return whether all of them then have the same bits."""
+    most = max(33, min(2 * _RUNGS[-1] + 1, _MAX_ELEMENTS // len(weight)))
+    x = torch.empty((most, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    x.normal_(generator=generator)
+    whole = _product(x, weight, bias, wide)
+    times: dict[int, float] = {}
+    for rows in _RUNGS:
+        if rows < most and torch.equal(_product(x[:rows], weight, bias, wide), whole[:rows]):
+            times[rows] = _shortest(x[:rows], weight, bias, wide)
+    chosen = {rows: _fastest(times, rows) for rows in _RUNGS if rows < most}
+    if any(rows != more for rows, more in chosen.items()):
+        rungs = (_RUNGS[bisect_left(_RUNGS, count)] for count in range(max(chosen) + 1))
+        _padded[_key(weight, bias, wide)] = tuple(chosen[rung] for rung in rungs)
+    return all(more in times for more in chosen.values())
+
+
+def _fastest(times: dict[int, float], rows: int) -> int:
+    """Return the least number of rows from `rows` on that is not slow for its size."""
+    enough = {more: time for more, time in times.items() if more >= rows}
+    limit = _SLOW * min(enough.values(), default=0.0)
+    return min((more for more, time in enough.items() if time <= limit), default=rows)
+
+
+def _shortest(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> float:
+    """Return the milliseconds of one product, the least of some."""
+    clock = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    for event in clock:
+        event.record()
+        _product(x, weight, bias, wide)
+    torch.cuda.synchronize(x.device)
+    return min(first.elapsed_time(then) for first, then in pairwise(clock))
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, impl: Impl = "auto", *, zero_centred: bool = False
+) -> Tensor:
+    """weight * x / rms(x) over the last dimension: x [..., H], weight [H] of x's dtype ->
+    contiguous [..., H].
+
+    The last dimension of x is contiguous; rows of a matrix and heads of a [T, heads, H] view lie
+    anywhere.
+    """
+    if use_triton(impl, x.device):
+        return _norm_triton(x, None, weight, eps, zero_centred)[0]
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1 + weight.float())).to(x.dtype) if zero_centred else weight * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    impl: Impl = "auto",
+    *,
+    zero_centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), both [..., H]; the sum is rounded to the model dtype
+    before its norm.
+    """
+    if use_triton(impl, x.device):
+        assert x.shape == residual.shape and x.dtype == residual.dtype
+        return _norm_triton(x, residual, weight, eps, zero_centred)
+    residual = x + residual
+    return rms_norm(residual, weight, eps, "torch", zero_centred=zero_centred), residual
+
+
+def _norm_triton(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor]:
+    """The norm, and what it is of: the sum with `added`; without that undefined."""
+    assert weight.dtype == x.dtype and weight.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if added is None else torch.empty_like(out)
+    residual = x if added is None else added
+    size = x.shape[-1]
+    x, residual = (each if each.dim() == 3 else each.reshape(-1, 1, size) for each in (x, residual))
+    assert x.stride(2) == residual.stride(2) == 1, "the elements of a row must be contiguous"
+    heads, rows = x.shape[1], x.shape[0] * x.shape[1]
+    block = triton.next_power_of_2(size)
+    per_program = max(1, _TILE // block)
+    with torch.cuda.device_of(out):
+        _rms_norm[(triton.cdiv(rows, per_program),)](
+            x, residual, weight, out, total, eps, rows, heads,
+            x.stride(0), x.stride(1), residual.stride(0), residual.stride(1),
+            SIZE=size, BLOCK=block, ROWS=per_program, ADD=added is not None,
+            ZERO_CENTRED=zero_centred, num_warps=min(16, max(1, block * per_program // 256)),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, out, total, eps, rows, heads,
+    stride_x, stride_x_head, stride_residual, stride_residual_head, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Program: rows [ROWS * id, ROWS * (id + 1)) of the flattened leading dimensions."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
+    token, head = (row // heads).to(tl.int64), row % heads
+    to = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    dtype = out.dtype.element_ty
+
+    source = x + (token * stride_x + head * stride_x_head)[:, None] + column[None, :]
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        source = (
+            residual
+            + (token * stride_residual + head * stride_residual_head)[:, None]
+            + column[None, :]
+        )
+        rounded = (value + tl.load(source, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(total + to, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    # times 1 / SIZE, as torch.mean does on a GPU
+    scale = tl.rsqrt(tl.sum(value * value, 1) * (1.0 / SIZE) + eps)
+    normed = value * scale[:, None]
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        gain += 1.0
+    else:
+        normed = normed.to(dtype).to(tl.float32)
+    tl.store(out + to, (gain[None, :] * normed).to(dtype), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
+    """silu(gate) * up: [T, 2I], gate first, rows anywhere, elements of a row contiguous ->
+    contiguous [T, I].
+
+    silu is computed in fp32 and rounded to the model dtype before the product, as transformers
+    does.
+    """
+    if not use_triton(impl, gate_up.device):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    tokens, width = gate_up.shape
+    assert width % 2 == 0 and gate_up.stride(1) == 1
+    out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(_BLOCK, triton.next_power_of_2(width // 2))
+    with torch.cuda.device_of(out):
+        _silu_mul[(tokens, triton.cdiv(width // 2, block))](
+            gate_up, out, gate_up.stride(0), width // 2, BLOCK=block, enable_fp_fusion=False
+        )
+    return out
+
+
+@triton.jit
+def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (token, block of the intermediate size)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * size + column, gated(gate, up, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) * up of fp32 values, both factors and the product rounded to `dtype`."""
+    silu = tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
+
+
+@triton.jit
+def _exp(x):  # type: ignore[no-untyped-def]
+    """e**x of fp32 x to 2 ulp. tl.exp is off by |x| / 2 ulp: it rounds x * log2(e) before the
+    power.
+
+    x = n * ln(2) + rest, with ln(2) in two parts of which the first has so few bits that n times it
+    is exact. The result is 0 below -87 (where it would be subnormal soon) and infinite above 88.
+    """
+    low, high = x < -87.0, x > 88.0
+    safe = tl.where(low | high, 0.0, x)
+    n = tl.floor(safe * 1.4426950408889634 + 0.5)
+    rest = (safe - n * 0.693145751953125) - n * 1.4286068203094172e-06
+    power = tl.exp2(rest * 1.4426950408889634) * tl.exp2(n)
+    return tl.where(low, 0.0, tl.where(high, float("inf"), power))

@@ -1,0 +1,179 @@
+"""Paged attention by Triton: how the kernels find the tokens of a batch, and their launches.
+
+The kernels' work (chunked causal prefill, split-KV decode, the query heads of a KV head packed in
+both) is laid out by a request's own lengths only, so a request's result does not depend on the
+batch it is in, nor, in half precision, on how its prompt was cut into chunks. The decode launch
+depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rollout.ops import attention_kernels as kernels
+from rollout.ops.torch_attention import BatchShape, StoredKV
+
+_NO_WINDOW = 2**31 - 1  # longer than any request
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonPlan:
+    """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of
+    req_to_token, first query token, tokens cached, query tokens; decode requests first. kv_lens:
+    the tokens cached on the host, too.
+    window, mapping: see `plan_torch`.
+
+    Decode takes its lengths from the device only: a caller may build a plan over static tensors,
+    num_prefill and max_q_len 0, and refill them between replays of a CUDA graph. A padding request
+    has one token, in any valid row.
+    """
+
+    req_to_token: Tensor
+    meta: Tensor
+    num_decode: int
+    num_prefill: int
+    max_q_len: int
+    kv_lens: tuple[int, ...] = ()
+    window: int | None = None
+    mapping: Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """Keys that a query sees at most."""
+        return self.window or _NO_WINDOW
+
+    @cached_property
+    def gathered(self) -> tuple[Tensor, TritonPlan]:
+        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of
+        their rows alone.
+        """
+        assert len(self.kv_lens) == self.meta.shape[1], "no lengths on the host"
+        device, total = self.meta.device, sum(self.kv_lens)
+        lens = self.meta[2].long()
+        starts = lens.cumsum(0) - lens
+        request = torch.repeat_interleave(lens, output_size=total)
+        positions = torch.arange(total, device=device) - starts[request]
+        slots = self.req_to_token[self.meta[0][request].long(), positions]
+        table = (starts[:, None] + torch.arange(max(self.kv_lens), device=device)).int()
+        numbers = torch.arange(len(lens), device=device, dtype=torch.int32)
+        meta = torch.cat([numbers[None], self.meta[1:]])
+        slots = slots.long() if self.mapping is None else self.mapping[slots]
+        return slots, replace(self, req_to_token=table, meta=meta, mapping=None)
+
+
+def plan_triton(
+    shape: BatchShape,
+    req_to_token: Tensor,
+    window: int | None = None,
+    mapping: Tensor | None = None,
+) -> TritonPlan:
+    """Return the index tensors of one forward; see `plan_torch`."""
+    starts = list(accumulate(shape.q_lens, initial=0))[:-1]
+    device = req_to_token.device
+    numbers = [list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)]
+    pinned = device.type == "cuda"  # else the copy would wait for the kernels under way
+    meta = torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
+    return TritonPlan(
+        req_to_token=req_to_token,
+        meta=meta.to(device, non_blocking=True),
+        num_decode=shape.num_decode,
+        num_prefill=len(shape.rows) - shape.num_decode,
+        max_q_len=max(shape.q_lens[shape.num_decode :], default=0),
+        kv_lens=tuple(shape.kv_lens),
+        window=window,
+        mapping=mapping,
+    )
+
+
+def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
+    """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold
+    them.
+
+    rows, positions: integers [B] on the device, a request's row of req_to_token and the position of
+    its query token. Without window and mapping: `dataclasses.replace` gives a plan those.
+    """
+    count = len(rows)
+    meta = torch.empty((4, count), dtype=torch.int32, device=req_to_token.device)
+    meta[0] = rows
+    torch.arange(count, out=meta[1])
+    torch.add(positions, 1, out=meta[2])
+    meta[3] = 1
+    return TritonPlan(
+        req_to_token=req_to_token, meta=meta, num_decode=count, num_prefill=0, max_q_len=0
+    )
+
+
+def triton_attention(
+    q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float, out: Tensor
+) -> None:
+    """Causal attention of q [T, Hq, D] -> out [T, Hq, Dv], of q's dtype.
+
+    Softmax and sums are fp32; products too, except those of half-precision tensors.
+    """
+    fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
+    k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
+    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
+    table, meta = plan.req_to_token, plan.meta
+    read = (q, k_cache, v_cache, stored.scales, table, plan.mapping, meta)
+    strides = (
+        *q.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2], table.stride(0),
+        meta.stride(0),
+    )  # fmt: skip
+    (heads, dim), (kv_heads, value_dim) = q.shape[1:], v_cache.shape[1:]
+    wide, latent = kernels.is_wide(q, k_cache, v_cache), kernels.is_latent(k_cache, v_cache)
+    cut = kernels.Cut(heads // kv_heads, dim, value_dim, wide, latent, fp8)
+    log2_scale = scale * math.log2(math.e)
+    if plan.num_decode:
+        _launch_decode(read, strides, out, plan, log2_scale, kernels.decode_blocks(cut))
+    if plan.num_prefill:
+        blocks = kernels.prefill_blocks(cut, windowed=plan.window is not None)
+        row_blocks = triton.cdiv(plan.max_q_len * blocks["GROUP"], blocks["BLOCK_M"])
+        kernels.prefill[(row_blocks, plan.num_prefill, kv_heads)](
+            *read, out, *strides, *out.stride()[:2], plan.num_decode, plan.reach, log2_scale,
+            **blocks,
+        )  # fmt: skip
+
+
+@cache
+def _converts_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _launch_decode(
+    read: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    out: Tensor,
+    plan: TritonPlan,
+    log2_scale: float,
+    blocks: dict[str, Any],
+) -> None:
+    """read, strides: the arguments that both kernels begin with, and their strides, in order.
+    blocks: of `decode_blocks`.
+    """
+    (heads, value_dim), count, group = out.shape[1:], plan.num_decode, blocks["GROUP"]
+    reach = min(plan.req_to_token.shape[1], plan.reach)
+    splits = min(kernels.NUM_SPLITS.value, triton.cdiv(reach, kernels.MIN_SPLIT.value))
+    if splits == 1:
+        part, lse = out.unsqueeze(2), None
+    else:
+        part = out.new_empty((count, heads, splits, value_dim), dtype=torch.float32)
+        lse = out.new_empty((count, heads, splits), dtype=torch.float32)
+    kernels.decode_split[(count, heads // group * triton.cdiv(group, blocks["BLOCK_G"]), splits)](
+        *read, part, lse, *strides, *part.stride()[:2], splits, plan.reach, log2_scale, **blocks
+    )
+    if lse is not None:
+        meta, block = plan.meta, blocks["BLOCK_V"]
+        kernels.decode_combine[(count, heads)](
+            part, lse, meta, out, meta.stride(0), *out.stride()[:2], splits, plan.reach,
+            VALUE_DIM=value_dim, BLOCK_V=block,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=kernels.combine_warps(block),
+        )  # fmt: skip
