@@ -157,11 +157,11 @@ class Ours(Rival):
 
     def give(self, tensors: dict[str, Tensor]) -> None:
         from memsaver.system.devices import place_of
-        from trainer_bridge.sync.shards import fsdp_shards
+        from trainer_bridge.sync.shards import shard_of
         from trainer_bridge.sync.weight_sync import WeightSync
 
         self.tensors = tensors
-        shards = [fsdp_shards(name, each.shape, "bfloat16", 1)[0] for name, each in tensors.items()]
+        shards = [shard_of(name, each, 0) for name, each in tensors.items()]
         place = place_of(torch.device("cuda:0"))
 
         def connect() -> None:

@@ -68,17 +68,43 @@ def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -
         saver.release_retained(peer.ticket, peer.nbytes.get(into, 0))
 
 
-class EngineBase:
+class SaverSide:
+    """One side of a device, a trainer or an engine: what it tells of its saver, and who gets the
+    memory that it does not need now.
+    """
+
+    saver: MemorySaver
+    _peer: PeerSaver | None = None
+
+    def as_peer(self) -> PeerSaver:
+        """Return what the other side of this device is told, to hand memory over to this one."""
+        return PeerSaver.of(self.saver)
+
+    def hand_over_to(self, peer: PeerSaver | None) -> None:
+        """Say who gets the memory that `into=` names; None: the driver."""
+        self._peer = peer
+
+    def report(self, *, others: bool = True) -> Report:
+        """See `MemorySaver.report`."""
+        return self.saver.report(others=others)
+
+    def drain_events(self) -> list[Event]:
+        return self.saver.drain_events()
+
+    def take_usage(self) -> Usage:
+        """See `MemorySaver.take_usage`."""
+        return self.saver.take_usage()
+
+
+class EngineBase(SaverSide):
     """A subclass makes these, and says when weights may be offered, committed and given up.
 
     tags: that it has memory on.
     """
 
-    saver: MemorySaver
     store: WeightPages
     tags: Sequence[str] = TAGS
     _update: WeightUpdate
-    _peer: PeerSaver | None = None
 
     # ---------------------------------------------------------------- weights
 
@@ -134,29 +160,10 @@ class EngineBase:
         tag = self.store.tag
         self.saver.reserve_host({tag: self.saver.report(others=False).tags[tag].live_bytes})
 
-    def as_peer(self) -> PeerSaver:
-        """Returns what the trainer of this device is told, to hand memory over to the engine."""
-        return PeerSaver.of(self.saver)
-
-    def hand_over_to(self, peer: PeerSaver | None) -> None:
-        """Say who gets the memory in `sleep(into=)`; None: the driver."""
-        self._peer = peer
-
     def shrink(self) -> None:
         """Say that what is asked for next are the last answers before a sleep, and that others wait
         for memory. Without effect where a KV cache has one size.
         """
-
-    def report(self, *, others: bool = True) -> Report:
-        """See `MemorySaver.report`."""
-        return self.saver.report(others=others)
-
-    def drain_events(self) -> list[Event]:
-        return self.saver.drain_events()
-
-    def take_usage(self) -> Usage:
-        """See `MemorySaver.take_usage`."""
-        return self.saver.take_usage()
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
         """The ones of `tags` that the engine has memory on; ValueError for a name that none has."""

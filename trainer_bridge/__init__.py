@@ -4,7 +4,7 @@ from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.coordinator import open_inprocess, open_ray
 from trainer_bridge.cycle import Cycle
 from trainer_bridge.errors import ActorDied, ActorError, ActorTimeout, CycleError, RankFailed
-from trainer_bridge.sync.module import module_sync
+from trainer_bridge.sync.weight_sync import module_sync
 from trainer_bridge.trainer import Trainer
 from trainer_bridge.training.batch import SequenceBatch
 

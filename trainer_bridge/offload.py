@@ -50,7 +50,7 @@ class _Overlapped:
 
 
 class Offloader:
-    """Pauses and resumes tags; without a saver it only remembers which are offloaded.
+    """Pauses and resumes tags.
 
     A tag with a version is offloaded without a copy where its content is still of the version that
     was offloaded last. What was begun beside other work counts as done, one after the other, and
@@ -58,19 +58,17 @@ class Offloader:
     changed.
     """
 
-    def __init__(self, saver: MemorySaver | None) -> None:
-        self.peer: PeerSaver | None = None  # the engine of this device
+    def __init__(self, saver: MemorySaver) -> None:
         self.order: Callable[[], Sequence[Tensor]] = tuple  # in which content is to come back
         self._prefetching: list[tuple[tuple[str, ...], Prefetch]] = []
         self._saver = saver
-        self._watch = None if saver is None else ContentWatch(saver)
+        self._watch = ContentWatch(saver)
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
         self._offloaded: set[str] = set()
         self._pinned: set[str] = set()  # tags that there is host memory for
         self._begun: list[_Overlapped] = []
-        bind = None if saver is None else saver.backend.bind_thread
-        self._thread = ThreadPoolExecutor(1, "trainer-offloading", bind)
+        self._thread = ThreadPoolExecutor(1, "trainer-offloading", saver.backend.bind_thread)
 
     def add(
         self,
@@ -89,12 +87,17 @@ class Offloader:
 
     def note(self, *memory: str) -> None:
         """Take the content of these tags of the saver, as far as the trainer has them, as known."""
-        if self._watch is not None:
-            self._watch.note(*[name for name in self._memory(tuple(self._tags)) if name in memory])
+        self._watch.note(*[name for name in self._memory(tuple(self._tags)) if name in memory])
 
-    def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
+    def offload(
+        self,
+        *tags: str,
+        wait: bool = True,
+        into: str | None = None,
+        peer: PeerSaver | None = None,
+    ) -> None:
         """Move the tags (none: all) to the host and free their memory, into this tag of the
-        peer's as far as it needs it.
+        peer's, the engine of this device, as far as it needs it.
 
         wait: False begins to copy and returns; their memory is freed when the copy is there, and
         until then they must not be written.
@@ -103,14 +106,15 @@ class Offloader:
         self.await_content()
         chosen = self._chosen(tags)
         before = frozenset(filter(self._is_offloaded, self._tags))
-        if self._saver is not None and wait:
+        saver = self._saver
+        if wait:
             for tag in chosen:
                 if (version := self._tags[tag]) is not None and tag not in before:
-                    self._saver.mark_clean(tag, version())
+                    saver.mark_clean(tag, version())
             if memory := self._memory(chosen):  # of none the saver would pause all
-                with handing_over(self._saver, self.peer, into) as release:
-                    self._saver.pause(*memory, content="host", release=release)
-        elif (saver := self._saver) is not None:
+                with handing_over(saver, peer, into) as release:
+                    saver.pause(*memory, content="host", release=release)
+        else:
             memory = self._memory([tag for tag in chosen if tag not in before])
             saver.backend.synchronize()  # what still writes the tags
             fresh, self._pinned = set(memory) - self._pinned, self._pinned | set(memory)
@@ -130,8 +134,8 @@ class Offloader:
             self._end_begun()
         if wait is True:
             self.await_content()
-        chosen = self._chosen(tags)
-        if (saver := self._saver) is not None and (memory := self._memory(chosen)):
+        chosen, saver = self._chosen(tags), self._saver
+        if memory := self._memory(chosen):
             if wait is True:  # of none the saver would resume all
                 saver.resume(*memory)
             elif wait:
@@ -171,7 +175,7 @@ class Offloader:
     @held()  # an interrupt in the middle of a look would leave a future locked
     def _end_begun(self) -> None:
         """Wait for the copies out of what was begun, and for the memory of what comes back."""
-        if self._begun and self._saver is not None:
+        if self._begun:
             self._saver.backend.require_own_process()  # the thread is not there in a forked child
         for each in self._begun:
             each.awaited.set()
@@ -214,8 +218,6 @@ class Offloader:
                 raise StateError(
                     f"{method}() needs tag {tag!r}, which is offloaded; call reload({tag!r}) first"
                 )
-            if self._saver is None or self._watch is None:
-                continue
             if lacking := shortfall(self._saver, self._memory_of[tag]):
                 raise StateError(f"{method}() needs tag {tag!r}: {lacking}")
             if not undefined and (lost := self._watch.lost(*self._memory_of[tag])):
@@ -226,8 +228,7 @@ class Offloader:
 
     def _is_offloaded(self, tag: str) -> bool:
         """Return whether the tag counts as offloaded, or is paused in truth."""
-        paused = self._saver is not None and any(map(self._saver.is_paused, self._memory_of[tag]))
-        return tag in self._offloaded or paused
+        return tag in self._offloaded or any(map(self._saver.is_paused, self._memory_of[tag]))
 
     def _prefetch(
         self, saver: MemorySaver, begun: _Overlapped, tags: Sequence[str], needed: int, pause: float

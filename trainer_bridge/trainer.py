@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memsaver import Event, MemorySaver, Report, Usage
+from memsaver import MemorySaver
 from memsaver.errors import StateError
 from memsaver.system.devices import place_of
-from rollout.engine_base import PeerSaver
+from rollout.engine_base import SaverSide
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
 from rollout.weights import Manifest
@@ -21,9 +21,8 @@ from trainer_bridge.config import TrainerConfig
 from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
-from trainer_bridge.sync.module import Shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
-from trainer_bridge.sync.writer import LowRank
+from trainer_bridge.sync.writer import LowRank, Shards
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
@@ -54,14 +53,13 @@ from trainer_bridge.training.optimizer import (
 )
 
 
-class Trainer:
+class Trainer(SaverSide):
     """Scores sequences, learns from them, and writes its weights into a rollout's memory.
 
     Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host;
-    gradients, activations and unsharded layers are torch's own memory. Without a saver all of it
-    is, and `offload` keeps the memory. With `config.critic` a critic lies on `critic` and
-    `critic_optim`; with `config.reference` the first weights lie on `reference`, which is offloaded
-    until somebody reloads it.
+    gradients, activations and unsharded layers are torch's own memory. With `config.critic` a
+    critic lies on `critic` and `critic_optim`; with `config.reference` the first weights lie on
+    `reference`, which is offloaded until somebody reloads it.
 
     With `config.optimizer_offload` nothing is on `optim`: moments, and masters of more precision
     than the parameters, lie on the host for good (`StreamedAdamW`). An update that is interrupted
@@ -84,33 +82,33 @@ class Trainer:
         layout: Manifest | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        """shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first
+        """saver: None makes one.
+
+        shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first
         dimension.
 
         layout: of the rollout that `alias_weights` is for: parameters lie on tag `params` as its
-        weights do. One rank with a saver, whole parameters of the same dtypes; a ValueError says
+        weights do. One rank, whole parameters of the same dtypes; a ValueError says
         what is not so.
 
         runtime: in place of the device that `config` names and of this process's default group.
         """
         self.config = config
-        self.saver = saver
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self._runtime = runtime = runtime or Runtime.open(config.device)
         self.device, self.rank = runtime.device, runtime.rank
+        self.saver = saver = saver or MemorySaver(device=runtime.device)
         with contextlib.ExitStack() as undo:
             undo.callback(runtime.close)
-            if layout is not None and (saver is None or runtime.world > 1 or config.lora):
-                rule = "layout is for one rank with a MemorySaver, without TrainerConfig.lora"
+            if layout is not None and (runtime.world > 1 or config.lora):
+                rule = "layout is for one rank, without TrainerConfig.lora"
                 raise ValueError(f"{rule}; leave it away, and sync by copies")
             self._offloader = Offloader(saver)
-            if saver is not None:
-                reserve_offload(config, runtime.world, saver)
+            reserve_offload(config, runtime.world, saver)
             self.reference = self._first_weights()
-            dtype = config.torch_dtype
-            self.model = build_model(config, runtime, saver, shard_dims, layout, drawn_as=dtype)
+            self.model = build_model(config, runtime, saver, shard_dims, layout)
             if config.router_aux_loss_coef and not balanced_routers(self.model):
                 rule = "is of a mixture of experts that has this loss, and this model is none"
                 raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; leave it 0")
@@ -118,7 +116,7 @@ class Trainer:
                 list(trained_params(self.model).values()), config, runtime, saver
             )
             if isinstance(self.optimizer, StreamedAdamW):
-                fill_weights(self.model, config, runtime, dtype, self.optimizer.masters())
+                fill_weights(self.model, config, runtime, self.optimizer.masters())
                 self.optimizer.publish()
             self._began_with = runtime.digest(self.model)
             self.step, self._schedule = 0, Schedule.of(config)
@@ -211,7 +209,7 @@ class Trainer:
         memory is freed when its copy is there, and the next call that needs a tag waits.
         """
         self.empty_cache()
-        self._offloader.offload(*tags, wait=wait, into=into)
+        self._offloader.offload(*tags, wait=wait, into=into, peer=self._peer)
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
         """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
@@ -261,19 +259,9 @@ class Trainer:
             derived=lambda: self._factors,
         )
         if self._layout is not None:
-            assert self.saver is not None
             self._share = PageAlias(
                 self.saver, PARAMS, self._layout, self._tensors, targets, agreement, self._buffers
             )
-
-    def as_peer(self) -> PeerSaver:
-        """Return what the engine of this device is told, to hand memory over to the trainer."""
-        assert self.saver is not None
-        return PeerSaver.of(self.saver)
-
-    def hand_over_to(self, peer: PeerSaver | None) -> None:
-        """Say who gets the memory in `offload(into=)`; None: the driver."""
-        self._offloader.peer = peer
 
     def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
         """Write the parameters into the engines' pages, verify them, and have them served as
@@ -295,7 +283,7 @@ class Trainer:
         finally:
             self._factors = {}  # what was gathered for it
 
-    def alias_weights(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
+    def alias_weights(self, version: int) -> SyncReceipt:
         """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is
         copied.
 
@@ -307,7 +295,7 @@ class Trainer:
             rule = "alias_weights() needs parameters that lie as the rollout's weights do"
             remedy = "make the trainer with layout=engine.manifest, and call connect([engine])"
             raise StateError(f"{rule}; {remedy}")
-        return self._share.share(version, verify=verify)
+        return self._share.share(version)
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's rows of every parameter by checkpoint name, without adapters; tied
@@ -358,17 +346,6 @@ class Trainer:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
         self._adapters.save(directory, self.config.model_path)
 
-    def report(self, *, others: bool = True) -> Report | None:
-        """See `MemorySaver.report`; None without a saver."""
-        return None if self.saver is None else self.saver.report(others=others)
-
-    def drain_events(self) -> list[Event]:
-        return [] if self.saver is None else self.saver.drain_events()
-
-    def take_usage(self) -> Usage | None:
-        """See `MemorySaver.take_usage`; None without a saver."""
-        return None if self.saver is None else self.saver.take_usage()
-
     def close(self) -> None:
         """Unmap the rollouts' pages, end the process group made here. The saver is its maker's."""
         self._offloader.close()
@@ -400,18 +377,12 @@ class Trainer:
         self._offloader.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> nn.Module | None:
-        """Return the reference, frozen, offloaded before anything else takes memory. It is in the
-        dtype that the policy computes in: what never changes needs no masters of more precision.
-        """
+        """Return the reference, frozen, offloaded before anything else takes memory."""
         config = self.config
         if not config.reference or config.lora is not None:
             return None
-        dtype = config.param_dtype or config.dtype
-        stored = dataclasses.replace(config, dtype=dtype, optimizer_offload=False)
-        reference = build_model(
-            stored, self._runtime, self.saver, tag=REFERENCE, drawn_as=config.torch_dtype
-        )
-        reference.requires_grad_(False)
+        stored = dataclasses.replace(config, optimizer_offload=False)
+        reference = build_model(stored, self._runtime, self.saver, tag=REFERENCE)
         self._offloader.add(REFERENCE, lambda: 0)
         self._offloader.offload(REFERENCE)
         return reference
@@ -450,6 +421,6 @@ class Trainer:
             raise StateError(f"{method}(): {text}; call load_checkpoint(), or start anew")
 
     def _require_unaliased(self, method: str) -> None:
-        if self.saver is not None and self.saver.leases(PARAMS):
+        if self.saver.leases(PARAMS):
             text = f"{method}() would change parameters that a rollout serves"
             raise StateError(f"{text}; put its weights to sleep first")

@@ -11,8 +11,7 @@ from torch import Tensor
 from memsaver.memory import empty_torch_cache
 from rollout.hosted import HostedRollout, VllmEngine
 from rollout.model import stored_buffers
-from trainer_bridge.sync.module import module_sync
-from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, module_sync
 
 _WRAPPED = "_checkpoint_wrapped_module."
 

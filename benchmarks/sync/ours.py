@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 import memsaver
 from benchmarks.common import (
@@ -42,7 +43,7 @@ from rollout import Engine
 from trainer_bridge import LoraConfig, TrainerConfig, open_ray
 from trainer_bridge.remote.actor import RemoteRollout, RemoteTrainer
 from trainer_bridge.sync.agree import Agreement, group_agreement
-from trainer_bridge.sync.shards import SourceShard, fsdp_shards
+from trainer_bridge.sync.shards import SourceShard, local_box
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
 # seconds, less than a training step; the driver still scrubs what a sleeping engine freed just
@@ -260,9 +261,9 @@ def _shards(
 ) -> tuple[list[SourceShard], dict[str, torch.Tensor]]:
     tensors, shards, source = {}, [], case.source
     for name, shape in source.shapes.items():
-        mine = fsdp_shards(
-            name, shape, source.dtype, RANKS, (tp_dim(name, case.needs) or 0) if case.aligned else 0
-        )[rank]
+        dim = (tp_dim(name, case.needs) or 0) if case.aligned else 0
+        start, size = local_box(shape, [Shard(dim)], (RANKS,), (rank,))
+        mine = SourceShard(name=name, global_shape=shape, start=start, shape=size, rank=rank)
         box = _slices(mine.start, mine.shape)
         tensors[name] = (
             content(name, shape, device)[box].to(source.torch_dtype, copy=True).contiguous()

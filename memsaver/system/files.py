@@ -1,25 +1,11 @@
-"""Replace files as a whole, and exchange them; where files of a user are kept."""
+"""Replace files as a whole; where files of a user are kept."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-from memsaver.system.libc import libc
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
-
-def exchange_names(one: str, other: str) -> None:
-    """Two files or folders of a file system swap names at once; OSError where none can (NFS)."""
-    if libc().renameat2(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    ):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), one, None, other)
 
 
 @contextlib.contextmanager

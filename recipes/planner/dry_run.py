@@ -89,7 +89,7 @@ class PlannedRuntime(Runtime):
         """Return nothing: the weights have no content."""
         return ""
 
-    def draw_weights(self, model: nn.Module, seed: int, *how: Any) -> None:
+    def draw_weights(self, model: nn.Module, *how: Any) -> None:
         """Drawing takes long, and the weights have no content."""
 
     def host_memory(self, nbytes: int) -> Tensor:

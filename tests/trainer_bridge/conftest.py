@@ -24,23 +24,20 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make_trainer() -> Iterator[Callable[..., Trainer]]:
-    """make(path, saver=True, layout=None, packed=True, **config): saver=True makes one; packed:
-    False pads whatever the model. The first trainer made ends the process group, last.
+    """make(path, layout=None, packed=True, **config): packed: False pads whatever the model. The
+    first trainer made ends the process group, last.
     """
     with contextlib.ExitStack() as undo:
 
         def make(
             path: str,
-            saver: bool = True,
             layout: Manifest | None = None,
             packed: bool = True,
             **changes: Any,
         ) -> Trainer:
             settings = config(path, **changes)
-            memory = None
-            if saver:
-                memory = memsaver.MemorySaver(device=settings.device)
-                undo.callback(memory.close)
+            memory = memsaver.MemorySaver(device=settings.device)
+            undo.callback(memory.close)
             runtime = None
             if not packed:
                 runtime = Runtime.open(settings.device)

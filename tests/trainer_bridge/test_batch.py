@@ -98,22 +98,6 @@ def test_ranks_share_the_sequences_in_equal_steps(
         assert packed or len(steps[0]) == size or steps[0] is shares[0][-1]
 
 
-@pytest.mark.parametrize(
-    ("packed", "dispatched"),
-    [
-        (False, [[9, 8], [4, 4], [4, 4], [3, 3], [2, 2]]),
-        (True, [[4, 4, 4, 4, 2], [9, 8], [3, 3, 2]]),  # the fullest first
-    ],
-)
-def test_more_of_short_sequences_go_together_end_to_end(
-    packed: bool, dispatched: list[list[int]]
-) -> None:
-    lengths = [3, 9, 2, 4, 4, 4, 8, 3, 4, 2]
-    batch = SequenceBatch(prompt_ids=[[0]] * 10, response_ids=[[0] * (n - 1) for n in lengths])
-    chunks = dispatch(batch, 0, 1, 2, packed=packed)
-    assert [[lengths[row] for row in chunk] for chunk in chunks] == dispatched
-
-
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 20))
 def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(

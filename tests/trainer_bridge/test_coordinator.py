@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -68,20 +67,6 @@ def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> Non
         (each["engine"]["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1)
         for each in made
     )
-
-
-def test_every_prompt_is_dealt_once_and_nobody_has_much_more_to_do() -> None:
-    rng = random.Random(0)
-    prompts = [[0] * rng.randint(1, 200) for _ in range(41)]
-    params = [SamplingParams(max_tokens=rng.randint(1, 50), n=rng.randint(1, 4)) for _ in prompts]
-    work = [
-        len(prompt) + each.n * each.max_tokens for prompt, each in zip(prompts, params, strict=True)
-    ]
-    dealt = dispatch_prompts(prompts, params, 3)
-    assert sorted(number for numbers in dealt for number in numbers) == list(range(41))
-    assert dealt == [sorted(numbers) for numbers in dealt] == dispatch_prompts(prompts, params, 3)
-    loads = [sum(work[number] for number in numbers) for numbers in dealt]
-    assert max(loads) - min(loads) <= min(work) + max(work) // 10
 
 
 def test_what_answers_take_counts_and_beams_too() -> None:
@@ -162,10 +147,3 @@ def test_a_cluster_that_is_there_is_joined_and_left(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [asked["address"] for asked in cluster.asked] == [used] and cluster.ended == 1
-
-
-def test_who_is_connected_stays_so(fake: Callable[..., FakeRay]) -> None:
-    cluster = fake(inside=True)
-    with connected("auto", 1):
-        pass
-    assert (cluster.asked, cluster.ended) == ([], 0)

@@ -159,7 +159,6 @@ def test_offloading_what_has_not_changed_copies_nothing(
 ) -> None:
     trainer, batch = make_trainer(model_path, device=device, **BOTH), value_batch(4)
     saver = trainer.saver
-    assert saver is not None
 
     def offloaded(tag: str) -> int:
         """Bytes that were copied out by offloading the tag."""

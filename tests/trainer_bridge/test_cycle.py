@@ -251,14 +251,6 @@ def test_what_leaves_goes_to_what_the_other_side_takes_next(
         assert ", ".join(world.into) == into
 
 
-@pytest.mark.parametrize(("resident", "into"), [((), "params"), (("params",), "optim")])
-def test_what_comes_back_first_takes_what_the_rollout_had(resident: tuple[str], into: str) -> None:
-    cycle = pair(world := World(roomy=True), hand_over=True, resident=resident)
-    cycle.to_rollout(1)
-    cycle.to_train()
-    assert world.into[-1] == f"rollout: {into}"
-
-
 @pytest.mark.parametrize(
     ("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")]
 )

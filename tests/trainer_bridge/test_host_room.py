@@ -84,7 +84,6 @@ def test_an_actor_begins_before_it_is_built(model_path: str, obtained: list[int]
     actor.call("offload")
     assert obtained == [HUGE_PAGE]
     actor.call("close")
-    assert actor.held.saver is not None
     actor.held.saver.close()
 
 

@@ -4,7 +4,6 @@ it learns from padded ones, and a model in which they would see each other gets 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.helpers.trainer_bridge.models import (
     make_batch,
     reference,
     reference_logprobs,
-    value_batch,
     write_model,
 )
 from tests.helpers.trainer_bridge.tolerance import (
@@ -31,7 +29,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_within,
     rounding,
 )
-from trainer_bridge import CriticConfig, LoraConfig, SequenceBatch, Trainer
+from trainer_bridge import SequenceBatch, Trainer
 from trainer_bridge.training.packing import (
     PACKED,
     Packing,
@@ -182,38 +180,6 @@ def test_what_lies_end_to_end_scores_and_learns_as_padded(
     assert own.keys() == other.keys()
     for name, grad in own.items():  # of norm 1, clipped
         assert_within(grad, other[name], rounding(BACKWARD), name)
-
-
-def test_values_adapters_and_recomputed_layers_are_those_of_padded_sequences(
-    tmp_path: Path, make_trainer: Make
-) -> None:
-    path = write_model(tmp_path)
-    lora = LoraConfig(rank=2, alpha=8.0, target_modules=("q_proj", "down_proj"))
-    more: dict[str, Any] = {"critic": CriticConfig(), "lora": lora, "reference": True}
-    found = []
-    for packed in (True, False):
-        again = "layers" if packed else "none"
-        trainer = make_trainer(path, packed=packed, activation_checkpointing=again, **more)
-        batch = value_batch(7)
-        metrics = [trainer.update_actor(batch), trainer.update_critic(batch)]
-        first = [trainer.compute_ref_log_prob(batch), trainer.compute_log_prob(batch)]
-        found.append((metrics, first, trainer.compute_values(batch)))
-    (own, scores, values), (other, expected, wanted) = found
-    for mine, theirs in zip(own, other, strict=True):
-        assert_metrics(mine, theirs)
-    assert scores[0] != scores[1]
-    for rows, exact in zip([*scores, values], [*expected, wanted], strict=True):
-        assert_scores(rows, exact)
-
-
-def test_what_a_sequence_says_hangs_on_no_other(model_path: str, make_trainer: Make) -> None:
-    trainer, batch = make_trainer(model_path, micro_batch_size=9), make_batch(5)
-    scores = trainer.compute_log_prob(batch)
-    prompts = [[0] * len(ids) for ids in batch.prompt_ids]
-    prompts[2] = batch.prompt_ids[2]
-    others = dataclasses.replace(batch, prompt_ids=prompts)
-    changed = trainer.compute_log_prob(others)
-    assert changed[2] == scores[2] and changed[1] != scores[1]
 
 
 FIELDS: dict[str, Any] = {

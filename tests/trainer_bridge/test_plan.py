@@ -28,46 +28,22 @@ from tests.helpers.trainer_bridge.layouts import (
     parameters,
     piece,
 )
-from trainer_bridge.sync.plan import Planner, SourceShard, SyncPlan
-from trainer_bridge.sync.shards import aligned_dims, fsdp_shards, local_box
+from tests.helpers.trainer_bridge.small import fsdp_shards, shards_of
+from trainer_bridge.sync.plan import SyncPlan, make_plan
+from trainer_bridge.sync.shards import SourceShard, aligned_dims, local_box
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def shards_of(shapes: Shapes, world: int) -> list[SourceShard]:
-    return [
-        shard
-        for name, shape in shapes.items()
-        for shard in fsdp_shards(name, shape, "float32", world)
-    ]
-
-
-def make_plan(
-    shards: list[SourceShard],
-    targets: list[WeightLayout],
-    places: list[str],
-    names: list[str] | None = None,
-) -> SyncPlan:
-    return Planner(shards, places).plan(targets, names)
-
-
-def plan_of(
-    shards: list[SourceShard], *targets: Manifest, names: list[str] | None = None
-) -> SyncPlan:
+def plan_of(shards: list[SourceShard], *targets: Manifest) -> SyncPlan:
     world = max((shard.rank for shard in shards), default=0) + 1
-    return make_plan(
-        shards,
-        [WeightLayout(manifest=each, place="cpu") for each in targets],
-        ["cpu"] * world,
-        names,
-    )
+    layouts = [WeightLayout(manifest=each, place="cpu") for each in targets]
+    return make_plan(shards, ["cpu"] * world, layouts)
 
 
 def at(rank: int, start: tuple[int, ...], shape: tuple[int, ...]) -> SourceShard:
     """A part of "a", [4, 4]."""
-    return SourceShard(
-        name="a", global_shape=(4, 4), dtype="float32", start=start, shape=shape, rank=rank
-    )
+    return SourceShard(name="a", global_shape=(4, 4), start=start, shape=shape, rank=rank)
 
 
 A = manifest(piece("a", 0, (4, 4)))
@@ -88,28 +64,6 @@ A = manifest(piece("a", 0, (4, 4)))
             r"a: shape \(4, 2\) in the trainer, \(2, 4\) in the rollout",
         ),
         ({"a": (4,)}, manifest(piece("a", 0, (4,), global_shape=(5,))), "a: shape"),
-        (
-            {"a": (4,), "b": (4,)},
-            manifest(piece("a", 0, (4,)), piece("b", 8, (4,))),
-            "a and b overlap at byte 8",
-        ),
-        ({"a": (4,)}, manifest(piece("a", 2, (4,))), "not aligned"),
-        ({"a": (4,)}, manifest(piece("a", 0, (4,)), nbytes=12), "ends at byte 16"),
-        (
-            {"a": (2, 2)},
-            manifest(piece("a", 0, (2, 2), strides=(4, 1)), nbytes=20),
-            "ends at byte 24",
-        ),
-        (
-            dict.fromkeys("abc", (2, 2)),  # a and b lie alike
-            manifest(
-                *(
-                    piece(n, at, (2, 2), strides=(step, 1))
-                    for n, at, step in (("a", 0, 4), ("b", 64, 4), ("c", 128, 1))
-                )
-            ),
-            "c and c overlap at byte 132",
-        ),
         (
             {"e": (4,), "h": (4,)},
             manifest(piece("e", 0, (4,)), aliases={"h": "e"}),
@@ -151,9 +105,6 @@ def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
             [at(0, (0, 0), (4, 4)), at(1, (0, 0), (4, 4)), at(2, (3, 3), (1, 1))],
             r"\(3, 3\) is held by ranks 0 and 2",
         ),
-        ([at(0, (0, 0), (2, 4)), at(0, (2, 0), (2, 4))], "a: rank 0 holds two different parts"),
-        ([at(0, (0, 0), (5, 4))], r"a: rank 0 holds \(5, 4\) at \(0, 0\), outside \(4, 4\)"),
-        ([at(0, (0,), (4,))], "a: rank 0 holds"),
         (
             [
                 at(0, (0, 0), (4, 4)),
@@ -174,11 +125,6 @@ def test_what_nobody_holds_is_no_problem_where_nobody_needs_it() -> None:
     target = manifest(piece("a", 0, (2, 4), global_shape=(4, 4)))
     (copy,) = plan_of([at(0, (0, 0), (3, 4))], target).copies(0)
     assert (copy.start, copy.shape, copy.offset) == ((0, 0), (2, 4), 0)
-
-
-def test_a_rank_without_a_place_is_named() -> None:
-    with pytest.raises(ValueError, match=r"ranks \[2, 3\] hold shards, but places lists 2"):
-        Planner(shards_of({"a": (4,)}, 4), ["cpu", "cpu"])
 
 
 def test_tied_names_go_to_the_stored_one() -> None:
@@ -207,29 +153,9 @@ def test_a_shard_may_be_given_twice() -> None:
 
 def test_only_some_names() -> None:
     target = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)), aliases={"c": "b"})
-    shards = shards_of({"a": (4,), "b": (2,)}, 1)
-    plan = plan_of(shards, target, names=["c"])
-    assert [copy.name for copy in plan.copies(0)] == ["b"]
+    plan = plan_of(shards_of({"a": (4,), "c": (2,)}, 1), target).only(["c"])
+    assert [copy.name for copy in plan.copies(0)] == ["c"]
     assert plan.nbytes == (8,)
-    alone = shards_of({"b": (2,)}, 1)
-    assert plan_of(alone, target, names=["b"]).nbytes == (8,)  # the others need not be there
-    with pytest.raises(ValueError, match="unknown to both sides: x"):
-        plan_of(shards, target, names=["a", "x"])
-    with pytest.raises(ValueError, match="missing in the trainer: a"):
-        plan_of(shards_of({"b": (2,)}, 1), target, names=["a", "b"])
-
-
-def test_a_plan_is_made_once_for_the_same_targets() -> None:
-    target = WeightLayout(manifest=manifest(piece("a", 0, (4,))), place="cpu")
-    planner = Planner(shards_of({"a": (4,)}, 2), ["cpu", "cpu"])
-    plan = planner.plan([target])
-    assert planner.plan([dataclasses.replace(target)]) is plan
-    for other in (
-        [target, target],
-        [dataclasses.replace(target, place="GPU-0")],
-        [WeightLayout(manifest=manifest(piece("a", 16, (4,))), place="cpu")],
-    ):
-        assert planner.plan(other) is not plan
 
 
 ROWS = (4, 8)
@@ -245,9 +171,7 @@ def hsdp(names: list[str], replicas: int, size: int) -> list[SourceShard]:
         start, shape = local_box(ROWS, [Replicate(), Shard(0)], (replicas, size), at)
         rank = at[0] * size + at[1]
         shards.append(
-            SourceShard(
-                name=name, global_shape=ROWS, dtype="float32", start=start, shape=shape, rank=rank
-            )
+            SourceShard(name=name, global_shape=ROWS, start=start, shape=shape, rank=rank)
         )
     return shards
 
@@ -258,7 +182,7 @@ def test_replicas_elsewhere_share_the_load(replicas: int, targets: int) -> None:
     count = 6
     engines = [WeightLayout(manifest=layers(count), place=f"other-{i}") for i in range(targets)]
     places = [f"GPU-{i}" for i in range(replicas * 2)]
-    plan = make_plan(hsdp([f"p{i}" for i in range(count)], replicas, 2), engines, places)
+    plan = make_plan(hsdp([f"p{i}" for i in range(count)], replicas, 2), places, engines)
     sent: Counter[int] = Counter()
     for (rank, _), nbytes in plan.link_bytes.items():
         sent[rank] += nbytes
@@ -268,13 +192,13 @@ def test_replicas_elsewhere_share_the_load(replicas: int, targets: int) -> None:
 
 def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -> None:
     plan = make_plan(
-        hsdp(["p0", "p1"], 2, 1), [WeightLayout(manifest=layers(2), place="cpu")], ["cpu", "cpu"]
+        hsdp(["p0", "p1"], 2, 1), ["cpu", "cpu"], [WeightLayout(manifest=layers(2), place="cpu")]
     )
     assert [len(plan.copies(rank)) for rank in range(2)] == [1, 1]
     assert plan.link_bytes == {}
     places = [f"GPU-{i}" for i in range(4)]
     engines = [WeightLayout(manifest=layers(3), place=place) for place in places]
-    plan = make_plan(hsdp(["p0", "p1", "p2"], 4, 1), engines, places)
+    plan = make_plan(hsdp(["p0", "p1", "p2"], 4, 1), places, engines)
     assert plan.link_bytes == {}
     for rank in range(4):
         assert {copy.target for copy in plan.copies(rank)} == {rank}
@@ -283,9 +207,7 @@ def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -
 def test_own_device_comes_first_then_each_rank_begins_elsewhere() -> None:
     places = ["GPU-0", "GPU-1", "GPU-2"]
     engines = [WeightLayout(manifest=layers(2), place=place) for place in (*places, "GPU-1")]
-    plan = make_plan(
-        [s for i in range(2) for s in fsdp_shards(f"p{i}", ROWS, "float32", 3)], engines, places
-    )
+    plan = make_plan([s for i in range(2) for s in fsdp_shards(f"p{i}", ROWS, 3)], places, engines)
     order = [
         [target for target, _ in itertools.groupby(copy.target for copy in plan.copies(r))]
         for r in range(2)
@@ -303,15 +225,10 @@ def shared_by(
     world = len(layouts)
     places = [f"GPU-{i}" for i in range(world)]
     shards = [
-        s
-        for n, shape in shapes.items()
-        for s in fsdp_shards(n, shape, "float32", world, names_dims.get(n, 0))
+        s for n, shape in shapes.items() for s in fsdp_shards(n, shape, world, names_dims.get(n, 0))
     ]
-    return make_plan(
-        shards,
-        [WeightLayout(manifest=m, place=p) for m, p in zip(layouts, places, strict=True)],
-        places,
-    )
+    targets = [WeightLayout(manifest=m, place=p) for m, p in zip(layouts, places, strict=True)]
+    return make_plan(shards, places, targets)
 
 
 @pytest.mark.parametrize("vocab", [16, 13])
@@ -357,36 +274,6 @@ def test_experts_of_30b_a3b_by_expert_cross_no_link() -> None:
         assert sum(plan.link_bytes.values()) == crossing
 
 
-@pytest.mark.parametrize("experts", [5, 3, 1])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_each_engine_rank_gets_its_experts_alone(experts: int, replicas: int) -> None:
-    """Four ranks, the last of which hold fewer experts or none, beside FSDP2 or HSDP; and the same
-    engines on other devices: then each of its experts goes to each rank once.
-    """
-    shapes = {GATE_UP.format(0): (experts, 6, 5), DOWN.format(0): (experts, 5, 3)}
-    groups = [one(name, *shape) for name, shape in shapes.items()]
-    layouts = manifests(groups, 4, torch.bfloat16, expert_parallel=4) * replicas
-    shards = []
-    for number, (name, shape) in itertools.product(range(replicas * 4), shapes.items()):
-        at = divmod(number, 4)
-        start, size = local_box(shape, [Replicate(), Shard(0)], (replicas, 4), at)
-        shards.append(
-            SourceShard(
-                name=name, global_shape=shape, dtype="float32", rank=number, start=start, shape=size
-            )
-        )
-    places = [f"GPU-{rank}" for rank in range(4 * replicas)]
-    each = [min(-(-experts // 4), max(0, experts - rank * -(-experts // 4))) for rank in range(4)]
-    for apart in (False, True):
-        targets = [
-            WeightLayout(manifest=layout, place=f"other-{place}" if apart else place)
-            for layout, place in zip(layouts, places, strict=True)
-        ]
-        plan = make_plan(shards, targets, places)
-        assert list(plan.nbytes) == [45 * 2 * count for count in each] * replicas
-        assert sum(plan.link_bytes.values()) == (sum(plan.nbytes) if apart else 0)
-
-
 def test_aligned_dims_keep_what_fsdp_cannot_share_and_what_gains_nothing() -> None:
     groups = decoder_groups(hidden=4, vocab=8, heads=3, kv_heads=3, inner=3, tied=True)
     whole = manifests(groups, 1, torch.bfloat16, tied=True)
@@ -425,7 +312,7 @@ def measured(pipe: Connection) -> None:
     shapes, layouts = parameters(groups), manifests(groups, 8, torch.bfloat16, head_dim=128)
     places = [f"GPU-{i}" for i in range(64)]
     targets = [WeightLayout(manifest=layouts[i % 8], place=place) for i, place in enumerate(places)]
-    make_plan(shards_of(shapes, 64), targets, places).copies(5)
+    make_plan(shards_of(shapes, 64), places, targets).copies(5)
     pipe.send(
         (time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     )

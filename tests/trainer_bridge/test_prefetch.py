@@ -55,7 +55,6 @@ def test_a_unit_runs_while_those_behind_it_have_not_arrived(
     path = write_model(tmp_path, num_hidden_layers=3, **UNTIED)
     trainer, batch, ran = make_trainer(path, device=device), make_batch(3), list[str]()
     saver = trainer.saver
-    assert saver is not None
     scores = trainer.compute_log_prob(batch)
     shown(trainer, ran)
     with gated(saver, PIECE) as gate, ThreadPoolExecutor(1) as thread:
@@ -78,7 +77,6 @@ def test_a_unit_runs_while_those_behind_it_have_not_arrived(
 
 def pieces(trainer: Trainer) -> int:
     saver = trainer.saver
-    assert saver is not None
     return -(-saver.report().tags["params"].live_bytes // PIECE)
 
 
@@ -93,7 +91,6 @@ def test_a_step_is_that_of_a_plain_reload_bit_for_bit(
     path = write_model(tmp_path, **shape)
     trainer = make_trainer(path, device=device, **changes)
     twin = make_trainer(path, device=device, **changes)
-    assert trainer.saver is not None
     for step in range(2):
         batch = make_batch(5, seed=step)
         twin.offload()
@@ -114,7 +111,6 @@ def test_what_needs_everything_waits_for_everything(
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     before = bits(trainer)
-    assert trainer.saver is not None
     work: Callable[[], Any] = {
         "update_actor": partial(trainer.update_actor, batch),
         "save_checkpoint": partial(trainer.save_checkpoint, str(tmp_path / "c")),
@@ -137,7 +133,6 @@ def test_content_that_does_not_come_is_raised_where_it_is_needed_and_can_be_relo
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     scores, saver = trainer.compute_log_prob(batch), trainer.saver
-    assert saver is not None
     with gated(saver, PIECE) as gate:
         gate.failing = RuntimeError("the cable is out")
         trainer.offload()
@@ -167,7 +162,6 @@ def test_moments_come_behind_parameters_that_are_on_their_way(
     trainer, batch = make_trainer(model_path), make_batch(2)
     twin = make_trainer(model_path)
     saver = trainer.saver
-    assert saver is not None
     with gated(saver, PIECE) as gate:
         there_and_back(trainer, "params")
         trainer.reload("optim", wait=False)

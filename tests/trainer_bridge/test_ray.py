@@ -221,22 +221,6 @@ def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(
     ray_cluster.wait_free()
 
 
-def test_a_cluster_that_is_too_small_is_told_at_once(ray_cluster: RayCluster) -> None:
-    devices = CPUS // 2
-    with reserved(1, devices, on_gpu=False) as places:
-        assert len(places) == devices and all(
-            place["num_cpus"] == 1 and place["num_gpus"] == 0 for place in places
-        )
-    for nodes, per_node, count in ((1, devices + 1, 0), (2, 1, 1)):
-        with pytest.raises(
-            ValueError,
-            match=rf"has {count} nodes with .*'CPU': {2 * per_node}.*, {nodes} are needed",
-        ):
-            with reserved(nodes, per_node, on_gpu=False):
-                pass
-    ray_cluster.wait_free()
-
-
 def test_what_is_taken_by_others_is_told_in_time(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -39,7 +38,7 @@ from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.shards import SourceShard
 from trainer_bridge.sync.weight_sync import SyncReceipt
-from trainer_bridge.sync.writer import DerivedCopies, LowRank
+from trainer_bridge.sync.writer import LowRank
 
 PATIENCE = 60.0  # seconds that ranks wait for each other
 
@@ -279,9 +278,8 @@ class World:
 def test_pages_are_the_tensors_sliced_and_a_failure_is_everybodys(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     world = World(layout)
-    bounded = partial(DerivedCopies, scratch_bytes=layout.scratch)
     try:
-        with mock.patch("trainer_bridge.sync.writer.DerivedCopies", bounded):
+        with mock.patch("trainer_bridge.sync.writer.SCRATCH_BYTES", layout.scratch):
             world.run(data.draw(st.lists(steps(layout), min_size=1, max_size=4)))
     finally:
         world.close()

@@ -9,20 +9,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trainer_bridge.sync.module import module_sync
-from trainer_bridge.sync.shards import fsdp_shards, local_box
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("world", range(1, 9))
-@pytest.mark.parametrize("size", [1, 2, 5, 8, 9, 16])
-def test_shards_are_those_of_torch_chunk(size: int, world: int, dim: int) -> None:
-    full = torch.arange(size * 3).view((size, 3) if dim == 0 else (3, size))
-    chunks = list(full.chunk(world, dim=dim)) + [full.narrow(dim, 0, 0)] * world
-    for shard in fsdp_shards("p", full.shape, "float32", world, dim):
-        at = shard.start[dim]
-        assert shard.shape == chunks[shard.rank].shape
-        assert torch.equal(full.narrow(dim, at, shard.shape[dim]), chunks[shard.rank])
+from trainer_bridge.sync.shards import local_box
+from trainer_bridge.sync.weight_sync import module_sync
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (9, 2), (5, 4), (1, 1), (0, 2)])

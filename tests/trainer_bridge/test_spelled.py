@@ -17,10 +17,10 @@ from tests.helpers.effort import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedAgreement
 from tests.helpers.trainer_bridge.layouts import HEAD_DIM, box_of, manifests
+from tests.helpers.trainer_bridge.small import shards_of
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
-from trainer_bridge.sync.plan import Planner
-from trainer_bridge.sync.shards import SourceShard, fsdp_shards
+from trainer_bridge.sync.plan import make_plan
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
 MLP = "model.layers.0.mlp."
@@ -48,12 +48,8 @@ def named(whole: dict[str, Tensor], way: int) -> dict[str, Tensor]:
     return found
 
 
-def shards_of(trained: dict[str, Tensor], world: int) -> list[SourceShard]:
-    """FSDP2's: each rank has rows of every expert."""
-    found = []
-    for name, value in trained.items():
-        found += fsdp_shards(name, tuple(value.shape), "float32", world)
-    return found
+def sizes(trained: dict[str, Tensor]) -> Shapes:
+    return {name: tuple(each.shape) for name, each in trained.items()}
 
 
 def engines_of(draw: st.DrawFn, shapes: Shapes) -> list[StoredWeights]:
@@ -82,7 +78,7 @@ def test_experts_by_name_arrive_stacked(data: st.DataObject) -> None:
     whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     way, world = draw(st.sampled_from([1, 2])), draw(st.integers(1, 3))
     trained, engines = named(whole, way), engines_of(draw, shapes)
-    shards, ranks = shards_of(trained, world), list[Rank]()
+    shards, ranks = shards_of(sizes(trained), world), list[Rank]()
     held = {f"GPU-{i}": {name: torch.zeros(shapes[name]) for name in shapes} for i in range(3)}
     for number in range(world):
         mine = [shard for shard in shards if shard.rank == number]
@@ -121,6 +117,6 @@ def test_an_expert_that_the_trainer_lacks_is_named() -> None:
     trained[f"{MLP}experts.3.up_proj.weight"] = trained.pop(f"{MLP}experts.1.up_proj.weight")
     targets = [WeightLayout(manifest=layout, place="cpu") for layout in layouts]
     with pytest.raises(ValueError) as caught:
-        Planner(shards_of(trained, 1), ["cpu"]).plan(targets)
+        make_plan(shards_of(sizes(trained), 1), ["cpu"], targets)
     assert f"missing in the trainer: {MLP}experts.1.up_proj.weight" in str(caught.value)
     assert f"unknown to the rollout: {MLP}experts.3.up_proj.weight" in str(caught.value)

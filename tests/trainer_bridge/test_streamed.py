@@ -4,15 +4,13 @@ trainer does that has all of it on the device.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import memsaver
 from memsaver import HostMemoryError, StateError
@@ -24,12 +22,10 @@ from tests.helpers.trainer_bridge.models import (
     value_batch,
     write_model,
 )
-from tests.helpers.trainer_bridge.states import assert_same_bits, bits, one_rank
-from trainer_bridge import CriticConfig, Cycle, Trainer, TrainerConfig, open_inprocess
-from trainer_bridge.sync.shards import like_shard, local_shard
-from trainer_bridge.training import Runtime
+from tests.helpers.trainer_bridge.states import assert_same_bits, bits
+from trainer_bridge import CriticConfig, Trainer, TrainerConfig
+from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.training import optimizer as optimizers
-from trainer_bridge.training.optimizer import StreamedAdamW
 
 Make = Callable[..., Trainer]
 ADAM: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1, "learning_rate": 1e-2}
@@ -105,56 +101,6 @@ def test_random_weights_are_drawn_in_fp32_and_rounded(
     assert_alike(make_trainer(path, **settings, **OFFLOAD), make_trainer(path, **settings))
 
 
-@pytest.mark.parametrize("chunk", [64, 64 * 9, 1 << 16])
-def test_a_step_is_torchs_fused_adamw_however_it_is_cut(chunk: int, device: str) -> None:
-    """At sizes that no vector divides: in the device's memory, in more chunks than fit there."""
-    runtime = Runtime.open(device)
-    try:
-        draw = torch.Generator().manual_seed(3)
-        shapes = [(1,), (7, 13), (64,), (129, 3), (1, 1), (2, 333)]
-        values = [torch.randn(shape, generator=draw).to(runtime.device) for shape in shapes]
-        settings = TrainerConfig(model_path="any", **ADAM, **OFFLOAD)
-        params = one_rank(values, runtime.mesh, torch.bfloat16)
-        optimizer = StreamedAdamW(params, settings, runtime, chunk)
-        held = optimizer.masters()
-        for param, value in zip(params, values, strict=True):
-            held[param].copy_(value)
-        optimizer.publish()
-        same = [nn.Parameter(value.clone()) for value in values]
-        rates = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.adam_eps}
-        whole = torch.optim.AdamW(same, weight_decay=0.1, fused=True, **rates)
-        for _ in range(3):
-            for number, (param, other) in enumerate(zip(params, same, strict=True)):
-                if number == 2:
-                    continue  # has no gradient: stays
-                grad = torch.randn(other.shape, generator=draw).to(runtime.device)
-                param.grad, other.grad = like_shard(grad.clone(), param), grad
-            optimizer.step()
-            whole.step()
-        for param, other in zip(params, same, strict=True):
-            expected = {"master": other.detach(), **whole.state[other]}
-            for row in ("master", "exp_avg", "exp_avg_sq"):
-                found = local_shard(optimizer.state[param][row])
-                assert found.device.type == "cpu"
-                wanted = expected.get(row, torch.zeros_like(other))
-                assert torch.equal(found, wanted.cpu()), row
-            assert torch.equal(local_shard(param), other.detach().bfloat16())
-    finally:
-        runtime.close()
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_trainer: Make) -> None:
-    trainer = make_trainer(model_path, **OFFLOAD, param_dtype="bfloat16")
-    trainer.update_actor(make_batch(3))
-    before, shards = masters(trainer), {n: s.clone() for n, s in trainer.shards().items()}
-    poisoned = dataclasses.replace(make_batch(3), advantages=[1.0, math.nan, 1.0])
-    with pytest.raises(FloatingPointError, match="norm is nan in step 2"):
-        trainer.update_actor(poisoned)
-    assert_same_bits(masters(trainer), before)
-    assert_same_bits(trainer.shards(), shards)
-    trainer.update_actor(make_batch(3))
-
-
 def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -195,7 +141,7 @@ def test_nothing_of_it_is_on_the_device_or_offloaded_and_the_critic_is(
     settings: dict[str, Any] = {"critic": critic, "reference": True, "param_dtype": "bfloat16"}
     trainer = make_trainer(model_path, **settings, **OFFLOAD)
     twin = make_trainer(model_path, **settings)
-    assert trainer.saver is not None and trainer.critic is not None
+    assert trainer.critic is not None
     elements = sum(param.numel() for param in trainer.model.parameters())
     tags = trainer.saver.report().tags
     assert "optim" not in tags and 2 * elements <= tags["params"].live_bytes < 2.1 * elements
@@ -213,26 +159,6 @@ def test_nothing_of_it_is_on_the_device_or_offloaded_and_the_critic_is(
     assert trainer.update_critic(batch) == twin.update_critic(batch)
     assert trainer.update_actor(batch) == twin.update_actor(batch)
     assert_alike(trainer, twin)
-
-
-def test_an_engine_serves_the_rounded_weights_in_the_trainers_own_pages(
-    device: str, model_path: str
-) -> None:
-    settings = config(model_path, device=device, param_dtype="bfloat16", **OFFLOAD)
-    engine_settings = {"kv_tokens": 256, "dtype": "bfloat16"}
-    with open_inprocess(settings, engine_settings, alias=True) as (trainer, engine):
-        cycle = Cycle(trainer, engine, alias=True)
-        for version in (1, 2):
-            receipt = cycle.to_rollout(version)
-            assert receipt.nbytes == 0
-            assert engine.report().tags["weights"].aliased_bytes
-            served = {each.name: engine.store.tensor(each.name) for each in engine.manifest.slices}
-            assert_same_bits(
-                {name: each.clone() for name, each in served.items()}, trainer.shards()
-            )
-            del served  # views keep the pages
-            cycle.to_train()
-            trainer.update_actor(make_batch(4, seed=version))
 
 
 def test_a_host_that_is_too_small_is_told(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

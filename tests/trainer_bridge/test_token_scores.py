@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
-from tests.helpers.compiler import compile_alone
 from tests.helpers.effort import some
 from tests.helpers.trainer_bridge.models import (
     make_batch,
@@ -23,12 +22,10 @@ from tests.helpers.trainer_bridge.models import (
     reference_logprobs,
     write_model,
 )
-from tests.helpers.trainer_bridge.tolerance import BACKWARD, U, assert_scores, rounding
+from tests.helpers.trainer_bridge.tolerance import U, assert_scores
 from trainer_bridge import LoraConfig, Trainer
 from trainer_bridge.ops import token_scores as token_scores_module
 from trainer_bridge.ops.token_scores import ScoringHead, score_in_head, token_scores
-from trainer_bridge.training.batch import lay_out
-from trainer_bridge.training.losses import micro_logprobs, token_logits, token_logprobs
 
 WIDTH = 64
 # Tokens, words, bytes of a slice; 1: slices as small as can be, here three.
@@ -190,44 +187,6 @@ def test_what_is_not_a_number_stays_so(impl: Impl, device: str) -> None:
     assert chosen.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("changes", [{}, {"param_dtype": "bfloat16"}])
-def test_the_head_scores_as_its_logits_do(
-    tied: bool,
-    changes: dict[str, Any],
-    device: str,
-    tmp_path: Path,
-    make_trainer: Callable[..., Trainer],
-) -> None:
-    """Under FSDP, and in bf16 with gradients rounded where those of the logits are: the head's may
-    round to a neighbour, by an eps, and so may 2 layers of 15 operations behind it, which add at
-    random.
-    """
-    path = write_model(tmp_path, tie_word_embeddings=tied)
-    trainer = make_trainer(path, device=device, **changes)
-    micro = lay_out(make_batch(5), [3, 1, -1, 0], torch.device(device), 3, packed=True)
-    found = []
-    for score in (
-        lambda: micro_logprobs(trainer.model, micro, 0.6),
-        lambda: token_logprobs(token_logits(trainer.model, micro), micro.target, 0.6),
-    ):
-        logprobs, entropy = score()
-        (logprobs * torch.linspace(-1, 2, len(logprobs), device=device)).sum().backward()
-        named: Any = trainer.model.named_parameters()
-        grads = {name: param.grad.to_local().clone() for name, param in named}
-        trainer.zero_grad()
-        found.append((logprobs.detach(), entropy, grads))
-    (own, entropy, grads), (logprobs, spread, expected) = found
-    eps = torch.finfo(torch.bfloat16 if changes else torch.float32).eps
-    # A logit that is rounded to its neighbour; those of this model are below 8.
-    torch.testing.assert_close(own, logprobs, rtol=0, atol=2 * 8 / 0.6 * eps)
-    torch.testing.assert_close(entropy, spread, rtol=0, atol=2 * 8 / 0.6 * eps * math.log(96))
-    allowed = (1 + math.sqrt(30)) * eps if changes else rounding(BACKWARD)
-    for name, grad in grads.items():
-        apart = (grad - expected[name]).norm() / expected[name].norm()
-        assert apart <= allowed, (name, float(apart))
-
-
 HEADS: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen2", {}, True),
     ("qwen3_moe", {}, True),
@@ -254,15 +213,6 @@ def test_a_head_scores_where_it_is_the_last_that_a_model_does(
     assert model.get_output_embeddings().weight.is_meta
 
 
-def test_a_model_that_scales_its_logits_has_them_scaled(
-    tmp_path: Path, make_trainer: Callable[..., Trainer]
-) -> None:
-    path = write_model(tmp_path, "granite", logits_scaling=3.0)
-    trainer, batch = make_trainer(path), make_batch(5, temperature=0.7)
-    with torch.no_grad():
-        assert_scores(trainer.compute_log_prob(batch), reference_logprobs(reference(path), batch))
-
-
 def test_an_adapted_head_is_no_scoring_head(
     tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
@@ -274,39 +224,3 @@ def test_an_adapted_head_is_no_scoring_head(
         assert_scores(first, reference_logprobs(reference(path), batch))
     trainer.update_actor(batch)
     assert trainer.compute_log_prob(batch) != first
-
-
-@pytest.mark.extended  # on a GPU the kernels themselves run
-def test_the_kernels_load_and_store_whole_vectors_and_spill_no_register() -> None:
-    lines = [line.split() for line in compile_alone(COMPILE).splitlines()]
-    assert len(lines) == 4
-    for kernel, stack, *accesses in lines:
-        assert stack == "0" and "ld.global.v4.b32" in accesses, kernel
-        assert ("st.global.v4.b32" in accesses) == (kernel == "_to_gradient")
-
-
-COMPILE = """
-import re, subprocess, tempfile
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from trainer_bridge.ops import token_scores as kernels
-
-for kernel in (kernels._reduce, kernels._to_gradient):
-    for element in ("*bf16", "*fp32"):
-        types = dict(logits=element, target="*i64", BLOCK="constexpr", temperature="fp32")
-        types |= dict.fromkeys(("out", "top", "log_mass", "grad"), "*fp32")
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-        even = [i for i, n in enumerate(signature) if n in ("logits", "stride", "words")]
-        attrs = {(i,): [["tt.divisibility", 16]] for i in even}
-        source = ASTSource(kernel, signature, {"BLOCK": 4096}, attrs)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
-            file.flush()
-            tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-            said = subprocess.run(tool, capture_output=True, text=True).stdout
-        accesses = set(re.findall(r"(?:ld|st)\\.global[.\\w]*", made.asm["ptx"]))
-        print(kernel.__name__, re.search(r"STACK:(\\d+)", said)[1], *accesses)
-"""

@@ -19,10 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver import OutOfMemory, StateError, TagError
-from rollout import SamplingParams
 from tests.helpers.memory import scribble
 from tests.helpers.trainer_bridge.models import (
-    config,
     describe,
     make_batch,
     reference,
@@ -37,8 +35,7 @@ from tests.helpers.trainer_bridge.tolerance import (
     assert_metrics,
     assert_scores,
 )
-from trainer_bridge import CriticConfig, Cycle, SequenceBatch, Trainer, open_inprocess
-from trainer_bridge.training.initial import randomise_weights
+from trainer_bridge import CriticConfig, SequenceBatch, Trainer
 
 Make = Callable[..., Trainer]
 LLAMA3_ROPE = {
@@ -99,7 +96,6 @@ def test_the_model_and_its_log_probabilities_are_those_of_transformers(
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == changes.get(
         "tie_word_embeddings", True
     )
-    assert trainer.saver is not None
     for buffer in buffers.values():
         with pytest.raises(TagError):
             trainer.saver.offset_of(buffer)
@@ -122,7 +118,6 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
     )
     trainer.update_actor(make_batch(4))
     saver, shards = trainer.saver, trainer.shards()
-    assert saver is not None
     elements = sum(param.numel() for param in trainer.model.parameters())
     tags = saver.report().tags
     for tag, expected in (("params", 4 * elements), ("optim", 8 * elements)):
@@ -197,14 +192,13 @@ def test_offloading_keeps_every_bit_and_every_address(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, device=device)
-    twin = make_trainer(model_path, saver=False, device=device)
+    twin = make_trainer(model_path, device=device)
     batches = [make_batch(5, seed=seed) for seed in range(3)]
     for side in (trainer, twin):
         side.update_actor(batches[0])
         side.compute_log_prob(batches[1])  # leaves the root unsharded, if nobody drops it
     before = bits(trainer)
     addresses = {name: shard.data_ptr() for name, shard in trainer.shards().items()}
-    assert trainer.saver is not None
     live = {tag: trainer.saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
     trainer.offload("optim")
     trainer.offload("params")
@@ -227,8 +221,7 @@ def test_overlapped_offload_and_reload_keep_every_bit_and_users_wait(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, device=device)
-    twin = make_trainer(model_path, saver=False, device=device)
-    assert trainer.saver is not None
+    twin = make_trainer(model_path, device=device)
     for step in range(3):
         batch = make_batch(5, seed=step)
         trainer.offload("optim", "params", wait=False)
@@ -280,7 +273,6 @@ def test_a_offload_that_fails_halfway_leaves_offloaded_what_was_paused(
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     scores, saver = trainer.compute_log_prob(batch), trainer.saver
-    assert saver is not None
     pause = saver.pause
 
     def fail(*tags: str, **how: Any) -> None:
@@ -306,7 +298,6 @@ def test_content_that_others_discarded_is_not_computed_with(
     config = {"reference": True, "critic": CriticConfig()}
     trainer = make_trainer(model_path, **config)
     batch, saver = make_batch(2), trainer.saver
-    assert saver is not None
     trainer.reload()
     calls = {
         "reference": partial(trainer.compute_ref_log_prob, batch),
@@ -341,7 +332,6 @@ def test_what_comes_back_beside_other_work_comes_when_there_is_room(
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     scores, saver = trainer.compute_log_prob(batch), trainer.saver
-    assert saver is not None
     for _ in range(2):
         trainer.offload()
         saver.limit_bytes = 1
@@ -363,11 +353,10 @@ def test_what_comes_back_beside_other_work_comes_when_there_is_room(
     assert saver.is_paused("params")
 
 
-@pytest.mark.parametrize("saver", [True, False])
-def test_what_needs_a_offloaded_tag_says_so(
-    saver: bool, model_path: str, make_trainer: Make, tmp_path: Path
+def test_what_needs_an_offloaded_tag_says_so(
+    model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
-    trainer, batch = make_trainer(model_path, saver=saver), make_batch(2)
+    trainer, batch = make_trainer(model_path), make_batch(2)
     trainer.offload("optim")
     with pytest.raises(StateError, match=r"update_actor\(\) needs tag 'optim', which is offloaded"):
         trainer.update_actor(batch)
@@ -382,7 +371,6 @@ def test_what_needs_a_offloaded_tag_says_so(
     trainer.update_actor(batch)
     with pytest.raises(ValueError, match="unknown tag 'weights'"):
         trainer.offload("weights")
-    assert saver or (trainer.report(), trainer.drain_events()) == (None, [])
 
 
 def test_a_reload_that_fails_leaves_the_tags_offloaded(
@@ -502,11 +490,6 @@ def test_weights_are_distributed_as_transformers_makes_them(
         assert abs(float(normal[-1].mean())) < 5 / normal[-1].numel() ** 0.5
         assert float(normal[-1].std()) == pytest.approx(1, abs=0.1)
     assert not shards["model.embed_tokens.weight"][5].any()
-    together = torch.cat(normal)
-    assert float(together.std()) == pytest.approx(1, abs=0.02)
-    assert float((together.abs() < 1).float().mean()) == pytest.approx(0.6827, abs=0.02), (
-        "not normal"
-    )
     assert len({tuple(values[:4].tolist()) for values in normal}) == len(normal), (
         "two parameters begin alike"
     )
@@ -517,47 +500,8 @@ def test_the_same_seed_gives_the_same_bits(device: str, tmp_path: Path, make_tra
     one = make_trainer(path, random_init=True, seed=1, device=device)
     torch.rand(7)  # whatever else draws random numbers
     path = write_model(tmp_path / "whole", pad_token_id=5)  # what lies on the disk is not read
-    same = make_trainer(path, saver=False, random_init=True, seed=1, device=device)
+    same = make_trainer(path, random_init=True, seed=1, device=device)
     other = make_trainer(path, random_init=True, seed=2, device=device)
     assert_same_bits(clones(one), clones(same))
     for name, shard in one.shards().items():
         assert torch.equal(shard, other.shards()[name]) == (shard.ndim == 1), name
-
-
-def test_filling_the_shards_takes_no_other_memory(
-    device: str, tmp_path: Path, make_trainer: Make
-) -> None:
-    model = make_trainer(describe(tmp_path, hidden_size=256), random_init=True, device=device).model
-    if device == "cpu":
-        with torch.profiler.profile(profile_memory=True) as profile:
-            randomise_weights(model, seed=1)
-        used = sum(max(0, event.cpu_memory_usage) for event in profile.events())
-    else:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        randomise_weights(model, seed=1)
-        used = torch.cuda.max_memory_allocated() - before
-    assert used < 4096 < 4 * min(param.numel() for param in model.parameters() if param.ndim > 1)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_described_model_generates_and_learns(dtype: str, device: str, tmp_path: Path) -> None:
-    """Neither side reads a weight; masters of either dtype are what the optimizer keeps."""
-    path = describe(tmp_path)
-    settings = config(path, random_init=True, dtype=dtype, param_dtype="bfloat16", device=device)
-    engine_arguments = {"kv_tokens": 256, "page_size": 16, "dtype": "bfloat16"}
-    with open_inprocess(settings, engine_arguments) as (trainer, engine):
-        assert "discarded" in (engine.unavailable_reason() or "")
-        cycle = Cycle(trainer, engine)
-        cycle.to_rollout(1)
-        assert engine.unavailable_reason() is None
-        engine.generate([[7, 8]], SamplingParams(max_tokens=4))
-        cycle.to_train()
-        before = clones(trainer)
-        trainer.update_actor(make_batch(4))
-        assert any(not torch.equal(shard, before[name]) for name, shard in trainer.shards().items())
-        for param in trainer.model.parameters():
-            moments = trainer.optimizer.state[param]
-            assert {param.dtype, moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype} == {
-                getattr(torch, dtype)
-            }

@@ -26,18 +26,6 @@ from trainer_bridge import trl
 
 WHEEL = Wheel("trl")
 pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
-TRAINERS = ("grpo_trainer", "rloo_trainer", "distillation_trainer")
-SETTINGS = {"use_vllm", "vllm_mode", "vllm_enable_sleep_mode"}
-
-
-def test_its_trainers_sync_by_the_attribute_that_is_replaced() -> None:
-    assert WHEEL.folder is not None
-    for name in TRAINERS:
-        text = (WHEEL.folder / "trainer" / f"{name}.py").read_text()
-        assert "self.vllm_generation = VLLMGeneration(" in text
-        assert "self.vllm_generation.sync_weights()" in text
-        config = (WHEEL.folder / "trainer" / f"{name.replace('trainer', 'config')}.py").read_text()
-        assert {word for word in SETTINGS if f"    {word}: " not in config} == set()
 
 
 @pytest.fixture
@@ -106,23 +94,6 @@ def test_parameters_that_are_replaced_are_found_again(made: Any) -> None:
     made.sync_weights()
     assert_as_its_own(made, made.llm.fused.model.tensors())
     assert sync.receipt is not None and sync.receipt.version == 2
-
-
-def test_a_sync_that_fails_is_made_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = trl.use(SimpleNamespace(vllm_generation=made))
-    verify = sync.rollout.verify_update
-
-    def after_a_flip(receipt: Any) -> Any:
-        next(made.llm.fused.model.parameters()).view(-1)[3] += 1
-        return verify(receipt)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sync.rollout, "verify_update", after_a_flip)
-        with pytest.raises(Exception, match="failed verification"):
-            made.generate([[1]], None, 1)
-    assert "generate" not in made.llm.calls
-    made.generate([[1]], None, 1)
-    assert made.llm.calls[-2:] == ["generate", ("sleep", 2)]
 
 
 def test_other_settings_sharding_and_allocators_are_refused(made: Any) -> None:

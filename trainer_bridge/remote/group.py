@@ -221,14 +221,13 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
     """Yield where to run the actors of each device, node by node; one bundle a device, so that its
     actors get the same GPU.
 
-    Raises a ValueError where the cluster has no such nodes, or they are not free in time.
+    Raises a ValueError where they are not free in time. A cluster that grows may have them then.
     """
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle: dict[str, float] = {"CPU": _ACTORS, "GPU": 1} if on_gpu else {"CPU": _ACTORS}
-    _check_nodes(nodes, {name: amount * devices for name, amount in bundle.items()})
     with contextlib.ExitStack() as undo:
         groups = []
         for _ in range(nodes):
@@ -239,31 +238,13 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
             try:
                 ray.get(group.ready(), timeout=max(0.0, end - time.monotonic()))
             except ray.exceptions.GetTimeoutError as error:
-                wanted, free = f"{nodes} x {devices} x {bundle}", _named(ray.available_resources())
+                there = ray.available_resources()
+                free = {name: there.get(name, 0) for name in bundle}
                 raise ValueError(
-                    f"the Ray cluster has no room for {wanted} (free: {free}); end what runs there"
+                    f"the Ray cluster has no room for {nodes} x {devices} x {bundle} (free: {free})"
+                    "; end what runs there, or use fewer devices"
                 ) from error
         half = {"num_cpus": 1, "num_gpus": 0.5 if on_gpu else 0}
         bundles = product(groups, range(devices))
         strategies = starmap(PlacementGroupSchedulingStrategy, bundles)
         yield [{**half, "scheduling_strategy": strategy} for strategy in strategies]
-
-
-def _check_nodes(count: int, needed: dict[str, float]) -> None:
-    """Refuse a cluster that is too small, so that nobody waits for what will never be there."""
-    import ray
-
-    def suffices(node: dict[str, float]) -> bool:
-        return all(node.get(name, 0) >= amount for name, amount in needed.items())
-
-    there = [_named(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    large = list(filter(suffices, there))
-    if len(large) < count:
-        raise ValueError(
-            f"the Ray cluster has {len(large)} nodes with {needed}, {count} are needed "
-            f"(its nodes: {there}); use fewer devices, or a larger cluster"
-        )
-
-
-def _named(resources: dict[str, float]) -> dict[str, float]:
-    return {name: amount for name, amount in resources.items() if name in ("CPU", "GPU")}

@@ -1,6 +1,5 @@
 """The weight sync: plan, copies, agreement of all ranks."""
 
-from trainer_bridge.sync.shards import fsdp_shards
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
-__all__ = ["SyncReceipt", "WeightSync", "fsdp_shards"]
+__all__ = ["SyncReceipt", "WeightSync"]

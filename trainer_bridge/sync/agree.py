@@ -21,14 +21,13 @@ from rollout.weights import (
 )
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.writer import Written
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # for ranks that are on their way when another one is lost
 _PLAIN = Plain(  # what ranks of a sync say
     ParamSlice, ModuleTensor, Manifest, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt,
-    Ticket, SourceShard, Written,
+    Ticket, SourceShard,
 )  # fmt: skip
 
 

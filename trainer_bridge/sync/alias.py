@@ -1,7 +1,7 @@
 """A sync that moves nothing: engines on the trainer's device serve the trainer's own pages.
 
-    prepare   newer? the shards where they were?    waits for the step that made the weights,
-                                                    perhaps digests them
+    prepare   newer?                                waits for the step that made the weights,
+                                                    digests them the first time
     alias     every engine maps the pages           and reads them back, if there is a digest
 
 Between the two the ranks agree, as for a sync by copies (`weight_sync.py`). A stage that fails ends
@@ -11,7 +11,6 @@ what tells it.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, product
 
@@ -20,12 +19,14 @@ from torch import Tensor
 
 from memsaver import MemorySaver
 from memsaver.ops.layout import row_major
-from memsaver.ops.rows import RowCopies, digest_table
+from memsaver.ops.rows import digest_table
 from rollout.protocols import UpdatableEngine
-from rollout.weights import CommitReceipt, Manifest, ParamSlice
+from rollout.weights import CommitReceipt, Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement
-from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_values, places
+from trainer_bridge.sync.plan import make_plan
+from trainer_bridge.sync.shards import shard_of
+from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_values
 
 
 class PageAlias:
@@ -38,7 +39,7 @@ class PageAlias:
         layout: Manifest,
         sources: Callable[[], Mapping[str, Tensor]],
         targets: Sequence[UpdatableEngine],
-        agreement: Agreement | None = None,
+        agreement: Agreement,
         buffers: Sequence[str] = (),
     ) -> None:
         """tag: on which the parameters lie as `layout` says. sources: the parameters, whole, by
@@ -52,84 +53,63 @@ class PageAlias:
         self._targets = tuple(targets)
         self._names = tuple(buffers)
         self._buffers: dict[str, Tensor] = {}
-        self._agreement = agreement or Agreement()
-        self._of: object = None  # where the parameters were the last time
-        self._digest: RowCopies | None = None
-        self._verified = False
+        self._agreement = agreement
         self._version: int | None = None
 
-    def share(self, version: int, *, verify: bool | None = None) -> SyncReceipt:
+    def share(self, version: int) -> SyncReceipt:
         """Have every target serve the parameters as they are now, as `version`, in these very
         pages.
 
-        verify: the parameters are digested here, and read back by every engine through its own
-        addresses; None: the first time only. Without, the layouts' hashes are all that is compared:
-        nothing is written, so nothing can be written wrongly. The receipt has nbytes 0, and digests
-        and verify_seconds (mapping included) only where they were read. Raises what went wrong
-        here, or a `SyncError` that names the stage, the rank and its error.
+        The first time they are digested here, and read back by every engine through its own
+        addresses. From then on the layouts' hashes are all that is compared: nothing is written, so
+        nothing can be written wrongly. The receipt has nbytes 0, and digests and verify_seconds
+        (mapping included) only where they were read. Raises what went wrong here, or a `SyncError`
+        that names the stage, the rank and its error.
         """
         started, stages = time.perf_counter(), dict[str, float]()
-        thorough = not self._verified if verify is None else verify
-        digests = self._agreement.agree("prepare", lambda: self._prepare(version, thorough))
+        prepared = self._agreement.agree("prepare", lambda: self._prepare(version))
         stages["prepare"] = time.perf_counter() - started
+        digests = [each for each in prepared if each is not None]
         asked: list[UpdatableEngine] = []
         try:
             made = self._agreement.agree(
-                "alias", lambda: self._alias(version, digests[self._agreement.rank], asked)
+                "alias", lambda: self._alias(version, prepared[self._agreement.rank], asked)
             )
         except BaseException as error:
             abort_all(asked, error)
             raise
         seconds = time.perf_counter() - started
         stages["alias"] = seconds - stages["prepare"]
-        self._version, self._verified = version, self._verified or thorough
-        receipts = chain.from_iterable(made)
+        self._version = version
+        slowest = max((each.seconds for each in chain.from_iterable(made)), default=0.0)
         return SyncReceipt(
             version=version,
-            digests=tuple(each for each, _ in product(digests, self._targets) if each is not None),
+            digests=tuple(each for each, _ in product(digests, self._targets)),
             nbytes=0,
             link_bytes=0,
             seconds=seconds,
             copy_seconds=0.0,
-            verify_seconds=max(
-                (each.seconds for each in receipts if each.digest is not None), default=0.0
-            ),
+            verify_seconds=slowest if digests else 0.0,
             stages=stages,
         )
 
-    def _prepare(self, version: int, thorough: bool) -> int | None:
-        """The digest of this rank's parameters, if it is wanted. Their last writes have ended."""
+    def _prepare(self, version: int) -> int | None:
+        """Return the digest of this rank's parameters, where they are to be read back. Their last
+        writes have ended.
+        """
         if self._version is not None and version < self._version:
             text = f"version {version} is stale: version {self._version} has been shared"
             raise ValueError(f"{text}; use a higher one")
-        sources = dict(self._sources())
+        sources = self._sources()
         self._buffers = buffer_values(sources, self._names)
-        sources = {name: each for name, each in sources.items() if name not in self._names}
-        if (now := places(sources)) != self._of:
-            self._check_places(sources)
-            self._of, self._digest, self._verified = now, None, False
         if self._saver.device.type == "cuda":
             torch.cuda.synchronize(self._saver.device)  # another process is to read
-        if not thorough:
+        if self._version is not None:
             return None
-        if self._digest is None:
-            numbers = {piece.name: piece.index_base for piece in self._layout.slices}
-            stored = {name: self._layout.aliases.get(name, name) for name in sources}
-            self._digest = digest_table(
-                [(each, numbers[stored[name]]) for name, each in sources.items()]
-            )
-        return self._digest.run()
-
-    def _check_places(self, sources: Mapping[str, Tensor]) -> None:
-        for name, wanted in byte_offsets(self._layout, sources).items():
-            if not sources[name].is_contiguous():
-                text = f"strides {sources[name].stride()} in the trainer"
-                raise ValueError(f"{name}: {text}; sync by copies (nothing was changed)")
-            if (found := self._saver.offset_of(sources[name])) != wanted:
-                raise ValueError(
-                    f"{name} lies at byte {found} of tag {self._tag!r}, the layout says {wanted}; "
-                    "allocate nothing on the tag before the trainer does"
-                )
+        numbers = {piece.name: piece.index_base for piece in self._layout.slices}
+        stored = {name: self._layout.aliases.get(name, name) for name in sources}
+        params = [name for name in sources if name not in self._names]
+        return digest_table([(sources[name], numbers[stored[name]]) for name in params]).run()
 
     def _alias(
         self, version: int, digest: int | None, asked: list[UpdatableEngine]
@@ -152,33 +132,20 @@ def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, in
     Tied parameters are looked up by the name that the layout stores. Tensors may be on any device,
     meta too.
     """
-    stored = {layout.aliases.get(name, name): name for name in params}
-    count = Counter(piece.name for piece in layout.slices)
-    problems = [
-        f"{name} is not in the rollout's layout" for name in sorted(stored.keys() - count.keys())
-    ]
-    problems += [f"{name} is not in the trainer" for name in sorted(count.keys() - stored.keys())]
+    shards = [shard_of(name, param, 0) for name, param in params.items()]
+    plan = make_plan(shards, [""], [WeightLayout(manifest=layout, place="")])
+    misfits = ((name, _misfit(piece, params[name])) for name, piece, *_ in plan.slices)
+    problems = [f"{name}: {problem}" for name, problem in misfits if problem is not None]
     if layout.zeros:
         problems.append("the rollout's layout has padding, as of one rank of several")
-    offsets = {}
-    for piece in layout.slices:
-        if (name := stored.get(piece.name)) is None:
-            continue
-        in_parts = "the rollout has it in parts"
-        problem = in_parts if count[piece.name] > 1 else _misfit(piece, params[name])
-        if problem is not None:
-            problems.append(f"{piece.name}: {problem}")
-        offsets[name] = piece.offset
     if problems:
         rule = "the trainer's parameters cannot lie as the rollout's do"
         raise ValueError(f"{rule}: {listed(problems)}; leave layout away, and sync by copies")
-    return offsets
+    return {name: piece.offset for name, piece, *_ in plan.slices}
 
 
 def _misfit(piece: ParamSlice, param: Tensor) -> str | None:
     shape = tuple(param.shape)
-    if piece.global_shape != shape:
-        return f"shape {shape} in the trainer, {piece.global_shape} in the rollout"
     if piece.shape != shape:
         return f"the rollout has a part {piece.shape} of {shape}"
     if piece.strides is not None and piece.strides != row_major(shape):

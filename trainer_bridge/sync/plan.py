@@ -1,4 +1,4 @@
-"""SyncPlan which elements of which shard go to which bytes of the rollout's weights. Plain data in,
+"""Plan which elements of which shard go to which bytes of the rollout's weights. Plain data in,
 plain data out: no tensors.
 
 Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in
@@ -6,17 +6,17 @@ common. An element that several ranks hold is copied by one on the target's own 
 one, so links carry as little as they can.
 """
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import Self
+from typing import NamedTuple, Self
 
 from memsaver.ops.layout import row_major
-from memsaver.ops.rows import Rows, box_rows, dot
+from memsaver.ops.rows import dot
 from rollout.model import Stored, spellings
 from rollout.weights import Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
@@ -29,7 +29,6 @@ from trainer_bridge.sync.shards import (
     difference,
     holders,
     itemsize,
-    torch_dtype,
 )
 
 
@@ -80,21 +79,45 @@ Sends = Mapping[tuple[int, int], Sequence[tuple[Box, Box]]]
 """Who sends what of one slice: (rank, target) -> (box that is sent, box that the rank holds)."""
 
 
+class Planned(NamedTuple):
+    """A slice that the targets numbered `targets` have, and who sends what of it to them. name: the
+    trainer's. Slices that are sent alike share one `sends`.
+    """
+
+    name: str
+    piece: ParamSlice
+    targets: Ints
+    sends: Sends
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyncPlan:
     """The copies of all ranks: together they write every byte of every slice of every target
     exactly once.
 
-    slices: (the trainer's name, slice, targets that have it, who sends what of it to
-    them). traffic: (rank, target) -> bytes that are written.
+    places: the device of each rank.
     """
 
     targets: Sequence[WeightLayout]
     places: Sequence[str]
-    slices: Sequence[tuple[str, ParamSlice, Ints, Sends]]
-    traffic: Mapping[tuple[int, int], int]
+    slices: Sequence[Planned]
 
-    @property
+    def only(self, names: Collection[str]) -> Self:
+        """Return the plan that writes these parameters alone, by the trainer's names."""
+        return replace(self, slices=[each for each in self.slices if each.name in names])
+
+    @cached_property
+    def traffic(self) -> dict[tuple[int, int], int]:
+        """Return the bytes that each rank writes into each target, by (rank, target)."""
+        sends = {id(each.sends): each.sends for each in self.slices}
+        uses = Counter((id(each.sends), itemsize(each.piece.dtype)) for each in self.slices)
+        traffic: Counter[tuple[int, int]] = Counter()
+        for (key, size), count in uses.items():
+            for pair, boxes in sends[key].items():
+                traffic[pair] += sum(sent.volume for sent, _ in boxes) * size * count
+        return dict(traffic)
+
+    @cached_property
     def nbytes(self) -> Ints:
         """Return the bytes of parameters, one entry a target."""
         nbytes = [0] * len(self.targets)
@@ -102,7 +125,7 @@ class SyncPlan:
             nbytes[target] += size
         return tuple(nbytes)
 
-    @property
+    @cached_property
     def link_bytes(self) -> dict[tuple[int, int], int]:
         """Return the traffic from one device to another."""
         return {
@@ -132,7 +155,7 @@ class SyncPlan:
 
 
 def _copy(name: str, piece: ParamSlice, sent: Box, held: Box, rank: int, target: int) -> Copy:
-    strides, numbers = _strides(piece), row_major(piece.global_shape)
+    strides, numbers = piece.strides, row_major(piece.global_shape)
     within = difference(sent.start, piece.start)
     return Copy(
         rank=rank,
@@ -148,179 +171,128 @@ def _copy(name: str, piece: ParamSlice, sent: Box, held: Box, rank: int, target:
     )
 
 
-class Planner:
-    """Plans of one trainer's shards (of all ranks), one for each set of targets that it meets.
+class _Parameter(NamedTuple):
+    """The shape of a trainer's parameter, and who holds what of it."""
+
+    shape: Ints
+    held: Held
+
+
+def make_plan(
+    shards: Iterable[SourceShard], places: Sequence[str], targets: Sequence[WeightLayout]
+) -> SyncPlan:
+    """Plan how the shards of all ranks are written into all targets.
 
     The layers of a model repeat each other: what is worked out here is worked out once for a kind
     of parameter.
+
+    Args:
+        shards: Of all ranks. One may be given twice: ranks just join lists.
+        places: The device of every rank.
+        targets: What is written.
+
+    Raises:
+        ValueError: Lists what does not fit: missing, extra or doubled names, shapes, parts.
     """
-
-    def __init__(self, shards: Iterable[SourceShard], places: Sequence[str]) -> None:
-        """Take the shards of all ranks.
-
-        Args:
-            shards: A shard may be given twice: ranks just join lists.
-            places: The device of every rank.
-
-        Raises:
-            ValueError: A rank that holds shards has no place.
-        """
-        parts: dict[str, set[SourceShard]] = defaultdict(set)
-        for shard in shards:
-            parts[shard.name].add(replace(shard, name="", dtype=""))
-        ranks = {shard.rank for shard in chain.from_iterable(parts.values())}
-        if missing := {rank for rank in ranks if not 0 <= rank < len(places)}:
-            text = f"ranks {sorted(missing)} hold shards, but places lists {len(places)}"
-            raise ValueError(f"{text}; one a rank is needed")
-        self._places = tuple(places)
-        # (shape, who holds what, or what is wrong) of each parameter
-        self._parameters: dict[str, tuple[Ints, Held, str]] = {}
-        kinds: dict[frozenset[SourceShard], tuple[Held, str]] = {}
-        for name in sorted(parts):
-            kind = frozenset(parts[name])
-            if kind not in kinds:
-                kinds[kind] = _held(kind)
-            self._parameters[name] = next(iter(kind)).global_shape, *kinds[kind]
-        self._plans: dict[object, SyncPlan] = {}
-
-    def plan(
-        self, targets: Sequence[WeightLayout], names: Collection[str] | None = None
-    ) -> SyncPlan:
-        """Return the plan for these targets, made once.
-
-        Args:
-            targets: What is written.
-            names: Only these parameters are written, by either side's names; None: all.
-
-        Raises:
-            ValueError: Lists what does not fit: missing, extra or doubled names, shapes, parts,
-                bytes.
-        """
-        layouts = tuple((target.manifest.layout_hash, target.place) for target in targets)
-        chosen = None if names is None else tuple(sorted(set(names)))
-        if (layouts, chosen) not in self._plans:
-            self._plans[layouts, chosen] = self._make(targets, chosen)
-        return self._plans[layouts, chosen]
-
-    def _make(self, targets: Sequence[WeightLayout], names: Sequence[str] | None) -> SyncPlan:
-        alike: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
-        for number, target in enumerate(targets):
-            alike[target.manifest.layout_hash].append(number)
-        manifests = [targets[numbers[0]].manifest for numbers in alike.values()]
-        places = [target.place for target in targets]
-        turns: Counter[object] = Counter()
-        made: dict[object, Sends] = {}
-        uses: Counter[tuple[object, int]] = Counter()  # (key of `made`, bytes of an element)
-        slices: list[tuple[str, ParamSlice, Ints, Sends]] = []
-        for name, piece, layout in self._fitting(spelled(manifests, self._parameters), names):
-            held, numbers = self._parameters[name][1], tuple(alike[layout])
-            box = Box(piece.start, piece.shape)
-            kind = id(held), box, numbers
-            turn = turns[kind] % max(len(ranks) for _, ranks in held)
-            turns[kind] += 1
-            key = kind, turn
-            if key not in made:
-                made[key] = self._sends(box, held, numbers, places, turn)
-            uses[key, itemsize(piece.dtype)] += 1
-            slices.append((name, piece, numbers, made[key]))
-        return SyncPlan(
-            targets=targets, places=self._places, slices=slices, traffic=_traffic(made, uses)
-        )
-
-    def _fitting(
-        self, manifests: Sequence[Manifest], names: Collection[str] | None
-    ) -> list[tuple[str, ParamSlice, str]]:
-        """Return (the trainer's name, slice, hash of its layout) of what is written. A ValueError
-        lists what does not fit.
-        """
-        slices = chain.from_iterable(manifest.slices for manifest in manifests)
-        anywhere = {piece.name for piece in slices}
-        fitting: list[tuple[str, ParamSlice, str]] = []
-        problems: list[str] = []
-        for manifest in manifests:
-            sources, wanted = self._by_stored_name(manifest, names)
-            problems += name_problems(sources, manifest, anywhere, wanted)
-            problems += byte_problems(manifest)
-            for piece in manifest.slices:
-                theirs = sources.get(piece.name, ())
-                if len(theirs) != 1 or not math.prod(piece.shape):
-                    continue
-                if problem := self._misfit(theirs[0], piece):
-                    problems.append(f"{piece.name}: {problem}")
-                fitting.append((theirs[0], piece, manifest.layout_hash))
-        if problems:
-            rule = "the trainer's weights do not fit the rollout's, nothing was written"
-            raise ValueError(f"{rule}: {listed(list(dict.fromkeys(problems)))}")
-        return fitting
-
-    def _by_stored_name(
-        self, manifest: Manifest, names: Collection[str] | None
-    ) -> tuple[dict[str, list[str]], set[str] | None]:
-        """Return stored name -> the trainer's names for it, of what is written; and the stored
-        names that are wanted, None: all.
-        """
-        stored = manifest.aliases
-        wanted = None if names is None else {stored.get(name, name) for name in names}
-        sources: dict[str, list[str]] = defaultdict(list)
-        for name in self._parameters:
-            if wanted is None or stored.get(name, name) in wanted:
-                sources[stored.get(name, name)].append(name)
-        return sources, wanted
-
-    def _misfit(self, name: str, piece: ParamSlice) -> str | None:
-        shape, held, problem = self._parameters[name]
-        if problem:
-            return problem
-        if shape != piece.global_shape:
-            return f"shape {shape} in the trainer, {piece.global_shape} in the rollout"
+    params = _parameters(shards)
+    alike: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
+    for number, target in enumerate(targets):
+        alike[target.manifest.layout_hash].append(number)
+    manifests = [targets[numbers[0]].manifest for numbers in alike.values()]
+    target_places = [target.place for target in targets]
+    turns: Counter[object] = Counter()
+    made: dict[object, Sends] = {}
+    slices: list[Planned] = []
+    for name, piece, layout in _fitting(spelled(manifests, params), params):
+        held, numbers = params[name].held, tuple(alike[layout])
         box = Box(piece.start, piece.shape)
-        lacking = box.volume - sum(common.volume for common, _, _ in cover(box, held))
-        return f"{lacking} of {box.volume} elements are held by no rank" if lacking else None
-
-    def _sends(
-        self, box: Box, held: Held, targets: Ints, target_places: Sequence[str], turn: int
-    ) -> Sends:
-        """Choose one holder of each part of the box for each of `targets`: one on the target's
-        device, else holders in turn.
-
-        turn: differs between parameters that are sent alike, so that what does not divide evenly
-        does not always fall to the same rank.
-        """
-        sends: dict[tuple[int, int], list[tuple[Box, Box]]] = defaultdict(list)
-        for common, whole, ranks in cover(box, held):
-            turns: Counter[Ints] = Counter()
-            for target in targets:
-                near = (rank for rank in ranks if self._places[rank] == target_places[target])
-                choice = tuple(near) or ranks
-                rank = choice[(turn + turns[choice]) % len(choice)]
-                turns[choice] += 1
-                sends[rank, target].append((common, whole))
-        return dict(sends)
+        kind = id(held), box, numbers
+        turn = turns[kind] % max(len(ranks) for _, ranks in held)
+        turns[kind] += 1
+        if (kind, turn) not in made:
+            made[kind, turn] = _sends(box, held, numbers, places, target_places, turn)
+        slices.append(Planned(name, piece, numbers, made[kind, turn]))
+    return SyncPlan(targets=targets, places=places, slices=slices)
 
 
-def _traffic(
-    made: Mapping[object, Sends], uses: Mapping[tuple[object, int], int]
-) -> dict[tuple[int, int], int]:
-    traffic: Counter[tuple[int, int]] = Counter()
-    for (key, size), count in uses.items():
-        for pair, boxes in made[key].items():
-            traffic[pair] += sum(sent.volume for sent, _ in boxes) * size * count
-    return traffic
+def _parameters(shards: Iterable[SourceShard]) -> dict[str, _Parameter]:
+    parts: dict[str, set[SourceShard]] = defaultdict(set)
+    for shard in shards:
+        parts[shard.name].add(replace(shard, name=""))
+    kinds: dict[frozenset[SourceShard], _Parameter] = {}
+    found = {}
+    for name in sorted(parts):
+        kind = frozenset(parts[name])
+        if kind not in kinds:
+            kinds[kind] = _Parameter(next(iter(kind)).global_shape, holders(name, kind))
+        found[name] = kinds[kind]
+    return found
 
 
-def _held(kind: Iterable[SourceShard]) -> tuple[Held, str]:
-    """Return the holders, or none and what is wrong."""
-    try:
-        return holders(kind), ""
-    except ValueError as problem:
-        return (), str(problem)
+def _fitting(
+    manifests: Sequence[Manifest], params: Mapping[str, _Parameter]
+) -> list[tuple[str, ParamSlice, str]]:
+    """Return (the trainer's name, slice, hash of its layout) of what is written. A ValueError
+    lists what does not fit.
+    """
+    slices = chain.from_iterable(manifest.slices for manifest in manifests)
+    anywhere = {piece.name for piece in slices}
+    fitting: list[tuple[str, ParamSlice, str]] = []
+    problems: list[str] = []
+    for manifest in manifests:
+        sources: dict[str, list[str]] = defaultdict(list)  # stored name -> the trainer's
+        for name in params:
+            sources[manifest.aliases.get(name, name)].append(name)
+        problems += name_problems(sources, manifest, anywhere)
+        for piece in manifest.slices:
+            theirs = sources.get(piece.name, ())
+            if len(theirs) != 1 or not math.prod(piece.shape):
+                continue
+            if problem := _misfit(params[theirs[0]], piece):
+                problems.append(f"{piece.name}: {problem}")
+            fitting.append((theirs[0], piece, manifest.layout_hash))
+    if problems:
+        rule = "the trainer's weights do not fit the rollout's, nothing was written"
+        raise ValueError(f"{rule}: {listed(list(dict.fromkeys(problems)))}")
+    return fitting
+
+
+def _misfit(param: _Parameter, piece: ParamSlice) -> str | None:
+    if param.shape != piece.global_shape:
+        return f"shape {param.shape} in the trainer, {piece.global_shape} in the rollout"
+    box = Box(piece.start, piece.shape)
+    lacking = box.volume - sum(common.volume for common, _, _ in cover(box, param.held))
+    return f"{lacking} of {box.volume} elements are held by no rank" if lacking else None
+
+
+def _sends(
+    box: Box,
+    held: Held,
+    targets: Ints,
+    places: Sequence[str],
+    target_places: Sequence[str],
+    turn: int,
+) -> Sends:
+    """Choose one holder of each part of the box for each of `targets`: one on the target's device,
+    else holders in turn.
+
+    turn: differs between parameters that are sent alike, so that what does not divide evenly does
+    not always fall to the same rank.
+    """
+    sends: dict[tuple[int, int], list[tuple[Box, Box]]] = defaultdict(list)
+    for common, whole, ranks in cover(box, held):
+        turns: Counter[Ints] = Counter()
+        for target in targets:
+            near = tuple(rank for rank in ranks if places[rank] == target_places[target])
+            choice = near or ranks
+            rank = choice[(turn + turns[choice]) % len(choice)]
+            turns[choice] += 1
+            sends[rank, target].append((common, whole))
+    return dict(sends)
 
 
 def name_problems(
-    sources: Mapping[str, Sequence[str]],
-    manifest: Manifest,
-    anywhere: Collection[str],
-    wanted: Collection[str] | None,
+    sources: Mapping[str, Sequence[str]], manifest: Manifest, anywhere: Collection[str]
 ) -> list[str]:
     """List names that only one side has, or the trainer twice.
 
@@ -328,10 +300,8 @@ def name_problems(
         sources: Stored name -> the trainer's names for it.
         manifest: Of one target.
         anywhere: Names that any target stores.
-        wanted: Stored names; None: all.
     """
-    everything = {piece.name for piece in manifest.slices}
-    stored = everything if wanted is None else everything & set(wanted)
+    stored = {piece.name for piece in manifest.slices}
     # A module alone: all of it is padding on this rank.
     known = stored | (manifest.modules.keys() & anywhere)
     problems = [f"missing in the trainer: {name}" for name in sorted(stored - sources.keys())]
@@ -343,67 +313,7 @@ def name_problems(
         if len(several) > 1:
             text = "are one parameter in the rollout (tied), not in the trainer"
             problems.append(f"{' and '.join(sorted(several))} {text}")
-    unknown = set(wanted or ()) - everything - manifest.modules.keys() - sources.keys()
-    return problems + [f"unknown to both sides: {name}" for name in sorted(unknown)]
-
-
-def byte_problems(manifest: Manifest) -> list[str]:
-    """List slices that overlap, end too late or are not aligned."""
-    problems: list[str] = []
-    pieces = [piece for piece in manifest.slices if math.prod(piece.shape)]
-    cluster: list[ParamSlice] = []  # slices whose byte ranges touch each other
-    last, checked = 0, set[object]()
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        if piece.offset % itemsize(piece.dtype):
-            problems.append(f"{piece.name}: byte {piece.offset} is not aligned to {piece.dtype}")
-        if (end := _rows(piece).end) > manifest.nbytes:
-            problems.append(
-                f"{piece.name} ends at byte {end}, after the manifest's {manifest.nbytes}"
-            )
-        if piece.offset >= last:
-            problems += _overlaps(cluster, checked)
-            cluster = []
-        cluster.append(piece)
-        last = max(last, end)
-    return problems + _overlaps(cluster, checked)
-
-
-def _strides(piece: ParamSlice) -> Ints:
-    return piece.strides or row_major(piece.shape)
-
-
-def _rows(piece: ParamSlice) -> Rows:
-    strides, dtype = _strides(piece), torch_dtype(piece.dtype)
-    return box_rows(
-        piece.shape, dtype, offset=piece.offset, strides=strides, index=0, index_strides=strides
-    )
-
-
-def _overlaps(cluster: Sequence[ParamSlice], checked: set[object]) -> list[str]:
-    """List slices that share bytes; they may interleave. checked: clusters without problems."""
-    if len(cluster) == 1 and cluster[0].strides is None:
-        return []
-    key = tuple(
-        (piece.offset - cluster[0].offset, piece.shape, piece.strides, piece.dtype)
-        for piece in cluster
-    )
-    if key in checked:
-        return []
-    runs = sorted(itertools.chain.from_iterable(map(_runs, cluster)))
-    for (_, end, name), (start, _, other) in itertools.pairwise(runs):
-        if start < end:
-            return [f"{name} and {other} overlap at byte {start}"]
-    checked.add(key)
-    return []
-
-
-def _runs(piece: ParamSlice) -> Iterable[tuple[int, int, str]]:
-    """Yield (first byte, end, name) of the ranges of bytes that a slice consists of."""
-    size = itemsize(piece.dtype)
-    for row in _rows(piece).table:
-        for number in range(row.rows):
-            start = row.target + number * row.target_pitch * size
-            yield start, start + row.width * size, piece.name
+    return problems
 
 
 def spelled(manifests: Iterable[Manifest], names: Collection[str]) -> list[Manifest]:
@@ -437,7 +347,7 @@ def _part(piece: ParamSlice, stored: Stored) -> ParamSlice | None:
     common = Box(piece.start, piece.shape).intersect(Box(stored.start, stored.box))
     if common is None:
         return None
-    strides, last = _strides(piece), -len(stored.shape)
+    strides, last = piece.strides, -len(stored.shape)
     within = difference(common.start, piece.start)
     return replace(
         piece,

@@ -13,6 +13,8 @@ will serve, and raises afterwards: so the others need not wait for a time-out. W
 means is said of `Wire`.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.agree import Agreement, backend_of
 from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.shards import torch_dtype
-from trainer_bridge.sync.writer import DerivedCopies, LowRank, Written, copy_rows
+from trainer_bridge.sync.writer import LowRank, Writer, copy_rows
 
 MESSAGE_BYTES = 64 << 20
 _ALIGNMENT = 16  # of a box in a message: what the kernels like
@@ -49,25 +51,40 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """speakers: the rank that speaks for each target. indirect: pairs whose bytes go to that rank,
-    which is perhaps itself the sender; all others write into the pages. handled: targets whose
-    speaker passes bytes on by the handle, not into the pages.
+    """The ways of a sync's bytes: into mapped pages wherever a rank can map them, else to the rank
+    that speaks for the target.
+
+    pairs: all that have bytes to write. speakers: of each target. blocked: `obstacles` of each
+    rank.
     """
 
+    pairs: Collection[Pair]
     speakers: Sequence[int]
-    indirect: frozenset[Pair] = frozenset()
-    handled: frozenset[int] = frozenset()
+    blocked: Sequence[Mapping[int, str]]
+
+    @property
+    def indirect(self) -> set[Pair]:
+        """Return the pairs whose bytes go to the speaker, which is perhaps itself the sender."""
+        return {(rank, target) for rank, target in self.pairs if target in self.blocked[rank]}
 
     @property
     def relayed(self) -> set[Pair]:
         """Return the pairs whose bytes go from one rank to another."""
         return {(rank, target) for rank, target in self.indirect if rank != self.speakers[target]}
 
-    def direct(self, rank: int) -> set[int]:
-        """Return the targets into whose pages the rank writes what it has for them."""
-        return {
-            target for target in range(len(self.speakers)) if (rank, target) not in self.indirect
-        }
+    @property
+    def handled(self) -> set[int]:
+        """Return the targets whose speaker passes bytes on by the handle, not into the pages."""
+        return {target for target, rank in enumerate(self.speakers) if target in self.blocked[rank]}
+
+    def warn(self) -> None:
+        """Log which bytes do not go into mapped pages, and why."""
+        if pairs := sorted(self.indirect):
+            shown = ", ".join(f"{rank}->{target}" for rank, target in pairs[:8])
+            more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+            rank, target = pairs[0]
+            why = self.blocked[rank][target]
+            _log.warning("weight sync by messages for rank->target %s%s: %s", shown, more, why)
 
 
 def obstacle(place: str, target: str) -> str | None:
@@ -96,29 +113,6 @@ def obstacles(place: str, plan: SyncPlan) -> dict[int, str]:
     return {
         n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None
     }
-
-
-def choose_routes(
-    pairs: Iterable[Pair], speakers: Sequence[int], blocked: Sequence[Mapping[int, str]]
-) -> Routes:
-    """Choose mapped pages wherever they can be mapped. blocked: `obstacles` of each rank."""
-    return Routes(
-        speakers=speakers,
-        indirect=frozenset((rank, target) for rank, target in pairs if target in blocked[rank]),
-        handled=frozenset(
-            target for target, rank in enumerate(speakers) if target in blocked[rank]
-        ),
-    )
-
-
-def log_routes(routes: Routes, blocked: Sequence[Mapping[int, str]]) -> None:
-    """Warn of bytes that do not go into mapped pages."""
-    if routes.indirect:
-        pairs = sorted(routes.indirect)
-        shown = ", ".join(f"{rank}->{target}" for rank, target in pairs[:8])
-        more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
-        why = blocked[pairs[0][0]][pairs[0][1]]
-        _log.warning("weight sync by messages for rank->target %s%s: %s", shown, more, why)
 
 
 # ---------------------------------------------------------------- between ranks
@@ -215,6 +209,13 @@ class Message(NamedTuple):
             for copy, at in self.copies
         ]
 
+    def packing(
+        self, sources: Mapping[str, Tensor], derived: Collection[str], scratch: Tensor
+    ) -> Writer:
+        """Make what casts the message from the shards into a stage; see `Writer`."""
+        packed = (replace(c, offset=at, strides=row_major(c.shape)) for c, at in self.copies)
+        return Writer(packed, sources, derived, scratch)
+
     def unpacking(self, stage: Tensor) -> RowCopies:
         """Make what copies the message from a stage into a target's pages."""
         rows = []
@@ -246,44 +247,11 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
     if copy.nbytes <= limit:
         yield copy
         return
-    if limit < copy.itemsize:
-        raise ValueError(f"a message of {limit} bytes holds no element of {copy.dtype}; allow more")
+    assert limit >= copy.itemsize
     dim = next(dim for dim, size in enumerate(copy.shape) if size > 1)
     each = max(1, limit // (copy.nbytes // copy.shape[dim]))
     for first in range(0, copy.shape[dim], each):
         yield from parts(copy.part(dim, first, min(each, copy.shape[dim] - first)), limit)
-
-
-class MessagePacking:
-    """Casts the copies of one message from the shards into any stage."""
-
-    def __init__(
-        self, message: Message, sources: Mapping[str, Tensor], derived: Collection[str]
-    ) -> None:
-        self.message = message
-        self._sources = sources
-        copies = [
-            replace(copy, offset=at, strides=row_major(copy.shape)) for copy, at in message.copies
-        ]
-        self._derived = [copy for copy in copies if copy.name in derived]
-        plain = (copy for copy in copies if copy.name not in derived)
-        device = sources[copies[0].name].device
-        self._table = RowCopies([copy_rows(copy, sources[copy.name]) for copy in plain], device)
-        self._extra = 0
-        self.nbytes = sum(copy.nbytes for copy in copies)  # without the gaps
-
-    def start(self, stage: Tensor, factors: Mapping[str, LowRank]) -> None:
-        """Pack on the current stream; derived parameters wait, and make their tables anew."""
-        self._table.start(stage)
-        self._extra = 0
-        if self._derived:
-            made = DerivedCopies(self._derived, self._sources)
-            made.start({self.message.target: stage}, factors)
-            self._extra = made.digests()[self.message.target]
-
-    def digest(self) -> int:
-        """Wait; return the digest of what the last start packed."""
-        return self._table.result() + self._extra
 
 
 # ---------------------------------------------------------------- one rank's part
@@ -298,10 +266,11 @@ class _Buffer:
         if wire.type != device.type:
             self.wire = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def pack(self, packing: MessagePacking, factors: Mapping[str, LowRank]) -> None:
+    def pack(self, outgoing: _Outgoing, factors: Mapping[str, LowRank]) -> None:
         """Bring a message to the wire; waits, where that is another device."""
-        packing.start(self.stage, factors)
-        self._copy(self.wire, self.stage, packing.message.nbytes)
+        message, packing = outgoing
+        packing.start({message.target: self.stage}, factors)
+        self._copy(self.wire, self.stage, message.nbytes)
 
     def arrived(self, nbytes: int) -> None:
         self._copy(self.stage, self.wire, nbytes)
@@ -315,10 +284,19 @@ class _Buffer:
             to[:nbytes].copy_(source[:nbytes])
 
 
-class _Exchange(NamedTuple):
-    """One round of this rank: what it sends to the rank `to`, and takes from the rank `source`."""
+class _Outgoing(NamedTuple):
+    """A message of this rank, and what packs it."""
 
-    sent: MessagePacking | None
+    message: Message
+    packing: Writer
+
+
+class _Exchange(NamedTuple):
+    """One round of this rank: what it sends to the rank `to`, and takes from the rank `source`. A
+    message to itself stays where it was packed, and is passed on by the handle.
+    """
+
+    sent: _Outgoing | None
     to: int
     taken: Message | None
     source: int
@@ -330,7 +308,7 @@ class Relay:
     `Writer`.
 
     All ranks make it, and run it, together. Memory: for each way that is used, two buffers as long
-    as the longest message, at most `message_bytes`, and as much pinned where messages travel
+    as the longest message, at most `MESSAGE_BYTES`, and as much pinned where messages travel
     through the host.
     """
 
@@ -343,9 +321,8 @@ class Relay:
         handles: Mapping[int, UpdatableEngine],
         *,
         rank: int,
-        device: torch.device,
         derived: Collection[str],
-        message_bytes: int = MESSAGE_BYTES,
+        scratch: Tensor,
     ) -> None:
         """Make the tables.
 
@@ -356,20 +333,20 @@ class Relay:
             sources: This rank's tensors, by name.
             handles: On the targets that this rank speaks for.
             rank: This one.
-            device: Of its sources.
             derived: As in `Writer`.
-            message_bytes: The longest message.
+            scratch: As in `Writer`, on the device of the sources.
         """
         self._plan, self._routes, self._rank = plan, routes, rank
-        self._limit = message_bytes
         self._handles, self._wire = handles, wire
-        self._packings = [
-            MessagePacking(message, sources, derived) for message in self._messages(rank)
+        self._sends = [
+            _Outgoing(message, message.packing(sources, derived, scratch))
+            for message in self._messages(rank)
         ]
         senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
         taken = {sender: self._messages(sender, rank) for sender in senders}
+        device = scratch.device
         travels = torch.device("cpu") if wire is None else wire.device
-        sends = [packing.message.nbytes for packing in self._packings]
+        sends = [message.nbytes for message, _ in self._sends]
         self._out = [_Buffer(max(sends, default=0), device, travels) for _ in range(2)]
         takes = [message.nbytes for message in chain.from_iterable(taken.values())]
         self._into = [_Buffer(max(takes, default=0), device, travels) for _ in range(2)]
@@ -377,18 +354,16 @@ class Relay:
         self._error: Exception | None = None
 
     @property
-    def targets(self) -> list[int]:
+    def targets(self) -> set[int]:
         """Return the targets whose pages this rank has to map, to unpack into them."""
         taken = {each.taken.target for each in self._exchanges if each.taken is not None}
-        return sorted(taken - self._routes.handled)
+        return taken - self._routes.handled
 
-    def run(
-        self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]
-    ) -> dict[int, Written]:
+    def run(self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]) -> dict[int, int]:
         """Make all exchanges and wait.
 
         Returns:
-            What this rank sent, by target; another wrote it.
+            The digests of what this rank sent, by target; another wrote it.
 
         Raises:
             Exception: What went wrong here, after the exchanges.
@@ -402,14 +377,14 @@ class Relay:
             wait()
             wait = self._post(number + 1)
             self._try(partial(exchange.unpack, pages))
-        for packing in self._packings:
-            if self._to(packing.message) == self._rank:
-                self._try(partial(self._pass_on, packing, factors))
         if self._into[0].stage.is_cuda:  # the leases end next
             torch.cuda.current_stream(self._into[0].stage.device).synchronize()
         if self._error is not None:
             raise self._error
-        return self._written()
+        digests = Counter[int]()
+        for _, packing in self._sends:
+            digests.update(packing.digests())
+        return digests
 
     def _try(self, step: Callable[[], None]) -> None:
         """Run a step; after one that failed the rest is left out."""
@@ -420,9 +395,9 @@ class Relay:
                 self._error = error
 
     def _messages(self, sender: int, to: int | None = None) -> list[Message]:
-        copies = self._plan.copies(sender)
-        indirect = (copy for copy in copies if (sender, copy.target) in self._routes.indirect)
-        made = messages(indirect, self._limit)
+        blocked = self._routes.blocked[sender]
+        copies = (copy for copy in self._plan.copies(sender) if copy.target in blocked)
+        made = messages(copies, MESSAGE_BYTES)
         return [message for message in made if to in (None, self._to(message))]
 
     def _to(self, message: Message) -> int:
@@ -431,11 +406,14 @@ class Relay:
     def _make_exchanges(self, taken: Mapping[int, Sequence[Message]]) -> list[_Exchange]:
         exchanges: list[_Exchange] = []
         world = len(self._plan.places)
-        for step in range(1, world):
+        for step in (*range(1, world), 0):  # to itself last: nobody waits for that
             to, source = (self._rank + step) % world, (self._rank - step) % world
-            sends = [packing for packing in self._packings if self._to(packing.message) == to]
+            sends = [sent for sent in self._sends if self._to(sent.message) == to]
             for sent, message in zip_longest(sends, taken.get(source, [])):
-                unpack = self._unpacking(message, self._into[len(exchanges) % 2])
+                turn = len(exchanges) % 2
+                unpack = self._unpacking(message, self._into[turn])
+                if sent is not None and to == self._rank:
+                    unpack = self._unpacking(sent.message, self._out[turn])
                 exchanges.append(_Exchange(sent, to, message, source, unpack))
         return exchanges
 
@@ -448,7 +426,8 @@ class Relay:
         target, nbytes = message.target, message.nbytes
         if target in self._routes.handled:
             boxes, handle = message.boxes(), self._handles[target]
-            return lambda pages: handle.write_update(boxes, buffer.message(nbytes))
+            # A copy: a view that is pickled takes all bytes of its buffer along.
+            return lambda pages: handle.write_update(boxes, buffer.wire[:nbytes].clone())
         table = message.unpacking(buffer.stage)
 
         def unpack(pages: Mapping[int, Tensor]) -> None:
@@ -462,7 +441,7 @@ class Relay:
             self._try(partial(self._out[number % 2].pack, sent, factors))
 
     def _post(self, number: int) -> Callable[[], None]:
-        if number >= len(self._exchanges):
+        if number >= len(self._exchanges) or self._exchanges[number].to == self._rank:
             return lambda: None
         assert self._wire is not None
         exchange, out, into = self._exchanges[number], None, None
@@ -471,25 +450,3 @@ class Relay:
         if exchange.taken is not None:
             into = self._into[number % 2].wire[: exchange.taken.nbytes], exchange.source
         return self._wire.post(out, into)
-
-    def _pass_on(self, packing: MessagePacking, factors: Mapping[str, LowRank]) -> None:
-        """Pass this rank's own bytes on by the handle."""
-        message, buffer = packing.message, self._out[0]
-        buffer.pack(packing, factors)
-        handle = self._handles[message.target]
-        handle.write_update(message.boxes(), buffer.message(message.nbytes))
-
-    def _written(self) -> dict[int, Written]:
-        """Sum what the packings of each target digested; waits."""
-        nbytes, digests = Counter[int](), Counter[int]()
-        for packing in self._packings:
-            nbytes[packing.message.target] += packing.nbytes
-            digests[packing.message.target] += packing.digest()
-        return {
-            target: Written(
-                nbytes=size,
-                link_bytes=self._plan.link_bytes.get((self._rank, target), 0),
-                digest=digests[target],
-            )
-            for target, size in nbytes.items()
-        }

@@ -78,14 +78,11 @@ def torch_dtype(name: str) -> torch.dtype:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShard:
     """The box of `shape` at `start` of one parameter, held by one rank as a contiguous row-major
-    tensor; may be empty.
-
-    dtype: like "float32". rank: in the trainer's world.
+    tensor; may be empty. rank: in the trainer's world.
     """
 
     name: str
     global_shape: Ints
-    dtype: str
     start: Ints
     shape: Ints
     rank: int
@@ -95,38 +92,27 @@ Held = tuple[tuple[Box, Ints], ...]
 """Disjoint boxes of one parameter, each with the ranks that hold it."""
 
 
-def holders(shards: Iterable[SourceShard]) -> Held:
+def holders(name: str, shards: Iterable[SourceShard]) -> Held:
     """Return who holds what of one parameter.
 
     Args:
+        name: Of the parameter.
         shards: Of all ranks, empty ones too; the same one twice does no harm.
 
     Raises:
-        ValueError: The shards disagree about the shape, lie outside of it, or overlap without being
-            the same.
+        ValueError: The shards disagree about the shape, or overlap without being the same.
     """
     shards = sorted(set(shards), key=lambda shard: (shard.start, shard.shape, shard.rank))
     shapes = sorted({shard.global_shape for shard in shards})
     if len(shapes) > 1:
-        raise ValueError(f"shapes {' and '.join(map(str, shapes))} in the trainer")
-    space = Box((0,) * len(shapes[0]), shapes[0])
-    seen: set[int] = set()
+        raise ValueError(f"{name}: shapes {' and '.join(map(str, shapes))} in the trainer")
     held: dict[Box, list[int]] = defaultdict(list)
     for shard in shards:
-        box = Box(shard.start, shard.shape)
-        if shard.rank in seen:
-            raise ValueError(f"rank {shard.rank} holds two different parts")
-        if not len(box.start) == len(box.shape) == len(space.shape) or (
-            box.volume and space.intersect(box) != box
-        ):
-            text = f"rank {shard.rank} holds {box.shape} at {box.start}"
-            raise ValueError(f"{text}, outside {space.shape}")
-        seen.add(shard.rank)
-        if box.volume:
+        if (box := Box(shard.start, shard.shape)).volume:
             held[box].append(shard.rank)
     for (box, ranks), (other, others) in itertools.combinations(held.items(), 2):
         if common := box.intersect(other):
-            text = f"element {common.start} is held by ranks {ranks[0]} and {others[0]}"
+            text = f"{name}: element {common.start} is held by ranks {ranks[0]} and {others[0]}"
             raise ValueError(f"{text}, in different parts; replicas must hold the same part")
     return tuple((box, tuple(ranks)) for box, ranks in held.items())
 
@@ -186,29 +172,12 @@ def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
                 f"{tuple(param.device_mesh.mesh.shape)} gives it {box.shape}; shard it by "
                 "fully_shard or distribute_tensor"
             )
-    return _shard(name, shape, str(param.dtype).removeprefix("torch."), box, rank)
-
-
-def fsdp_shards(
-    name: str, global_shape: Sequence[int], dtype: str, world: int, dim: int = 0
-) -> list[SourceShard]:
-    """Return the shards of FSDP2 over ranks 0 to `world`, without a DTensor: dimension `dim` is
-    shared.
-    """
-    shape = tuple(global_shape)
-    boxes = _fsdp_boxes(shape, world, dim)
-    return [_shard(name, shape, dtype, box, rank) for rank, box in enumerate(boxes)]
+    return SourceShard(name=name, global_shape=shape, start=box.start, shape=box.shape, rank=rank)
 
 
 @functools.lru_cache(maxsize=1024)
 def _fsdp_boxes(shape: Ints, world: int, dim: int) -> list[Box]:
     return [local_box(shape, [Shard(dim)], (world,), (rank,)) for rank in range(world)]
-
-
-def _shard(name: str, whole: Ints, dtype: str, box: Box, rank: int) -> SourceShard:
-    return SourceShard(
-        name=name, global_shape=whole, dtype=dtype, start=box.start, shape=box.shape, rank=rank
-    )
 
 
 class _Split(NamedTuple):
@@ -322,7 +291,5 @@ def _best(shape: Ints, slices: Sequence[tuple[int, Box]], world: int) -> int:
 
 def _held(shape: Ints, dim: int, world: int, rank: int, box: Box) -> int:
     """Counts elements of `box` that `rank` holds when dimension `dim` is shared by the world."""
-    first, size = chunk(shape[dim], world, rank)
-    start = (*(0 for _ in shape[:dim]), first, *(0 for _ in shape[dim + 1 :]))
-    common = box.intersect(Box(start, (*shape[:dim], size, *shape[dim + 1 :])))
+    common = box.intersect(_fsdp_boxes(shape, world, dim)[rank])
     return common.volume if common else 0

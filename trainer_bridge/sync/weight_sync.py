@@ -16,7 +16,6 @@ serve their old version, others none.
 """
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,27 +24,31 @@ from itertools import chain
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import memsaver
 from memsaver.ops.hash import MASK64
+from memsaver.system.devices import place_of
+from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
 from rollout.weights import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
-from trainer_bridge.sync.agree import Agreement
-from trainer_bridge.sync.plan import Planner, SyncPlan
-from trainer_bridge.sync.relay import (
-    MESSAGE_BYTES,
-    Relay,
-    Wire,
-    choose_routes,
-    log_routes,
-    obstacles,
-)
+from trainer_bridge.errors import listed
+from trainer_bridge.sync.agree import Agreement, group_agreement
+from trainer_bridge.sync.plan import SyncPlan, make_plan
+from trainer_bridge.sync.relay import Relay, Routes, Wire, obstacles
 from trainer_bridge.sync.shards import SourceShard
-from trainer_bridge.sync.writer import LowRank, Writer, Written, device_of
+from trainer_bridge.sync.writer import (
+    LowRank,
+    Shards,
+    Writer,
+    check_sources,
+    device_of,
+    rounding,
+    scratch_for,
+)
 
 T = TypeVar("T")
-_log = logging.getLogger("memsaver")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,6 @@ class WeightSync:
         *,
         place: str,
         derived: Callable[[], Mapping[str, LowRank]] = dict,
-        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """Make the plan.
 
@@ -121,7 +123,6 @@ class WeightSync:
             place: Of this rank's device, as in `WeightLayout`.
             derived: Returns the parameters that are written as a function of this rank's shard of
                 them, and is asked with every sync.
-            message_bytes: The longest message between ranks.
 
         Raises:
             ValueError: Lists what does not fit; nothing has been touched then.
@@ -140,44 +141,39 @@ class WeightSync:
         self._first = sum(counts[: agreement.rank])
         blocked = agreement.agree("plan", lambda: self._make_plan(said, place))
         speakers = list(chain.from_iterable([rank] * n for rank, n in enumerate(counts)))
-        self._routes = choose_routes(self.plan.traffic, speakers, blocked)
+        self._routes = Routes(pairs=self.plan.traffic, speakers=speakers, blocked=blocked)
         self._wire = None
         if self._routes.relayed:
             self._wire = Wire(agreement, self._routes, self.plan.places, self._device)
-        self._message_bytes = message_bytes
+        if agreement.rank == 0:
+            self._routes.warn()
         self._kept = memsaver.LeaseCache()
-        self._warned = False
         self._made_for: object = None  # the last kind of sync, and where its sources were
+        self._part: SyncPlan  # what that kind of sync writes
         self._writer: Writer
         self._relay: Relay | None
-        if agreement.rank == 0:
-            log_routes(self._routes, blocked)
-            if self._withheld:
-                text = "only the first sync is served with these values"
-                _log.warning("%s; %s", self._unsynced(), text)
 
     def _make_plan(
         self, said: Sequence[tuple[str, list[SourceShard], list[WeightLayout]]], place: str
     ) -> dict[int, str]:
         """Make the plan, the same on all ranks; return what this one cannot map."""
-        shards = chain.from_iterable(theirs for _, theirs, _ in said)
+        shards = list(chain.from_iterable(theirs for _, theirs, _ in said))
         layouts = list(chain.from_iterable(theirs for _, _, theirs in said))
         known = dict(chain.from_iterable(each.buffers.items() for each in layouts))
-        params, buffers = list[SourceShard](), dict[str, SourceShard]()
+        held = {shard.name for shard in shards}
+        if missing := sorted(known.keys() - held):
+            raise ValueError(
+                f"the rollout computes with {listed(missing)}, which the trainer does not sync; "
+                "pass module_sync the module itself, or these buffers among the parameters"
+            )
         for shard in shards:
-            if shard.name not in known:
-                params.append(shard)
-            elif shard.shape != known[shard.name]:
+            if shard.shape != known.get(shard.name, shard.shape):
                 theirs = f"{known[shard.name]} in the rollout; keep it whole on every rank"
                 text = f"shape {shard.shape} on rank {shard.rank}, {theirs}"
                 raise ValueError(f"{shard.name}: {text}")
-            else:
-                buffers[shard.name] = shard
-        self.buffers = sorted(buffers)
-        self._withheld = sorted(known.keys() - buffers)
-        self._planned = layouts
-        self._planner = Planner(params, [where for where, _, _ in said])
-        self.plan = self._planner.plan(self._planned)
+        self.buffers = sorted(known)
+        params = [shard for shard in shards if shard.name not in known]
+        self.plan = make_plan(params, [where for where, _, _ in said], layouts)
         return obstacles(place, self.plan)
 
     def holds(self) -> bool:
@@ -198,7 +194,7 @@ class WeightSync:
             version: Not lower than that of the last sync.
             shadow: Targets take pages for a second copy, and serve their old version until the
                 commit.
-            names: Write these parameters only, by either side's names, over weights that are
+            names: Write these parameters only, by the trainer's names, over weights that are
                 defined (`LowRank`, after a whole sync).
 
         Raises:
@@ -226,29 +222,18 @@ class WeightSync:
             _abort(state, error)
             raise
         self._version = version
-        results = chain.from_iterable(rank.values() for rank in written)
         checks = chain.from_iterable(verified)
-        made = SyncReceipt(
+        return SyncReceipt(
             version=version,
             digests=tuple(receipt.digest for receipt in receipts),
-            nbytes=sum(receipt.nbytes for receipt in receipts),
-            link_bytes=sum(each.link_bytes for each in results),
+            nbytes=sum(self._part.nbytes),
+            link_bytes=sum(self._part.link_bytes.values()),
             seconds=time.perf_counter() - started,
             copy_seconds=state.copy_seconds,
             verify_seconds=max((each.seconds for each in checks), default=0.0),
             stages=state.stages,
             merge_error=_merge_error([sums for _, sums in said]) if state.derived else None,
         )
-        if made.lossy and not self._warned and self._agreement.rank == 0:
-            self._warned = True
-            _log.warning(
-                "version %d: rounding took %.0f %% of what the adapters add to the weights, so the "
-                "rollout lags behind the policy; this falls as adapters grow, and where it stays "
-                "raise the learning rate, or serve float32 weights",
-                version,
-                100 * (made.merge_error or 0),
-            )
-        return made
 
     def close(self) -> None:
         """Unmap the targets' pages, which stay mapped from sync to sync."""
@@ -264,9 +249,6 @@ class WeightSync:
         if self._version is not None and state.version < self._version:
             text = f"version {state.version} is stale: version {self._version} has been written"
             raise ValueError(f"{text}; use a higher one")
-        if self._withheld and self._version not in (None, state.version):
-            text = "only the first sync could be served with the values of its files"
-            raise ValueError(f"{self._unsynced()}; {text} (nothing was written)")
         sources, state.derived = self._sources(), self._derived()
         wanted = names, frozenset(state.derived), places(sources)
         if wanted != self._made_for:
@@ -274,26 +256,20 @@ class WeightSync:
             if (now := device_of(sources)).type == "cuda" and now != self._device:
                 text = f"the parameters are on {now}, and were on {self._device} when the sync was"
                 raise ValueError(f"{text} connected; connect anew (nothing was written)")
-            self._make_tables(self._planner.plan(self._planned, names), sources, state.derived)
+            self._part = self.plan if names is None else self.plan.only(names)
+            self._make_tables(self._part, sources, state.derived)
             self._made_for = wanted
-        self._writer.check(state.derived)
         state.buffers = buffer_values(sources, self.buffers)
-
-    def _unsynced(self) -> str:
-        more = f" and {len(self._withheld) - 1} more" if len(self._withheld) > 1 else ""
-        return (
-            f"the rollout computes with {self._withheld[0]}{more}, which is not synced; pass "
-            "module_sync the module itself, or this buffer among the parameters"
-        )
 
     def _make_tables(
         self, plan: SyncPlan, sources: Mapping[str, Tensor], derived: Collection[str]
     ) -> None:
+        check_sources(self._shards, sources)
         rank, self._relay = self._agreement.rank, None
-        direct = self._routes.direct(rank)
-        self._writer = Writer(
-            plan, self._shards, sources, rank=rank, derived=derived, targets=direct
-        )
+        direct = (c for c in plan.copies(rank) if c.target not in self._routes.blocked[rank])
+        scratch = scratch_for(sources, derived)
+        remote = {target for number, target in plan.link_bytes if number == rank}
+        self._writer = Writer(direct, sources, derived, scratch, remote)
         if self._routes.indirect:
             self._relay = Relay(
                 plan,
@@ -302,9 +278,8 @@ class WeightSync:
                 sources,
                 dict(enumerate(self._targets, start=self._first)),
                 rank=rank,
-                device=self._device,
                 derived=derived,
-                message_bytes=self._message_bytes,
+                scratch=scratch,
             )
 
     def _open(
@@ -322,19 +297,24 @@ class WeightSync:
         return offers
 
     def _map(self, state: _Round, offers: Sequence[WeightOffer]) -> None:
-        relayed = [] if self._relay is None else self._relay.targets
+        relayed = set[int]() if self._relay is None else self._relay.targets
         with self._current():
-            for number in {*self._writer.targets, *relayed}:
-                state.pages[number] = mapped(offers[number], self._kept, state.leases)
+            for number in self._writer.targets | relayed:
+                nbytes = offers[number].nbytes
+                use = self._kept.use(offers[number].ticket, at_least=nbytes)
+                lease = state.leases.enter_context(use)
+                state.pages[number] = lease.tensor((lease.nbytes,), torch.uint8)
 
-    def _write(self, state: _Round) -> tuple[dict[int, Written], tuple[float, float]]:
+    def _write(self, state: _Round) -> tuple[dict[int, int], tuple[float, float]]:
+        """Return the digests of what was written, by target, and `rounding`'s sums."""
         with self._current(), state.leases:
             started = time.perf_counter()
             relayed = {} if self._relay is None else self._relay.run(state.pages, state.derived)
-            written = self._writer.write(state.pages, state.derived) | relayed
+            self._writer.start(state.pages, state.derived)
+            written = {**self._writer.digests(), **relayed}
             state.copy_seconds = time.perf_counter() - started
             state.pages.clear()  # they may dangle afterwards
-            return written, self._writer.rounding(state.derived)
+            return written, rounding(state.derived, self._writer.sources, self._part)
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         """Make the shards' GPU the current one, for which pages are mapped."""
@@ -345,16 +325,15 @@ class WeightSync:
         self,
         offer: WeightOffer,
         number: int,
-        written: Sequence[Mapping[int, Written]],
+        written: Sequence[Mapping[int, int]],
         buffers: dict[str, Tensor],
     ) -> WriteReceipt:
         """Returns what all ranks together wrote into one target."""
-        parts = [each[number] for each in written if number in each]
         return WriteReceipt(
             version=offer.version,
             layout_hash=offer.layout_hash,
-            digest=sum(part.digest for part in parts) & MASK64,
-            nbytes=sum(part.nbytes for part in parts),
+            digest=sum(digests.get(number, 0) for digests in written) & MASK64,
+            nbytes=self._part.nbytes[number],
             buffers=buffers,
         )
 
@@ -363,6 +342,45 @@ class WeightSync:
             target.verify_update(receipts[number])
             for number, target in enumerate(self._targets, start=self._first)
         ]
+
+
+def module_sync(
+    params: nn.Module | Mapping[str, Tensor], targets: Sequence[UpdatableEngine]
+) -> WeightSync:
+    """Make the sync of any module's parameters, FSDP2's or plain ones, with the rollouts that this
+    rank speaks for; every rank calls it.
+
+    Args:
+        params: A module whose names are the checkpoint's, or `dict(module.named_parameters())` by
+            checkpoint name. Parameters may change in place, move, and take other strides. Buffers
+            that rollouts compute with (router biases) come with a module; a mapping may name them.
+        targets: The rollouts, or handles on them.
+
+    Raises:
+        ValueError: Lists what does not fit, and names what is computed of a parameter: it would
+            not follow it.
+    """
+    module = params
+    shards = Shards(lambda: _named(module) if isinstance(module, nn.Module) else module)
+    sync = WeightSync(
+        shards.described(),
+        shards.tensors,
+        targets,
+        group_agreement(dist.group.WORLD if dist.is_initialized() else None),
+        place=place_of(next(iter(shards.tensors().values())).device),
+    )
+    if isinstance(params, Mapping):
+        computed = [name for name, param in params.items() if not isinstance(param, nn.Parameter)]
+        if strays := [name for name in computed if name not in sync.buffers]:
+            raise ValueError(
+                f"{strays[0]}: no parameter, so it would stay as it is now; pass parameters "
+                "themselves, renamed at most"
+            )
+    return sync
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | stored_buffers(module)
 
 
 def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
@@ -387,17 +405,6 @@ def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
     parts = flat.split([each.numel() for each in chosen.values()])
     pairs = zip(chosen.items(), parts, strict=True)
     return {name: part.reshape(each.shape).clone() for (name, each), part in pairs}
-
-
-def mapped(offer: WeightOffer, kept: memsaver.LeaseCache, uses: contextlib.ExitStack) -> Tensor:
-    """Maps all bytes of the offered pages, uint8, for as long as the uses last."""
-    lease = uses.enter_context(kept.use(offer.ticket, at_least=offer.nbytes))
-    pages = lease.tensor((lease.nbytes,), torch.uint8)
-    if pages.nbytes < offer.nbytes:
-        described = f"its manifest describes {offer.nbytes}"
-        text = f"the rollout shares {pages.nbytes} bytes, {described}"
-        raise ValueError(f"{text}; offer all of tag weights")
-    return pages
 
 
 def _abort(state: _Round, error: BaseException) -> None:

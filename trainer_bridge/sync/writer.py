@@ -5,20 +5,65 @@ made of the shards while they are written, in bounded memory.
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from memsaver.ops.rows import RowCopies, Rows, box_rows
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.plan import Copy, SyncPlan
-from trainer_bridge.sync.shards import SourceShard, itemsize, torch_dtype
+from trainer_bridge.sync.shards import SourceShard, itemsize, shard_of, torch_dtype
 
-_SCRATCH_BYTES = 32 << 20
+SCRATCH_BYTES = 32 << 20
 _SAMPLED_NAMES, _SAMPLED_ELEMENTS = 8, 1 << 17
+
+
+class Shards:
+    """This rank's part of parameters and buffers."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        """read: returns them as they are now, by checkpoint name, tied ones once. What is no
+        DTensor is whole on every rank.
+        """
+        self._read = read
+        self._sharded: dict[str, object] = {}
+
+    def described(self) -> list[SourceShard]:
+        """Return which box of which parameter this rank holds; `tensors` are of these boxes."""
+        rank, found = dist.get_rank() if dist.is_initialized() else 0, []
+        for name, param in self._read().items():
+            self._sharded[name] = _sharding(param)
+            found.append(shard_of(name, param, rank))
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's rows of every parameter. A ValueError names one that is sharded
+        otherwise than it was described.
+        """
+        params = self._read()
+        for name, before in self._sharded.items():
+            if name in params and (now := _sharding(params[name])) != before:
+                raise ValueError(
+                    f"{name} is {now or 'whole'}, and was {before or 'whole'} when the sync was "
+                    "connected; connect anew (nothing was written)"
+                )
+        return {name: _stored(param).detach() for name, param in params.items()}
+
+
+def _sharding(param: Tensor) -> object:
+    """Return over which mesh, and how, a parameter is sharded; None: whole."""
+    return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+
+
+def _stored(param: Tensor) -> Tensor:
+    """Return the local shard. `to_local` takes a hundred times as long, every time."""
+    return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def copy_rows(copy: Copy, source: Tensor) -> Rows:
@@ -79,15 +124,6 @@ class LowRank:
         moved = (base + move).to(dtype).float() - base.to(dtype).float()
         return torch.stack([(moved - move).square().sum(), move.square().sum()])
 
-    def misfit(self, name: str, base: Tensor) -> str | None:
-        *experts, rank, columns = self.a.shape
-        if (*experts, columns) == (*base.shape[:-2], base.shape[-1]) and (
-            tuple(self.b.shape) == (*base.shape[:-1], rank)
-        ):
-            return None
-        product = f"b {tuple(self.b.shape)} @ a {tuple(self.a.shape)}"
-        return f"{name}: {product} does not fit the shard {tuple(base.shape)}"
-
 
 @contextlib.contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
@@ -102,56 +138,104 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         products.fp32_precision = before
 
 
-class DerivedCopies:
-    """The copies of one rank whose sources are derived: computed a few rows (of a stack: matrices)
-    at a time into one scratch tensor, written from there. Tables are made once; the factors may be
-    others with every run.
+def scratch_for(sources: Mapping[str, Tensor], derived: Iterable[str]) -> Tensor:
+    """Make fp32 memory, on the sources' device, for as many rows of these shards as a part of it
+    holds (`SCRATCH_BYTES`), at least one.
+    """
+    bases = [sources[name] for name in derived if name in sources]
+    least = max((math.prod(base.shape[1:]) for base in bases), default=0)
+    most = max((base.numel() for base in bases), default=0)
+    size = max(least, min(most, SCRATCH_BYTES // 4))
+    return torch.empty(size, dtype=torch.float32, device=device_of(sources))
+
+
+_Step = tuple[str, int, int, dict[int, RowCopies]]
+"""Rows of a derived parameter: its name, first row, last row, what is written of them by target."""
+
+
+class Writer:
+    """Copies of one rank, with the shards they come from, into targets' bytes or into a message.
+
+    Derived parameters are computed a few rows (of a stack: matrices) at a time into the scratch,
+    and written from there. Tables are made once, and are good as long as the plan's layout is
+    offered and the shards keep their addresses; the factors may be others with every run.
     """
 
     def __init__(
         self,
-        copies: Sequence[Copy],
+        copies: Iterable[Copy],
         sources: Mapping[str, Tensor],
-        scratch_bytes: int = _SCRATCH_BYTES,
+        derived: Collection[str],
+        scratch: Tensor,
+        remote: Set[int] = frozenset(),
     ) -> None:
-        """copies: of derived names only. sources: the shards of their bases."""
-        self._sources = sources
-        named: dict[str, list[Copy]] = defaultdict(list)
+        """Make the tables.
+
+        Args:
+            copies: What is written, of one rank.
+            sources: Its tensors, by name.
+            derived: Names of parameters that are made of their shard (`LowRank`).
+            scratch: `scratch_for` them; others may have it that write before or after, on the same
+                stream.
+            remote: Targets on other devices.
+        """
+        self.sources, self._scratch = sources, scratch
+        plain: dict[int, list[Rows]] = {}
+        made: dict[str, list[Copy]] = defaultdict(list)
         for copy in copies:
-            named[copy.name].append(copy)
-        steps, wanted = dict[str, int](), 0
-        for name in named:
-            count, width = len(sources[name]), math.prod(sources[name].shape[1:])
-            steps[name] = max(1, min(count, scratch_bytes // 4 // max(1, width)))
-            wanted = max(wanted, steps[name] * width)
-        self._scratch = torch.empty(wanted, dtype=torch.float32, device=device_of(sources))
-        # (name, first row, last row, what is written of them by target)
-        self._steps: list[tuple[str, int, int, dict[int, RowCopies]]] = []
-        for name, mine in named.items():
-            count = len(sources[name])
-            for first in range(0, count, steps[name]):
-                last = min(first + steps[name], count)
-                if tables := self._tables(mine, first, last):
-                    self._steps.append((name, first, last, tables))
+            rows = plain.setdefault(copy.target, [])
+            if copy.name in derived:
+                made[copy.name].append(copy)
+            else:
+                rows.append(copy_rows(copy, sources[copy.name]))
+        device = scratch.device
+        self._tables = {target: RowCopies(rows, device) for target, rows in plain.items()}
+        steps = (self._steps_of(name, mine) for name, mine in made.items())
+        self._steps = list(chain.from_iterable(steps))
+        self._remote = remote & self.targets
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    @property
+    def targets(self) -> Set[int]:
+        """Return the numbers of the targets that are written."""
+        return self._tables.keys()
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
-        """Start the copies on the current stream, each in the scratch after the one before."""
-        for name, first, last, tables in self._steps:
-            base = self._sources[name]
+        """Begin to write all copies into the targets' bytes: by target, uint8.
+
+        On a GPU the writes over links begin first, each on a stream of its own, and the others run
+        beside them, on the current stream.
+        """
+        for target in self._remote:
+            self._start_remote(target, pages[target])
+        for target in self.targets - self._remote:
+            self._tables[target].start(pages[target])
+        for name, first, last, tables in self._steps:  # each in the scratch after the one before
+            base = self.sources[name]
             derived[name].rows(base, first, last, self._made(first, last, base))
             for target, table in tables.items():
                 table.start(pages[target])
 
     def digests(self) -> dict[int, int]:
         """Wait; return the digests of what `start` wrote, by target."""
-        sums: dict[int, int] = defaultdict(int)
-        for _, _, _, tables in self._steps:
+        digests: dict[int, int] = defaultdict(int)
+        for tables in (self._tables, *(tables for *_, tables in self._steps)):
             for target, table in tables.items():
-                sums[target] += table.result()
-        return sums
+                digests[target] += table.result()
+        return digests
 
-    def _tables(self, copies: Sequence[Copy], first: int, last: int) -> dict[int, RowCopies]:
-        source = self._made(first, last, self._sources[copies[0].name])
+    def _steps_of(self, name: str, copies: Sequence[Copy]) -> Iterator[_Step]:
+        base = self.sources[name]
+        rows = max(1, self._scratch.numel() // max(1, math.prod(base.shape[1:])))
+        for first in range(0, len(base), rows):
+            last = min(first + rows, len(base))
+            if tables := self._derived_tables(copies, first, last):
+                yield name, first, last, tables
+
+    def _derived_tables(
+        self, copies: Sequence[Copy], first: int, last: int
+    ) -> dict[int, RowCopies]:
+        source = self._made(first, last, self.sources[copies[0].name])
         rows: dict[int, list[Rows]] = defaultdict(list)
         for copy in copies:
             begin, end = max(copy.start[0], first), min(copy.start[0] + copy.shape[0], last)
@@ -164,123 +248,6 @@ class DerivedCopies:
     def _made(self, first: int, last: int, base: Tensor) -> Tensor:
         shape = (last - first, *base.shape[1:])
         return self._scratch[: math.prod(shape)].view(shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """Bytes of a rank that lie in a target; link_bytes: to another device. digest: mod 2**64."""
-
-    nbytes: int
-    link_bytes: int
-    digest: int
-
-
-class Writer:
-    """The copies of rank `rank`, with the shards they come from.
-
-    They are good as long as the plan's layout is offered and the shards keep their addresses.
-    """
-
-    def __init__(
-        self,
-        plan: SyncPlan,
-        shards: Iterable[SourceShard],
-        sources: Mapping[str, Tensor],
-        *,
-        rank: int = 0,
-        derived: Collection[str] = (),
-        targets: Collection[int] | None = None,
-    ) -> None:
-        """Make the tables.
-
-        Args:
-            plan: Of all ranks.
-            shards: This rank's.
-            sources: Their tensors, by name.
-            rank: This one.
-            derived: Names of parameters that are made of their shard (`LowRank`).
-            targets: Write into these only; None: all.
-
-        Raises:
-            ValueError: Lists shards that are missing or of another shape.
-        """
-        boxes = {shard.name: shard for shard in shards}
-        self.sources, self._dtypes = sources, defaultdict[str, set[str]](set)
-        mine: dict[int, list[Copy]] = defaultdict(list)
-        for copy in plan.copies(rank):
-            self._dtypes[copy.name].add(copy.dtype)
-            if targets is None or copy.target in targets:
-                mine[copy.target].append(copy)
-        misfits = (_misfit(sources, boxes[name]) for name in sorted(self._dtypes))
-        if problems := [misfit for misfit in misfits if misfit is not None]:
-            rule = f"the shards of rank {rank} do not fit the plan, nothing was written"
-            raise ValueError(f"{rule}: {listed(problems)}")
-        self._nbytes: dict[int, int] = {}
-        self._tables: dict[int, RowCopies] = {}
-        made: list[Copy] = []
-        for target, copies in mine.items():
-            self._nbytes[target] = sum(copy.nbytes for copy in copies)
-            made += (copy for copy in copies if copy.name in derived)
-            plain = (copy for copy in copies if copy.name not in derived)
-            rows = [copy_rows(copy, sources[copy.name]) for copy in plain]
-            self._tables[target] = RowCopies(rows, device_of(sources))
-        self._derived = DerivedCopies(made, sources)
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._remote = {
-            target for target in mine if plan.targets[target].place != plan.places[rank]
-        }
-
-    @property
-    def targets(self) -> Set[int]:
-        """Return the numbers of the targets that this rank writes into."""
-        return self._tables.keys()
-
-    def write(
-        self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]
-    ) -> dict[int, Written]:
-        """Write all copies into the targets' bytes (by target: uint8, from the start of the tag),
-        and wait.
-
-        On a GPU the writes over links begin first, each on a stream of its own, and the others run
-        beside them.
-        """
-        for target in self._remote:
-            self._start_remote(target, pages[target])
-        for target in self.targets - self._remote:
-            self._tables[target].start(pages[target])
-        self._derived.start(pages, derived)
-        made = self._derived.digests()
-        return {
-            target: Written(
-                nbytes=self._nbytes[target],
-                link_bytes=self._nbytes[target] if target in self._remote else 0,
-                digest=table.result() + made.get(target, 0),
-            )
-            for target, table in self._tables.items()
-        }
-
-    def check(self, derived: Mapping[str, LowRank]) -> None:
-        """Raise a ValueError that lists factors that do not fit their base."""
-        names = sorted(derived.keys() & self._dtypes.keys())
-        misfits = (derived[name].misfit(name, self.sources[name]) for name in names)
-        if problems := [misfit for misfit in misfits if misfit is not None]:
-            raise ValueError(f"the weights are refused, nothing was written: {listed(problems)}")
-
-    def rounding(self, derived: Mapping[str, LowRank]) -> tuple[float, float]:
-        """Return `LowRank.rounding` summed over a few parameters, at even distances: about eighty
-        small launches and a wait, however large the model.
-        """
-        names = sorted(derived.keys() & self._dtypes.keys())
-        names = [name for name in names if self.sources[name].numel()]
-        chosen = names[:: max(1, math.ceil(len(names) / _SAMPLED_NAMES))]
-        if not chosen:
-            return 0.0, 0.0
-        sums = list[Tensor]()
-        for name in chosen:
-            dtype = torch_dtype(min(self._dtypes[name], key=itemsize))
-            sums.append(derived[name].rounding(self.sources[name], dtype))
-        lost, moved = torch.stack(sums).sum(0).tolist()
-        return lost, moved
 
     def _start_remote(self, target: int, pages: Tensor) -> None:
         """One program a multiprocessor fills NVLink, and leaves room for the copies on this GPU."""
@@ -296,6 +263,36 @@ class Writer:
         programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
         with torch.cuda.stream(stream):
             table.start(pages, programs)
+
+
+def rounding(
+    derived: Mapping[str, LowRank], sources: Mapping[str, Tensor], plan: SyncPlan
+) -> tuple[float, float]:
+    """Return `LowRank.rounding` to what the plan writes, summed over a few parameters at even
+    distances: about eighty small launches and a wait, however large the model.
+    """
+    names = [name for name in sorted(derived) if sources[name].numel()]
+    chosen = names[:: max(1, math.ceil(len(names) / _SAMPLED_NAMES))]
+    dtypes: dict[str, set[str]] = {name: set() for name in chosen}
+    for each in plan.slices:
+        if each.name in dtypes:
+            dtypes[each.name].add(each.piece.dtype)
+    sums = [
+        derived[name].rounding(sources[name], torch_dtype(min(found, key=itemsize)))
+        for name, found in dtypes.items()
+        if found
+    ]
+    if not sums:
+        return 0.0, 0.0
+    lost, moved = torch.stack(sums).sum(0).tolist()
+    return lost, moved
+
+
+def check_sources(shards: Iterable[SourceShard], sources: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError that lists shards that are missing, or cannot be written from."""
+    misfits = (_misfit(sources, shard) for shard in shards)
+    if problems := [misfit for misfit in misfits if misfit is not None]:
+        raise ValueError(f"the shards do not fit the plan, nothing was written: {listed(problems)}")
 
 
 def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:

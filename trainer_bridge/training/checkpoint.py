@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from memsaver.system.files import exchange_names, replace_text, sync
+from memsaver.system.files import replace_text, sync
 from memsaver.system.plain import all_gather_plain
 from trainer_bridge.errors import OtherRankFailed, OtherWeights, listed, misfits
 
@@ -173,23 +173,14 @@ def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _replace(directory: str, partial: str) -> None:
     """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the
-    new one.
-
-    Where the file system cannot exchange two names, there is a moment in which the old one has
-    another name, where `load` looks, too.
+    new one. There is a moment in which the old one has another name, where `load` looks, too.
     """
     before = f"{directory}{_BEFORE}"
-    if not os.path.isdir(directory):
-        os.rename(partial, directory)
-    else:
-        try:
-            exchange_names(partial, directory)
-        except OSError:
-            _remove(before)
-            os.rename(directory, before)
-            os.rename(partial, directory)
+    if os.path.isdir(directory):
+        _remove(before)
+        os.rename(directory, before)
+    os.rename(partial, directory)
     sync(Path(directory).parent)
-    _remove(partial)  # the old one, if it has this name now
     _remove(before)
 
 

@@ -19,12 +19,12 @@ class Critic:
     position that predicts it: the prompt and the response before it are seen, the token is not.
     """
 
-    def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver | None) -> None:
+    def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver) -> None:
         """config: the policy's, with a `critic`."""
         assert config.critic is not None
         self.config, self._runtime = config.of_critic(), runtime
         self._limit = config.critic.value_clip
-        self.model = build_model(self.config, runtime, saver, tag=CRITIC, value_head=True)
+        self.model = build_model(self.config, runtime, saver, tag=CRITIC)
         params = list(self.model.parameters())
         self.optimizer = build_optimizer(params, self.config, runtime, saver, CRITIC_OPTIM)
         self.step, self.schedule = 0, Schedule.of(self.config)

@@ -14,11 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memsaver import MemorySaver
 from memsaver.memory import empty_torch_cache, host_memory
 from memsaver.ops.layout import round_up
-from trainer_bridge.training.initial import (
-    randomise_weights,
-    rebuild_buffers,
-    weights_digest,
-)
+from trainer_bridge.config import TrainerConfig
+from trainer_bridge.training.initial import randomise_weights, rebuild_buffers, weights_digest
 from trainer_bridge.training.packing import PACKED
 
 
@@ -69,14 +66,10 @@ class Runtime:
         return weights_digest(model)
 
     def draw_weights(
-        self,
-        model: nn.Module,
-        seed: int,
-        drawn_as: torch.dtype | None,
-        into: Mapping[nn.Parameter, Tensor],
+        self, model: nn.Module, config: TrainerConfig, into: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Fill a model without a checkpoint; see `randomise_weights`."""
-        randomise_weights(model, seed, drawn_as, into)
+        randomise_weights(model, config, into)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Return uint8 [nbytes], 0, pinned for a GPU; a HostMemoryError says what is missing."""
@@ -141,13 +134,11 @@ _END = 256  # bytes: a rollout's weights end so, and who aliases pages needs all
 
 def side_by_side(
     specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
-    device: torch.device,
-    saver: MemorySaver | None,
+    saver: MemorySaver,
     tag: str,
     starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Make one tensor a (shape, dtype), all in one allocation of `tag` (content host); plain
-    memory without a saver.
+    """Make one tensor a (shape, dtype), all in one allocation of `tag` (content host).
 
     starts: the first byte of each in the block, None: one after the other. The content is
     undefined. The tensors keep the block alive.
@@ -157,10 +148,7 @@ def side_by_side(
         starts = [0, *accumulate(round_up(size, ALIGN) for size in sizes)][: len(sizes)]
     ends = (start + size for start, size in zip(starts, sizes, strict=True))
     end = round_up(max(ends, default=0), _END)
-    if saver is None:
-        block = torch.empty(end, dtype=torch.uint8, device=device)
-    else:
-        block = saver.empty((end,), torch.uint8, tag=tag, content="host")
+    block = saver.empty((end,), torch.uint8, tag=tag, content="host")
     return [
         block[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, specs, strict=True)

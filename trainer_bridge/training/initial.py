@@ -20,6 +20,7 @@ from rollout.model import (
     spellings,
     stored_buffers,
 )
+from trainer_bridge.config import TrainerConfig
 from trainer_bridge.errors import Shape, listed, misfits
 from trainer_bridge.sync.shards import Box, local_shard, shard_box
 from trainer_bridge.training.lora import base_params
@@ -128,10 +129,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def randomise_weights(
-    model: nn.Module,
-    seed: int,
-    drawn_as: torch.dtype | None = None,
-    into: Mapping[nn.Parameter, Tensor] | None = None,
+    model: nn.Module, config: TrainerConfig, into: Mapping[nn.Parameter, Tensor]
 ) -> None:
     """Fill the shards with what transformers initializes decoders with.
 
@@ -141,11 +139,9 @@ def randomise_weights(
 
     Args:
         model: Sharded; its configuration may have an `initializer_range`.
-        seed: Of all parameters.
-        drawn_as: The dtype of the draw, which is then cast; None is the parameter's own.
+        config: Has the seed of all parameters, and the dtype of the draw, which is then cast.
         into: Tensors, on any device, that get the values in place of the parameters' shards.
     """
-    into = into or {}
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     padding = {module.weight: module.padding_idx for module in embeddings}
@@ -154,10 +150,10 @@ def randomise_weights(
         if param.ndim == 1:
             shard.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
-        device, dtype = local_shard(param).device, drawn_as or shard.dtype
+        device, dtype = local_shard(param).device, config.torch_dtype
         direct = shard.shape == param.shape and (shard.device, shard.dtype) == (device, dtype)
         whole = shard if direct else torch.empty(param.shape, dtype=dtype, device=device)
-        stream = hash_text(f"{seed}/{name}/0")  # 0: there is one draw a parameter
+        stream = hash_text(f"{config.seed}/{name}/0")  # 0: there is one draw a parameter
         generator = torch.Generator(device).manual_seed(stream >> 1)
         whole.normal_(0.0, deviation, generator=generator)
         if (row := padding.get(param)) is not None:

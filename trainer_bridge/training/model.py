@@ -6,7 +6,6 @@ checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or 
 needlessly.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -30,7 +29,7 @@ from trainer_bridge.errors import listed
 from trainer_bridge.ops.token_scores import score_in_head
 from trainer_bridge.sync.alias import byte_offsets
 from trainer_bridge.sync.shards import like_shard, local_shard, shard_box
-from trainer_bridge.tags import ADAPTERS, PARAMS
+from trainer_bridge.tags import ADAPTERS, CRITIC, PARAMS, REFERENCE
 from trainer_bridge.training.device import Runtime, side_by_side
 from trainer_bridge.training.initial import CheckpointFiles, check_directory, part_of_rank
 from trainer_bridge.training.lora import (
@@ -52,13 +51,11 @@ AwaitContent = Callable[[Sequence[Tensor], Sequence[torch.cuda.Stream]], None]
 def build_model(
     config: TrainerConfig,
     runtime: Runtime,
-    saver: MemorySaver | None,
+    saver: MemorySaver,
     shard_dims: Mapping[str, int] | None = None,
     layout: Manifest | None = None,
     *,
     tag: str = PARAMS,
-    value_head: bool = False,
-    drawn_as: torch.dtype | None = None,
 ) -> nn.Module:
     """Return the sharded model with the weights of `config.model_path`, or random ones; with
     `config.optimizer_offload` without: they go through the masters (`fill_weights`). The shards
@@ -66,15 +63,16 @@ def build_model(
 
     shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`).
     layout: of a rollout, whose place for each parameter this one takes, too (one rank). tag: of the
-    shards. value_head: one output a token, zero at first, in the vocabulary's place. drawn_as: the
-    dtype in which random weights are drawn and then cast; None is their own. A ValueError names a
-    missing file, and parameters that are missing, unknown, of another shape, or not to be sharded
-    or laid out so, and wrong targets of adapters.
+    shards. The critic's has a value head in the vocabulary's place: one output a token, zero at
+    first. The reference's is frozen, and in the dtype that the policy computes in: what never
+    changes needs no masters of more precision. A ValueError names a missing file, and parameters
+    that are missing, unknown, of another shape, or not to be sharded or laid out so, and wrong
+    targets of adapters.
     """
     check_directory(config.model_dir)
-    model = meta_model(config, runtime.attention)
+    model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
     pack_if_possible(model, runtime.packed_attention)
-    if value_head:
+    if value_head := tag == CRITIC:
         _put_value_head(model, config)
     else:
         score_in_head(model)
@@ -92,7 +90,7 @@ def build_model(
         _keep_fp32_gradients(model)
         return model
     head = _output_name(model) if value_head else None
-    fill_weights(model, config, runtime, drawn_as, made_here={head} if head else set())
+    fill_weights(model, config, runtime, made_here={head} if head else set())
     if head:
         local_shard(dict(model.named_parameters())[head]).zero_()
     _start_adapters(model, config.seed)
@@ -103,7 +101,6 @@ def fill_weights(
     model: nn.Module,
     config: TrainerConfig,
     runtime: Runtime,
-    drawn_as: torch.dtype | None,
     into: Mapping[nn.Parameter, Tensor] | None = None,
     made_here: Collection[str] = (),
 ) -> None:
@@ -111,7 +108,7 @@ def fill_weights(
     or random ones, cast to their dtype. made_here: not from files.
     """
     if config.random_init:
-        runtime.draw_weights(model, config.seed, drawn_as, into or {})
+        runtime.draw_weights(model, config, into or {})
     else:
         _load_weights(model, CheckpointFiles(config.model_dir), into or {}, made_here)
 
@@ -138,20 +135,24 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module:
+def meta_model(
+    config: TrainerConfig, attention: str | None = None, frozen: bool = False
+) -> nn.Module:
     """Return the model of `config.model_path` without memory, adapters included.
 
-    attention: transformers' name of it; None leaves the choice to transformers.
+    attention: transformers' name of it; None leaves the choice to transformers. frozen: nothing
+    will be trained.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register_experts()
     hf_config = AutoConfig.from_pretrained(config.model_dir, local_files_only=True)
     _without_noise(hf_config)
+    dtype = config.torch_param_dtype if frozen else config.torch_model_dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config,
-            dtype=config.torch_model_dtype,
+            dtype=dtype,
             attn_implementation=attention,
             experts_implementation=EXPERTS,
         )
@@ -159,8 +160,9 @@ def meta_model(config: TrainerConfig, attention: str | None = None) -> nn.Module
         _without_noise(module)
     for param in model.parameters():
         # Routers of some models have fp32 parameters; FSDP and engines take one dtype.
-        param.data = param.data.to(config.torch_model_dtype)
+        param.data = param.data.to(dtype)
     check_widths(model, config.torch_param_dtype)
+    model.requires_grad_(not frozen)
     if config.fp32_router:
         route_in_fp32(model)
     if config.lora is not None:
@@ -255,7 +257,7 @@ def _vocabulary(model: Any) -> list[nn.Module]:
 def _allocate_shards(
     model: nn.Module,
     device: torch.device,
-    saver: MemorySaver | None,
+    saver: MemorySaver,
     tag: str,
     starts: Mapping[str, int] | None,
 ) -> None:
@@ -280,7 +282,7 @@ def _allocate_shards(
         specs = [(tuple(local_shard(param).shape), param.dtype) for param in mine]
         places = None if starts is None else [starts[names[param]] for param in mine]
         if mine:
-            memory |= zip(mine, side_by_side(specs, device, saver, on, places), strict=True)
+            memory |= zip(mine, side_by_side(specs, saver, on, places), strict=True)
     for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
         for module, name in users:
@@ -294,16 +296,16 @@ def _is_padded(param: Tensor) -> bool:
     return param.placements[0].is_shard(0) and local_shard(param).shape[0] < most_rows
 
 
-def _finish_fsdp(model: nn.Module, saver: MemorySaver | None, tag: str) -> None:
+def _finish_fsdp(model: nn.Module, saver: MemorySaver, tag: str) -> None:
     """Run FSDP's lazy initialisation in the region: it may move shards."""
     assert isinstance(model, FSDPModule)
-    with _region(saver, tag):
+    with saver.region(tag, content="host"):
         model._get_fsdp_state()._lazy_init()
 
 
-def _pad_adapters(model: nn.Module, saver: MemorySaver | None) -> None:
+def _pad_adapters(model: nn.Module, saver: MemorySaver) -> None:
     """Pad adapters on their own tag: FSDP's lazy initialisation finds it done."""
-    with _region(saver, ADAPTERS):
+    with saver.region(ADAPTERS, content="host"):
         held = (group.fsdp_params for group in _groups(model))
         for param in chain.from_iterable(held):
             if param._module_info.param_name in NAMES:
@@ -350,10 +352,6 @@ def _groups(model: nn.Module) -> list[Any]:
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
     found = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
     return [group for group in found if group is not None]
-
-
-def _region(saver: MemorySaver | None, tag: str) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if saver is None else saver.region(tag, content="host")
 
 
 def _load_weights(

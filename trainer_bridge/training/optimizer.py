@@ -263,7 +263,7 @@ def build_optimizer(
     params: Sequence[nn.Parameter],
     config: TrainerConfig,
     runtime: Runtime,
-    saver: MemorySaver | None,
+    saver: MemorySaver,
     tag: str = OPTIM,
 ) -> torch.optim.Optimizer:
     """Make AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's
@@ -284,7 +284,7 @@ def build_optimizer(
     )
     specs = [(tuple(local_shard(param).shape), param.dtype) for param in params]
     pairs = zip(specs, specs, strict=True)
-    moments = side_by_side(list(chain.from_iterable(pairs)), device, saver, tag)
+    moments = side_by_side(list(chain.from_iterable(pairs)), saver, tag)
     for param, first, second in zip(params, moments[0::2], moments[1::2], strict=True):
         optimizer.state[param] = {
             "step": torch.zeros((), dtype=torch.float32, device=device),

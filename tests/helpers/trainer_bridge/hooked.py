@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memsaver.ops.rows import RowCopies
 from trainer_bridge.sync.agree import Agreement, T
-from trainer_bridge.sync.writer import LowRank, Writer, Written
+from trainer_bridge.sync.writer import LowRank, Writer
 
 STAGES = ("prepare", "open", "write", "verify", "commit")
 MOMENTS = ("before", "inside", "done", "said", "decided")
@@ -90,11 +90,9 @@ def half_written(act: Callable[[], None]) -> contextlib.AbstractContextManager[o
     """In the block, `act` is called in the middle of every sync's writing: this rank has begun with
     the first of its targets.
     """
-    write, start = Writer.write, RowCopies.start
+    write, start = Writer.start, RowCopies.start
 
-    def hooked(
-        self: Writer, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]
-    ) -> dict[int, Written]:
+    def hooked(self: Writer, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
         begun: list[RowCopies] = []
 
         def started(table: RowCopies, *args: Any) -> None:
@@ -104,6 +102,6 @@ def half_written(act: Callable[[], None]) -> contextlib.AbstractContextManager[o
                 act()
 
         with mock.patch.object(RowCopies, "start", started):
-            return write(self, pages, derived)
+            write(self, pages, derived)
 
-    return mock.patch.object(Writer, "write", hooked)
+    return mock.patch.object(Writer, "start", hooked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
+from trainer_bridge.sync import relay
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.shards import torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
@@ -83,7 +85,6 @@ def connected(
         group_agreement(dist.group.WORLD, timeout=timeout),
         place=place,
         derived=lambda: {"proj": low_rank(mine["proj"], rank, world)} if case.low_rank else {},
-        message_bytes=case.message_bytes,
     )
 
 
@@ -113,8 +114,9 @@ def sync_cases(
         if device != "cpu":
             torch.cuda.synchronize()  # others write next
         sync = connected(rank, world, case, targets, device)
-        sync.sync(version, names=case.only)
-        receipt = sync.sync(version, names=case.only)  # tables are used again
+        with mock.patch.object(relay, "MESSAGE_BYTES", case.message_bytes):
+            sync.sync(version, names=case.only)
+            receipt = sync.sync(version, names=case.only)  # tables are used again
         seen[name] = Seen(
             digests=receipt.digests,
             own=tuple(target.digest() for target in targets),
@@ -159,6 +161,7 @@ def failing(
     for name, (break_it, case) in broken.items():
         sync = connected(rank, world, case, targets, "cpu", timeout)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(relay, "MESSAGE_BYTES", case.message_bytes)
             break_it(rank, patch)
             try:
                 sync.sync(1)

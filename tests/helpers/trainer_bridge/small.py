@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from rollout.weights import Manifest
 from tests.helpers.trainer_bridge.layouts import manifest, piece
-from trainer_bridge.sync.shards import SourceShard, torch_dtype
+from trainer_bridge.sync.shards import Box, SourceShard, local_box, torch_dtype
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (10, 4), "norm": (4,), "proj": (7, 3)}
 
@@ -39,16 +41,25 @@ def full(device: str) -> dict[str, Tensor]:
     }
 
 
-def rows(name: str, shape: tuple[int, ...], world: int, rank: int) -> SourceShard:
-    each = math.ceil(shape[0] / world)
-    first, last = min(shape[0], rank * each), min(shape[0], (rank + 1) * each)
-    start, part = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    return SourceShard(
-        name=name, global_shape=shape, dtype="float32", start=start, shape=part, rank=rank
-    )
+@functools.cache
+def fsdp_boxes(shape: tuple[int, ...], world: int, dim: int) -> list[Box]:
+    return [local_box(shape, [Shard(dim)], (world,), (rank,)) for rank in range(world)]
+
+
+def fsdp_shards(name: str, shape: tuple[int, ...], world: int, dim: int = 0) -> list[SourceShard]:
+    """FSDP2's of one parameter over ranks 0 to `world`, without a DTensor."""
+    return [
+        SourceShard(name=name, global_shape=shape, start=box.start, shape=box.shape, rank=rank)
+        for rank, box in enumerate(fsdp_boxes(shape, world, dim))
+    ]
+
+
+def shards_of(shapes: Mapping[str, tuple[int, ...]], world: int) -> list[SourceShard]:
+    found = []
+    for name, shape in shapes.items():
+        found += fsdp_shards(name, shape, world)
+    return found
 
 
 def shards(world: int) -> list[SourceShard]:
-    return [
-        rows(name, shape, world, rank) for name, shape in SHAPES.items() for rank in range(world)
-    ]
+    return shards_of(SHAPES, world)

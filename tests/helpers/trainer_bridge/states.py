@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor
 
 import memsaver
 from rollout import Engine
@@ -36,16 +33,6 @@ def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
     }
 
 
-def one_rank(values: Sequence[Tensor], mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Parameters of the values in `dtype`, on a mesh of one rank, whose gradients are fp32."""
-    params = [
-        nn.Parameter(DTensor.from_local(value.to(dtype), mesh, [Shard(0)])) for value in values
-    ]
-    for param in params:
-        param.grad_dtype = torch.float32
-    return params
-
-
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -53,7 +40,6 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def copied(trainer: Trainer) -> int:
-    assert trainer.saver is not None
     return driver_calls(trainer.saver)["copy"].nbytes
 
 

@@ -97,7 +97,6 @@ def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list
                 SourceShard(
                     name=name,
                     global_shape=shape,
-                    dtype="float32",
                     start=start,
                     shape=size,
                     rank=rank,

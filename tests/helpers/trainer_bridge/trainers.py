@@ -20,7 +20,7 @@ from torch import Tensor
 from rollout.protocols import UpdatableEngine
 from tests.helpers.peers import Peer, server
 from tests.helpers.trainer_bridge.hooked import HookedAgreement, half_written
-from trainer_bridge.sync.shards import fsdp_shards
+from tests.helpers.trainer_bridge.small import shards_of
 from trainer_bridge.sync.weight_sync import WeightSync
 
 PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
@@ -126,8 +126,7 @@ class _Trainer:
         self._shapes = shapes
         self._death: Death | None = None
         whole = weights(shapes, 0)
-        every = [fsdp_shards(name, shape, "float32", size) for name, shape in shapes.items()]
-        self._shards = [shard for each in every for shard in each if shard.rank == rank]
+        self._shards = [shard for shard in shards_of(shapes, size) if shard.rank == rank]
         self._sources = {shard.name: _part(shard, whole) for shard in self._shards}
         store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
         self._agreement = HookedAgreement(

@@ -13,8 +13,8 @@ from memsaver.ops.layout import row_major
 from memsaver.ops.rows import RowCopies
 from rollout.weights.update import write_boxes
 from trainer_bridge.sync.plan import Copy
-from trainer_bridge.sync.relay import MessagePacking, messages
-from trainer_bridge.sync.writer import copy_rows
+from trainer_bridge.sync.relay import messages
+from trainer_bridge.sync.writer import copy_rows, scratch_for
 
 
 @st.composite
@@ -66,9 +66,9 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
             assert at >= end and at % 16 == 0 and copy.target == message.target
             end = at + copy.nbytes
         assert end == message.nbytes <= limit
-        packing = MessagePacking(message, sources, ())
-        packing.start(stage, {})
-        digest -= packing.digest()
+        packing = message.packing(sources, (), scratch_for(sources, ()))
+        packing.start({message.target: stage}, {})
+        digest -= packing.digests()[message.target]
         message.unpacking(stage).start(pages[message.target])
         write_boxes(boxes[message.target], message.boxes(), stage[: message.nbytes])
     assert digest % 2**64 == 0

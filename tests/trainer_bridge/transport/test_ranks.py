@@ -14,7 +14,8 @@ from tests.helpers.ranks import results, start_ranks
 from tests.helpers.trainer_bridge.joined import SMALL, Case, failing, sync_cases
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
-from trainer_bridge.sync.relay import MESSAGE_BYTES, MessagePacking
+from trainer_bridge.sync.relay import MESSAGE_BYTES, Message
+from trainer_bridge.sync.writer import Writer
 
 WORLD = 3
 FAR = ["a", "b", "c"]
@@ -98,15 +99,22 @@ def deaf_handle(rank: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def _at_second_message(rank: int, patch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
-    packed, start = [0], MessagePacking.start
+    packed, packing = [0], Message.packing
 
-    def broken(self: MessagePacking, *args: Any) -> None:
-        packed[0] += 1
-        if rank == 1 and packed[0] == 2:
-            fail()
-        start(self, *args)
+    def broken(message: Message, *args: Any) -> Writer:
+        made = packing(message, *args)
+        start = made.start
 
-    patch.setattr(MessagePacking, "start", broken)
+        def started(*args: Any) -> None:
+            packed[0] += 1
+            if rank == 1 and packed[0] == 2:
+                fail()
+            start(*args)
+
+        patch.setattr(made, "start", started)
+        return made
+
+    patch.setattr(Message, "packing", broken)
 
 
 def _raise() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.sync import relay
-from trainer_bridge.sync.relay import Routes, Wire, choose_routes, log_routes, obstacle
+from trainer_bridge.sync.relay import Routes, Wire, obstacle
 
 HERE = socket.gethostname()
 PAIRS = [(0, 0), (1, 0), (1, 1), (2, 1)]
@@ -33,23 +33,25 @@ def test_obstacle_is_another_machine(place: str, target: str, reason: str | None
     assert obstacle(place, target) == reason
 
 
-def test_pages_are_taken_wherever_they_can_be_mapped(caplog: pytest.LogCaptureFixture) -> None:
-    routes = choose_routes(PAIRS, SPEAKERS, [{}, {}, {}])
-    assert not routes.indirect and routes.direct(1) == {0, 1}
+def routes(*blocked: dict[int, str]) -> Routes:
+    return Routes(pairs=PAIRS, speakers=SPEAKERS, blocked=blocked)
 
-    blocked: list[dict[int, str]] = [{}, {0: "far", 1: "far"}, {}]
-    routes = choose_routes(PAIRS, SPEAKERS, blocked)
-    assert routes.relayed == {(1, 0), (1, 1)} and not routes.handled and routes.direct(1) == set()
+
+def test_pages_are_taken_wherever_they_can_be_mapped(caplog: pytest.LogCaptureFixture) -> None:
+    assert not routes({}, {}, {}).indirect
+
+    far = routes({}, {0: "far", 1: "far"}, {})
+    assert far.relayed == {(1, 0), (1, 1)} and not far.handled
     with caplog.at_level(logging.WARNING, "memsaver"):
-        log_routes(routes, blocked)
+        far.warn()
     assert caplog.messages == ["weight sync by messages for rank->target 1->0, 1->1: far"]
 
-    # a target that its speaker cannot map gets bytes by the handle
-    routes = choose_routes(PAIRS, SPEAKERS, [{}, {1: "far"}, {1: "far"}])
-    assert routes.handled == {1} and routes.indirect == {(1, 1), (2, 1)}
-    assert routes.relayed == {(1, 1)} and routes.direct(1) == {0}
-    near = choose_routes(PAIRS, SPEAKERS, [{}, {}, {1: "far"}])
-    assert near.direct(1) == {0, 1}, "another rank can map it, and does"
+
+def test_target_that_its_speaker_cannot_map_gets_bytes_by_the_handle() -> None:
+    both = routes({}, {1: "far"}, {1: "far"})
+    assert both.handled == {1} and both.indirect == {(1, 1), (2, 1)} and both.relayed == {(1, 1)}
+    near = routes({}, {}, {1: "far"})
+    assert near.indirect == {(2, 1)}, "another rank can map it, and does"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,8 @@ def test_nccl_is_taken_between_gpus_that_are_apart(
     warmed: list[Any] = []
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(relay.dist, "all_reduce", lambda tensor, group: warmed.append(group))
-    routes = Routes(speakers=[0], indirect=frozenset({(1, 0)}), handled=frozenset(handled))
-    wire = Wire(agreement, routes, places, torch.device("cpu"))
+    blocked = [dict.fromkeys(handled, "far"), {0: "far"}]
+    ways = Routes(pairs=[(1, 0)], speakers=[0], blocked=blocked)
+    wire = Wire(agreement, ways, places, torch.device("cpu"))
     assert (wire.on_gpu, warmed) == (on_gpu, [agreement.group] if on_gpu else [])
     assert wire.group is (agreement.group if on_gpu else agreement.cpu)
