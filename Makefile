@@ -6,7 +6,7 @@ RECIPE ?= recipes/tiny.yaml
 
 BENCHES := bench-memory bench-backup bench-sync bench-rollout bench-switch bench-vllm bench-gate
 
-.PHONY: setup demo test test-newest test-oldest test-all lint docs dist plans soak test-gpu $(BENCHES) clean
+.PHONY: setup demo test test-newest test-oldest test-ci test-all lint docs dist plans soak test-gpu $(BENCHES) clean
 
 # Byte code is made when a module is first imported: compiling all of site-packages takes longer than installing it. Where
 # the environment forbids it, each of a hundred processes would compile torch and sympy anew.
@@ -59,6 +59,10 @@ test-oldest: .venv-oldest/.ready
 test-newest test-oldest: BIN = $(@:test-%=.venv-%)/bin
 test test-newest test-oldest:
 	$(PYTEST) --ignore tests/packaging --ignore tests/plans
+
+# `make test` and `make plans` by one pytest: no core waits for the other between them.
+test-ci: setup
+	$(PYTEST) --ignore tests/packaging
 
 # And the rest of what is worth keeping: whole matrices of cases, tests marked `extended`.
 test-all: setup

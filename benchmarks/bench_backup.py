@@ -120,28 +120,6 @@ def clean(scale: Scale) -> Figures:
     return [*figures(times.medians), *figures({"copied": copied}, "bytes")]
 
 
-def half_freed(scale: Scale) -> Figures:
-    with tensors(scale) as (saver, made):
-        for number in list(made)[1::2]:
-            del made[number]
-        live = saver.report().tags["params"].live_bytes
-        saver.pause("params", release="retain")
-        copied = driver_calls(saver)["copy"].nbytes
-        saver.resume("params")
-    return figures({"live": live, "copied": copied}, "bytes")
-
-
-def many_cycles(scale: Scale) -> Figures:
-    """Pinned bytes after the first and the last of 200, 1 GiB in 22 tensors."""
-    pinned = []
-    with tensors(scale, 22) as (saver, _):
-        for _ in range(scale.choose(200, 3)):
-            saver.pause("params")
-            pinned.append(saver.pinned_arena.committed_bytes / MIB)
-            saver.resume("params")
-    return figures({"pinned after 1": pinned[0], f"pinned after {len(pinned)}": pinned[-1]}, "MiB")
-
-
 def swap(scale: Scale) -> Figures:
     """16 GiB, against pause and then resume of the same tags; the device's used memory is sampled
     during more swaps.
@@ -222,8 +200,6 @@ CASES: dict[str, Case] = {
     "torch_memory_saver, retain_cpu_backup": rival("retain"),
     "torch_memory_saver": rival(),
     "marked clean": clean,
-    "half of the blocks freed": half_freed,
-    "200 cycles": many_cycles,
     "swap 16 GiB": swap,
 }
 DISK = "disk"

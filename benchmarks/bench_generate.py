@@ -44,7 +44,7 @@ def measure(
     """
     batch, prompt, answer = sizes
     milliseconds = partial(median_ms, repeats=scale.choose(3, 1), warmup=scale.choose(1, 0))
-    model = random_model(scale, folder, "0.5b", torch.bfloat16)
+    model = random_model(scale, folder, "qwen2.5-0.5b", torch.bfloat16)
     torch.manual_seed(0)
     inputs = torch.randint(model.config.vocab_size, (batch, prompt)).tolist()
     ms, mismatches = dict[str, float](), []

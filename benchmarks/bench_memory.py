@@ -136,23 +136,6 @@ def through_the_driver(scale: Scale) -> Figures:
     return figures(times.medians)
 
 
-def allocating(scale: Scale) -> Figures:
-    """340 tensors, made and dropped, after warm-up."""
-    saver = MemorySaver(scale.device)
-
-    def measured() -> float:  # a millisecond each: the host's other work shows in few
-        return common.median_ms(
-            lambda: _make(scale), repeats=scale.choose(200, 1), warmup=scale.choose(20, 0)
-        )
-
-    before = measured()
-    with saver.region("kv"):
-        inside = measured()
-    return figures(
-        {"plain torch before": before, "in a region": inside, "plain torch after": measured()}
-    )
-
-
 CASES: dict[str, Case] = {
     "memsaver, kept": kept,
     "torch_memory_saver, freed bytes written": partial(rival, "freed"),
@@ -164,7 +147,6 @@ CASES: dict[str, Case] = {
     "driver's floor, filled first": partial(driver_floor, None),
     "memsaver, 60 GiB handed over": handed_over,
     "60 GiB through the driver": through_the_driver,
-    "allocating 340 tensors": allocating,
 }
 
 

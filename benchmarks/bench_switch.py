@@ -6,7 +6,7 @@ tokens, two Ray actors) is run twice: once with everything staying on the device
 once with everything offloaded. Then, in one process and without an engine, what scores wait for
 parameters that come back as a whole, and unit by unit as the forward needs them; this alone:
 
-    python -m benchmarks.bench_switch --cases back --shape 7b
+    python -m benchmarks.bench_switch --cases back --shape qwen2.5-7b
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.common import (
-    QWEN25,
-    TINY,
     Scale,
     Times,
+    fields_of,
     make_scale,
     parser,
     report,
@@ -91,9 +89,9 @@ def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
     what each way takes longer than the first is exposed.
     """
     folder.mkdir()
-    sizes: dict[str, Any] = TINY if scale.tiny else {}
+    fields = fields_of(scale, shape)
     config = TrainerConfig(
-        model_path=str(write_config(folder, shape, **sizes)),
+        model_path=str(write_config(folder, fields)),
         random_init=True,
         device=str(scale.device),
         dtype="bfloat16",
@@ -101,7 +99,7 @@ def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
     )
     saver = MemorySaver(config.device)
     trainer = Trainer(config, saver)
-    batch = make_batch(scale, sizes.get("vocab_size", 151936))
+    batch = make_batch(scale, fields["vocab_size"])
     trainer.offload("optim")
     scores, times = trainer.compute_log_prob(batch), Times(*scale.choose((5, 2), (1, 0)))
 
@@ -122,7 +120,7 @@ def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, [STEPS, BACK])
     options.add_argument("--steps", type=int, default=8)
-    options.add_argument("--shape", default="0.5b", choices=QWEN25, help="whose params come back")
+    options.add_argument("--shape", default="qwen2.5-0.5b", help="whose params come back")
     args = options.parse_args(arguments)
     scale = make_scale(args)
     with tempfile.TemporaryDirectory() as name:

@@ -19,9 +19,7 @@ from benchmarks.common import Figures, make_scale, parser, run_cases
 from benchmarks.sync import (
     floors,
     ours,
-    rival_checkpoint_engine,
     rivals_ipc,
-    rivals_one,
     rivals_two,
 )
 from benchmarks.sync.base import SyncScale, sync_scale
@@ -30,10 +28,8 @@ Case = Callable[[SyncScale], Figures]
 ONE: dict[str, Case] = {
     "memsaver": ours.one_gpu,
     "offloaded": ours.offloaded,
-    "copies": rivals_one.copies,
     "IPC tensors": rivals_ipc.per_tensor,
     "IPC buckets": rivals_ipc.buckets,
-    "checkpoint-engine": rival_checkpoint_engine.one_gpu,
 }
 TWO: dict[str, Case] = {
     "memsaver 2": ours.two_gpus,

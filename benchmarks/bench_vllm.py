@@ -2,8 +2,7 @@
 throughput. `make bench-vllm`, with vllm installed; `--engine sglang`.
 
 Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
-the same random weights of a Qwen2.5 shape. With `--together` both engines are built at the same
-time; the second then waits beside the first, with its memory.
+the same random weights of a Qwen2.5 shape.
 
 `--throughput` leaves the rest out, and is for our own engine and larger models, too:
 
@@ -25,15 +24,15 @@ from benchmarks.common import (
     Figure,
     Figures,
     Skipped,
+    fields_of,
     make_scale,
     parser,
     run_cases,
     write_config,
 )
-from benchmarks.sync.base import sync_scale
 
 KINDS = {"memsaver": "ours", "its own": "rival", "native": "native"}
-KV_TOKENS = 196608  # so that both engines fit together
+KV_TOKENS = 196608
 
 
 class Sides:
@@ -44,11 +43,11 @@ class Sides:
         self._log.mkdir(parents=True, exist_ok=True)
         self._answers: object = None
         self._engine = args.engine
-        self._words = [str(_model(args, folder)), str(KV_TOKENS), str(args.cycles)]
+        fields = fields_of(make_scale(args), args.shape, args.layers)
+        model = write_config(folder / "model", fields)
+        self._words = [str(model), str(KV_TOKENS), str(args.cycles)]
         self._words += [flag for flag in ("quick", "throughput") if getattr(args, flag)]
-        self._started: dict[str, subprocess.Popen[str]] = {}
-        for name in args.cases if args.together else ():
-            self._start(KINDS[name])
+        self._started: list[subprocess.Popen[str]] = []
 
     def _start(self, kind: str) -> subprocess.Popen[str]:
         command = [
@@ -61,11 +60,11 @@ class Sides:
         pipe = subprocess.PIPE
         with (self._log / f"{self._engine}_{kind}.log").open("w") as log:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
-        self._started[kind] = process
+        self._started.append(process)
         return process
 
     def measured(self, kind: str) -> Figures:
-        process, found = self._started.get(kind) or self._start(kind), []
+        process, found = self._start(kind), []
         assert process.stdin is not None and process.stdout is not None
         for line in process.stdout:
             if line.strip() == "ready":
@@ -89,16 +88,9 @@ class Sides:
         return [Figure(what="greedy answers of 64 as of the other", value=same, unit="")]
 
     def close(self) -> None:
-        for process in self._started.values():
+        for process in self._started:
             process.kill()
             process.wait()
-
-
-def _model(args: argparse.Namespace, folder: Path) -> Path:
-    if args.shape is None:
-        return write_config(folder, args.size)
-    [source] = sync_scale(make_scale(args), args.shape, {"bfloat16": args.layers}, 1).sources
-    return source.save(str(folder))
 
 
 def skipped() -> Figures:
@@ -108,15 +100,13 @@ def skipped() -> Figures:
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, KINDS)
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    options.add_argument("--size", choices=("0.5b", "7b"), default="7b")
-    options.add_argument("--shape", help="instead of --size, as a recipe's model.shape")
+    options.add_argument("--shape", default="qwen2.5-7b", help="as a recipe's model.shape")
     options.add_argument("--layers", type=int, help="of that shape; all of them unless given")
     options.add_argument("--throughput", action="store_true", help="nothing else")
     options.add_argument("--cycles", type=int, default=20)
     options.add_argument(
         "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
     )
-    options.add_argument("--together", action="store_true", help="build both engines at once")
     options.set_defaults(cases=["memsaver", "its own"])
     args = options.parse_args(arguments)
     if "native" in args.cases and not args.throughput:

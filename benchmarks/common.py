@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from memsaver.memory import make_backend
+from recipes.config.models import shapes
+from recipes.setup.models import meta_model
 
 MIB, GIB = 1 << 20, 1 << 30
 REPEATS, WARMUP = 7, 2
@@ -39,14 +41,12 @@ class Scale:
     both counted.
     link_rate: of the link between two devices, in each of both directions at once; 0: there is
     none.
-    out: folder for what a case keeps beside its figures.
     """
 
     device: torch.device
     tiny: bool = False
     copy_rate: float = 1e9
     link_rate: float = 0.0
-    out: Path | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -61,7 +61,6 @@ class Figure:
     what: str
     value: float
     unit: str = "ms"
-    target: str = ""
 
 
 Figures = list[Figure]
@@ -76,49 +75,43 @@ def figures(values: Mapping[str, float], unit: str = "ms", prefix: str = "") -> 
 # ---------------------------------------------------------------- models
 
 
-def _shape(*sizes: int, tied: bool) -> dict[str, Any]:
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    return {**dict(zip((*names, "vocab_size"), sizes, strict=True)), "tie_word_embeddings": tied}
-
-
-TINY = _shape(32, 48, 2, 4, 2, 96, tied=True)
-QWEN25 = {
-    "0.5b": _shape(896, 4864, 24, 14, 2, 151936, tied=True),
-    "7b": _shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "tie_word_embeddings": True,
 }
+NO_END = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
-def qwen_config(size: str, **changes: Any) -> Qwen2Config:
-    shape = {
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "architectures": ["Qwen2ForCausalLM"],
-    }
-    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    return Qwen2Config(**{**shape, **ids, **rope, **QWEN25[size], **changes})
+def fields_of(scale: Scale, shape: str, layers: int | None = None) -> dict[str, Any]:
+    """Fields of a recipe's `model.shape`, or of a tiny model of its kind; no answer ends by itself.
+
+    layers: None: the shape's own.
+    """
+    fields = shapes()[shape] | NO_END
+    if scale.tiny:
+        return fields | TINY
+    return fields | ({} if layers is None else {"num_hidden_layers": layers})
 
 
-def write_config(directory: Path, size: str, **changes: Any) -> Path:
-    """A model directory of a Qwen2.5 shape without weights."""
-    qwen_config(size, **changes).save_pretrained(directory)
+def write_config(directory: Path, fields: dict[str, Any]) -> Path:
+    """A model directory without weights."""
+    model = meta_model(fields)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
     GenerationConfig(eos_token_id=None).save_pretrained(directory)
     return directory
 
 
-def random_model(scale: Scale, directory: Path, size: str, dtype: torch.dtype) -> Any:
+def random_model(scale: Scale, directory: Path, shape: str, dtype: torch.dtype) -> Any:
     """A model of that shape, or tiny, with random weights on the device, saved to `directory`, in
     eval mode.
     """
-    config = AutoConfig.from_pretrained(
-        write_config(directory, size, **(TINY if scale.tiny else {}))
-    )
+    config = AutoConfig.from_pretrained(write_config(directory, fields_of(scale, shape)))
     torch.manual_seed(0)
     with scale.device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -279,7 +272,7 @@ def make_scale(args: argparse.Namespace) -> Scale:
     if not torch.cuda.is_available() and not args.tiny:
         raise SystemExit("no GPU; --tiny runs this script on the CPU")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    return Scale(device=device, tiny=args.tiny, out=args.out)
+    return Scale(device=device, tiny=args.tiny)
 
 
 Bar = Callable[[str, Figure], tuple[str, str] | None]
@@ -312,29 +305,37 @@ def run_cases(
                 name, {f"{f.what}, {f.unit}": round(f.value, 2) for f in results[name]}, flush=True
             )
     both = [(name, figure) for name, case in results.items() for figure in case]
-    head = ["case", "what", "value", "unit", "target"]
+    head = ["case", "what", "value", "unit"]
     saved = {name: [asdict(figure) for figure in case] for name, case in results.items()}
-    report(
-        script, head, [[name, f.what, f.value, f.unit, f.target] for name, f in both], saved, out
-    )
-    if out is not None and bar is not None:
-        _draw(
-            out / f"{script}.png",
-            script,
-            [(place, figure) for name, figure in both if (place := bar(name, figure))],
-        )
+    report(script, head, [[name, f.what, f.value, f.unit] for name, f in both], saved, out)
+    placed = [(place, f) for name, f in both if bar is not None and (place := bar(name, f))]
+    if out is not None and placed:
+        _draw(out / f"{script}.png", script, placed)
     if failed:
         raise SystemExit(f"failed, see above: {', '.join(failed)}")
 
 
 def _draw(path: Path, title: str, placed: Sequence[tuple[tuple[str, str], Figure]]) -> None:
-    from benchmarks.plots import stacked_bars
+    """Draw a bar for each row, the first on top, made of its parts, with their sum behind it."""
+    from matplotlib.figure import Figure as Picture
 
-    rows: dict[str, dict[str, float]] = defaultdict(dict)
-    for (name, part), figure in placed:
-        rows[name][part] = figure.value
-    if rows:
-        stacked_bars(path, title, rows, unit=placed[0][1].unit.split()[0])
+    ends: dict[str, float] = {}
+    picture = Picture(layout="constrained")
+    axes = picture.subplots()
+    for part in dict.fromkeys(part for (_, part), _ in placed):
+        mine = {name: figure.value for (name, other), figure in placed if other == part}
+        axes.barh(
+            list(mine), list(mine.values()), left=[ends.get(name, 0.0) for name in mine], label=part
+        )
+        ends = {**ends, **{name: ends.get(name, 0.0) + value for name, value in mine.items()}}
+    for name, total in ends.items():
+        axes.text(total, name, f" {total:.1f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=placed[0][1].unit.split()[0], title=title)
+    axes.margins(x=0.08)
+    picture.set_size_inches(9, 0.9 + 0.38 * len(ends))
+    picture.legend(fontsize=8, loc="outside lower center", ncols=5)
+    picture.savefig(path, dpi=110)
 
 
 def report(

@@ -75,10 +75,6 @@ class Rival:
     def forget(self) -> None:
         pass
 
-    def driver_seconds(self) -> dict[str, float]:
-        """Counted in the scheduler's process only."""
-        return {}
-
 
 class Ours(Rival):
     """The same engine on our tags; `sync` writes what a trainer of one rank would."""

@@ -7,10 +7,8 @@ Prints figures as JSON lines, when it is told to go on.
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
 import random
 import statistics
 import sys
@@ -21,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from tests.helpers.memsaver.savers import driver_calls
 
 GIB = 1 << 30
 SEQUENCES, CONTEXT = 256, 1024
@@ -134,10 +130,6 @@ class Rival:
     def forget(self) -> None:
         self.llm.reset_prefix_cache()
 
-    def driver_seconds(self) -> dict[str, float]:
-        """Of the calls so far, by operation, where they are counted."""
-        return {}
-
 
 class Ours(Rival):
     """The same engine on our tags; `sync` writes what a trainer of one rank would."""
@@ -193,9 +185,6 @@ class Ours(Rival):
 
     def forget(self) -> None:
         self.rollout.engine.reset_prefix_cache()
-
-    def driver_seconds(self) -> dict[str, float]:
-        return {name: calls.seconds for name, calls in driver_calls(self.rollout.saver).items()}
 
 
 class Native(Ours):
@@ -267,30 +256,6 @@ def level_2(side: Rival, asleep: float, turns: int = 5) -> None:
         say(f"level 2, {asleep} s: {what}", statistics.median(values))
 
 
-def one_turn(side: Rival) -> None:
-    """One more of level 2, half a second asleep: what of it is the driver's, by our own counts, and
-    to the log by Python's profiler what takes longest of each step, of C's functions too.
-    """
-    steps: dict[str, Callable[[], None]] = {
-        "sleep": lambda: side.sleep(2),
-        "wake weights": lambda: side.wake("weights"),
-        "new weights": side.sync,
-        "wake kv_cache": lambda: side.wake("kv_cache"),
-    }
-    for name, step in steps.items():
-        before, profile = side.driver_seconds(), cProfile.Profile()
-        torch.cuda.synchronize()
-        profile.runcall(step)
-        torch.cuda.synchronize()
-        print(f"---- {name}", file=sys.stderr)
-        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
-        for call, seconds in side.driver_seconds().items():
-            if (more := (seconds - before.get(call, 0.0)) * 1e3) > 0.05:
-                say(f"level 2, one turn: {name}: driver's {call}", more)
-        if name == "sleep":
-            time.sleep(0.5)
-
-
 def level_1(side: Rival, turns: int = 3) -> None:
     rows: dict[str, list[float]] = defaultdict(list)
     for turn in range(turns):
@@ -335,7 +300,6 @@ def main(
     print(json.dumps({"answers": first}), flush=True)
     for asleep in (0.0, 0.5):
         level_2(side, asleep)
-    one_turn(side)
     throughput(side, "before the cycles")
     if side.keeps:
         side.prepare()  # a cycle does so when it is made; here it would be beside what is timed

@@ -2,11 +2,13 @@
 takes them parsed and returns the exit status; what they do is imported when they run.
 
 Exit status: 0 done; 1 the run failed, one line names the stage and the cause, or a check of the
-doctor failed; 2 bad recipe or usage; 130 or 143 interrupted or stopped.
+doctor failed; 2 bad recipe or usage; 130 or 143 interrupted or stopped; 141 nobody reads the
+output any more.
 """
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -21,13 +23,14 @@ from recipes.errors import RecipeError, RunError, one_line
 
 
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
-    """The recipe (None where there are only overrides) and the overrides, wherever they stood."""
+    """Return the recipe (None where there are only overrides) and the overrides."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
     return recipe, words
 
 
 def _run(arguments: Namespace) -> int:
+    """Run a recipe, or continue a run."""
     if "torch" not in sys.modules:
         print("loading torch ...", flush=True)  # some seconds, in which nothing else is said
     from recipes.run import continue_run, start_run
@@ -47,6 +50,9 @@ def _run(arguments: Namespace) -> int:
 
 
 def _plan(arguments: Namespace) -> int:
+    """Print the bytes of every stage, process, GPU and host before anything is run; exit status 3:
+    does not fit.
+    """
     from recipes.planner.command import plan_recipe
 
     recipe, overrides = recipe_and_overrides(arguments)
@@ -56,6 +62,7 @@ def _plan(arguments: Namespace) -> int:
 
 
 def _recipes(arguments: Namespace) -> int:
+    """List the packaged recipes."""
     names = packaged_recipes()
     for name in names:
         print(f"{name:{max(map(len, names))}}  {first_sentence(name)}")
@@ -63,6 +70,7 @@ def _recipes(arguments: Namespace) -> int:
 
 
 def _keys(arguments: Namespace) -> int:
+    """Print all keys of a recipe as Markdown."""
     import json
 
     from recipes.config.reference import markdown, schema
@@ -72,13 +80,15 @@ def _keys(arguments: Namespace) -> int:
 
 
 def _fetch(arguments: Namespace) -> int:
-    from recipes.setup.fetch import fetch
+    """Bring a model into the models folder."""
+    from recipes.setup.models import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
     return 0
 
 
 def _report(arguments: Namespace) -> int:
+    """Write one HTML page about a run; it needs no other file and no network."""
     from recipes.logs.report_page import write_report
 
     print(write_report(arguments.run, arguments.out))
@@ -86,15 +96,14 @@ def _report(arguments: Namespace) -> int:
 
 
 def _doctor(arguments: Namespace) -> int:
+    """Examine this machine; exit status 1 when a check failed."""
     from memsaver.doctor import report
 
     return report(arguments.device)
 
 
-PLAN = "Bytes of every stage, process, GPU and host before anything is run; "
-PLAN += "exit status 3: does not fit."
-REPORT = "Write one HTML page about a run; it needs no other file and no network."
-DOCTOR = "Examine this machine; exit status 1 when a check failed."
+DESCRIPTION = """\
+RL post-training of language models; trainer and rollout engine share one device's memory."""
 EPILOG = """\
 examples:
   memsaver doctor                                does this machine have what memsaver needs?
@@ -112,19 +121,17 @@ reward.png, memory.png and checkpoints/.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    what = "RL post-training of language models"
+    """Return the parser of all commands; the docstring of a command's function describes it."""
     parser = argparse.ArgumentParser(
-        prog="memsaver",
-        description=f"{what}; trainer and rollout engine share one device's memory.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "memsaver", None, DESCRIPTION, EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
-        execute: Callable[[Namespace], int], brief: str, text: str, words: bool = False
+        execute: Callable[[Namespace], int], brief: str, words: bool = False
     ) -> Callable[..., Any]:
-        own = commands.add_parser(execute.__name__[1:], help=brief, description=text)
+        name, text = execute.__name__[1:], execute.__doc__
+        own = commands.add_parser(name, help=brief, description=text)
         own.add_argument("--verbose", action="store_true", help="show the traceback of a failure")
         own.set_defaults(execute=execute)
         if words:
@@ -132,15 +139,15 @@ def build_parser() -> argparse.ArgumentParser:
             own.add_argument("words", nargs="*", metavar=shown, help=how)
         return own.add_argument
 
-    add = command(_run, "run a recipe", "Run a recipe, or continue a run.", words=True)
+    add = command(_run, "run a recipe", words=True)
     default = "where to write (default runs/RECIPE-DATE-TIME)"
     add("--run-dir", type=Path, metavar="DIR", help=default)
     again = "continue the run in DIR from its last checkpoint"
     add("--resume", type=Path, metavar="DIR", help=again)
-    command(_recipes, "list the packaged recipes", "List the packaged recipes.")
-    add = command(_keys, "list all keys of a recipe", "Print all keys of a recipe as Markdown.")
+    command(_recipes, "list the packaged recipes")
+    add = command(_keys, "list all keys of a recipe")
     add("--schema", action="store_true", help="as a JSON schema, for editors")
-    add = command(_plan, "what a recipe takes", PLAN, words=True)
+    add = command(_plan, "what a recipe takes", words=True)
     add("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
     others = "wake all of the engine before the sync, as others do"
     add("--unstaged", action="store_true", help=others)
@@ -148,27 +155,33 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, metavar="N", help=longest)
     add("--picture", type=Path, metavar="FILE.png", help="draw it, too")
     add("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
-    add = command(_fetch, "bring a model", "Bring a model into the models folder.")
+    add = command(_fetch, "bring a model")
     add("name", metavar="NAME", help="smollm2-135m")
     default = "models folder (default ~/.cache/memsaver/models)"
     add("--to", type=Path, metavar="DIR", help=default)
     local = "convert it, no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
-    add = command(_report, "write a page about a run", REPORT)
+    add = command(_report, "write a page about a run")
     add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
     add("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
-    add = command(_doctor, "examine this machine", DOCTOR)
+    add = command(_doctor, "examine this machine")
     current = "cuda:N, or cpu for no GPU (default: the current GPU)"
     add("--device", metavar="DEVICE", help=current)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status of one command; works in any thread, leaves signal handlers alone."""
+    """Return the exit status of one command; works in any thread, leaves signal handlers alone."""
     arguments = parse(argv)
     with interrupts() as interrupted:
         try:
-            return arguments.execute(arguments)
+            status = arguments.execute(arguments)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            # The reader of a pipe, as `head`, has gone; Python would fail once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         except RecipeError as error:
             return _fail(2, error, arguments.verbose, *str(error).splitlines())
         except BaseException as error:

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers import effort
+from tests.helpers import case_selection
 from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # noqa: F401  a hook and a fixture
 
 if not torch.cuda.is_available():
@@ -24,7 +24,7 @@ gc.disable()  # until the tests run: imports of all files make a million objects
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("steady")
 
-LONG = ("tests/recipes/", "tests/trainer_bridge/", "tests/rollout/")
+LONG = ("tests/plans/", "tests/recipes/", "tests/trainer_bridge/", "tests/rollout/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    effort.choose(
+    case_selection.choose(
         soak=config.getoption("--soak"),
         whole=config.getoption("--all") or torch.cuda.is_available(),
     )

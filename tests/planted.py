@@ -313,7 +313,7 @@ BUGS = [
     Bug(
         "a stage's peak leaves out what torch took in between",
         "recipes/logs/monitor.py",
-        "recipes/test_peaks.py",
+        "recipes/test_monitor.py",
         "held + usage.torch_peak_bytes",
         "held + usage.torch_bytes",
     ),

@@ -22,14 +22,14 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_backup": ([], {"pinned copy", "marked clean", "swap 16 GiB", "disk"}),
     "bench_sync": (
         ["--shape", "qwen3-30b-a3b", "--cases", "one", "two"],
-        {"floors", "memsaver", "offloaded", "copies", "IPC buckets", *bench_sync.TWO},
+        {"floors", "memsaver", "offloaded", "IPC buckets", *bench_sync.TWO},
     ),
     "bench_generate": ([], {"ms", "mismatch"}),
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_vllm": ([], set()),
 }
 COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
-ON_GPU = {"bench_sync": {"copies", "IPC buckets"}}
+ON_GPU = {"bench_sync": {"IPC buckets"}}
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
 for _long in ("bench_sync", "bench_switch"):  # what they run has tests of its own
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]

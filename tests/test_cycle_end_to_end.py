@@ -16,7 +16,7 @@ import torch
 
 from memsaver import StateError
 from rollout import Completion, Engine, SamplingParams
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import Scribbler, memory_maps, process_bytes, settled_fds, status_bytes
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import config, make_batch, reference, write_model

@@ -17,7 +17,7 @@ import torch
 from memsaver import MemorySaver
 from memsaver.memory.torch_allocator import empty_torch_cache
 from rollout import Completion, Engine, SamplingParams
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import Scribbler, counted, process_bytes
 from tests.helpers.rollout.answers import GAP
 from tests.helpers.trainer_bridge.models import config, write_model

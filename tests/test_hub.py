@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from rollout.model import resolve_model
-from tests.helpers.hub import GATED, Hub
 from tests.helpers.trainer_bridge.models import write_model
 
+ROOT = Path(__file__).parents[1]
+COMMIT = "5" * 40
+GATED = "org/gated"
 BOTH_SIDES = """
 from rollout import Engine, SamplingParams
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
@@ -29,59 +39,121 @@ assert (folder / "config.json").is_file()
 assert bool(list(folder.glob("*.safetensors"))) == WEIGHTS
 assert list(find_model("org/tiny").glob("*.safetensors"))
 """
+REFUSED = """
+from recipes.cli import main
+
+for name in NAMES:
+    assert main(["run", "tiny", f"model.path={name}"]) == 2
+"""
+
+
+class Hub:
+    """Serves one folder as a model, and refuses `GATED`; `asked`: the paths of all requests."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.model, self.folder, self.asked, self._address = model, folder, list[str](), ""
+
+    @contextlib.contextmanager
+    def served(self) -> Iterator[None]:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._address = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+    def run(self, code: str, cache: Path, offline: bool = False) -> list[str]:
+        """Run Python with this Hub in the place of the real one; return memsaver's error lines."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        kept |= {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": self._address, "HF_HOME": str(cache)}
+        kept["HF_HUB_OFFLINE"] = str(int(offline))
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=kept, cwd=cache)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if line.startswith("memsaver: ")]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.asked.append(self.path)
+                self._answer(*hub.answer(self.path.partition("?")[0]))
+
+            do_GET = do_HEAD
+
+            def _answer(self, status: int, code: str, content: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+                if code:
+                    self.send_header("X-Error-Code", code)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        return Handler
+
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Return status, error code and content."""
+        files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
+        if path == f"/api/models/{self.model}/revision/main":
+            siblings = [{"rfilename": name} for name in files]
+            described = {"id": self.model, "sha": COMMIT, "siblings": siblings}
+            return 200, "", json.dumps(described).encode()
+        if path == f"/api/models/{self.model}/tree/{COMMIT}":
+            listed = [
+                {"type": "file", "oid": COMMIT, "size": len(content), "path": name}
+                for name, content in files.items()
+            ]
+            return 200, "", json.dumps(listed).encode()
+        name = path.removeprefix(f"/{self.model}/resolve/{COMMIT}/")
+        if name in files:
+            return 200, "", files[name]
+        if path.startswith(f"/api/models/{GATED}/"):
+            return 403, "GatedRepo", b""
+        return 404, "RepoNotFound", b""
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    folder = tmp_path_factory.mktemp("hub")
-    model = Path(write_model(folder / "model"))
+    model = Path(write_model(tmp_path_factory.mktemp("hub") / "model"))
     (model / "consolidated.safetensors").write_bytes(b"the weights again")
     (model / "training.log").write_text("no part of a model")
-    (folder / "cache").mkdir()
-    made = Hub("org/tiny", model, folder / "cache")
+    made = Hub("org/tiny", model)
     with made.served():
         yield made
 
 
-def test_engine_and_trainer_take_the_name_of_a_model_of_the_hub(hub: Hub) -> None:
-    done = hub.run("-c", BOTH_SIDES)
-    assert done.returncode == 0, done.stderr
+def test_engine_and_trainer_take_the_name_of_a_model_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    hub.run(BOTH_SIDES, tmp_path)
     fetched = {path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
     assert {"config.json", "model.safetensors"} <= fetched
     assert not {"consolidated.safetensors", "training.log"} & fetched
 
 
-def test_a_recipe_brings_weights_only_where_they_are_read(hub: Hub, tmp_path: Path) -> None:
-    other = Hub(hub.model, hub.folder, tmp_path)
-    with other.served():
-        done = other.run("-c", f"WEIGHTS = False\n{RECIPE}")
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_model_that_the_hub_does_not_give_is_one_line(hub: Hub) -> None:
-    lines = refusals(hub, "org/absent", GATED)
-    assert "no public model of the Hub; correct it, or set HF_TOKEN" in lines[0]
-    assert f"accept its terms at https://huggingface.co/{GATED}, and set HF_TOKEN" in lines[1]
-
-
-def test_without_the_hub_its_cache_is_asked(hub: Hub) -> None:
-    first = f"WEIGHTS = True\n{RECIPE}"
-    assert hub.run("-c", first).returncode == 0
+def test_a_recipe_brings_weights_where_they_are_read_and_says_what_the_hub_does_not_give(
+    hub: Hub, tmp_path: Path
+) -> None:
+    """Each model that cannot be had is one line; without the Hub its cache is asked."""
+    code = f"WEIGHTS = False\n{RECIPE}\nNAMES = ['org/absent', {GATED!r}]\n{REFUSED}"
+    absent, gated = hub.run(code, tmp_path)
+    assert "no public model of the Hub; correct it, or set HF_TOKEN" in absent
+    assert f"accept its terms at https://huggingface.co/{GATED}, and set HF_TOKEN" in gated
+    assert "model.path=org/absent: " in absent and f"model.path={GATED}: " in gated
     before = len(hub.asked)
-    (line,) = refusals(hub, "org/absent", offline=True, first=first)
-    assert "the Hub cannot be reached (HF_HUB_OFFLINE" in line and len(hub.asked) == before
-
-
-def refusals(hub: Hub, *names: str, offline: bool = False, first: str = "") -> list[str]:
-    """What `memsaver run` says of each model, on one line, after the code `first`."""
-    code = "from recipes.cli import main\n"
-    code += "".join(f"assert main(['run', 'tiny', 'model.path={name}']) == 2\n" for name in names)
-    done = hub.run("-c", first + code, offline=offline)
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    pairs = zip(names, lines, strict=True)
-    assert all(f"model.path={name}: " in line for name, line in pairs), lines
-    return lines
+    code = f"WEIGHTS = True\n{RECIPE}\nNAMES = ['org/absent']\n{REFUSED}"
+    (line,) = hub.run(code, tmp_path, offline=True)
+    assert "model.path=org/absent: " in line and len(hub.asked) == before
+    assert "the Hub cannot be reached (HF_HUB_OFFLINE" in line
 
 
 def test_a_folder_wins_over_a_model_of_the_hub(

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
 
-from benchmarks.common import GIB, MIB, TINY, Figure, Figures, Scale, figures
-from recipes.config.models import shapes as known_shapes
+from benchmarks.common import GIB, MIB, Figure, Figures, Scale, fields_of, figures, write_config
 from recipes.setup.models import meta_model
 from tests.helpers.peers import Failed, Gone, Peer, server
 from tests.helpers.ranks import start_ranks
@@ -53,7 +51,7 @@ class Source:
     """
 
     dtype: str
-    config: PreTrainedConfig
+    fields: dict[str, Any]
     shapes: Shapes
 
     @property
@@ -76,10 +74,7 @@ class Source:
 
     def save(self, folder: str) -> Path:
         """A model directory without weights."""
-        path = Path(folder) / "model"
-        self.config.save_pretrained(path)
-        GenerationConfig(eos_token_id=None).save_pretrained(path)
-        return path
+        return write_config(Path(folder) / "model", self.fields)
 
     def __str__(self) -> str:
         return f"{self.dtype} -> bfloat16, {self.params / 1e9:.2f} G"
@@ -112,16 +107,12 @@ def sync_scale(
 
 
 def _source(scale: Scale, shape: str, dtype: str, layers: int | None) -> Source:
-    fields = dict(known_shapes()[shape])
-    if scale.tiny:
-        fields |= TINY
-        fields |= _TINY_EXPERTS if "num_experts" in fields else {}
-    elif layers is not None:
-        fields["num_hidden_layers"] = layers
-    model = meta_model(fields | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None})
-    model.config.architectures = [type(model).__name__]
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    return Source(dtype=dtype, config=model.config, shapes=shapes)
+    fields = fields_of(scale, shape, layers)
+    if scale.tiny and "num_experts" in fields:
+        fields |= _TINY_EXPERTS
+    params = meta_model(fields).named_parameters()
+    shapes = {name: tuple(each.shape) for name, each in params}
+    return Source(dtype=dtype, fields=fields, shapes=shapes)
 
 
 def synced(

@@ -4,12 +4,9 @@ Areas differ by hatch and curves by line style as well as by color, for prints i
 readers who do not tell the colors apart. A function returns None if the run has nothing to draw.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -104,34 +101,6 @@ def draw_reward(run: Run) -> Figure | None:
     _curve(below, run.train(), "kl_to_reference", "KL from the reference", above=0.0)
     below.set_yscale("log")
     below.set(xlabel="step", ylabel="nats per token")
-    return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_speed(run: Run, largest: int = 16) -> Figure | None:
-    """Draw the median seconds of the longest stages, and below them tokens per second by step."""
-    rows = run.train("stages", "step_seconds", "tokens_per_second")
-    if not rows:
-        return None
-    spent: dict[str, list[float]] = {}
-    for stage, seconds in chain.from_iterable(row["stages"].items() for row in rows):
-        spent.setdefault(stage, []).append(seconds)
-    stages = sorted(spent, key=lambda stage: -sum(spent[stage]))[:largest]
-    medians = [statistics.median(spent[stage]) for stage in stages]
-    whole = sum(row["step_seconds"] for row in rows)
-    shares = [sum(spent[stage]) / whole for stage in stages]
-    heights = (0.6 + LANE * len(stages), 1.8)
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=heights)
-    bars = above.barh(stages, medians)
-    texts = zip(medians, shares, strict=True)
-    above.bar_label(bars, [f" {median:.3g} s, {share:.1%}" for median, share in texts])
-    above.invert_yaxis()
-    above.margins(x=0.2)
-    above.set(xlabel="seconds, median over steps", ylabel="stage")
-    _curve(below, rows, "tokens_per_second", "sampled")
-    below.set(xlabel="step", ylabel="tokens per second")
-    below.set_ylim(bottom=0)
     return figure
 
 

@@ -1,10 +1,9 @@
 """`memsaver report RUN [--out FILE.html]`: one HTML page about a run, from its folder alone."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def render_page(path: Path) -> str:
     """Return the HTML of the run in `path`."""
     from jinja2 import Environment, StrictUndefined
 
-    from recipes.logs.pictures import data_uri, draw_reward, draw_speed
+    from recipes.logs.pictures import data_uri, draw_reward
 
     run = Run(rows=whole_rows(path / "metrics.jsonl"))
     recipe, memory = OmegaConf.load(path / "recipe.yaml"), path / "memory.png"
@@ -63,7 +62,7 @@ def render_page(path: Path) -> str:
         figures=key_figures(run),
         reward=data_uri(draw_reward(run)),
         memory=data_uri(memory.read_bytes() if memory.is_file() else None),
-        speed=data_uri(draw_speed(run)),
+        stages=longest_stages(run),
         planned=planned_and_measured(run.rows, _read_json(path / "plan.json")),
         within=WITHIN,
         under=UNDER,
@@ -101,6 +100,20 @@ def key_figures(run: Run) -> dict[str, str]:
             "log-probability mismatch, median": f"{median('mismatch_mean'):.1e}",
         }
     return figures
+
+
+def longest_stages(run: Run, count: int = 16) -> list[tuple[str, str, str]]:
+    """Return the stages that take longest: name, median seconds, and share of all steps."""
+    rows = run.train("stages", "step_seconds")
+    spent: dict[str, list[float]] = {}
+    for stage, seconds in chain.from_iterable(row["stages"].items() for row in rows):
+        spent.setdefault(stage, []).append(seconds)
+    whole = sum(row["step_seconds"] for row in rows)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]
+    return [
+        (stage, f"{statistics.median(seconds):.3g}", f"{sum(seconds) / whole:.1%}")
+        for stage, seconds in longest
+    ]
 
 
 def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[tuple[str, ...]]:

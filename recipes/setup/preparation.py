@@ -1,7 +1,5 @@
 """Makes of a recipe what a run needs: device, model, tokenizer, task, pool size; all checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -14,8 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from kvcache import KVLayout, layout
 from memsaver.ops.hash import hash_text
 from memsaver.ops.layout import round_up
 from recipes.config.models import LORA_MODULES, LoraSection
@@ -31,12 +32,19 @@ from recipes.setup.models import (
     toy_tokenizer,
 )
 from recipes.tasks import Problem, Task, check_sides, make_task, score_answer
-
-if TYPE_CHECKING:
-    import torch
-
-    from kvcache import KVLayout
-    from rollout.model import ModelConfig
+from rollout.config import why_one_size
+from rollout.model import (
+    ModelConfig,
+    checkpoint_files,
+    load_model_config,
+    open_checkpoint,
+    rank_groups,
+    rank_layout,
+    whole_manifest,
+)
+from rollout.weights import arena_nbytes
+from trainer_bridge import TrainerConfig
+from trainer_bridge.training import check_layout, lora_target_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +143,6 @@ def with_alias_decided(recipe: Recipe, model_dir: Path) -> Recipe:
 
 
 def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
-    from rollout.model import load_model_config, whole_manifest
-    from trainer_bridge import TrainerConfig
-    from trainer_bridge.training import check_layout
-
     if recipe.engine.hosted:
         return f"engine.kind={recipe.engine.kind} has buffers among its weights"
     if recipe.cluster.size > 1:
@@ -226,8 +230,6 @@ def described_model(
 
 
 def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
-    from rollout.model import load_model_config
-
     try:
         return load_model_config(model_dir)
     except ValueError as error:
@@ -240,8 +242,6 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
 
 def _check_weights(recipe: Recipe, model_dir: Path) -> None:
     """Open the checkpoint's files, which are whole then."""
-    from rollout.model import checkpoint_files, open_checkpoint
-
     if recipe.model.random_init:
         return
     try:
@@ -273,8 +273,6 @@ def check_lora(section: LoraSection, model_dir: Path) -> None:
     """Refuse layers that the model does not have."""
     if not section.rank:
         return
-    from trainer_bridge.training import lora_target_names
-
     there = lora_target_names(str(model_dir))
     if missing := [name for name in section.target_modules if name not in there]:
         rule = f"the model has no layers {', '.join(missing)}"
@@ -284,8 +282,6 @@ def check_lora(section: LoraSection, model_dir: Path) -> None:
 
 def resolve_device(recipe: Recipe) -> str:
     """Return `cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
-    import torch
-
     count = torch.cuda.device_count() if recipe.device != "cpu" else 0
     each = recipe.cluster.n_gpus_per_node
     seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
@@ -408,13 +404,9 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
     Raises:
         RecipeError: The model cannot have the engine that is asked for.
     """
-    import torch
-
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
-    weights, kv_layout = (
-        rank_weights(recipe, model, dtype),
-        rank_kv_layout(recipe, model.hf_config, dtype),
-    )
+    weights = rank_weights(recipe, model, dtype)
+    kv_layout = rank_kv_layout(recipe, model.hf_config, dtype)
     tokens = recipe.engine.kv_tokens
     if tokens is None and recipe.engine.mem_fraction_static is None and device == "cpu":
         tokens = demanded_tokens(recipe, longest_prompt)
@@ -444,9 +436,6 @@ def in_tokens(recipe: Recipe, tokens: int) -> str:
 
 def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
     """Return what one rank keeps of a token; RecipeError where the engine cannot."""
-    from kvcache import layout
-    from rollout.model import rank_layout
-
     stored = recipe.engine.kv_cache_dtype
     try:
         kv_layout = layout(config, stored, dtype)
@@ -461,8 +450,6 @@ def pool_grows(recipe: Recipe, kv_layout: KVLayout) -> bool:
 
 
 def _why_one_size(recipe: Recipe, kv_layout: KVLayout) -> str | None:
-    from rollout.config import why_one_size
-
     engine = recipe.engine
     tiers = engine.host_to_device_ratio > 0
     return why_one_size(kv_layout.pages_tell_all, engine.tensor_parallel_size, tiers)
@@ -478,9 +465,6 @@ def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of rank 0's weights, which are most; RecipeError for impossible ranks."""
-    from rollout.model import rank_groups
-    from rollout.weights import arena_nbytes
-
     size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
     if experts > 1 and not model.has_experts:
         rule = "the model has no experts to divide"
@@ -521,8 +505,6 @@ def _share(
         raise RecipeError(
             f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}"
         )
-    import torch
-
     total = torch.cuda.get_device_properties(device).total_memory
     tokens = tokens_in_share(recipe, kv_layout, weights, total, longest_prompt)
     states = state_bytes(recipe, kv_layout)

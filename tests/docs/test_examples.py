@@ -14,7 +14,7 @@ import memsaver
 from examples import own_engine, own_model, plain_loop, plain_loop_with_cycle
 from recipes.run import start_run
 from tests.helpers.docs.pages import ROOT, blocks
-from tests.helpers.recipes.runs import rows, without_pictures
+from tests.helpers.recipes.tiny_runs import rows, without_pictures
 from tests.helpers.trainer_bridge.models import write_model
 
 EXAMPLES = ROOT / "examples"

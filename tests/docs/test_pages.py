@@ -128,6 +128,14 @@ def test_make_targets_and_the_readmes_links_lead_somewhere() -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+def test_every_test_helper_is_in_their_index() -> None:
+    folder = ROOT / "tests" / "helpers"
+    listed = re.findall(r"^\| `([\w/]+)` \|", (folder / "README.md").read_text(), re.M)
+    found = [*folder.glob("*.py"), *folder.glob("*/*.py")]
+    modules = [path.relative_to(folder).with_suffix("") for path in found]
+    assert sorted(listed) == sorted(str(path) for path in modules if path.name != "__init__")
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_are_in_the_reference(package: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()

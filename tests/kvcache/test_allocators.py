@@ -17,9 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcache import BlockManager, KVAllocator, ReqToTokenPool
 from kvcache.allocators import Int64Array, PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.kvcache.blocks import DEVICE, ledger_state, make_pool
-from tests.helpers.no_wait import check_no_wait
 
 PAGES = 9
 SOME = st.lists(st.integers(1, PAGES), max_size=6)
@@ -278,6 +277,27 @@ def test_freeing_does_not_look_at_the_whole_pool() -> None:
 # under way
 
 TOKENS = 64 * 1024  # ids of half a MiB: CUDA takes 64 KiB from pageable memory without waiting
+
+
+def check_no_wait(run: Callable[[], object]) -> None:
+    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile.
+
+    Warm it up before.
+    """
+    if not torch.cuda.is_available():  # nobody to wait for
+        run()
+        return
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # 0.2 s
+    awake = torch.cuda.Event()
+    awake.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not awake.query(), "the call came back after the device was done: it waited"
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

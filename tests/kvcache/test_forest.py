@@ -12,7 +12,7 @@ import torch
 
 from kvcache import ReqHandle
 from kvcache.allocators import PagedTokenToKVPoolAllocator
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.kvcache.blocks import make_blocks
 
 ROWS = 6

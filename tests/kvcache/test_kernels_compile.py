@@ -2,7 +2,7 @@
 as the reference's; those that move bytes with accesses as wide as their unit and no spills.
 """
 
-from tests.helpers.compiler import compile_alone
+from tests.helpers.triton_compiler import compile_alone
 
 COMPILE = """
 import re

@@ -17,7 +17,7 @@ from kvcache.config import FP4_DTYPE
 from kvcache.ops import kv_write, quant
 from kvcache.pools.token_pools import TokenPool
 from rollout.ops.torch_attention import BatchShape
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.kvcache import pools
 from tests.helpers.rollout.attention import paged_attention, plan_attention
 

@@ -14,7 +14,7 @@ import torch
 from kvcache.ops import kv_write, quant
 from kvcache.ops.kv_write import move_rows, set_kv_buffer, set_rows
 from memsaver.system.devices import use_triton
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.kvcache.blocks import DEVICE
 
 IMPLS: list[Any] = ["torch", "triton"]

@@ -6,7 +6,7 @@ import torch
 from kvcache.config import FP4_DTYPE
 from kvcache.ops.rotary import RotaryTables, apply_rotary, rotate, rotate_and_store, rotate_heads
 from kvcache.pools import MHATokenToKVPool
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.kvcache.blocks import DEVICE
 from tests.helpers.kvcache.pools import mha, pool_of, stored
 

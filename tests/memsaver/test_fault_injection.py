@@ -20,10 +20,10 @@ import torch
 import memsaver
 from memsaver import LeaseCache, MemorySaver
 from memsaver.sharing.client import peer_backend
-from tests.helpers.alarms import interrupted
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import family_bytes, own_fds, process_bytes, settled_fds
 from tests.helpers.memsaver.savers import connections, driver_calls, every_call, until
+from tests.helpers.timed_interrupts import interrupted
 
 pytestmark = pytest.mark.alone
 FILLS = {"kept": 7, "file": 5, "loose": 9, "other": 3}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from memsaver import BackendError, MemorySaver, StateError
 from memsaver.tag import prefetch as prefetches
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memsaver.prefetches import gated
 from tests.helpers.memsaver.savers import MIB, driver_calls, large, until
 

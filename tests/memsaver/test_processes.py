@@ -24,7 +24,7 @@ import memsaver
 from memsaver import LeaseCache, MemorySaver
 from memsaver.memory.page_pool import imports
 from memsaver.sharing.client import owners
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import (
     machine_bytes,
     memfd_bytes,

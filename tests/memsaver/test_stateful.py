@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 import memsaver
 from memsaver.tag import transaction as switch
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import process_bytes
 from tests.helpers.memsaver.savers import driver_calls, until
 

@@ -21,7 +21,7 @@ import torch
 import memsaver
 from memsaver import MemorySaver
 from memsaver.system.threads import workers
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import memory_maps, open_fds
 from tests.helpers.memsaver.savers import until
 from tests.helpers.peers import Peer

@@ -25,7 +25,7 @@ from recipes.planner.memory_plan import MemoryPlan, Shortage, plan_switch, remed
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.planner.tracing import EngineSizes
 from recipes.setup.preparation import prepare
-from tests.helpers.recipes.runs import SMALL, SMALL_PPO
+from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO
 
 Capture = pytest.CaptureFixture[str]
 

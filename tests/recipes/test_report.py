@@ -1,4 +1,6 @@
-"""The page about a run: one file that holds everything, also when the run's folder lacks some."""
+"""The pictures of a run, and the page about it: one file that holds everything, also when the run's
+folder lacks some.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from memsaver import Event
 from recipes.cli import main
 from recipes.errors import RecipeError
+from recipes.logs.pictures import draw_memory, draw_reward, looks, write_pictures
 from recipes.logs.report_page import key_figures, planned_and_measured, write_report
-from recipes.logs.run_folder import Run, whole_rows
-from tests.helpers.recipes.folders import MIB, make_run
-from tests.helpers.recipes.runs import PNG, Row
+from recipes.logs.run_folder import Run, Span, whole_rows
+from tests.helpers.recipes.run_folders import MIB, eval_row, make_run, train_row
+from tests.helpers.recipes.tiny_runs import PNG, Row
 
 PEAKS = {
     "update_actor": {"device_bytes": 12 * MIB, "processes": {"trainer": 12 * MIB, "rollout": 0}}
@@ -67,9 +72,8 @@ def test_page_shows_pictures_and_tables_and_needs_nothing_from_outside(
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     page = Page(run / "report.html")
-    reward, memory, speed = (base64.b64decode(uri.partition(",")[2]) for uri in page.sources())
-    assert memory.startswith(PNG) and b"<svg" in reward and b"<svg" in speed
-    assert b"nats per token" in reward and b"tokens per second" in speed
+    reward, memory = (base64.b64decode(uri.partition(",")[2]) for uri in page.sources())
+    assert memory.startswith(PNG) and b"<svg" in reward and b"nats per token" in reward
     assert all(attributes["alt"] for tag, attributes in page.tags if tag == "img")
     assert {tag for tag, _ in page.tags} & {"script", "object", "iframe"} == set()
     links = [attributes.get("href") for _, attributes in page.tags if "href" in attributes]
@@ -79,6 +83,9 @@ def test_page_shows_pictures_and_tables_and_needs_nothing_from_outside(
         ["– trainer", "12.0 MiB", "12.0 MiB", "+0.0 %", "✓"],
         ["– rollout", "0 B", "0 B", "–", ""],
     ]
+    assert page.rows["Stages"][1:3] == [
+        ["generate_sequences", "0.5", "50.0%"], ["update_actor", "0.24", "24.0%"],
+    ]  # fmt: skip
     assert page.rows["Evaluations"] == [
         ["updates", "held-out"], ["0", "0.125"], ["6", "0.75"],
     ]  # fmt: skip
@@ -114,7 +121,7 @@ def test_page_of_a_killed_run_shows_what_there_is(tmp_path: Path) -> None:
         file.write('{"kind": "tra')
     (folder / "environment.json").unlink()
     page = Page(write_report(folder))
-    assert len(page.sources()) == 2 and "2 of 3" in page.text and "Nothing to show" in page.text
+    assert len(page.sources()) == 1 and "2 of 3" in page.text and "Nothing to show" in page.text
     assert len(page.rows["Every step"]) == 3 and "Where it ran" not in page.rows
     (folder / "metrics.jsonl").unlink()
     page = Page(write_report(folder))
@@ -176,3 +183,91 @@ def test_report_fails_in_one_line_without_place_or_matplotlib(
     monkeypatch.setitem(__import__("sys").modules, "recipes.logs.pictures", None)
     with pytest.raises(RecipeError, match=r"pip install 'memsaver\[plots\]'"):
         write_report(tmp_path)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def event(time: float, tag: str, mib: int, backup: int = 0) -> Event:
+    sizes = {"committed_bytes": mib * MIB, "backup_bytes": backup * MIB}
+    return Event(time=time, seconds=0.0, op="resume", tag=tag, **sizes)
+
+
+DRAWN = Run(
+    rows=[
+        eval_row(0, 0.25),
+        *(train_row(step, kl_to_reference=0.01) for step in (1, 2, 3)),
+        eval_row(3, 0.5, exact_match_2_digits=0.125, also_trained=[]),
+    ],
+    spans=[
+        Span("wake_kv_cache", 10.0, 10.1),
+        Span("generate_sequences", 10.1, 11.0),
+        Span("update_actor", 11.0, 12.0),
+        Span("step 1", 10.0, 12.0),
+    ],
+    events={
+        "trainer[0]": [event(9.0, "params", 4), event(10.1, "params", 0, backup=4)],
+        "rollout[0]": [event(10.1, "kv_cache", 32)],
+        "trainer[1]": [event(10.1, "params", 1000)],
+    },
+)
+
+
+def texts(figure: Figure) -> list[list[str]]:
+    return [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
+
+
+def test_reward_picture_has_a_curve_for_each_evaluation_and_mismatch() -> None:
+    figure = draw_reward(DRAWN)
+    above, below = figure.axes
+    held_out = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
+    assert held_out["exact match, held-out"] == [[0, 0.25], [3, 0.5]]
+    assert held_out["exact match, 2 digits (untrained)"] == [[3, 0.125]]
+    labels = ["mismatch, mean", "mismatch, largest", "KL from the reference"]
+    assert texts(figure)[1] == labels and below.get_ylabel() == "nats per token"
+    for axes in figure.axes:
+        assert len({line.get_linestyle() for line in axes.lines}) == len(axes.lines)
+
+
+def test_memory_picture_shows_the_first_device_from_what_it_held_before() -> None:
+    figure = draw_memory(DRAWN)
+    lanes, memory = figure.axes
+    names = [label.get_text() for label in lanes.get_yticklabels()]
+    assert names == ["wake_kv_cache", "generate_sequences", "update_actor"]
+    assert set(texts(figure)[0]) == {"rollout", "train", "switch"}
+    assert memory.get_ylabel() == "MiB"
+    tops = {area.get_label(): area.get_datalim(memory.transData).y1 for area in memory.collections}
+    assert tops == {"kv_cache": 32.0, "params": 32.0}
+    (host,) = memory.lines
+    assert host.get_ydata().tolist() == [0, 4, 4, 4]
+    assert list(host.get_xdata()) == pytest.approx([0, 0.1, 0.1, 2])
+
+
+def test_memory_picture_takes_the_last_step_without_evaluation_or_checkpoint() -> None:
+    steps = [Span("step 1", 0.0, 2.0), Span("step 2", 2.0, 4.0)]
+    assert Run(spans=steps).one_step() == steps[1]
+    assert Run(spans=[*steps, Span("save_checkpoint", 3.0, 4.0)]).one_step() == steps[0]
+    assert Run(spans=[steps[0], Span("evaluate", 0.5, 1.0)]).one_step() == steps[0]
+    assert Run(spans=[Span("build", 0.0, 1.0)]).one_step() is None
+
+
+def test_areas_differ_by_hatch_as_well_as_by_color() -> None:
+    tags = ["weights", "kv_cache", "cuda_graph", "params", "optim", "torch", "contexts"]
+    for key in ("hatch", "facecolor"):
+        assert len({look[key] for look in list(looks(tags[:5]).values())}) == 5
+    both = {(look["hatch"], look["facecolor"]) for look in looks(tags).values()}
+    assert len(both) == len(tags) and looks(["optim"]) == {"optim": looks(tags)["optim"]}
+
+
+def test_a_run_that_did_nothing_has_no_pictures_and_one_without_mismatch_has(
+    tmp_path: Path,
+) -> None:
+    """A mismatch of 0 has no place on a logarithmic axis."""
+    write_pictures(Run(spans=[Span("build", 0.0, 1.0)]), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    spans = [Span("something_new", 0.5, 1.5), Span("step 1", 0.0, 2.0)]
+    rows = [train_row(1, mismatch_mean=0.0, mismatch_max=0.0)]
+    events = {"rollout": [event(1.0, "new_tag", 1)]}
+    write_pictures(Run(rows=rows, spans=spans, events=events), tmp_path)
+    for name in ("reward.png", "memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)

@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 
 from recipes.cli import main
-from recipes.errors import LostWorker, RunError
-from recipes.logs.monitor import Monitor, View
-from recipes.logs.run_folder import RunFolder
 from recipes.run import start_run
-from tests.helpers.recipes.runs import SMALL, MakeRun, same_rows
-from trainer_bridge import ActorDied, ActorTimeout, RankFailed
+from tests.helpers.recipes.tiny_runs import SMALL, MakeRun, same_rows
+from trainer_bridge import ActorDied
 from trainer_bridge.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -97,29 +94,3 @@ def test_an_actor_that_cannot_be_made_is_not_tried_again(
         "memsaver: build failed: ActorDied: the rollout actor could not be made"
     )
     assert not (tmp_path / "run" / "restarts.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (ActorDied("rollout[1]", "commit_update", "died"), LostWorker),
-        (ValueError("out of range"), RunError),
-    ],
-)
-def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
-    error: Exception, kind: type[Exception], tmp_path: Path
-) -> None:
-    monitor = Monitor(RunFolder(tmp_path), View())
-    with pytest.raises(RunError) as found, monitor.phase("to_rollout"):
-        raise RankFailed("trainer[1]", "sync_weights", error)
-    assert type(found.value) is kind
-    assert "the trainer[1] actor failed in sync_weights()" in str(found.value)
-
-
-def test_an_actor_that_was_slow_names_the_key_to_raise(tmp_path: Path) -> None:
-    monitor = Monitor(RunFolder(tmp_path), View())
-    with pytest.raises(LostWorker) as found, monitor.phase("update_actor"):
-        raise ActorTimeout("trainer", "update_actor", "gave no answer for 600 s")
-    assert str(found.value).endswith(
-        "in update_actor() (if it was at work: raise cluster.call_timeout)"
-    )

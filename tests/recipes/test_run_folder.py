@@ -22,7 +22,7 @@ from recipes.logs.monitor import Monitor, ProgressView
 from recipes.logs.run_folder import RunFolder, Span, at_work, new_folder
 from recipes.run import continue_run
 from tests.helpers.memsaver.savers import at_once
-from tests.helpers.recipes.folders import eval_row, train_row
+from tests.helpers.recipes.run_folders import eval_row, train_row
 
 RECIPE = recipes.load("tiny")
 

@@ -10,30 +10,14 @@ from pathlib import Path
 import pytest
 
 from recipes.run import continue_run
-from tests.helpers.recipes.runs import SMALL, SMALL_PPO, MakeRun, rows, same_rows, trace
+from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO, MakeRun, rows, same_rows, trace
 
-STAGES = [
-    *(
-        "offload_optim",
-        "offload_critic",
-        "offload_critic_optim",
-        "wake_weights",
-        "sync_weights",
-        "offload_params",
-    ),
-    *("wake_kv_cache", "generate_sequences", "sleep"),
-    *("reload_reference", "compute_ref_log_prob", "offload_reference"),
-    *("reload_critic", "compute_values", "offload_critic"),
-    *("reload_params", "compute_log_prob", "compute_reward"),
-    *(
-        "reload_optim",
-        "reload_critic",
-        "reload_critic_optim",
-        "compute_advantages",
-        "update_critic",
-    ),
-    "update_actor",
-]
+STAGES = ["offload_optim", "offload_critic", "offload_critic_optim", "wake_weights", "sync_weights"]
+STAGES += ["offload_params", "wake_kv_cache", "generate_sequences", "sleep"]
+STAGES += ["reload_reference", "compute_ref_log_prob", "offload_reference"]
+STAGES += ["reload_critic", "compute_values", "offload_critic"]
+STAGES += ["reload_params", "compute_log_prob", "compute_reward", "reload_optim", "reload_critic"]
+STAGES += ["reload_critic_optim", "compute_advantages", "update_critic", "update_actor"]
 TRAINED = ("params", "optim", "critic", "critic_optim")
 
 

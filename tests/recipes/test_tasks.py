@@ -86,10 +86,6 @@ def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(
     # No question twice.
     assert found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
     assert 30 <= len(chain_sum.held_out) <= 50
-    assert make_task(TaskSection(name="chain_sum")).train == chain_sum.train
-    assert set(chain_sum.held_out) < set(
-        make_task(TaskSection(name="chain_sum", held_out_fraction=0.4)).held_out
-    )
 
 
 def test_the_split_is_the_same_on_every_machine() -> None:
@@ -106,10 +102,8 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
     own, other = task.kinds
     assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
     assert len(other) > 3000 and list(task.beside) == ["2_digits", "3_digits"]
-    for digits, problems, held_out in (
-        (2, other, False),
-        *((n, task.beside[f"{n}_digits"], True) for n in (2, 3)),
-    ):
+    beside = [(n, task.beside[f"{n}_digits"], True) for n in (2, 3)]
+    for digits, problems, held_out in [(2, other, False), *beside]:
         assert len(problems) > 800
         for problem in problems:
             assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
@@ -117,16 +111,8 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
     for problem in task.beside["3_digits"]:
         assert task.score(problem, problem.answer, True).exact
     first_numbers = {problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}
-    assert len(first_numbers) > 20, (
-        "the first that are held out are no fair sample: all begin alike"
-    )
-    beside = {*task.beside["2_digits"], *task.beside["3_digits"]}
-    assert set(task.problems()) == {*own, *other, *task.held_out} | beside
-
-
-def test_toy_split_is_disjoint_and_complete(toy: Task) -> None:
-    train, held_out = set(toy.train), set(toy.held_out)
-    assert not train & held_out and len(train) + len(held_out) == 64
+    assert len(first_numbers) > 20, "the first that are held out begin alike: no fair sample"
+    assert {*task.problems()} == {*own, *other, *task.held_out}.union(*task.beside.values())
 
 
 @pytest.mark.parametrize(
@@ -199,18 +185,8 @@ def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> Non
 def test_the_toy_prompt_goes_through_a_chat_template() -> None:
     tokenizer = toy_tokenizer(TOY_WORDS)
     ids = encode_prompt(tokenizer, "first of b e")
-    words = [
-        "<|im_start|>",
-        "user",
-        "first",
-        "of",
-        "b",
-        "e",
-        "<|im_end|>",
-        "<|im_start|>",
-        "assistant",
-    ]
-    assert tokenizer.convert_ids_to_tokens(ids) == words
+    words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [*words, "<|im_start|>", "assistant"]
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids[4:6]) == "b e"
     assert len(encode_prompt(tokenizer, "first of b e", "of")) == len(ids) + 4
@@ -239,8 +215,6 @@ def scored(score):
 
 def raising(section):
     return scored(lambda problem, text, ended: int("a judge's answer"))
-
-number = 3
 """
 
 
@@ -273,12 +247,8 @@ def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: No
     ("name", "expected"),
     [
         ("own_tasks:missing", "own_tasks has no function missing; define it"),
-        ("own_tasks:number", "own_tasks has no function number"),
         ("own_tasks:nothing", "returned a list; return a recipes.tasks.Task"),
-        (
-            "own_tasks:broken",
-            "raised AttributeError: 'TaskSection' object has no attribute 'colour'",
-        ),
+        ("own_tasks:broken", "raised AttributeError: 'TaskSection' object has no attribute "),
         ("own_tasks:leaves", "raised SystemExit: no data"),
         ("no_such_module:echo", "cannot import no_such_module: ModuleNotFoundError"),
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),

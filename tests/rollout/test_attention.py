@@ -12,7 +12,7 @@ import torch
 from rollout.ops import torch_attention as attention_module
 from rollout.ops.torch_attention import MAX_BUCKET_TOKENS, BatchShape, plan_torch
 from rollout.ops.triton_attention import TritonPlan, plan_decode
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import CLOSE
 from tests.helpers.rollout.attention import paged_attention, plan_attention
 

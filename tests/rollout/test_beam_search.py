@@ -9,7 +9,7 @@ import torch
 
 from rollout import Completion, Engine, SamplingParams
 from rollout.serving.beam import BeamSearch
-from tests.helpers.effort import pairwise
+from tests.helpers.case_selection import pairwise
 from tests.helpers.models import MLA
 from tests.helpers.rollout.answers import GAP, ids, random_prompts
 from tests.helpers.rollout.answers import check as check_logprobs

@@ -19,7 +19,7 @@ from memsaver import MemorySaver, StateError
 from rollout import Engine, KVTiers, SamplingParams, WeightUpdateError
 from rollout.hosted import VllmRollout
 from rollout.tag_names import KV_CACHE, WEIGHTS
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import GREEDY, ids, random_prompts
 from tests.helpers.rollout.fused import KINDS, FusedEngine, random_directory, same

@@ -12,8 +12,8 @@ from torch import Tensor
 from memsaver.system.devices import Impl
 from rollout.ops.experts import Routing, mix_experts
 from rollout.weights.params import held
-from tests.helpers.compiler import compile_alone
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
+from tests.helpers.triton_compiler import compile_alone
 
 # Triton's interpreter
 pytestmark = [

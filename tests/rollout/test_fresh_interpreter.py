@@ -5,8 +5,8 @@ compiler.
 
 import pytest
 
-from tests.helpers.compiler import compile_alone
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
+from tests.helpers.triton_compiler import compile_alone
 
 # KV rows: (dim, value_dim, queries of a KV head), dtype, whether products are wide, fp8 (bits of
 # the mantissa, negative where the queries' dtype is that of products). Latent where dim !=

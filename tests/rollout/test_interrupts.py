@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache.radix import MambaRadixCache
 from rollout import Engine, SamplingParams
-from tests.helpers.alarms import interrupted
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.models import build_tiny
 from tests.helpers.rollout.answers import check, random_prompts, run
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.tiers import conversations, make, tiered
 from tests.helpers.rollout.updates import TINY, tiny
+from tests.helpers.timed_interrupts import interrupted
 
 PLAIN = SamplingParams(max_tokens=6, temperature=0)
 CALLS = {  # what is asked at once; the pools are too small for it

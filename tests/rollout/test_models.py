@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout import Completion, Engine, SamplingParams
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.rollout.answers import LLAMA3, YARN, check, ids, random_prompts
 from tests.helpers.rollout.poison import check_idle, poison

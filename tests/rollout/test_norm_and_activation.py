@@ -10,7 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from rollout.ops.row_wise import add_rms_norm, rms_norm, silu_mul
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 
 EPS = 1e-6
 SHAPES = some((5, 896), (70, 16), (0, 64), whole=[(3, 64), (2, 100), (1, 4096)])

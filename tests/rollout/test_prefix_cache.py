@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.tiers import WritePolicy
 from rollout import DoubleSparsity, Engine, SamplingParams, WeightUpdateError
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.models import MLA
 from tests.helpers.rollout.answers import (
     GREEDY,

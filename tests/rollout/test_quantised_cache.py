@@ -16,12 +16,12 @@ from rollout import Completion, Engine, SamplingParams
 from rollout.model.mixers.attention import LayerKV
 from rollout.ops.torch_attention import BatchShape
 from tests.helpers import models
-from tests.helpers.effort import some
-from tests.helpers.kernels import decode_fp8_bytes
+from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import CLOSE, GAP, GREEDY, assert_same, firsts, random_prompts
 from tests.helpers.rollout.attention import paged_attention, plan_attention
 from tests.helpers.rollout.poison import fill
 from tests.helpers.rollout.saved import Saved
+from tests.helpers.triton_kernels import decode_fp8_bytes
 
 DTYPES = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
 # fp8 is one kernel, and every byte of both is decoded below

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.ops.sampling import SamplingBatch, keep_top, sample, uniform, uniform_at
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 
 Row = tuple[float, int, float, tuple[int, int, int]]
 

@@ -16,7 +16,7 @@ from rollout.weights import Manifest
 from rollout.weights import pages as weights_module
 from rollout.weights.params import Split, one, shard_groups
 from rollout.weights.store import WeightStore, build_manifest
-from tests.helpers.digests import element
+from tests.helpers.reference_digest import element
 from tests.helpers.rollout.splits import decoder_splits
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout import Completion, SamplingParams
-from tests.helpers.effort import pairwise
+from tests.helpers.case_selection import pairwise
 from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import assert_same, check, random_prompts, run
 from tests.helpers.rollout.tiers import (

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rollout import Completion, Engine, EngineConfig, KVTiers, SamplingParams
 from rollout.model import load_model_config
 from rollout.parallel import TensorParallel
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.peers import Failed, Peer
 from tests.helpers.ranks import results, start_ranks

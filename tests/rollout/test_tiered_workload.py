@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from kvcache.tiers import WritePolicy
-from tests.helpers.effort import rounds, some
+from tests.helpers.case_selection import rounds, some
 from tests.helpers.rollout.tiered_world import World
 
 

@@ -17,7 +17,7 @@ from memsaver import StateError
 from rollout import Engine, SamplingParams, WeightUpdateError
 from rollout.tag_names import WEIGHTS
 from rollout.weights import WeightOffer, WriteReceipt
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.models import greedy
 from tests.helpers.rollout.updates import Owner, addresses, shadow_bytes, tiny, write
 

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.strangers import Bomb
 from tests.helpers.trainer_bridge.models import make_batch, value_batch, write_model
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from trainer_bridge import CriticConfig, LoraConfig, Trainer
@@ -198,6 +197,16 @@ def test_another_end_of_a_decay_never_raises_the_rate(
     second.save_checkpoint(place)
     third.load_checkpoint(place)
     assert rates(third, 3)[0] == pytest.approx(1e-2 * 3 / 4 * (end - 3) / (end - 2))
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("values", [True, False])

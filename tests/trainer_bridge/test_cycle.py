@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from memsaver import StateError
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from trainer_bridge import ActorDied, Cycle, CycleError, RankFailed
 from trainer_bridge.cycle import POISONING, TRANSITIONS
 from trainer_bridge.errors import SyncError

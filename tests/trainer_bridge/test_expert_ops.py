@@ -15,8 +15,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from memsaver.system.devices import Impl
-from tests.helpers.compiler import compile_alone
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
+from tests.helpers.triton_compiler import compile_alone
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.moe import mix_experts
 

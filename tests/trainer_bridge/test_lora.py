@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsaver import StateError
 from rollout import Engine
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.models import DEEPSEEK_MOE, MLA
 from tests.helpers.trainer_bridge.models import (
     make_batch,

@@ -14,8 +14,8 @@ import pytest
 
 from memsaver import StateError
 from rollout import SamplingParams
-from tests.helpers.effort import rounds
-from tests.helpers.faults import dying_trainer, killing_trainer, wait_gone
+from tests.helpers.case_selection import rounds
+from tests.helpers.dying_actors import dying_trainer, killing_trainer, wait_gone
 from tests.helpers.memory import family_bytes, memfd_bytes
 from tests.helpers.ray_cluster import CPUS, RayCluster, until
 from tests.helpers.trainer_bridge.models import config, make_batch

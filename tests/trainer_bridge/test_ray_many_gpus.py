@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Engine, SamplingParams
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import open_fds
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.ray_cluster import RayCluster

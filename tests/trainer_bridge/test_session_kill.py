@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.memory import settled_fds
 from tests.helpers.peers import Gone
 from tests.helpers.trainer_bridge.hooked import MOMENTS, STAGES

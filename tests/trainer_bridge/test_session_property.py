@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rollout.weights import ParamSlice
 from rollout.weights.params import shard_groups
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedAgreement
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of, digest_of

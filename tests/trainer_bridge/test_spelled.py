@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.model import spellings
 from rollout.weights import WeightLayout
 from rollout.weights.params import one, shard_groups
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.rollout.splits import decoder_splits
 from tests.helpers.trainer_bridge.hooked import HookedAgreement
 from tests.helpers.trainer_bridge.layouts import HEAD_DIM, box_of, manifests

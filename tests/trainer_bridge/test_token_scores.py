@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsaver.system.devices import Impl
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
 from tests.helpers.trainer_bridge.models import (
     make_batch,
     reference,

@@ -11,7 +11,7 @@ import psutil
 
 from recipes.cli import main
 from recipes.logs.monitor import Monitor
-from tests.helpers.faults import wait_gone
+from tests.helpers.dying_actors import wait_gone
 
 
 class Killing:

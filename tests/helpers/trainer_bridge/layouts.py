@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout.weights import Manifest, ParamSlice
 from rollout.weights.params import Param, ParamGroup, one, shard_groups, stack
 from rollout.weights.store import build_manifest
-from tests.helpers.digests import element
+from tests.helpers.reference_digest import element
 from tests.helpers.rollout.splits import decoder_splits
 from trainer_bridge.sync.shards import torch_dtype
 

@@ -15,7 +15,7 @@ from kvcache.allocators import PagedTokenToKVPoolAllocator
 from kvcache.radix import MambaRadixCache
 from kvcache.radix.cache import POLICIES
 from kvcache.radix.node import RadixNode
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.kvcache.pools import make_states
 
 PAGES, STATES = 24, 6

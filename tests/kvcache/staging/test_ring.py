@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.staging import StagingAllocator, Watermark, head_writers, heads_per_rank, may_fill
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 
 
 class Transfers:

@@ -11,7 +11,7 @@ import torch
 from kvcache.ops import staging_copy
 from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes
 from kvcache.staging import pool_layers
-from tests.helpers.effort import pairwise
+from tests.helpers.case_selection import pairwise
 from tests.helpers.kvcache.blocks import DEVICE, make_pool
 
 POISON = 171

@@ -17,9 +17,9 @@ import torch
 from kvcache.tiers import DiskTier, page_hashes
 from memsaver import BackendError
 from memsaver.content import on_disk
-from tests.helpers.disks import read_only
 from tests.helpers.memory import open_files_in
 from tests.helpers.peers import Peer
+from tests.helpers.read_only_disk import read_only
 
 PAGE = 5000  # bytes: a file of three blocks
 FILE = 3 * 4096

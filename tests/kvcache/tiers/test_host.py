@@ -15,7 +15,7 @@ from kvcache.tiers import HostCacheConfig, HostKVCache, host
 from memsaver import HostMemoryError
 from memsaver.memory import pinned_arena
 from memsaver.system.devices import Impl
-from tests.helpers.effort import pairwise
+from tests.helpers.case_selection import pairwise
 from tests.helpers.kvcache import pools
 
 LAYERS, PAGES = 3, 8

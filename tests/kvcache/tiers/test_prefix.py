@@ -27,7 +27,7 @@ from kvcache.tiers import (
     page_hashes,
 )
 from memsaver import BackendError, MemorySaver
-from tests.helpers.effort import rounds
+from tests.helpers.case_selection import rounds
 from tests.helpers.kvcache.blocks import make_pool
 
 PS, DEVICE_PAGES, DISK_PAGES = 2, 10, 20

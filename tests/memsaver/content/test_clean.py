@@ -64,7 +64,7 @@ def by_a_new_allocation(saver: memsaver.MemorySaver, tensor: torch.Tensor) -> No
 
 def by_triton(saver: memsaver.MemorySaver, tensor: torch.Tensor) -> None:
     triton = pytest.importorskip("triton")
-    from tests.helpers.kernels import increment
+    from tests.helpers.triton_kernels import increment
 
     increment[(1,)](tensor, 5, BLOCK=triton.next_power_of_2(5))
     if tensor.is_cuda:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memsaver.ops import digest as digest_module
 from memsaver.ops.hash import MASK64, splitmix64, splitmix64_int
 from memsaver.ops.rows import digest, digest_table
-from tests.helpers.digests import by_definition
+from tests.helpers.reference_digest import by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 

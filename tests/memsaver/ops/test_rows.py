@@ -24,9 +24,9 @@ from memsaver.ops.layout import row_major
 from memsaver.ops.rows import Row, RowCopies, Rows, box_rows, digest
 from memsaver.ops.rows_triton import DeviceTable, Launch
 from memsaver.system.devices import Impl
-from tests.helpers.compiler import compile_alone
-from tests.helpers.digests import by_definition, element
-from tests.helpers.effort import some
+from tests.helpers.case_selection import some
+from tests.helpers.reference_digest import by_definition, element
+from tests.helpers.triton_compiler import compile_alone
 
 CPU = torch.device("cpu")
 UNTOUCHED = 0xA5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout import Engine, SamplingParams
-from tests.helpers.effort import rounds, some
+from tests.helpers.case_selection import rounds, some
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import GAP, GREEDY, assert_same, random_prompts
 from tests.helpers.rollout.saved import Saved

@@ -43,17 +43,6 @@ def train_row(step, **more):
         "tokens_per_second": 400.0,
         "step_seconds": 1.0,
         "stages": STAGES,
-        "sync": {
-            "nbytes": 4 * MIB,
-            "link_bytes": 0,
-            "seconds": 0.04,
-            "copy_seconds": 0.002,
-            "verify_seconds": 0.01,
-        },
-        "memory": {
-            "rollout": {"weights": 4 * MIB, "params": 0},
-            "train": {"weights": 0, "params": 4 * MIB},
-        },
         **more,
     }
 

@@ -1,0 +1,110 @@
+"""Kills of the trainer and of the process with another project's engine, at every moment of a
+cycle: who is left refuses and says why, and nothing of the dead stays.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from memsaver import StateError
+from rollout import SamplingParams
+from tests.helpers.memory import memfd_bytes
+from tests.helpers.models import save_tiny
+from tests.helpers.peers import Gone
+from tests.helpers.rollout.mortal import (
+    STAGES,
+    CyclingTrainer,
+    HostedWorker,
+    Remote,
+    go_around,
+    make_rollout,
+    make_trainer,
+)
+from trainer_bridge import Cycle
+from trainer_bridge.errors import ActorDied, CycleError
+
+SYNC = ("begin_update", "write", "verify_update")
+UNTOLD = dict.fromkeys(SYNC, "the update to version 2 has not been committed")
+UNTOLD |= {"wake_weights": "sleep(level=2)", "sleep": "paused: weights, kv_cache"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(folder, "qwen3")
+    return str(folder)
+
+
+@pytest.mark.parametrize("moment", STAGES)
+def test_a_trainer_that_is_killed(moment: str, path: str) -> None:
+    """Every call that it made is done. What is not committed is not served, also when the engine is
+    told; the next trainer's sync is.
+    """
+    rollout = make_rollout(path)
+    floor = memfd_bytes([os.getpid()])
+    trainer = CyclingTrainer(path, rollout)
+    trainer.ask((1, None))
+    trainer.tell((2, moment))
+    with pytest.raises(Gone):
+        trainer.hear()
+    trainer.gone()
+    reason = rollout.unavailable_reason() or ""
+    assert UNTOLD.get(moment, "") in reason and "\n" not in reason
+    assert rollout.served_version() == (None if moment in UNTOLD else 2)
+    if moment in SYNC:
+        rollout.abort_update("its trainer has died")
+        assert rollout.served_version() is None
+        assert "its trainer has died" in str(rollout.unavailable_reason())
+    if reason:
+        with pytest.raises(StateError, match="cannot generate: "):
+            rollout.generate([[1]], SamplingParams(max_tokens=1))
+    unleased(rollout)
+    rollout.sleep(2)
+    assert rollout.report().committed_bytes == 0 and memfd_bytes([os.getpid()]) == floor
+    following = CyclingTrainer(path, rollout)
+    digests = following.ask((3, None))
+    rollout.wake_up()
+    assert rollout.weights_version == 3 and "sleep(level=2)" in str(rollout.unavailable_reason())
+    following.tell((4, "generate"))
+    following.gone()
+    assert rollout.unavailable_reason() is None and digests == (rollout.digest(),)
+    rollout.saver.close()
+
+
+def unleased(rollout: object) -> None:
+    """What the dead had mapped is let go of by the kernel."""
+    deadline = time.monotonic() + 5
+    while any(entry.leases for entry in rollout.report().tags.values()):  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, rollout.report()  # type: ignore[attr-defined]
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("moment", STAGES)
+def test_an_engine_that_is_killed(moment: str, path: str) -> None:
+    """The cycle names the stage and the dead in one line, goes nowhere, and its trainer gives all
+    back.
+    """
+    floor = memfd_bytes([os.getpid()])
+    trainer = make_trainer(path)
+    worker = HostedWorker(path, moment)
+    remote = Remote(worker.calls, lambda _: None)
+    trainer.connect([remote])  # type: ignore[list-item]
+    cycle = Cycle(trainer, remote)  # type: ignore[arg-type]
+    go_around(cycle, remote, 1)
+    if moment == "write":
+        trainer.on_write = worker.kill  # type: ignore[method-assign]
+    with pytest.raises(ActorDied if moment == "generate" else CycleError) as found:
+        go_around(cycle, remote, 2)
+    assert "the rollout actor died in" in str(found.value) and "\n" not in str(found.value)
+    if isinstance(found.value, CycleError):
+        assert found.value.stage == STAGES[moment]
+        with pytest.raises(StateError, match="legal now: nothing .* died in .* last checkpoint"):
+            cycle.to_train()
+    assert worker.dies_within(30)
+    trainer.close()
+    assert trainer.saver is not None
+    trainer.saver.close()
+    assert memfd_bytes([os.getpid()]) == floor
