@@ -584,6 +584,7 @@ class MemorySaver:
                 return
             self._transactions.close(list(self._tags))
             self._closed = True
+            self.backend.close()
 
     # ---------------------------------------------------------------- for the operations
 

@@ -193,6 +193,9 @@ class Backend(ABC):
     def reserve(self, nbytes: int) -> int: ...
     @abstractmethod
     def unreserve(self, address: int, nbytes: int) -> None: ...
+    def close(self) -> None:
+        """Give back what the backend holds beside memory; its saver makes no more copies."""
+
     def bind_thread(self) -> None:
         """Make a thread of our own ready for calls of this backend."""
 

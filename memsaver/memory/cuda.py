@@ -86,21 +86,19 @@ def _allow_captures() -> Iterator[None]:
 _idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
 
 
-def _own_stream(owner: object, index: int) -> torch.cuda.Stream:
-    """Return a stream that only its owner uses, until the owner is collected.
+def _take_stream(index: int) -> torch.cuda.Stream:
+    """Return a stream that nobody else uses until it is idle again.
 
     torch hands its 32 streams out in turn. One of them may be the stream of a capture, which
     another thread's copies would end.
     """
     try:
-        stream = _idle_streams[index].pop()
+        return _idle_streams[index].pop()
     except IndexError:
         with torch.cuda.device(index):
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
             handle = _value("creating a stream", driver.cuStreamCreate(flags))
-        stream = torch.cuda.ExternalStream(int(handle), index)
-    weakref.finalize(owner, _idle_streams[index].append, stream).atexit = False
-    return stream
+        return torch.cuda.ExternalStream(int(handle), index)
 
 
 def _with_context() -> contextlib.AbstractContextManager[None]:
@@ -151,9 +149,14 @@ class CudaBackend(Backend):
         )
         super().__init__(shim.CUDA, granularity, limit_bytes, self._entry_points())
         properties = torch.cuda.get_device_properties(self.device)
-        self._copies = _own_stream(self, index), _own_stream(self, index)
+        self._copies = _take_stream(index), _take_stream(index)
+        self._return_streams = weakref.finalize(self, _idle_streams[index].extend, self._copies)
+        self._return_streams.atexit = False
         self.device_key = device_key(self.device)
         self.total_bytes = properties.total_memory // granularity * granularity
+
+    def close(self) -> None:
+        self._return_streams()
 
     def _entry_points(self) -> shim.Driver:
         library = ctypes.CDLL("libcuda.so.1")

@@ -312,7 +312,7 @@ def test_one_call_after_the_other(
             if name not in IN_PARTS:
                 assert world.state()[: len(state)] == state or "new" in world.saver.tags
         lock.look()
-        assert not lock.outside or name in GROWING
+        assert device != "cpu" or not lock.outside or name in GROWING
         world.settle()
         before(world)
         operation(world)
@@ -322,7 +322,8 @@ def test_one_call_after_the_other(
         lock.saver = None
         # the next fault is not for the threads that close them
         until(lambda: connections() <= open_before)
-    assert (raised > 0 or name in RETRIED) and fault.call >= 2
+    told_later = {"save"} if device != "cpu" else set()  # by the thread that copies
+    assert (raised > 0 or name in RETRIED | told_later) and fault.call >= 2
     gc.collect()
     if device == "cpu":
         until(lambda: process_bytes(device) <= floor)

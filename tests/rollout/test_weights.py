@@ -184,7 +184,7 @@ def test_ignores_derived_buffers_and_a_tied_copy(tmp_path: Path) -> None:
 def test_names_missing_files(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors; download"):
         list(iter_checkpoint(tmp_path))
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
