@@ -5,7 +5,7 @@ from kvcache.blocks import BlockManager
 from kvcache.config import KVCacheConfig, MLACacheConfig, kv_dtype
 from kvcache.layout import KVLayout, layout
 from kvcache.pools import KVPool
-from kvcache.radix import PrefixMatch, RadixCache
+from kvcache.radix.cache import PrefixMatch, RadixCache
 from kvcache.requests import HybridReqToTokenPool, ReqHandle, ReqToTokenPool
 
 __all__ = [

@@ -34,7 +34,7 @@ from rollout.serving.runner import DecodeGraphs, ModelRunner, ladder
 from rollout.serving.samples import EngineStats, Sample, Step, names_of
 from rollout.serving.scheduler import Intake, Scheduler, for_each
 from rollout.tag_names import KV_CACHE, TAGS, WEIGHTS
-from rollout.weights.messages import CommitReceipt, WeightOffer
+from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.params import ParamGroup
 from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
@@ -415,14 +415,14 @@ class Engine(EngineBase):
         return self._update.begin(version, shadow, names)
 
     @held()
-    def commit_update(self, version: int) -> CommitReceipt:
+    def commit_update(self, version: int) -> UpdateReceipt:
         """Serve the version that was verified. Addresses stay; shadow pages become those of
         `weights`, and the old ones go back to the driver. Needs that no request runs and no process
         maps shadow pages or `weights`; otherwise StateError or LeaseError, and a later call may go
         through.
         """
         self._require_idle("commit a weight update", "commit it when generate has returned")
-        return self._update.commit(version)
+        return super().commit_update(version)
 
     @held()
     def alias_update(
@@ -432,7 +432,7 @@ class Engine(EngineBase):
         layout_hash: str,
         digest: int | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> CommitReceipt:
+    ) -> UpdateReceipt:
         """Serve another saver's pages as version `version`, without a copy. Replaces an open
         update.
 
@@ -447,16 +447,6 @@ class Engine(EngineBase):
         """
         self._require_idle("alias weights", "alias them when generate has returned")
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
-
-    @held()
-    def abort_update(self, reason: str) -> None:
-        """End the update. One with shadow pages, open or refused, leaves the version that is
-        served; otherwise the engine is poisoned: it refuses to generate, giving `reason`, until an
-        update commits. Aliased pages go back.
-        """
-        self._update.abort(reason)
-        if self.store.version is None:
-            self.prefixes.clear()
 
     # ---------------------------------------------------------------- memory
 

@@ -15,13 +15,7 @@ from memsaver import Event, MemorySaver, PoolTicket, Report, Usage
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
 from rollout.tag_names import TAGS
-from rollout.weights.messages import (
-    Manifest,
-    PackedBox,
-    VerifyReceipt,
-    WeightLayout,
-    WriteReceipt,
-)
+from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightLayout, WriteReceipt
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate
 
@@ -142,7 +136,7 @@ class EngineBase(SaverSide):
         self._update.write(boxes, data)
 
     @held()
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+    def verify_update(self, receipt: WriteReceipt) -> UpdateReceipt:
         """Read the written pages back, and compare with what the writer says it wrote. The commit
         puts the receipt's buffers in place.
 
@@ -150,6 +144,19 @@ class EngineBase(SaverSide):
         goes on being served, otherwise the engine is poisoned.
         """
         return self._update.verify(receipt)
+
+    @held()
+    def commit_update(self, version: int) -> UpdateReceipt:
+        """Serve the version that was verified. Addresses stay."""
+        return self._update.commit(version)
+
+    @held()
+    def abort_update(self, reason: str) -> None:
+        """End the update. One with shadow pages, open or refused, leaves the version that is
+        served; otherwise the engine is poisoned: it refuses to generate, giving `reason`, until an
+        update commits. Aliased pages go back.
+        """
+        self._update.abort(reason)
 
     # ---------------------------------------------------------------- memory
 

@@ -12,9 +12,8 @@ from memsaver import Ticket
 from rollout.engine_base import PeerSaver
 from rollout.requests import Completion, SamplingParams
 from rollout.weights.messages import (
-    CommitReceipt,
     PackedBox,
-    VerifyReceipt,
+    UpdateReceipt,
     WeightLayout,
     WeightOffer,
     WriteReceipt,
@@ -42,9 +41,9 @@ class UpdatableEngine(Protocol):
 
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None: ...
 
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt: ...
+    def verify_update(self, receipt: WriteReceipt) -> UpdateReceipt: ...
 
-    def commit_update(self, version: int) -> CommitReceipt: ...
+    def commit_update(self, version: int) -> UpdateReceipt: ...
 
     def alias_update(
         self,
@@ -53,7 +52,7 @@ class UpdatableEngine(Protocol):
         layout_hash: str,
         digest: int | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> CommitReceipt: ...
+    ) -> UpdateReceipt: ...
 
     def abort_update(self, reason: str) -> None: ...
 

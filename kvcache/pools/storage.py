@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcache.config import FP4_BLOCK, FP4_DTYPE, FP8_DTYPES, TokenConfig, store_dtype
-from kvcache.ops.kv_write import (
-    move_rows,
-    set_kv_buffer,
-    set_kv_buffer_fp4,
-    set_kv_buffer_fp8,
-)
+from kvcache.ops.kv_write import move_rows, set_kv_buffer, set_kv_buffer_fp4, set_kv_buffer_fp8
 from kvcache.ops.quant import read_fp4, read_fp8
 from memsaver import MemorySaver
 

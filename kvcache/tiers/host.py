@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.allocators import (
-    Indices,
-    Int64Array,
-    PagedTokenToKVPoolAllocator,
-    as_int64,
-    to_device,
-)
+from kvcache.allocators import Indices, Int64Array, PagedTokenToKVPoolAllocator, as_int64, to_device
 from kvcache.config import check_option
 from kvcache.ops.host_copy import HostCopyPlan, Side, copy_rows
 from kvcache.pools.token_pools import TokenPool, check_loc

@@ -14,15 +14,7 @@ from torch import Tensor
 from kvcache import ReqHandle
 from kvcache.ops import Writers, scatter_staged
 from kvcache.staging import StagingAllocator, head_writers
-from rollout.disagg.control import (
-    Ask,
-    Filled,
-    First,
-    Range,
-    RankPeers,
-    Refused,
-    StagedCache,
-)
+from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
 from rollout.errors import PeerLostError

@@ -13,15 +13,7 @@ from kvcache.ops import gather_staged
 from kvcache.staging import HeadSlice, Watermark, head_writers, may_fill
 from memsaver import StateError
 from memsaver.content_watch import lost_by_others
-from rollout.disagg.control import (
-    Ask,
-    Filled,
-    First,
-    Range,
-    RankPeers,
-    Refused,
-    StagedCache,
-)
+from rollout.disagg.control import Ask, Filled, First, Range, RankPeers, Refused, StagedCache
 from rollout.disagg.transport import Transport
 from rollout.engine import Engine
 from rollout.errors import PeerLostError

@@ -8,11 +8,4 @@ from rollout.hosted.sglang import SglangRollout
 from rollout.hosted.vllm import COLDEST, VllmRollout
 from rollout.hosted.vllm_engine import VllmEngine
 
-__all__ = [
-    "COLDEST",
-    "HostedEngine",
-    "HostedRollout",
-    "SglangRollout",
-    "VllmEngine",
-    "VllmRollout",
-]
+__all__ = ["COLDEST", "HostedEngine", "HostedRollout", "SglangRollout", "VllmEngine", "VllmRollout"]

@@ -26,13 +26,13 @@ from rollout.hosted.load_recorder import (
     record,
     whole,
 )
-from rollout.model import buffer_shapes, parameter_shapes, read_buffers
+from rollout.model.loading import buffer_shapes, parameter_shapes, read_buffers
 from rollout.parallel import TensorParallel
 from rollout.protocols import Progress
 from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, TAGS, WEIGHTS
-from rollout.weights.messages import CommitReceipt, WeightOffer
+from rollout.weights.messages import UpdateReceipt, WeightOffer
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
 
@@ -331,22 +331,12 @@ class HostedRollout(EngineBase):
         self._refill_buffers()  # some may be views of parameters
         return self._update.begin(version, False, names)
 
-    @held()
-    def commit_update(self, version: int) -> CommitReceipt:
-        """See `Engine.commit_update`; the prefix cache is empty since the update began."""
-        return self._update.commit(version)
-
-    def alias_update(self, version: int, *_: Any, **__: Any) -> CommitReceipt:
+    def alias_update(self, version: int, *_: Any, **__: Any) -> UpdateReceipt:
         """Raises a StateError: the engine's own buffers lie among its weights."""
         raise StateError(
             f"{self._hosted.name} cannot serve the trainer's own pages: its buffers lie among its "
             "weights; sync by copies (alias=False)"
         )
-
-    @held()
-    def abort_update(self, reason: str) -> None:
-        """See `Engine.abort_update`."""
-        self._update.abort(reason)
 
     def digest(self) -> int:
         """Returns the digest of the parameters as they lie in the engine's memory now; StateError

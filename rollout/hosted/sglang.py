@@ -13,7 +13,7 @@ import torch
 
 from rollout.hosted.base import Generating, HostedRollout, Request
 from rollout.hosted.sglang_process import SglangEngine
-from rollout.model import resolve_model, stop_token_ids
+from rollout.model.loading import resolve_model, stop_token_ids
 from rollout.requests import Completion, SamplingParams
 
 

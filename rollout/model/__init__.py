@@ -2,15 +2,12 @@
 
 from rollout.model.decoder import ModelConfig, rank_groups, rank_layout, whole_manifest
 from rollout.model.loading import (
-    buffer_shapes,
     checkpoint_files,
     expert_routing,
     load_model_config,
     open_checkpoint,
     parameter_shapes,
-    read_buffers,
     resolve_model,
-    stop_token_ids,
     stored_buffers,
 )
 from rollout.ops.experts import Routing
@@ -20,7 +17,6 @@ __all__ = [
     "ModelConfig",
     "Routing",
     "Stored",
-    "buffer_shapes",
     "checkpoint_files",
     "expert_routing",
     "is_unused",
@@ -29,10 +25,8 @@ __all__ = [
     "parameter_shapes",
     "rank_groups",
     "rank_layout",
-    "read_buffers",
     "resolve_model",
     "spellings",
-    "stop_token_ids",
     "stored_buffers",
     "whole_manifest",
 ]

@@ -1,12 +1,11 @@
 """The engine's weights on their tag, and how they are replaced."""
 
 from rollout.weights.messages import (
-    CommitReceipt,
     Manifest,
     ModuleTensor,
     PackedBox,
     ParamSlice,
-    VerifyReceipt,
+    UpdateReceipt,
     WeightLayout,
     WeightOffer,
     WriteReceipt,
@@ -14,12 +13,11 @@ from rollout.weights.messages import (
 from rollout.weights.store import arena_nbytes
 
 __all__ = [
-    "CommitReceipt",
     "Manifest",
     "ModuleTensor",
     "PackedBox",
     "ParamSlice",
-    "VerifyReceipt",
+    "UpdateReceipt",
     "WeightLayout",
     "WeightOffer",
     "WriteReceipt",

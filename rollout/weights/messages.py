@@ -158,20 +158,9 @@ class WriteReceipt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReceipt:
-    """Holds what the engine read back, equal to what the writer says, and will serve when it is
-    committed.
-    """
-
-    version: int
-    digest: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommitReceipt:
-    """Says what the engine now serves; the digest is that of the verification, None for pages
-    aliased without one.
+class UpdateReceipt:
+    """Says what the engine has verified, and will serve when it is committed; or, of a commit, what
+    it serves now. digest: of the verification, None for pages aliased without one.
     """
 
     version: int

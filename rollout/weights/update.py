@@ -32,13 +32,7 @@ from memsaver import ContentWatch, LeaseError, StateError
 from memsaver.content_watch import lost_by_others, shortfall
 from rollout.errors import WeightUpdateError
 from rollout.tag_names import WEIGHTS_SHADOW
-from rollout.weights.messages import (
-    CommitReceipt,
-    PackedBox,
-    VerifyReceipt,
-    WeightOffer,
-    WriteReceipt,
-)
+from rollout.weights.messages import PackedBox, UpdateReceipt, WeightOffer, WriteReceipt
 from rollout.weights.pages import ShadowPages, TrainerPages, WeightPages
 
 if TYPE_CHECKING:
@@ -127,7 +121,7 @@ class WeightUpdate:
         pages = self._shadow.arena if update.shadow else self._store.arena
         write_boxes(pages, boxes, data, self._store.base)
 
-    def verify(self, receipt: WriteReceipt) -> VerifyReceipt:
+    def verify(self, receipt: WriteReceipt) -> UpdateReceipt:
         """Read back what was written, and compare.
 
         WeightUpdateError where it differs: the update is closed then.
@@ -153,9 +147,9 @@ class WeightUpdate:
             raise WeightUpdateError(f"{reason}; {self._consequence()}")
         self._open = replace(update, digest=digest, buffers=receipt.buffers)
         seconds = time.perf_counter() - started
-        return VerifyReceipt(version=update.version, digest=digest, seconds=seconds)
+        return UpdateReceipt(version=update.version, digest=digest, seconds=seconds)
 
-    def commit(self, version: int) -> CommitReceipt:
+    def commit(self, version: int) -> UpdateReceipt:
         """Serve the verified version. WeightUpdateError for any other; LeaseError where a process
         maps pages that are to be exchanged. Nothing changed then, and a commit may be tried again.
         """
@@ -177,7 +171,7 @@ class WeightUpdate:
         self._open, self._spared = None, False
         self._free_shadow()
         seconds = time.perf_counter() - started
-        return CommitReceipt(version=version, digest=update.digest, seconds=seconds)
+        return UpdateReceipt(version=version, digest=update.digest, seconds=seconds)
 
     def alias(
         self,
@@ -186,7 +180,7 @@ class WeightUpdate:
         layout_hash: str,
         digest: int | None,
         buffers: Mapping[str, Tensor],
-    ) -> CommitReceipt:
+    ) -> UpdateReceipt:
         """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes
         back.
 
@@ -222,7 +216,7 @@ class WeightUpdate:
         except BaseException as error:
             self._poison(f"version {version} could not be aliased: {type(error).__name__}: {error}")
             raise
-        return CommitReceipt(version=version, digest=digest, seconds=time.perf_counter() - started)
+        return UpdateReceipt(version=version, digest=digest, seconds=time.perf_counter() - started)
 
     def require_own(self, action: str) -> None:
         """StateError while the weights lie in the trainer's pages."""

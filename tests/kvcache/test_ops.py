@@ -167,27 +167,6 @@ def test_rows_move_as_if_all_were_read_first(
     assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
 
 
-def test_rows_move_past_2_to_the_31_elements() -> None:
-    """Of a part in bytes, which a pool moves as wider words; only the touched pages become real on
-    the CPU.
-    """
-    slots, width = 2**20 + 2, 1024
-    part = torch.empty((2, slots, width), dtype=torch.uint8, device=DEVICE)
-    assert (2 * slots - 2) * width > 2**31
-    rows = (torch.arange(2 * 3 * width, device=DEVICE) % 251).to(torch.uint8).view(2, 3, width)
-    part[:, [0, 1, slots - 1]] = rows
-    tgt, src = torch.tensor([[slots - 1, 0, slots - 2], [1, slots - 1, 0]], device=DEVICE)
-    move_rows([part], tgt, src, "triton")
-    assert torch.equal(part[:, tgt], rows[:, [1, 2, 0]])
-    as_one = part.view(1, 2 * slots, width)
-    move_rows([as_one], tgt[:1] + slots, tgt[1:2], "triton")
-    assert torch.equal(as_one[:, tgt[:1] + slots], rows[None, 0, 2:])
-    ends = torch.tensor([0, 2 * slots - 1], device=DEVICE)
-    as_one[:, ends] = rows[None, 0, :2]
-    move_rows([as_one], ends, ends.flip(0), "triton")  # both are staged
-    assert torch.equal(as_one[:, ends.flip(0)], rows[None, 0, :2])
-
-
 def nearest(x: float, values: list[float]) -> int:
     """Index of the value nearest to x among ascending ones, of two equally near the one with the
     even index.

@@ -107,19 +107,6 @@ def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySav
             assert not any(rows.any() for rows in pool.get_rows(layer, at(0, 1, 3)))
 
 
-def test_moves_read_all_before_they_write(name: str) -> None:
-    pool = make(name)
-    tgt, src = [5, 6, 7, 19], [4, 5, 6, 7]
-    write(pool, torch.arange(PS, 20, device=DEVICE))
-    before = [[rows.clone() for rows in pool.get_rows(layer, at(*range(20)))] for layer in range(2)]
-    pool.move_kv_cache(at(*tgt), at(*src))
-    for layer in range(2):
-        for was, now in zip(before[layer], pool.get_rows(layer, at(*range(20))), strict=True):
-            expected = was.clone()
-            expected[tgt] = was[src]
-            assert torch.equal(now, expected)
-
-
 def test_mistakes_write_nothing(name: str) -> None:
     pool: Any = make(name)
     for part in stored(pool):

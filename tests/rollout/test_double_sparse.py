@@ -212,14 +212,6 @@ def test_heavy_channels_are_the_largest_on_average() -> None:
             {"double_sparsity": sparsity(8, 1, channels=(((0,), (16,)),) * 2)},
             r"heavy_channel_num=1 different ones of channels 0..15",
         ),
-        (
-            {"double_sparsity": sparsity(8), "attention": "triton"},
-            "attention='triton' has no double sparsity",
-        ),
-        (
-            {"double_sparsity": sparsity(8), "kv_cache_dtype": "fp8_e4m3"},
-            "kv_cache_dtype='fp8_e4m3' has no double sparsity",
-        ),
     ],
 )
 def test_engine_refuses(saved: Saved, config: dict[str, Any], match: str) -> None:

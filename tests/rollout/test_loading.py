@@ -131,11 +131,7 @@ def test_names_a_file_that_is_cut_off(tmp_path: Path) -> None:
             {"routing": Routing(top_k=2, normalise=False, groups=4, top_groups=2)}
             | {**WIDE, "shared": 48},
         ),
-        (
-            "deepseek_v2",
-            MOE_V3,
-            {"routing": Routing(top_k=2, normalise=False)} | WIDE,
-        ),
+        ("deepseek_v2", MOE_V3, {"routing": Routing(top_k=2, normalise=False)} | WIDE),
     ],
 )
 def test_layers_are_experts_where_transformers_has_them(

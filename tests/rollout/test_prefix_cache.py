@@ -97,27 +97,6 @@ def test_a_prompt_seen_before_computes_its_last_tokens_only(
     assert spent(engine, prompts) == (left + decoded, length - left)
 
 
-@pytest.mark.parametrize("disk", [True, False])
-def test_what_left_the_device_is_found_below_and_not_computed(
-    path: Path, tmp_path: Path, disk: bool
-) -> None:
-    extra: dict[str, Any] = (
-        {"host_ratio": 1.0, "disk_directory": tmp_path, "disk_bytes": 1 << 24} if disk else {}
-    )
-    engine = tiered(path, **extra)
-    prompt, *others = random_prompts((80, 100, 100, 100), seed=3)
-    assert spent(engine, [prompt]) == (80 + 7, 0)
-    for other in others:
-        run(engine, [other])
-    assert engine.scheduler.preemptions == 0, "cached pages make room before samples do"
-    assert bool(list(tmp_path.glob("*.kvpage"))) == disk
-    assert engine.stats.loaded_tokens == 0
-    assert spent(engine, [prompt]) == (4 + 7, 76)
-    assert engine.stats.loaded_tokens == 76
-    assert spent(engine, [prompt]) == (4 + 7, 76)
-    assert engine.stats.loaded_tokens == 76, "it was on the device again"
-
-
 @pytest.mark.parametrize("length", [20, 21, 22, 23])
 def test_a_turn_of_a_conversation_finds_prompt_and_answer(path: Path, length: int) -> None:
     engine = make(path)
@@ -248,7 +227,7 @@ def test_preempted_by_sleep_and_aborted_by_poison(path: Path) -> None:
 
     assert_same(firsts(engine.generate(prompts, GREEDY, on_progress=nap)), before)
     engine.abort_update("trainer died")
-    assert engine.blocks.available_pages == engine.blocks.total_pages
+    assert all(ledger.available == ledger.total for ledger in engine.prefixes.ledgers)
     with pytest.raises(WeightUpdateError):
         engine.verify_update(write(engine.begin_update(1), seed=1, digest=1))
     engine.check_integrity()

@@ -15,7 +15,6 @@ from kvcache.pools import MHATokenToKVPool
 from rollout import Completion, Engine, SamplingParams
 from rollout.model.mixers.attention import LayerKV
 from rollout.ops.torch_attention import BatchShape
-from tests.helpers import models
 from tests.helpers.case_selection import some
 from tests.helpers.rollout.answers import CLOSE, GAP, GREEDY, assert_same, firsts, random_prompts
 from tests.helpers.rollout.attention import paged_attention, plan_attention
@@ -264,25 +263,6 @@ def test_sleep_keeps_answers_and_scales(
     assert_same(answers(engine), before)
 
 
-# ---------------------------------------------------------------- refused
-
-
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("qwen3", {"head_dim": 16}, "int4", "unknown kv_cache_dtype 'int4'; use 'auto' or one of"),
-    (
-        "qwen3",
-        {"head_dim": 16},
-        "bf16",
-        "'bf16' with a model in torch.float32 is not supported",
-    ),
-    ("qwen3", {"head_dim": 8}, "fp4_e2m1", "widths of a multiple of 16 elements, got {'k': 8"),
-    ("deepseek_v3", models.MLA, "fp4_e2m1", "multiple.* of 16"),  # 16 + 8
-]
-
-
-@pytest.mark.parametrize(("kind", "overrides", "dtype", "match"), REFUSED)
-def test_says_what_it_can_not_store(
-    saved: Saved, kind: str, overrides: dict[str, Any], dtype: str, match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        Engine.from_pretrained(saved(kind, **overrides)[0], kv_cache_dtype=dtype)
+def test_a_dtype_that_is_not_the_models_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match="'bf16' with a model in torch.float32 is not supported"):
+        make("cpu", "bf16")

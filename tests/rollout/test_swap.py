@@ -14,17 +14,9 @@ import pytest
 
 from rollout import Completion, SamplingParams
 from tests.helpers.case_selection import pairwise
-from tests.helpers.models import greedy
 from tests.helpers.rollout.answers import assert_same, check, random_prompts, run
-from tests.helpers.rollout.tiers import (
-    blocks_of,
-    failing,
-    lose_device,
-    make,
-    swap_if,
-    tiered,
-)
-from tests.helpers.rollout.updates import tiny, update
+from tests.helpers.rollout.tiers import blocks_of, failing, make, swap_if, tiered
+from tests.helpers.rollout.updates import tiny
 
 LONG = SamplingParams(max_tokens=40, temperature=0)
 CROWD = (20, 25, 30, 16, 23)
@@ -55,12 +47,7 @@ def uncrowded(path: Path) -> Callable[[str, SamplingParams], list[list[Completio
     ("way", "params", "n"), pairwise(["recompute", "swap", "both"], [LONG, SAMPLED], [1, 3])
 )
 def test_preempted_samples_answer_as_if_nothing_had_happened(
-    path: Path,
-    uncrowded: Any,
-    params: SamplingParams,
-    n: int,
-    way: str,
-    device: str,
+    path: Path, uncrowded: Any, params: SamplingParams, n: int, way: str, device: str
 ) -> None:
     """Swapped ones go on where they were: the model sees every token once."""
     engine = tiered(path, device=device, kv_tokens=104, preemption="swap" if way == "both" else way)
@@ -103,53 +90,6 @@ def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
     check(tiny(0), crowd(), out)
     assert engine.stats.swapped_back < engine.stats.preempted_swap
     assert "pages that the tiers had to drop" in caplog.text
-
-
-def test_samples_that_wait_swapped_over_a_sleep(path: Path) -> None:
-    engine = tiered(path, kv_tokens=96, preemption="swap")
-    naps = 0
-
-    def nap(*_: int) -> None:
-        nonlocal naps
-        if any(sample.swapped for sample in engine.scheduler.waiting):
-            naps += 1
-            engine.sleep(unfinished="preempt")
-            engine.check_integrity()
-            engine.wake_up()
-            lose_device(engine)
-
-    out = engine.generate(crowd(), LONG, on_progress=nap)
-    check(tiny(0), crowd(), out)
-    assert naps > 0 and engine.stats.swapped_back > 0
-    engine.check_integrity()
-
-
-def test_samples_that_wait_swapped_while_weights_change_begin_anew(path: Path) -> None:
-    """What is swapped in under the new weights was made by them: a fresh engine that is given the
-    beginnings of the answers goes on with the same tokens.
-    """
-    engine = tiered(path, kv_tokens=96, preemption="swap")
-    changed: dict[int, int] = {}
-
-    def change(*_: int) -> None:
-        waiting = [sample for sample in engine.scheduler.waiting if sample.swapped]
-        if waiting and not changed:
-            changed.update({sample.request: len(sample.output) for sample in waiting})
-            for sample in engine.scheduler.running:
-                sample.params = SamplingParams(max_tokens=len(sample.output) + 1, temperature=0)
-            engine.sleep(unfinished="preempt")
-            engine.wake_up()
-            update(engine, 1, seed=1)
-        engine.check_integrity()
-
-    out = engine.generate(crowd(), LONG, on_progress=change)
-    assert changed
-    for index, at in changed.items():
-        answer = out[index][0]
-        assert answer.weight_versions == [0] * at + [1] * (40 - at)
-        assert answer.token_ids[at:] == greedy(
-            tiny(1), crowd()[index] + answer.token_ids[:at], 40 - at
-        )
 
 
 @pytest.mark.parametrize("what", ["forward", "sample"])

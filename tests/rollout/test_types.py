@@ -41,6 +41,7 @@ def test_a_wrong_value_is_named_where_it_is_given(made: Any, key: str, values: l
 
 
 BEAMS = {"beam_width": 2}
+SPARSE = {"double_sparsity": DoubleSparsity(heavy_channel_num=4, heavy_token_num=8)}
 RANKS = {"tensor_parallel_size": 2}
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (SamplingParams, BEAMS | {"n": 3}, "n=3 answers of a beam search of 2"),
@@ -54,6 +55,8 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (EngineConfig, {"tiers": TIERS, "prefix_cache": False}, "has no place for tiers"),
     (EngineConfig, RANKS | {"tiers": ON_DISK}, "ranks must decide alike"),
     (EngineConfig, RANKS | {"kv_cache_dtype": "fp4_e2m1"}, "takes neither double_sparsity nor"),
+    (EngineConfig, SPARSE | {"attention": "triton"}, "attention='triton' has no double sparsity"),
+    (EngineConfig, SPARSE | {"kv_cache_dtype": "fp8_e4m3"}, "'fp8_e4m3' has no double sparsity"),
     (KVTiers, {}, "give either ratio or size_bytes"),
     (KVTiers, HOST | {"host_bytes": 4}, "give either ratio or size_bytes"),
     (KVTiers, HOST | {"write_policy": "never"}, "write_policy='never' must be one of"),

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from memsaver import Ticket
 from memsaver.system.plain import Plain, gather_texts
 from rollout.weights import (
-    CommitReceipt,
     Manifest,
     ModuleTensor,
     ParamSlice,
-    VerifyReceipt,
+    UpdateReceipt,
     WeightLayout,
     WeightOffer,
 )
@@ -26,7 +25,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0  # for ranks that are on their way when another one is lost
 _PLAIN = Plain(  # what ranks of a sync say
-    ParamSlice, ModuleTensor, Manifest, WeightLayout, WeightOffer, VerifyReceipt, CommitReceipt,
+    ParamSlice, ModuleTensor, Manifest, WeightLayout, WeightOffer, UpdateReceipt,
     Ticket, SourceShard,
 )  # fmt: skip
 

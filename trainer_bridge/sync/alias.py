@@ -21,7 +21,7 @@ from memsaver import MemorySaver
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import digest_table
 from rollout.protocols import UpdatableEngine
-from rollout.weights import CommitReceipt, Manifest, ParamSlice, WeightLayout
+from rollout.weights import Manifest, ParamSlice, UpdateReceipt, WeightLayout
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.plan import make_plan
@@ -113,7 +113,7 @@ class PageAlias:
 
     def _alias(
         self, version: int, digest: int | None, asked: list[UpdatableEngine]
-    ) -> list[CommitReceipt]:
+    ) -> list[UpdateReceipt]:
         ticket, receipts = self._saver.share(self._tag), []
         for target in self._targets:
             asked.append(target)  # before: it may have done half of it

@@ -32,7 +32,7 @@ from memsaver.ops.hash import MASK64
 from memsaver.system.devices import place_of
 from rollout.model import stored_buffers
 from rollout.protocols import UpdatableEngine
-from rollout.weights import VerifyReceipt, WeightLayout, WeightOffer, WriteReceipt
+from rollout.weights import UpdateReceipt, WeightLayout, WeightOffer, WriteReceipt
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.agree import Agreement, group_agreement
 from trainer_bridge.sync.plan import SyncPlan, make_plan
@@ -337,7 +337,7 @@ class WeightSync:
             buffers=buffers,
         )
 
-    def _verify(self, receipts: Sequence[WriteReceipt]) -> list[VerifyReceipt]:
+    def _verify(self, receipts: Sequence[WriteReceipt]) -> list[UpdateReceipt]:
         return [
             target.verify_update(receipts[number])
             for number, target in enumerate(self._targets, start=self._first)

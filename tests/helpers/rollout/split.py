@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rollout import Completion, SamplingParams
-from rollout.disagg import (
-    DecodeEngine,
-    GroupTransport,
-    MappedTransport,
-    PrefillEngine,
-    Transport,
-)
+from rollout.disagg import DecodeEngine, GroupTransport, MappedTransport, PrefillEngine, Transport
 
 KEY = b"tests"
 MODEL: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -18,7 +18,7 @@ from rollout import Engine
 from rollout.model.decoder import whole_manifest
 from rollout.model.loading import load_model_config
 from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
-from rollout.weights import CommitReceipt, Manifest, WeightOffer, WriteReceipt
+from rollout.weights import Manifest, UpdateReceipt, WeightOffer, WriteReceipt
 from tests.helpers.models import build_tiny, greedy
 from tests.helpers.rollout.answers import GREEDY, random_prompts
 
@@ -75,15 +75,11 @@ def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
             target.copy_(parameters[piece.name].detach())
             total += digest(target, piece.index_base)
             nbytes += target.nbytes
-    fields = {
-        "version": offer.version,
-        "layout_hash": offer.layout_hash,
-        "digest": total % 2**64,
-    }
+    fields = {"version": offer.version, "layout_hash": offer.layout_hash, "digest": total % 2**64}
     return WriteReceipt(**{**fields, "nbytes": nbytes, **wrong})  # type: ignore[arg-type]
 
 
-def update(engine: Engine, version: int, seed: int, **how: Any) -> CommitReceipt:
+def update(engine: Engine, version: int, seed: int, **how: Any) -> UpdateReceipt:
     """A whole update to the parameters of model `seed`. how: of `begin_update`."""
     engine.verify_update(write(engine.begin_update(version, **how), seed))
     return engine.commit_update(version)

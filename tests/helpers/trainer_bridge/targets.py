@@ -16,11 +16,10 @@ from torch import Tensor
 import memsaver
 from memsaver.system.devices import place_of
 from rollout.weights import (
-    CommitReceipt,
     Manifest,
     PackedBox,
     ParamSlice,
-    VerifyReceipt,
+    UpdateReceipt,
     WeightLayout,
     WeightOffer,
     WriteReceipt,
@@ -70,7 +69,7 @@ class PageTarget:
         self.messages.append(data.numel())
         write_boxes(self.arena, boxes, data)
 
-    def verify_update(self, receipt: WriteReceipt) -> VerifyReceipt:
+    def verify_update(self, receipt: WriteReceipt) -> UpdateReceipt:
         self._at("verify")
         assert self.state == "open"
         read = self.digest()
@@ -78,13 +77,13 @@ class PageTarget:
             raise ValueError(f"digest {receipt.digest} is {read} here")
         assert receipt.nbytes == sum(self.read(i).nbytes for i, _ in self.meant())
         self.state = "verified"
-        return VerifyReceipt(version=receipt.version, digest=read, seconds=0.0)
+        return UpdateReceipt(version=receipt.version, digest=read, seconds=0.0)
 
-    def commit_update(self, version: int) -> CommitReceipt:
+    def commit_update(self, version: int) -> UpdateReceipt:
         self._at("commit")
         assert self.state == "verified", self.state
         self.version, self.state = version, "closed"
-        return CommitReceipt(version=version, digest=0, seconds=0.0)
+        return UpdateReceipt(version=version, digest=0, seconds=0.0)
 
     def abort_update(self, reason: str) -> None:
         self.version, self.reason, self.state = None, reason, "closed"

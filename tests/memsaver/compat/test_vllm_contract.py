@@ -266,22 +266,6 @@ def test_a_failed_sleep_brings_the_saved_tags_back(allocator: CuMemAllocator, de
     assert bool((weights == 1).all())
 
 
-def test_current_usage(allocator: CuMemAllocator, device: str) -> None:
-    assert allocator.get_current_usage() == 0
-    with allocator.use_memory_pool("weights"):
-        weights = torch.ones(1 << 20, device=device)
-        scratch = torch.ones(1 << 22, device=device)
-        del scratch
-    with allocator.use_memory_pool():
-        other = torch.ones(1 << 20, device=device)
-    assert allocator.get_current_usage() == weights.nbytes + other.nbytes
-    allocator.sleep()
-    assert allocator.get_current_usage() == weights.nbytes + other.nbytes
-    allocator.wake_up()
-    del weights, other
-    assert allocator.get_current_usage() == 0
-
-
 class FakePool:
     numbers = iter(range(1, 100))
 

@@ -342,20 +342,6 @@ def test_a_backup_that_dies_gives_its_pieces_back() -> None:
     assert arena.used_bytes == 0
 
 
-def test_ranges_are_packed_over_pieces() -> None:
-    arena = PinnedArena(None)
-    blocks = [arena.take(HUGE_PAGE) for _ in range(3)]
-    arena.give([*blocks[0], *blocks[2]])  # two holes, or one if the kernel put them side by side
-    backup = HostBackup([(0, HUGE_PAGE - 8), (HUGE_PAGE, 16), (HUGE_PAGE + 16, HUGE_PAGE)], arena)
-    runs = list(backup.runs())
-    assert sum(nbytes for _, _, nbytes in runs) == backup.nbytes == 2 * HUGE_PAGE + 8
-    offsets = [offset for offset, _, _ in runs]
-    assert offsets == sorted(offsets) and len(runs) <= 5
-    whole = backup.views(HUGE_PAGE, HUGE_PAGE + 16)
-    assert sum(len(view) for view in whole) == HUGE_PAGE + 16
-    arena.give(blocks[1])
-
-
 def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_arena, "SEGMENT", 2 * HUGE_PAGE)
     pinned = Pinned()

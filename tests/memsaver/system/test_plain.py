@@ -37,12 +37,7 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert [type(each) for each in plain.value(plain.text(value))] == [type(each) for each in value]
     with pytest.raises(TypeError, match="Path is not among the plain values"):
         plain.text(Path())
-    for text in (
-        "{",
-        '{"Path": ["/"]}',
-        '{"RankAddress": [1]}',
-        '{"tuple": [], "list": []}',
-    ):
+    for text in ("{", '{"Path": ["/"]}', '{"RankAddress": [1]}', '{"tuple": [], "list": []}'):
         with pytest.raises(ValueError):
             plain.value(text)
     with uncollected(), pytest.raises(ValueError, match="recursion"):

@@ -109,11 +109,7 @@ def lose(rank: int, path: str, sockets: str) -> Any:
     ]
     if rank > 1:
         nth = rank - 2
-        return prefill(
-            splits[nth],
-            addresses(sockets, nth),
-            list(CASES.values())[nth].how,
-        )
+        return prefill(splits[nth], addresses(sockets, nth), list(CASES.values())[nth].how)
     found = []
     for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
         patience = 3 if nth == list(CASES).index("silent") else 60
