@@ -21,15 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import (
-    Scale,
-    Times,
-    fields_of,
-    make_scale,
-    parser,
-    report,
-    write_config,
-)
+from benchmarks.common import Scale, Times, fields_of, make_scale, parser, report, write_config
 from memsaver import MemorySaver
 from recipes.run import start_run
 from trainer_bridge import SequenceBatch, Trainer, TrainerConfig

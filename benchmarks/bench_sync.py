@@ -16,12 +16,7 @@ from functools import partial
 import torch
 
 from benchmarks.common import Figures, make_scale, parser, run_cases
-from benchmarks.sync import (
-    floors,
-    ours,
-    rivals_ipc,
-    rivals_two,
-)
+from benchmarks.sync import floors, ours, rivals_ipc, rivals_two
 from benchmarks.sync.base import SyncScale, sync_scale
 
 Case = Callable[[SyncScale], Figures]

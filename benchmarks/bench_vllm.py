@@ -50,13 +50,7 @@ class Sides:
         self._started: list[subprocess.Popen[str]] = []
 
     def _start(self, kind: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            f"benchmarks.{self._engine}_side",
-            kind,
-            *self._words,
-        ]
+        command = [sys.executable, "-m", f"benchmarks.{self._engine}_side", kind, *self._words]
         pipe = subprocess.PIPE
         with (self._log / f"{self._engine}_{kind}.log").open("w") as log:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)

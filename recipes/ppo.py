@@ -34,13 +34,7 @@ from typing import Any
 import numpy as np
 
 from recipes.config.recipe import Recipe
-from recipes.loop import (
-    Loop,
-    PerToken,
-    pairs,
-    spread_of,
-    step_row,
-)
+from recipes.loop import Loop, PerToken, pairs, spread_of, step_row
 from trainer_bridge import CriticConfig, SequenceBatch
 from trainer_bridge.tags import CRITIC
 

@@ -18,11 +18,7 @@ CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 ALONE = {
     "cuda": ["memsaver/memory/cuda.py", "memsaver/system/gpu_processes.py"],
     "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
-    "ray": [
-        "rollout/actor_base.py",
-        "trainer_bridge/coordinator.py",
-        "trainer_bridge/remote/",
-    ],
+    "ray": ["rollout/actor_base.py", "trainer_bridge/coordinator.py", "trainer_bridge/remote/"],
     "transformers": ["rollout/model/", "trainer_bridge/", "recipes/"],
     "huggingface_hub": ["rollout/model/loading.py"],
     "omegaconf": ["recipes/"],

@@ -142,8 +142,7 @@ def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=[pytest.mark.extended] * (each in LONG)) for each in MODELS],
+    "family", [pytest.param(each, marks=[pytest.mark.extended] * (each in LONG)) for each in MODELS]
 )
 def test_rounds_match_transformers(
     family: str, device: str, tmp_path: Path, scribbler: Scribbler

@@ -90,11 +90,7 @@ class Offloader:
         self._watch.note(*[name for name in self._memory(tuple(self._tags)) if name in memory])
 
     def offload(
-        self,
-        *tags: str,
-        wait: bool = True,
-        into: str | None = None,
-        peer: PeerSaver | None = None,
+        self, *tags: str, wait: bool = True, into: str | None = None, peer: PeerSaver | None = None
     ) -> None:
         """Move the tags (none: all) to the host and free their memory, into this tag of the
         peer's, the engine of this device, as far as it needs it.

@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import memsaver
-from benchmarks.common import (
-    MIB,
-    Figure,
-    Figures,
-    Times,
-    figures,
-    medians,
-    rise_of,
-)
+from benchmarks.common import MIB, Figure, Figures, Times, figures, medians, rise_of
 from benchmarks.sync.base import (
     RANKS,
     TARGET,

@@ -30,10 +30,7 @@ def make_trainer() -> Iterator[Callable[..., Trainer]]:
     with contextlib.ExitStack() as undo:
 
         def make(
-            path: str,
-            layout: Manifest | None = None,
-            packed: bool = True,
-            **changes: Any,
+            path: str, layout: Manifest | None = None, packed: bool = True, **changes: Any
         ) -> Trainer:
             settings = config(path, **changes)
             memory = memsaver.MemorySaver(device=settings.device)

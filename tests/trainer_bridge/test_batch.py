@@ -60,10 +60,7 @@ def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
             {"advantages": [[1.0], [1.0]]},
             "advantages 1 has 1 numbers for 2 response tokens; give one a token",
         ),
-        (
-            {"advantages": [[1.0], 1.0]},
-            "advantages 1 has no list of numbers for",
-        ),
+        ({"advantages": [[1.0], 1.0]}, "advantages 1 has no list of numbers for"),
         ({"advantages": [1.0, [1.0, 2.0]]}, "advantages 0 has no list of numbers for"),
         ({"values": [0.0, 0.0]}, "values 0 has no list of numbers for"),
         ({"returns": [[0.0]]}, "returns has 1 entries"),

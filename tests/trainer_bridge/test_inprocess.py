@@ -24,10 +24,7 @@ from tests.helpers.memsaver.savers import driver_calls
 from tests.helpers.peers import Gone, Peer
 from tests.helpers.rollout.answers import ids
 from tests.helpers.trainer_bridge.engines import PipedEngine
-from tests.helpers.trainer_bridge.layouts import (
-    manifest,
-    piece,
-)
+from tests.helpers.trainer_bridge.layouts import manifest, piece
 from tests.helpers.trainer_bridge.models import config, make_batch, write_model
 from trainer_bridge import Cycle, CycleError, Trainer, open_inprocess
 from trainer_bridge.sync import relay

@@ -82,11 +82,7 @@ def pieces(trainer: Trainer) -> int:
 
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS)
 def test_a_step_is_that_of_a_plain_reload_bit_for_bit(
-    shape: dict[str, Any],
-    changes: dict[str, Any],
-    device: str,
-    tmp_path: Path,
-    make_trainer: Make,
+    shape: dict[str, Any], changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, **shape)
     trainer = make_trainer(path, device=device, **changes)

@@ -144,11 +144,7 @@ class Killing:
         assert pair.held() == self.floor, "the death before has left memory behind"
         self.version = old + 1
         pair.order(
-            self.version,
-            dies=case.victim,
-            death=case.death,
-            shadow=case.shadow,
-            timeout=patience,
+            self.version, dies=case.victim, death=case.death, shadow=case.shadow, timeout=patience
         )
         self.watch(case, old, PATIENCE + patience)
         self.check_results(case, pair.results())

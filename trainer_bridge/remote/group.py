@@ -15,13 +15,7 @@ from typing import Any, Self
 
 from memsaver.system.interrupts import held
 from rollout.errors import RankError
-from trainer_bridge.errors import (
-    ActorDied,
-    ActorTimeout,
-    OtherRankFailed,
-    RankFailed,
-    SyncError,
-)
+from trainer_bridge.errors import ActorDied, ActorTimeout, OtherRankFailed, RankFailed, SyncError
 
 # For the other ranks to answer, too, when one has failed: it may be by another's fault.
 _GRACE_SECONDS = 5.0

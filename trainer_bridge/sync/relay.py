@@ -200,11 +200,7 @@ class Message(NamedTuple):
         """Return what a handle takes."""
         return [
             PackedBox(
-                at=at,
-                offset=copy.offset,
-                shape=copy.shape,
-                strides=copy.strides,
-                dtype=copy.dtype,
+                at=at, offset=copy.offset, shape=copy.shape, strides=copy.strides, dtype=copy.dtype
             )
             for copy, at in self.copies
         ]

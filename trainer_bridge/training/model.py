@@ -151,10 +151,7 @@ def meta_model(
     dtype = config.torch_param_dtype if frozen else config.torch_model_dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config,
-            dtype=dtype,
-            attn_implementation=attention,
-            experts_implementation=EXPERTS,
+            hf_config, dtype=dtype, attn_implementation=attention, experts_implementation=EXPERTS
         )
     for module in model.modules():
         _without_noise(module)

@@ -94,13 +94,7 @@ def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list
             start, size = local_box(shape, how, mesh, at)
             rank = int(ranks[tuple(at)])
             shards.append(
-                SourceShard(
-                    name=name,
-                    global_shape=shape,
-                    start=start,
-                    shape=size,
-                    rank=rank,
-                )
+                SourceShard(name=name, global_shape=shape, start=start, shape=size, rank=rank)
             )
     return draw(st.permutations(shards)), math.prod(mesh)
 

@@ -65,11 +65,7 @@ def test_target_that_its_speaker_cannot_map_gets_bytes_by_the_handle() -> None:
     ],
 )
 def test_nccl_is_taken_between_gpus_that_are_apart(
-    config: str,
-    places: list[str],
-    handled: set[int],
-    on_gpu: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    config: str, places: list[str], handled: set[int], on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agreement = Mock(cpu=Mock(spec=dist.ProcessGroup), group=Mock(spec=dist.ProcessGroup))
     warmed: list[Any] = []
