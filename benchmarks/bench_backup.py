@@ -205,11 +205,6 @@ CASES: dict[str, Case] = {
 DISK = "disk"
 
 
-def bar(name: str, figure: Figure) -> tuple[str, str] | None:
-    left_out = name in (DISK, "torch_memory_saver")  # seconds
-    return None if left_out or figure.what not in ("pause", "resume") else (name, figure.what)
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = common.parser(__doc__, [*CASES, DISK])
     options.add_argument(
@@ -219,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases, scale = {**CASES, DISK: partial(disk, args.disk)}, common.make_scale(args)
     print(f"{COUNT} tensors of {TENSOR // MIB} MiB (8 GiB) unless said otherwise")
     common.run_cases(
-        "bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out, bar
+        "bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out
     )
 
 

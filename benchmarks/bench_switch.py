@@ -3,29 +3,19 @@
 
 The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512
 tokens, two Ray actors) is run twice: once with everything staying on the device, which 80 GB allow,
-once with everything offloaded. Then, in one process and without an engine, what scores wait for
-parameters that come back as a whole, and unit by unit as the forward needs them; this alone:
-
-    python -m benchmarks.bench_switch --cases back --shape qwen2.5-7b
+once with everything offloaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
-from functools import partial
 from pathlib import Path
 
-import torch
-
-from benchmarks.common import Scale, Times, fields_of, make_scale, parser, report, write_config
-from memsaver import MemorySaver
+from benchmarks.common import make_scale, parser, report
 from recipes.run import start_run
-from trainer_bridge import SequenceBatch, Trainer, TrainerConfig
-from trainer_bridge.offload import Wait
 
 SYNC = ("sync_weights",)
 TO_ROLLOUT = (
@@ -43,9 +33,6 @@ CASES = {
     "everything is offloaded": "[]",
 }
 
-STEPS, BACK = "steps", "back"
-WAYS: dict[str, Wait] = {"come as a whole": True, "come unit by unit": "memory"}
-
 
 def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]:
     """Milliseconds of every stage, the median over all steps but the first two, and of the whole
@@ -62,82 +49,21 @@ def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]
     return {**out, "step": statistics.median(row["step_seconds"] for row in rows) * 1e3}
 
 
-def make_batch(scale: Scale, words: int) -> SequenceBatch:
-    """Return sequences of one length with random tokens and advantages."""
-    count, prompt, answer = scale.choose(64, 9), 64, scale.choose(512, 5)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(words, (count, prompt + answer), generator=draw).tolist()
-    return SequenceBatch(
-        prompt_ids=[row[:prompt] for row in ids],
-        response_ids=[row[prompt:] for row in ids],
-        old_logprobs=[[-math.log(words)] * answer] * count,
-        advantages=torch.randn(count, generator=draw).tolist(),
-        temperature=1.0,
-    )
-
-
-def exposed_ms(scale: Scale, shape: str, folder: Path) -> dict[str, float]:
-    """Milliseconds of scoring with the parameters there, and of the way back before or beside it;
-    what each way takes longer than the first is exposed.
-    """
-    folder.mkdir()
-    fields = fields_of(scale, shape)
-    config = TrainerConfig(
-        model_path=str(write_config(folder, fields)),
-        random_init=True,
-        device=str(scale.device),
-        dtype="bfloat16",
-        micro_batch_size=16,
-    )
-    saver = MemorySaver(config.device)
-    trainer = Trainer(config, saver)
-    batch = make_batch(scale, fields["vocab_size"])
-    trainer.offload("optim")
-    scores, times = trainer.compute_log_prob(batch), Times(*scale.choose((5, 2), (1, 0)))
-
-    def back(wait: Wait) -> None:
-        trainer.reload("params", wait=wait)
-        assert trainer.compute_log_prob(batch) == scores
-
-    for _ in times.rounds:
-        times("params there", partial(trainer.compute_log_prob, batch))
-        for name, wait in WAYS.items():
-            trainer.offload("params")
-            times(name, partial(back, wait))
-    trainer.close()
-    saver.close()
-    return times.medians
-
-
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__, [STEPS, BACK])
+    options = parser(__doc__)
     options.add_argument("--steps", type=int, default=8)
-    options.add_argument("--shape", default="qwen2.5-0.5b", help="whose params come back")
     args = options.parse_args(arguments)
-    scale = make_scale(args)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if STEPS in args.cases:
-            _steps(args, folder)
-        if BACK in args.cases:
-            back = exposed_ms(scale, args.shape, folder / "back")
-            there = back["params there"]
-            rows: list[list[object]] = [[name, ms, ms - there] for name, ms in back.items()]
-            report(
-                "bench_switch_back", ["compute_log_prob, ms", "", "exposed"], rows, back, args.out
-            )
+    make_scale(args)
+    with tempfile.TemporaryDirectory() as folder:
+        _measure(args, Path(folder))
 
 
-def _steps(args: argparse.Namespace, folder: Path) -> None:
+def _measure(args: argparse.Namespace, folder: Path) -> None:
     recipe, settings = "qwen2.5-0.5b", [f"steps={args.steps}"]
     if args.tiny:
         recipe = "tiny"
-        settings = [
-            "steps=3",
-            "grpo.prompts_per_step=2",
-            "grpo.samples_per_prompt=4",
-            "eval.every=0",
-        ]
+        settings = ["steps=3", "grpo.prompts_per_step=2", "grpo.samples_per_prompt=4"]
+        settings.append("eval.every=0")
     runs = {
         name: stage_ms(recipe, [f"cycle.resident={keep}", *settings], folder / str(i))
         for i, (name, keep) in enumerate(CASES.items())

@@ -147,7 +147,7 @@ ARGUMENTS = {
     "bench_backup": ["--cases", "pinned copy", "host, extents kept"],
     "bench_sync": ["--cases", "memsaver"],
     "bench_generate": [],
-    "bench_switch": ["--cases", "steps", "--steps", "5"],
+    "bench_switch": ["--steps", "5"],
     "bench_vllm": ["--quick", "--cycles", "0"],
 }
 

@@ -155,13 +155,7 @@ def _each(function: Callable[..., float], *numbers: PerToken) -> PerToken:
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """Return the answers of each update: every pass shuffles all `count` and cuts `number` parts.
-
-    Raises:
-        ValueError: There are fewer answers than parts.
-    """
-    if not 1 <= number <= count:
-        raise ValueError(f"{number} mini-batches of {count} answers; give 1 to {count}")
+    """Return the answers of each update: a pass shuffles all `count` and cuts `number` parts."""
     parts: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(count))

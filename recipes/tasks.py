@@ -76,22 +76,12 @@ class Task:
         return (self.train, *self.also_train.values())
 
     @property
-    def sides(self) -> dict[str, tuple[Problem, ...]]:
-        """Return all problems, by the name of the field that holds them."""
-        sides = {"train": self.train, "held_out": self.held_out}
-        sides |= {f"also_train[{kind}]": found for kind, found in self.also_train.items()}
-        return sides | {f"beside[{kind}]": found for kind, found in self.beside.items()}
+    def sides(self) -> tuple[tuple[Problem, ...], ...]:
+        """Return what is trained on, and what is held out, each of every kind."""
+        return (*self.kinds, self.held_out, *self.beside.values())
 
     def problems(self) -> Iterator[Problem]:
-        return itertools.chain(*self.sides.values())
-
-    def place_of(self, question: str) -> str:
-        """Return where the first problem of this question is, as `train[12]`."""
-        for side, problems in self.sides.items():
-            for index, problem in enumerate(problems):
-                if problem.question == question:
-                    return f"{side}[{index}]"
-        raise KeyError(question)
+        return itertools.chain(*self.sides)
 
     def only(self, questions: Container[str]) -> "Task":
         """Return the task without the problems whose question is not among these."""
@@ -123,7 +113,7 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
 
 def check_sides(task: Task, setting: str, remedy: str) -> None:
     """Raise RecipeError of the setting where it leaves nothing to train or to evaluate on."""
-    if not all(task.sides.values()):
+    if not all(task.sides):
         empty = "evaluation" if all(task.kinds) else "training"
         raise RecipeError(f"{setting}: leaves no problem for {empty}; {remedy}")
 

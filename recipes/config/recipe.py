@@ -204,21 +204,13 @@ class Recipe:
             yield "engine.tensor_parallel_size", rule
 
     def _faults_of_cycle(self) -> Faults:
-        """Refuse tags that are not there, and an overlap without a KV cache that grows.
-
-        `rollout.config.why_one_size` says when a cache does not; the model's part of it is asked
-        when the model is there.
-        """
+        """Refuse tags that are not there; which KV cache grows is asked when the model is there."""
         cycle, absent = self.cycle, self.absent_tags()
         overlap = [] if cycle.overlap == "auto" else cycle.overlap
         for key, named in (("cycle.resident", cycle.named), ("cycle.overlap", overlap)):
             there = shown([tag for tag in named if tag not in absent])
             for tag in (tag for tag in absent if tag in named):
                 yield key, f"{tag} is there with {absent[tag]} only", f"set {key}={there}"
-        for key, most in (("engine.tensor_parallel_size", 1), ("engine.host_to_device_ratio", 0)):
-            if overlap and (value := self.value(key)) > most:
-                rule = f"needs a KV cache that grows, and with {key}={value} it does not"
-                yield "cycle.overlap", rule
         if overlap and cycle.hand_over == "always":
             rule = f"is not for what leaves during work, cycle.overlap={shown(overlap)}"
             yield "cycle.hand_over", rule

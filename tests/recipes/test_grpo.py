@@ -66,11 +66,6 @@ def test_groups_without_signal_are_counted_and_told_from_those_cut_as_rounding()
     assert signal_of(rewards, 2) == {"groups_without_signal": 2, "groups_within_rounding": 1}
 
 
-def test_rewards_that_are_no_whole_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rewards are no multiple of group_size=2"):
-        compute_advantages([1.0, 0.0, 1.0], 2, normalize_std=True)
-
-
 @EXACT
 @given(rewards_of_groups, st.booleans())
 def test_every_group_is_centred_and_scaled_by_itself(

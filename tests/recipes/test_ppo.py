@@ -121,12 +121,6 @@ def test_every_pass_deals_every_answer_once(count: int, epochs: int, data: st.Da
         assert max(map(len, mine)) - min(map(len, mine)) <= 1
 
 
-@pytest.mark.parametrize("number", [0, 4])
-def test_parts_without_answers_are_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=f"{number} mini-batches of 3 answers; give 1 to 3"):
-        mini_batches(3, 1, number, seed=0, step=1)
-
-
 def test_the_order_is_a_function_of_seed_and_step() -> None:
     first = mini_batches(30, 2, 3, 0, 1)
     assert first == mini_batches(30, 2, 3, 0, 1)

@@ -276,7 +276,7 @@ def test_a_prompt_that_is_too_long_is_named_and_can_be_left_out(
     with pytest.raises(recipes.RecipeError) as raised:
         prepare(recipes.load("tiny", words), tmp_path / "run")
     line = str(raised.value)
-    assert "(train[1]: 'first of a b a b " in line
+    assert "('first of a b a b " in line
     remedy = "task.max_prompt_tokens=61"
     assert line.endswith(f"{remedy} (leaves out 1 of 65 problems)")
     setup = prepare(recipes.load("tiny", [*words, remedy]), tmp_path / "run")

@@ -57,8 +57,6 @@ RULES = [
     ("tiny-ppo", "ppo.kl_coef=1 lora.rank=1 cycle.resident=[reference]", "with lora.rank=0 only"),
     ("tiny", "cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
     ("tiny", "trainer.optimizer_offload=true cycle.resident=[optim]", "offload=false only"),
-    ("tiny", f"{TWO} cycle.overlap=[params]", f"{GROWS}, and with engine.tensor_parallel_size=2 "),
-    ("tiny", "engine.host_to_device_ratio=1 cycle.overlap=[params]", f"{GROWS}, and with eng"),
     ("tiny", "cycle.overlap=[optim] cycle.hand_over=always", "cycle.hand_over=always: is not for"),
     ("tiny", "engine.kind=vllm", "device=cpu: is not for vLLM's kernels, with engine.kind=vllm"),
     ("tiny", f"{VLLM} engine.kv_tokens=null engine.mem_fraction_static=0.5", "workspaces and grap"),
@@ -98,7 +96,6 @@ WINDOWS = " model.config.".join([
 # What only a preparation sees: overrides of tiny, what the line says.
 PREPARED = [
     (VLLM, "engine.kind=vllm: torch sees no GPU here"),
-    (f"{VLLM} {TWO}", "engine.kind=vllm: torch sees no GPU here"),
     (SGLANG, "engine.kind=sglang: torch sees no GPU here"),
     ("device=cuda:99", "device=cuda:99: torch sees no GPU here; set device=auto"),
     ("model.path=/nowhere", "model.path=/nowhere: "),
@@ -115,6 +112,8 @@ PREPARED = [
     ("engine.host_to_device_ratio=0.001", "2048 tokens times it hold no page"),
     (f"{WINDOWS} engine.host_to_device_ratio=2", "engine.host_to_device_ratio=2.0: pages of this"),
     (f"{WINDOWS} cycle.overlap=[params]", "sliding windows"),
+    (f"{TWO} cycle.overlap=[params]", GROWS),
+    ("engine.host_to_device_ratio=1 cycle.overlap=[params]", GROWS),
     (f"{TWO} engine.expert_parallel=2", "the model has no experts to divide"),
     (TWO.replace("2", "3"), "choose a size that divides"),
     (f"{LATENT} lora.rank=2", "set lora.target_modules=[o_proj,gate_proj,up_proj,down_proj]"),
@@ -123,7 +122,6 @@ PREPARED = [
     ("task.held_out_fraction=0.999999", "leaves no problem for training"),
     ("sampling.max_tokens=60", "answer exceed the model's context of 64 tokens"),
     ("grpo.prompts_per_step=49", "the task has 48 training problems"),
-    ("algorithm=ppo ppo.prompts_per_step=49", "the task has 48 training problems"),
     ("grpo.router_replay=true", "the model has no experts to choose"),
     ("model.fp32_router=true", "the model has no experts to choose"),
 ]
@@ -176,9 +174,7 @@ def test_what_cannot_run_here_is_one_line_before_anything_starts(
     ("override", "line"),
     [
         ("engine.sleep_level=7", "must be 1 or 2 (1 keeps the weights on the host; 2 discards"),
-        ("steps=1.5", "must be a valid integer, got a number with a fractional part ("),
         ("cycle.alias=yes", "must be 'auto', 'always' or 'never' (Whether the rollout serves"),
-        ("cycle.resident=some", "must be 'auto' or be a valid list (Tags that stay on the device"),
         ("cycle.resident=[params,wieghts]", "must be 'auto' or be 'params', 'optim', 'critic', "),
         ("sampling=3", "must be a dictionary; set sampling.KEY=VALUE"),
         ("device=a\nb", "must match pattern '^(auto|cpu|cuda(:\\d+)?)$' (One of auto (cuda:0"),

@@ -55,12 +55,7 @@ class Agreement:
             store: Of the group, this object's own (a PrefixStore): who has come is noted there.
             group: Of the same ranks, perhaps with a faster backend for GPUs; None: `cpu`.
             timeout: Seconds that a rank waits for the others in one stage.
-
-        Raises:
-            ValueError: The time-out is not positive.
         """
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be positive, in seconds")
         self.rank, self.size = (0, 1) if cpu is None else (cpu.rank(), cpu.size())
         self.cpu, self.group, self.timeout = cpu, group or cpu, timeout
         self._store = store

@@ -85,10 +85,7 @@ class PageAlias:
         return SyncReceipt(
             version=version,
             digests=tuple(each for each, _ in product(digests, self._targets)),
-            nbytes=0,
-            link_bytes=0,
             seconds=seconds,
-            copy_seconds=0.0,
             verify_seconds=slowest if digests else 0.0,
             stages=stages,
         )

@@ -271,10 +271,6 @@ class _Buffer:
     def arrived(self, nbytes: int) -> None:
         self._copy(self.stage, self.wire, nbytes)
 
-    def message(self, nbytes: int) -> Tensor:
-        """Return a copy of what the wire has: pickled, a view takes all bytes of its buffer."""
-        return self.wire[:nbytes].clone()
-
     def _copy(self, to: Tensor, source: Tensor, nbytes: int) -> None:
         if to is not source:
             to[:nbytes].copy_(source[:nbytes])

@@ -64,12 +64,12 @@ class SyncReceipt:
 
     version: int
     digests: tuple[int, ...]
-    nbytes: int
-    link_bytes: int
     seconds: float
-    copy_seconds: float
     verify_seconds: float
     stages: dict[str, float]
+    nbytes: int = 0
+    link_bytes: int = 0
+    copy_seconds: float = 0.0
     merge_error: float | None = None
 
     @property
