@@ -1,4 +1,4 @@
-"""Kept content: to the host and back, clean tags, swap, disk; against torch_memory_saver and the
+"""Kept content: to the host and back, clean tags, swap; against torch_memory_saver and the
 copy rate itself.
 
 `make bench-backup`. Every case checks the content that comes back.
@@ -6,13 +6,10 @@ copy rate itself.
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,35 +155,6 @@ def swap(scale: Scale) -> Figures:
     ]
 
 
-def disk(directory: Path, scale: Scale) -> Figures:
-    """Medians of rounds in turn with `dd`: a lent machine's drive changes its speed from second to
-    second.
-    """
-    times = Times(3, 1)
-    file = directory / "memsaver-dd"
-    nbytes = scale.choose(COUNT * TENSOR, 4 * MIB)
-    block = scale.choose(15 * MIB, MIB)
-    options = (f"bs={block}", f"count={nbytes // block}", "conv=notrunc")
-    # not every folder can do that
-    out, back = ([], []) if scale.tiny else (["oflag=direct"], ["iflag=direct"])
-    try:
-        with tensors(scale, content="disk", disk_dir=directory) as (saver, _):
-            for _ in times.rounds:
-                with file.open("wb") as handle:  # its space is reserved before, as ours is
-                    os.posix_fallocate(handle.fileno(), 0, nbytes)
-                times("dd writes", lambda: dd("if=/dev/zero", f"of={file}", *options, *out))
-                times("dd reads", lambda: dd(f"if={file}", "of=/dev/null", *options, *back))
-                times("pause", lambda: saver.pause("params"))
-                times("resume", lambda: saver.resume("params"))
-    finally:
-        file.unlink(missing_ok=True)
-    return figures(times.medians)
-
-
-def dd(*options: str) -> None:
-    subprocess.run(["dd", *options], check=True, capture_output=True)
-
-
 a_second = partial(common.others_write, nbytes=0)
 written = partial(common.others_write, nbytes=COUNT * TENSOR)
 CASES: dict[str, Case] = {
@@ -202,19 +170,14 @@ CASES: dict[str, Case] = {
     "marked clean": clean,
     "swap 16 GiB": swap,
 }
-DISK = "disk"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = common.parser(__doc__, [*CASES, DISK])
-    options.add_argument(
-        "--disk", type=Path, default=Path("/var/tmp"), help="a folder on the disk to measure"
-    )
-    args = options.parse_args(arguments)
-    cases, scale = {**CASES, DISK: partial(disk, args.disk)}, common.make_scale(args)
+    args = common.parser(__doc__, CASES).parse_args(arguments)
+    scale = common.make_scale(args)
     print(f"{COUNT} tensors of {TENSOR // MIB} MiB (8 GiB) unless said otherwise")
     common.run_cases(
-        "bench_backup", {name: partial(cases[name], scale) for name in args.cases}, args.out
+        "bench_backup", {name: partial(CASES[name], scale) for name in args.cases}, args.out
     )
 
 

@@ -18,14 +18,9 @@ from benchmarks.common import make_scale, parser, report
 from recipes.run import start_run
 
 SYNC = ("sync_weights",)
-TO_ROLLOUT = (
-    "empty_cache",
-    "offload_optim",
-    "wake_weights",
-    *SYNC,
-    "offload_params",
-    "wake_kv_cache",
-)
+BEFORE_SYNC = ("empty_cache", "offload_optim", "wake_weights")
+AFTER_SYNC = ("offload_params", "wake_kv_cache")
+TO_ROLLOUT = (*BEFORE_SYNC, *SYNC, *AFTER_SYNC)
 TO_TRAIN = ("sleep", "reload_params", "reload_optim")
 WORK = ("generate_sequences", "compute_log_prob", "update_actor")
 CASES = {
@@ -82,7 +77,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> None:
         )
         rows.append([label, *cells])
 
-    total("to_rollout, without the sync", tuple(stage for stage in TO_ROLLOUT if stage not in SYNC))
+    total("to_rollout, without the sync", BEFORE_SYNC + AFTER_SYNC)
     total("the sync", SYNC)
     total("to_train", TO_TRAIN)
     total("whole switch, share of the step", TO_ROLLOUT + TO_TRAIN, share=True)

@@ -45,16 +45,8 @@ def in_its_process(
     """What it prints. flags: "backup", "retain"; the rest as in ``main``."""
     if scale.tiny or importlib.util.find_spec("torch_memory_saver") is None:
         raise Skipped("it has no tiny form" if scale.tiny else "torch_memory_saver is absent")
-    command = [
-        sys.executable,
-        "-m",
-        __name__,
-        str(count),
-        str(nbytes),
-        str(repeats),
-        written,
-        *flags,
-    ]
+    sizes = map(str, (count, nbytes, repeats))
+    command = [sys.executable, "-m", __name__, *sizes, written, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:

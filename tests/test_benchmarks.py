@@ -19,7 +19,7 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
         [],
         {"memsaver, kept", "driver's floor, clean", "memsaver, 60 GiB handed over"},
     ),
-    "bench_backup": ([], {"pinned copy", "marked clean", "swap 16 GiB", "disk"}),
+    "bench_backup": ([], {"pinned copy", "marked clean", "swap 16 GiB"}),
     "bench_sync": (
         ["--shape", "qwen3-30b-a3b", "--cases", "one", "two"],
         {"floors", "memsaver", "offloaded", "IPC buckets", *bench_sync.TWO},

@@ -109,10 +109,8 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         _check_weights(recipe, model_dir)
         recipe = with_alias_decided(recipe, model_dir)
         question = max(lengths, key=lengths.__getitem__)
-        named: Any = {
-            "whose": f" ({shown(repr(question), 60)})",
-            "shorter": partial(_leaving_out, task, lengths),
-        }
+        whose = f" ({shown(repr(question), 60)})"
+        named: Any = {"whose": whose, "shorter": partial(_leaving_out, task, lengths)}
         check_context(recipe, longest, context, **named)
         if fault := pool_fault(recipe, longest, kv_tokens, **named):
             raise RecipeError("; ".join(fault))

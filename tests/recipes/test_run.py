@@ -325,12 +325,6 @@ def test_a_failure_names_its_stage_and_verbose_shows_the_traceback(
     assert (tmp_path / "run" / "trace.json").exists()
 
 
-def test_help_shows_commands_that_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "  memsaver run tiny  " in capsys.readouterr().out
-
-
 def test_a_scorer_that_fails_in_a_step_loses_nothing_before_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

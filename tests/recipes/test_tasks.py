@@ -125,12 +125,10 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
         ("9 - 4", "4"),
         ("9 -4", "4"),
         ("(-4)", "-4"),
-        ("+4", "4"),
         ("1,000, I think", "1,000"),
         ("3.5.", "3.5"),
         ("It is 12", "12"),
         ("no idea", None),
-        ("", None),
     ],
 )
 def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
@@ -142,12 +140,10 @@ def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
     [
         ("-4", True, True),
         ("5 - 9 = -4", True, True),
-        ("-4.0", True, True),
         ("The answer is -4.", True, True),
         ("The answer is -4.", False, False),  # cut off: what would have followed is unknown
         ("4", True, False),
         ("-4 or 4", True, False),
-        ("none", True, False),
         ("", True, False),
     ],
 )
@@ -259,12 +255,6 @@ def test_what_leads_to_no_task_says_why(own_module: None, name: str, expected: l
         make_task(TaskSection(name=name))
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["chess", "module:", ":function", "my-task:f", "a:b:c", "a.b"])
-def test_a_name_is_a_packaged_task_or_module_and_function(name: str) -> None:
-    with pytest.raises(ValueError, match="should match pattern"):
-        TaskSection(name=name)
 
 
 def test_a_random_model_needs_the_words_of_the_task(

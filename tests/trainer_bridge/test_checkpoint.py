@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.helpers.ranks import results, start_ranks
@@ -69,21 +68,12 @@ def test_a_run_goes_on_bit_for_bit(
 
 
 def test_saving_again_replaces_or_leaves_the_one_before(
-    model_path: str, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer, place = make_trainer(model_path), tmp_path / "step"
     trainer.save_checkpoint(str(place), {"n": 1})
     with pytest.raises(TypeError, match="not JSON serializable"):
         trainer.save_checkpoint(str(place), {"n": object()})
-    assert [path.name for path in tmp_path.iterdir()] == ["step"]
-
-    def full_disk(*args: object, **kwargs: object) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dcp, "save", full_disk)
-        with pytest.raises(OSError, match="no space left"):
-            trainer.save_checkpoint(str(place), {"n": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     assert trainer.load_checkpoint(str(place)) == {"n": 1}
     trainer.update_actor(make_batch(4))
@@ -104,8 +94,9 @@ def test_what_is_raised_while_it_writes_comes_out_as_it_is(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch wraps it into something of its own, which is no Exception."""
+    """torch wraps it into something of its own, which is no Exception. What was there stays."""
     trainer = make_trainer(model_path)
+    trainer.save_checkpoint(str(tmp_path / "step"), {"n": 1})
 
     def fails(*arguments: object) -> None:
         raise error
@@ -114,7 +105,8 @@ def test_what_is_raised_while_it_writes_comes_out_as_it_is(
         patch.setattr(os, "fsync", fails)
         with pytest.raises(type(error)):
             trainer.save_checkpoint(str(tmp_path / "step"))
-    assert not (tmp_path / "step").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    assert trainer.load_checkpoint(str(tmp_path / "step")) == {"n": 1}
     trainer.save_checkpoint(str(tmp_path / "step"))
     assert trainer.load_checkpoint(str(tmp_path / "step")) == {}
 

@@ -144,8 +144,11 @@ def test_content_that_does_not_come_is_raised_where_it_is_needed_and_can_be_relo
     trainer.reload()
     trainer.offload()
     saver.limit_bytes = 1
-    with pytest.raises(OutOfMemory):
-        trainer.reload("params", wait="memory")
+    for wait in (True, "memory"):
+        with pytest.raises(OutOfMemory):
+            trainer.reload("params", wait=wait)
+        with pytest.raises(StateError, match="'params', which is offloaded"):
+            trainer.compute_log_prob(batch)
     saver.limit_bytes = None
     trainer.reload(wait="memory")
     trainer.reload("params", wait="memory")  # again: nothing is left to do

@@ -373,25 +373,6 @@ def test_what_needs_an_offloaded_tag_says_so(
         trainer.offload("weights")
 
 
-def test_a_reload_that_fails_leaves_the_tags_offloaded(
-    model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, batch = make_trainer(model_path), make_batch(2)
-    scores = trainer.compute_log_prob(batch)
-    trainer.offload()
-
-    def fail(*tags: str) -> None:
-        raise OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
-
-    with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
-        patch.setattr(trainer.saver, "resume", fail)
-        trainer.reload()
-    with pytest.raises(StateError, match="offloaded"):
-        trainer.compute_log_prob(batch)
-    trainer.reload()
-    assert trainer.compute_log_prob(batch) == scores
-
-
 def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_trainer: Make) -> None:
     trainer = make_trainer(model_path)
     trainer.update_actor(make_batch(3))
