@@ -174,8 +174,8 @@ class Stopping:
 
     def __init__(self, tell: Callable[[str], None] | None) -> None:
         """tell: shows a line to the user; None changes nothing either."""
+        self.asked: int | None = None  # the signal that was noted
         self._tell = tell
-        self._noted: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -188,28 +188,21 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @property
-    def asked(self) -> bool:
-        return self._noted is not None
-
     def leave(self) -> None:
         """Have the signal that was noted, if any, do what it did before."""
-        if self._noted is not None:
-            self._act(self._noted, None)
+        if self.asked is not None:
+            self._act(self.asked)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted is not None:
-            self._act(number, frame)
-        self._noted = number
+        if self.asked is not None:
+            self._act(number)
+        self.asked = number
         # In a thread, as this one may be in the middle of printing.
         threading.Thread(target=self._tell, args=(_TEXT,), daemon=True).start()
 
-    def _act(self, number: int, frame: FrameType | None) -> None:
-        if callable(handler := self._before[number]):
-            handler(number, frame)
-        else:
-            signal.signal(number, handler)
-            signal.raise_signal(number)
+    def _act(self, number: int) -> None:
+        signal.signal(number, self._before[number])
+        signal.raise_signal(number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from trainer_bridge.offload import Offloader, Wait, reserve_offload
 from trainer_bridge.sync.agree import group_agreement
 from trainer_bridge.sync.alias import PageAlias
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
-from trainer_bridge.sync.writer import LowRank, Shards
+from trainer_bridge.sync.writer import Shards
 from trainer_bridge.tags import ADAPTERS, CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE, TRAINED
 from trainer_bridge.training import checkpoint
 from trainer_bridge.training.batch import MicroBatch, SequenceBatch, check_learning
@@ -130,7 +130,6 @@ class Trainer(SaverSide):
             self._params = base_params(self.model)
             self._buffers = tuple(stored_buffers(self.model))
             self._shards = Shards(self._named)
-            self._factors: Mapping[str, LowRank] = {}
             self._sync: WeightSync | None = None
             self._share: PageAlias | None = None
             undo.pop_all()
@@ -247,21 +246,14 @@ class Trainer(SaverSide):
             ValueError: Lists what does not fit; nothing has been touched then.
             SyncError: Says which other rank found that.
         """
-        agreement = group_agreement(dist.group.WORLD)
         if self._sync is not None:
             self._sync.close()
+        agreement, place = group_agreement(dist.group.WORLD), place_of(self.device)
         self._sync = WeightSync(
-            self._shards.described(),
-            self._tensors,
-            targets,
-            agreement,
-            place=place_of(self.device),
-            derived=lambda: self._factors,
+            self._shards.described(), self._tensors, targets, agreement, place=place
         )
         if self._layout is not None:
-            self._share = PageAlias(
-                self.saver, PARAMS, self._layout, self._tensors, targets, agreement, self._buffers
-            )
+            self._share = PageAlias(self.saver, PARAMS, self._layout, self._sync)
 
     def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
         """Write the parameters into the engines' pages, verify them, and have them served as
@@ -274,14 +266,11 @@ class Trainer(SaverSide):
         if self._sync is None:
             rule = "sync_weights() has no rollout to write to"
             raise StateError(f"{rule}; call connect([engine]) first, on every rank")
-        names = None
-        if self._adapters is not None:
-            names = self._adapters.names if self._sync.holds() else None
-            self._factors = self._adapters.factors()
-        try:
-            return self._sync.sync(version, shadow=shadow, names=names)
-        finally:
-            self._factors = {}  # what was gathered for it
+        if self._adapters is None:
+            return self._sync.sync(version, shadow=shadow)
+        names = self._adapters.names if self._sync.holds() else None
+        factors = self._adapters.factors()
+        return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
 
     def alias_weights(self, version: int) -> SyncReceipt:
         """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is

@@ -34,7 +34,6 @@ Gpu = Literal["h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb"]
 GPUS = get_args(Gpu)
 
 # Tags of the trainer, whose content is kept on the host; then those of the rollout.
-OF_PPO = ("critic", "critic_optim")
 Trained = Literal["params", "optim", "critic", "critic_optim"]
 Tag = Literal[Trained, "reference", "weights", "kv_cache", "cuda_graph"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)

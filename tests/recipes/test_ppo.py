@@ -69,11 +69,6 @@ def test_advantages_are_the_weighted_n_step_ones(
         )
 
 
-def test_with_lambda_one_the_return_is_what_was_earned_and_a_cut_answer_earns_no_more() -> None:
-    _, returns = compute_advantages([[1.0, 2.0, 4.0]], [[0.3, -5.0, 7.0]], 0.5, 1.0)
-    assert returns == [pytest.approx([3.0, 4.0, 4.0])]
-
-
 @EXACT
 @given(
     st.lists(st.lists(number, max_size=5), min_size=1, max_size=5).filter(lambda rows: any(rows))

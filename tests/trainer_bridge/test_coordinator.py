@@ -77,10 +77,8 @@ def test_what_answers_take_counts_and_beams_too() -> None:
     assert dispatch_prompts(prompts, params, 2) == [[0, 2], [1, 3]]
 
 
-def test_nobody_adds_up_the_progress_of_replicas() -> None:
+def test_replicas_refuse_params_that_do_not_fit_the_prompts() -> None:
     replicas = RemoteRollout([RemoteActor(None, f"rollout[{rank}]") for rank in range(2)], 1.0)
-    with pytest.raises(ValueError, match="on_progress is for one engine, these are 2 replicas"):
-        replicas.generate([[1]], SamplingParams(), print)
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         replicas.generate([[1], [2]], [SamplingParams()])
 

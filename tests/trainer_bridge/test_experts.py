@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rollout import Engine, SamplingParams
 from rollout.model import Routing
@@ -21,7 +20,7 @@ from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
 from trainer_bridge import SequenceBatch
 from trainer_bridge.training.batch import lay_out
-from trainer_bridge.training.moe import NAME, LoadBalance, expert_routers
+from trainer_bridge.training.moe import NAME, expert_routers
 
 COEFFICIENT = 0.5
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -125,17 +124,6 @@ def test_a_dense_model_has_no_router_to_widen(model_path: str, make_trainer: Any
     for make in (make_trainer, Engine.from_pretrained):
         with pytest.raises(ValueError, match="fp32_router=True is for mixtures of experts"):
             make(model_path, fp32_router=True)
-
-
-def test_the_loss_of_padded_micro_batches_is_that_of_transformers() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = tuple(torch.randn(12, 6, generator=generator) for _ in range(3))
-    real = torch.rand(12, generator=generator) < 0.7
-    expected = load_balancing_loss_func(logits, 6, 2, real.view(2, 6))
-    balance = LoadBalance(2, real)
-    for layer in logits:
-        balance.add(layer)
-    torch.testing.assert_close(balance.loss, expected)
 
 
 def test_padding_and_fillers_are_not_balanced() -> None:

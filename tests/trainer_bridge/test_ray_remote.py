@@ -33,7 +33,7 @@ def start(*ranks: int | None) -> list[RemoteActor]:
         def say(self, value: object) -> object:
             return self.rank, value
 
-        def generate(self, prompts: list[Any], params: list[Any], on_progress: Any) -> list[Any]:
+        def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
             return [
                 (self.rank, prompt, each.max_tokens)
                 for prompt, each in zip(prompts, params, strict=True)
@@ -75,12 +75,12 @@ def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
     assert group.call_each("say", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
     assert group.call_each("say", [None, ("b",)]) == [None, (1, "b")]
     assert group.call("say", value="so") == (0, "so")
-    assert [each.call_one("say", 2) for each in group.each()] == [(0, 2), (1, 2)]
+    assert [each.call("say", 2) for each in group.each()] == [(0, 2), (1, 2)]
     with pytest.raises(
         ValueError,
         match=r"report\(\) is of one rank, these are trainer\[0\], trainer\[1\]; ask one of",
     ):
-        group.call_one("report")
+        group.report()
 
 
 def test_replicas_answer_what_they_are_dispatched_in_the_order_of_the_prompts(

@@ -22,7 +22,7 @@ from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge import Trainer
 from trainer_bridge.sync.shards import local_shard, torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
-from trainer_bridge.sync.writer import LowRank, Writer
+from trainer_bridge.sync.writer import Writer
 
 Make = Callable[..., PageTarget]
 
@@ -47,16 +47,12 @@ def check(target: PageTarget, tensors: dict[str, Tensor]) -> None:
         ), p.name
 
 
-def alone(
-    *targets: PageTarget, derived: dict[str, LowRank] | None = None, **sources: Any
-) -> WeightSync:
+def alone(*targets: PageTarget, **sources: Any) -> WeightSync:
     device = str(targets[0].arena.device)
     mine = {
         name: tensor for name, tensor in {**full(device), **sources}.items() if tensor is not None
     }
-    return WeightSync(
-        shards(1), lambda: mine, targets, place=targets[0].place, derived=lambda: derived or {}
-    )
+    return WeightSync(shards(1), lambda: mine, targets, place=targets[0].place)
 
 
 def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target: Make) -> None:

@@ -150,7 +150,8 @@ class World:
 
         rank.agreement.hook = strike
         try:
-            return rank.sync.sync(self.version + 1, shadow=step.shadow, names=step.some)
+            how: Any = {"shadow": step.shadow, "names": step.some, "derived": rank.derived}
+            return rank.sync.sync(self.version + 1, **how)
         except Exception as error:
             return error
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from memsaver import MemorySaver
 from rollout.actor_base import ActorBase, RankAddress
-from rollout.protocols import Progress
 from rollout.requests import Completion, SamplingParams
 from rollout.serving import for_each
 from rollout.weights import Manifest
@@ -105,27 +104,18 @@ class RemoteRollout(RemoteGroup):
         return next((reason for reason in reasons if reason is not None), None)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        on_progress: Progress | None = None,
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
         """Deal the prompts over the replicas; answers come in the order of the prompts. A
         replica that refuses one counts those that it was dispatched.
-
-        on_progress runs in the actor: pass something picklable that sends the numbers on.
-        ValueError with several replicas, whose numbers nobody adds up.
         """
         each = for_each(prompts, params)
-        if on_progress is not None and len(self._engines) > 1:
-            text = f"on_progress is for one engine, these are {len(self._engines)} replicas"
-            raise ValueError(f"{text}; leave it away")
         dispatched = dispatch_prompts(prompts, each, len(self._engines))
         args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
         for engine, numbers in zip(self._engines, dispatched, strict=True):
             mine = [prompts[number] for number in numbers], [each[number] for number in numbers]
             for rank in engine if numbers else ():
-                args[rank] = (*mine, on_progress if rank == engine.start else None)
+                args[rank] = mine
         answers = self.call_each("generate", args)
         found: dict[int, list[Completion]] = {}
         for engine, numbers in zip(self._engines, dispatched, strict=True):

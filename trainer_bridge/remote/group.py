@@ -75,7 +75,9 @@ class RemoteGroup:
         """Return a public method of the actors, which runs on every rank; rank 0 answers."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return functools.partial(self.call_one if name in ONE_RANK else self.call, name)
+        if name in ONE_RANK and len(self.ranks) > 1:
+            raise ValueError(f"{name}() is of one rank, these are {self.name}; ask one of each()")
+        return functools.partial(self.call, name)
 
     @property
     def name(self) -> str:
@@ -101,12 +103,6 @@ class RemoteGroup:
         return self._gather(
             method, [None if mine is None else rank.start(method, *mine) for rank, mine in pairs]
         )
-
-    def call_one(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one rank; a ValueError where there are several: ask one of `each()`."""
-        if len(self.ranks) > 1:
-            raise ValueError(f"{method}() is of one rank, these are {self.name}; ask one of each()")
-        return self.call(method, *args, **kwargs)
 
     def _gather(self, method: str, references: Sequence[Any]) -> list[Any]:
         import ray

@@ -11,7 +11,7 @@ what tells it.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, product
 
 import torch
@@ -23,37 +23,23 @@ from memsaver.ops.rows import digest_table
 from rollout.protocols import UpdatableEngine
 from rollout.weights import Manifest, ParamSlice, UpdateReceipt, WeightLayout
 from trainer_bridge.errors import listed
-from trainer_bridge.sync.agree import Agreement
 from trainer_bridge.sync.plan import make_plan
 from trainer_bridge.sync.shards import shard_of
-from trainer_bridge.sync.weight_sync import SyncReceipt, abort_all, buffer_values
+from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, abort_all, buffer_values
 
 
 class PageAlias:
-    """The pages of one tag that engines serve, version by version; all ranks call it together."""
+    """The pages of one tag that a sync's engines serve, version by version; all ranks call it
+    together.
+    """
 
-    def __init__(
-        self,
-        saver: MemorySaver,
-        tag: str,
-        layout: Manifest,
-        sources: Callable[[], Mapping[str, Tensor]],
-        targets: Sequence[UpdatableEngine],
-        agreement: Agreement,
-        buffers: Sequence[str] = (),
-    ) -> None:
-        """tag: on which the parameters lie as `layout` says. sources: the parameters, whole, by
-        name, asked for each time. targets: engines on the saver's device, which say no to another
-        layout. buffers: the sources that are copied instead, as they lie in no page.
+    def __init__(self, saver: MemorySaver, tag: str, layout: Manifest, sync: WeightSync) -> None:
+        """tag: on which the parameters lie as `layout` says. sync: by copies, of whole parameters
+        with engines on the saver's device, which say no to another layout; its buffers are copied
+        here, too, as they lie in no page.
         """
-        self._saver = saver
-        self._tag = tag
-        self._layout = layout
-        self._sources = sources
-        self._targets = tuple(targets)
-        self._names = tuple(buffers)
+        self._saver, self._tag, self._layout, self._sync = saver, tag, layout, sync
         self._buffers: dict[str, Tensor] = {}
-        self._agreement = agreement
         self._version: int | None = None
 
     def share(self, version: int) -> SyncReceipt:
@@ -67,13 +53,13 @@ class PageAlias:
         that names the stage, the rank and its error.
         """
         started, stages = time.perf_counter(), dict[str, float]()
-        prepared = self._agreement.agree("prepare", lambda: self._prepare(version))
+        prepared = self._sync.agreement.agree("prepare", lambda: self._prepare(version))
         stages["prepare"] = time.perf_counter() - started
         digests = [each for each in prepared if each is not None]
         asked: list[UpdatableEngine] = []
         try:
-            made = self._agreement.agree(
-                "alias", lambda: self._alias(version, prepared[self._agreement.rank], asked)
+            made = self._sync.agreement.agree(
+                "alias", lambda: self._alias(version, prepared[self._sync.agreement.rank], asked)
             )
         except BaseException as error:
             abort_all(asked, error)
@@ -84,7 +70,7 @@ class PageAlias:
         slowest = max((each.seconds for each in chain.from_iterable(made)), default=0.0)
         return SyncReceipt(
             version=version,
-            digests=tuple(each for each, _ in product(digests, self._targets)),
+            digests=tuple(each for each, _ in product(digests, self._sync.targets)),
             seconds=seconds,
             verify_seconds=slowest if digests else 0.0,
             stages=stages,
@@ -97,22 +83,22 @@ class PageAlias:
         if self._version is not None and version < self._version:
             text = f"version {version} is stale: version {self._version} has been shared"
             raise ValueError(f"{text}; use a higher one")
-        sources = self._sources()
-        self._buffers = buffer_values(sources, self._names)
+        sources = self._sync.sources()
+        self._buffers = buffer_values(sources, self._sync.buffers)
         if self._saver.device.type == "cuda":
             torch.cuda.synchronize(self._saver.device)  # another process is to read
         if self._version is not None:
             return None
         numbers = {piece.name: piece.index_base for piece in self._layout.slices}
         stored = {name: self._layout.aliases.get(name, name) for name in sources}
-        params = [name for name in sources if name not in self._names]
+        params = [name for name in sources if name not in self._sync.buffers]
         return digest_table([(sources[name], numbers[stored[name]]) for name in params]).run()
 
     def _alias(
         self, version: int, digest: int | None, asked: list[UpdatableEngine]
     ) -> list[UpdateReceipt]:
         ticket, receipts = self._saver.share(self._tag), []
-        for target in self._targets:
+        for target in self._sync.targets:
             asked.append(target)  # before: it may have done half of it
             receipts.append(
                 target.alias_update(

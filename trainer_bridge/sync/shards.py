@@ -175,11 +175,6 @@ def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
     return SourceShard(name=name, global_shape=shape, start=box.start, shape=box.shape, rank=rank)
 
 
-@functools.lru_cache(maxsize=1024)
-def _fsdp_boxes(shape: Ints, world: int, dim: int) -> list[Box]:
-    return [local_box(shape, [Shard(dim)], (world,), (rank,)) for rank in range(world)]
-
-
 class _Split(NamedTuple):
     """A mesh dimension shares dimension `dim`, after others further right made `parts` of it."""
 
@@ -291,5 +286,5 @@ def _best(shape: Ints, slices: Sequence[tuple[int, Box]], world: int) -> int:
 
 def _held(shape: Ints, dim: int, world: int, rank: int, box: Box) -> int:
     """Counts elements of `box` that `rank` holds when dimension `dim` is shared by the world."""
-    common = box.intersect(_fsdp_boxes(shape, world, dim)[rank])
+    common = box.intersect(local_box(shape, [Shard(dim)], (world,), (rank,)))
     return common.volume if common else 0

@@ -83,10 +83,10 @@ class _Round:
     """One sync under way. opened: targets that are to be told if it fails."""
 
     version: int
+    derived: Mapping[str, LowRank]
     opened: list[UpdatableEngine] = field(default_factory=list)
     leases: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     pages: dict[int, Tensor] = field(default_factory=dict)
-    derived: Mapping[str, LowRank] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     copy_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
@@ -110,7 +110,6 @@ class WeightSync:
         agreement: Agreement | None = None,
         *,
         place: str,
-        derived: Callable[[], Mapping[str, LowRank]] = dict,
     ) -> None:
         """Make the plan.
 
@@ -121,17 +120,14 @@ class WeightSync:
             targets: Those that this rank speaks for, perhaps none.
             agreement: Of all ranks; None: this rank is alone.
             place: Of this rank's device, as in `WeightLayout`.
-            derived: Returns the parameters that are written as a function of this rank's shard of
-                them, and is asked with every sync.
 
         Raises:
             ValueError: Lists what does not fit; nothing has been touched then.
         """
-        self._agreement = agreement = agreement or Agreement()
-        self._targets = tuple(targets)
+        self.agreement = agreement = agreement or Agreement()
+        self.targets = tuple(targets)
         self._shards = tuple(shards)
-        self._sources = sources
-        self._derived = derived
+        self.sources = sources
         self._version: int | None = None
         self._device = device_of(sources())
         said = agreement.agree(
@@ -178,14 +174,19 @@ class WeightSync:
 
     def holds(self) -> bool:
         """Tells whether all targets serve what the last sync wrote. All ranks ask."""
-        said = self._agreement.agree(
-            "ask", lambda: {self._version, *(t.served_version() for t in self._targets)}
+        said = self.agreement.agree(
+            "ask", lambda: {self._version, *(t.served_version() for t in self.targets)}
         )
         versions = set[int | None]().union(*said)
         return len(versions) == 1 and None not in versions
 
     def sync(
-        self, version: int, *, shadow: bool = False, names: Collection[str] | None = None
+        self,
+        version: int,
+        *,
+        shadow: bool = False,
+        names: Collection[str] | None = None,
+        derived: Mapping[str, LowRank] | None = None,
     ) -> SyncReceipt:
         """Write the shards as they are now, verify them on both sides, and have every target serve
         them as `version`.
@@ -196,12 +197,13 @@ class WeightSync:
                 commit.
             names: Write these parameters only, by the trainer's names, over weights that are
                 defined (`LowRank`, after a whole sync).
+            derived: The parameters that are written as a function of this rank's shard of them.
 
         Raises:
             Exception: What went wrong here.
             SyncError: Names the stage, the rank and its error.
         """
-        started, state = time.perf_counter(), _Round(version)
+        started, state = time.perf_counter(), _Round(version, derived or {})
         chosen = None if names is None else tuple(sorted(names))
         self._agree(state, "prepare", lambda: self._prepare(state, chosen))
         try:
@@ -216,7 +218,7 @@ class WeightSync:
             ]
             verified = self._agree(state, "verify", lambda: self._verify(receipts))
             self._agree(
-                state, "commit", lambda: [target.commit_update(version) for target in self._targets]
+                state, "commit", lambda: [target.commit_update(version) for target in self.targets]
             )
         except BaseException as error:
             _abort(state, error)
@@ -241,7 +243,7 @@ class WeightSync:
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
         started = time.perf_counter()
-        answers = self._agreement.agree(stage, step)
+        answers = self.agreement.agree(stage, step)
         state.stages[stage] = time.perf_counter() - started
         return answers
 
@@ -249,7 +251,7 @@ class WeightSync:
         if self._version is not None and state.version < self._version:
             text = f"version {state.version} is stale: version {self._version} has been written"
             raise ValueError(f"{text}; use a higher one")
-        sources, state.derived = self._sources(), self._derived()
+        sources = self.sources()
         wanted = names, frozenset(state.derived), places(sources)
         if wanted != self._made_for:
             self._made_for = None
@@ -265,7 +267,7 @@ class WeightSync:
         self, plan: SyncPlan, sources: Mapping[str, Tensor], derived: Collection[str]
     ) -> None:
         check_sources(self._shards, sources)
-        rank, self._relay = self._agreement.rank, None
+        rank, self._relay = self.agreement.rank, None
         direct = (c for c in plan.copies(rank) if c.target not in self._routes.blocked[rank])
         scratch = scratch_for(sources, derived)
         remote = {target for number, target in plan.link_bytes if number == rank}
@@ -276,7 +278,7 @@ class WeightSync:
                 self._routes,
                 self._wire,
                 sources,
-                dict(enumerate(self._targets, start=self._first)),
+                dict(enumerate(self.targets, start=self._first)),
                 rank=rank,
                 derived=derived,
                 scratch=scratch,
@@ -286,7 +288,7 @@ class WeightSync:
         self, state: _Round, shadow: bool, names: tuple[str, ...] | None
     ) -> list[WeightOffer]:
         offers = []
-        for number, target in enumerate(self._targets, start=self._first):
+        for number, target in enumerate(self.targets, start=self._first):
             offers.append(target.begin_update(state.version, shadow=shadow, names=names))
             state.opened.append(target)
             made = self.plan.targets[number].manifest.layout_hash
@@ -340,7 +342,7 @@ class WeightSync:
     def _verify(self, receipts: Sequence[WriteReceipt]) -> list[UpdateReceipt]:
         return [
             target.verify_update(receipts[number])
-            for number, target in enumerate(self._targets, start=self._first)
+            for number, target in enumerate(self.targets, start=self._first)
         ]
 
 

@@ -171,7 +171,6 @@ def in_ranks(
             rank.targets,
             rank.agreement,
             place=rank.place,
-            derived=lambda: rank.derived,
         )
         return run(number, rank)
 
