@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,10 +87,10 @@ class FakeRay:
     signal, as Ray does.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, inside: bool) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.asked: list[dict[str, Any]] = []
         self.ended = 0
-        patch.setattr(ray, "is_initialized", lambda: inside)
+        patch.setattr(ray, "is_initialized", lambda: False)
         patch.setattr(ray, "init", self.init)
         patch.setattr(ray, "shutdown", self.shutdown)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "perhaps")
@@ -106,15 +105,14 @@ class FakeRay:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
-    return lambda inside=False: FakeRay(monkeypatch, inside)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return FakeRay(monkeypatch)
 
 
 @pytest.mark.parametrize(("devices", "cpus"), [(1, max(2, cores())), (500, 1000)])
 def test_a_cluster_of_ones_own_has_room_for_all_and_is_ended_whatever_happens(
-    devices: int, cpus: int, fake: Callable[..., FakeRay]
+    devices: int, cpus: int, cluster: FakeRay
 ) -> None:
-    cluster = fake()
     with pytest.raises(KeyError), connected(None, devices):
         assert cluster.ended == 0
         raise KeyError
@@ -125,19 +123,12 @@ def test_a_cluster_of_ones_own_has_room_for_all_and_is_ended_whatever_happens(
     assert cluster.ended == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "of_the_job", "used"),
-    [("auto", "1.2.3.4:5", "auto"), (None, "1.2.3.4:5", "1.2.3.4:5")],
-)
+@pytest.mark.parametrize(("given", "used"), [("auto", "auto"), (None, "1.2.3.4:5")])
 def test_a_cluster_that_is_there_is_joined_and_left(
-    given: str | None,
-    of_the_job: str,
-    used: str,
-    fake: Callable[..., FakeRay],
-    monkeypatch: pytest.MonkeyPatch,
+    given: str | None, used: str, cluster: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster, own = fake(), lambda *_: None
-    monkeypatch.setenv("RAY_ADDRESS", of_the_job)
+    own = lambda *_: None  # noqa: E731
+    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:5")
     before = signal.signal(signal.SIGTERM, own)
     try:
         with connected(given, 1):

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, cycle, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -284,15 +284,20 @@ class _Outgoing(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """One round of this rank: what it sends to the rank `to`, and takes from the rank `source`. A
+    """One round of this rank. post: begins to send and to take, and returns what waits for both. A
     message to itself stays where it was packed, and is passed on by the handle.
     """
 
-    sent: _Outgoing | None
-    to: int
-    taken: Message | None
-    source: int
+    pack: Callable[[Mapping[str, LowRank]], None]
+    post: Callable[[], Callable[[], None]]
     unpack: Callable[[Mapping[int, Tensor]], None]
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing in a part of an exchange."""
+
+
+_IDLE = _Exchange(_nothing, lambda: _nothing, _nothing)
 
 
 class Relay:
@@ -342,14 +347,11 @@ class Relay:
         self._out = [_Buffer(max(sends, default=0), device, travels) for _ in range(2)]
         takes = [message.nbytes for message in chain.from_iterable(taken.values())]
         self._into = [_Buffer(max(takes, default=0), device, travels) for _ in range(2)]
-        self._exchanges = self._make_exchanges(taken)
+        # Whose pages this rank has to map, to unpack into them.
+        self.targets = {each.target for each in chain.from_iterable(taken.values())}
+        self.targets -= routes.handled
+        self._exchanges = [*self._make_exchanges(taken), _IDLE]
         self._error: Exception | None = None
-
-    @property
-    def targets(self) -> set[int]:
-        """Return the targets whose pages this rank has to map, to unpack into them."""
-        taken = {each.taken.target for each in self._exchanges if each.taken is not None}
-        return taken - self._routes.handled
 
     def run(self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]) -> dict[int, int]:
         """Make all exchanges and wait.
@@ -362,12 +364,12 @@ class Relay:
             SyncError: An exchange broke off.
         """
         self._error = None
-        self._pack(0, factors)
-        wait = self._post(0)
-        for number, exchange in enumerate(self._exchanges):
-            self._pack(number + 1, factors)
+        self._try(partial(self._exchanges[0].pack, factors))
+        wait = self._exchanges[0].post()
+        for exchange, following in pairwise(self._exchanges):
+            self._try(partial(following.pack, factors))
             wait()
-            wait = self._post(number + 1)
+            wait = following.post()
             self._try(partial(exchange.unpack, pages))
         if self._into[0].stage.is_cuda:  # the leases end next
             torch.cuda.current_stream(self._into[0].stage.device).synchronize()
@@ -395,26 +397,32 @@ class Relay:
     def _to(self, message: Message) -> int:
         return self._routes.speakers[message.target]
 
-    def _make_exchanges(self, taken: Mapping[int, Sequence[Message]]) -> list[_Exchange]:
-        exchanges: list[_Exchange] = []
-        world = len(self._plan.places)
+    def _make_exchanges(self, taken: Mapping[int, Sequence[Message]]) -> Iterator[_Exchange]:
+        turn, world = cycle(range(2)), len(self._plan.places)
         for step in (*range(1, world), 0):  # to itself last: nobody waits for that
             to, source = (self._rank + step) % world, (self._rank - step) % world
             sends = [sent for sent in self._sends if self._to(sent.message) == to]
             for sent, message in zip_longest(sends, taken.get(source, [])):
-                turn = len(exchanges) % 2
-                unpack = self._unpacking(message, self._into[turn])
-                if sent is not None and to == self._rank:
-                    unpack = self._unpacking(sent.message, self._out[turn])
-                exchanges.append(_Exchange(sent, to, message, source, unpack))
-        return exchanges
+                yield self._exchange(sent, to, message, source, next(turn))
+
+    def _exchange(
+        self, sent: _Outgoing | None, to: int, taken: Message | None, source: int, turn: int
+    ) -> _Exchange:
+        """Make a round: `sent` goes to the rank `to`, and `taken` comes from the rank `source`."""
+        out, into = self._out[turn], self._into[turn]
+        pack = _nothing if sent is None else partial(out.pack, sent)
+        if sent is not None and to == self._rank:
+            return _Exchange(pack, _IDLE.post, self._unpacking(sent.message, out))
+        assert self._wire is not None
+        going = sent and (out.wire[: sent.message.nbytes], to)
+        coming = taken and (into.wire[: taken.nbytes], source)
+        unpack = _nothing if taken is None else self._unpacking(taken, into)
+        return _Exchange(pack, partial(self._wire.post, going, coming), unpack)
 
     def _unpacking(
-        self, message: Message | None, buffer: _Buffer
+        self, message: Message, buffer: _Buffer
     ) -> Callable[[Mapping[int, Tensor]], None]:
         """Return what is done with a message that has arrived in `buffer`."""
-        if message is None:
-            return lambda pages: None
         target, nbytes = message.target, message.nbytes
         if target in self._routes.handled:
             boxes, handle = message.boxes(), self._handles[target]
@@ -427,18 +435,3 @@ class Relay:
             table.start(pages[target])
 
         return unpack
-
-    def _pack(self, number: int, factors: Mapping[str, LowRank]) -> None:
-        if number < len(self._exchanges) and (sent := self._exchanges[number].sent) is not None:
-            self._try(partial(self._out[number % 2].pack, sent, factors))
-
-    def _post(self, number: int) -> Callable[[], None]:
-        if number >= len(self._exchanges) or self._exchanges[number].to == self._rank:
-            return lambda: None
-        assert self._wire is not None
-        exchange, out, into = self._exchanges[number], None, None
-        if exchange.sent is not None:
-            out = self._out[number % 2].wire[: exchange.sent.message.nbytes], exchange.to
-        if exchange.taken is not None:
-            into = self._into[number % 2].wire[: exchange.taken.nbytes], exchange.source
-        return self._wire.post(out, into)
