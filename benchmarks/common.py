@@ -258,7 +258,7 @@ def parser(doc: str | None, cases: Iterable[str] = ()) -> argparse.ArgumentParse
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--out", type=Path, help="folder for full results as JSON")
+    made.add_argument("--out", type=Path, help="folder for full results as JSON, and for pictures")
     made.add_argument(
         "--tiny", action="store_true", help="sizes for a test of this script; times mean nothing"
     )
@@ -275,9 +275,18 @@ def make_scale(args: argparse.Namespace) -> Scale:
     return Scale(device=device, tiny=args.tiny)
 
 
-def run_cases(script: str, cases: Mapping[str, Callable[[], Figures]], out: Path | None) -> None:
-    """Every case, then a table of all figures, and full results as JSON. One that fails costs no
-    other its figures; SystemExit names it at the end.
+Bar = Callable[[str, Figure], tuple[str, str] | None]
+"""(case, figure) -> which bar of the picture, and which part of it; None: in none."""
+
+
+def run_cases(
+    script: str,
+    cases: Mapping[str, Callable[[], Figures]],
+    out: Path | None,
+    bar: Bar | None = None,
+) -> None:
+    """Every case, then a table of all figures, full results as JSON, and a picture. One that fails
+    costs no other its figures; SystemExit names it at the end.
     """
     results: dict[str, Figures] = {}
     failed = []
@@ -299,8 +308,34 @@ def run_cases(script: str, cases: Mapping[str, Callable[[], Figures]], out: Path
     head = ["case", "what", "value", "unit"]
     saved = {name: [asdict(figure) for figure in case] for name, case in results.items()}
     report(script, head, [[name, f.what, f.value, f.unit] for name, f in both], saved, out)
+    placed = [(place, f) for name, f in both if bar is not None and (place := bar(name, f))]
+    if out is not None and placed:
+        _draw(out / f"{script}.png", script, placed)
     if failed:
         raise SystemExit(f"failed, see above: {', '.join(failed)}")
+
+
+def _draw(path: Path, title: str, placed: Sequence[tuple[tuple[str, str], Figure]]) -> None:
+    """Draw a bar for each row, the first on top, made of its parts, with their sum behind it."""
+    from matplotlib.figure import Figure as Picture
+
+    ends: dict[str, float] = {}
+    picture = Picture(layout="constrained")
+    axes = picture.subplots()
+    for part in dict.fromkeys(part for (_, part), _ in placed):
+        mine = {name: figure.value for (name, other), figure in placed if other == part}
+        axes.barh(
+            list(mine), list(mine.values()), left=[ends.get(name, 0.0) for name in mine], label=part
+        )
+        ends = {**ends, **{name: ends.get(name, 0.0) + value for name, value in mine.items()}}
+    for name, total in ends.items():
+        axes.text(total, name, f" {total:.1f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=placed[0][1].unit.split()[0], title=title)
+    axes.margins(x=0.08)
+    picture.set_size_inches(9, 0.9 + 0.38 * len(ends))
+    picture.legend(fontsize=8, loc="outside lower center", ncols=5)
+    picture.savefig(path, dpi=110)
 
 
 def report(

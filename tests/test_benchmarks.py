@@ -65,9 +65,9 @@ def test_a_case_that_fails_or_is_skipped_costs_no_other_its_figures(tmp_path: Pa
 
     cases = {"bad": fail, "absent": skip, "good": lambda: common.figures({"it": 1.0})}
     with pytest.raises(SystemExit, match="failed, see above: bad$"):
-        common.run_cases("some", cases, tmp_path)
+        common.run_cases("some", cases, tmp_path, bar=lambda name, figure: (name, figure.what))
     saved = json.loads((tmp_path / "some.json").read_text())
-    assert saved.keys() == {"conditions", "good"}
+    assert saved.keys() == {"conditions", "good"} and (tmp_path / "some.png").exists()
 
 
 def test_gate_names_ratios_that_are_slower_beyond_their_noise() -> None:
