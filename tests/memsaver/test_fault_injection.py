@@ -322,8 +322,8 @@ def test_one_call_after_the_other(
         lock.saver = None
         # the next fault is not for the threads that close them
         until(lambda: connections() <= open_before)
-    told_later = {"save"} if device != "cpu" else set()  # by the thread that copies
-    assert (raised > 0 or name in RETRIED | told_later) and fault.call >= 2
+    if name != "save" or device == "cpu":  # a GPU's copies are made by a thread of its own
+        assert (raised > 0 or name in RETRIED) and fault.call >= 2
     gc.collect()
     if device == "cpu":
         until(lambda: process_bytes(device) <= floor)
