@@ -1,44 +1,44 @@
-"""One step of a recipe's own loop, trainer and cycle on tensors that take no memory.
+"""A step of a recipe's own loop, trainer and cycle on tensors that take no memory.
 
 So the stages are the cycle's, the order is the loop's, and what the trainer keeps is what its model
-keeps; only the rollout is reckoned (`recipes.planner.tracing`). One rank of the real number, its
+keeps; only the rollout is arithmetic (`recipes.planner.tracing`). One rank of the real number, its
 collectives moving nothing; two micro batches of the largest sequences, since more of them do not
 take more memory.
 """
 
 import contextlib
 import dataclasses
+import gc
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from memsaver import MemorySaver, Usage
-from memsaver.ops.layout import round_up
+from memsaver import MemorySaver
 from recipes.arguments import LOOPS, cycle_arguments, trainer_config
 from recipes.config.models import PpoSection
 from recipes.config.recipe import Recipe
-from recipes.logs.monitor import Monitor, Peaks, View
+from recipes.logs.monitor import Monitor, View
 from recipes.logs.run_folder import RunFolder
-from recipes.planner.allocator import CachingAllocator, repeated_layers, replay, with_layers
+from recipes.loop import Loop
+from recipes.planner.allocator import CachingAllocator
 from recipes.planner.tracing import (
     ATTENTION,
     PACKED_ATTENTION,
-    PAGE,
     EngineSizes,
     HandedOver,
     PlannedDevice,
     PlannedRollout,
     PlannedSaver,
-    planned_usage,
     register_attention,
+    used_bytes,
 )
 from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
@@ -105,14 +105,19 @@ class PlannedRuntime(Runtime):
 
 
 class PlannedTrainer(Trainer):
-    """A sync reads shards and writes elsewhere: nothing to reckon. What leaves beside the answers
-    has left when they are there, and what comes beside scores is there at once. What comes back
-    beside the answers is there with them, if there is room (`Readings`).
+    """A trainer whose offloads and reloads take no time. A sync reads shards and writes elsewhere,
+    so it takes nothing of the device.
+
+    What leaves beside the answers has left when they are there. What comes back beside the answers
+    is then there, too, if the device has room for it; what comes back beside scores is there at
+    once.
     """
 
-    leaving: tuple[str, ...] = ()
-    returning: tuple[str, ...] = ()
+    saver: PlannedSaver
+    room: int
     handed_over: set[HandedOver]
+    _leaving: tuple[str, ...] = ()
+    _returning: tuple[str, ...] = ()
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if into is not None:
@@ -120,19 +125,23 @@ class PlannedTrainer(Trainer):
         if wait:
             super().offload(*tags)
         else:
-            self.leaving = tags
-
-    def leave(self) -> None:
-        if self.leaving:
-            super().offload(*self.leaving)
-        self.leaving = ()
+            self._leaving = tags
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
-        if not wait and self.leaving:
-            self.returning = tags
+        if not wait and self._leaving:
+            self._returning = tags
         else:
             super().reload(*tags)
-            self.returning = ()
+
+    def end_overlap(self) -> None:
+        """Complete what was begun beside the answers."""
+        if self._leaving:
+            super().offload(*self._leaving)
+        coming = sum(map(self.saver.sizes().__getitem__, self._returning))
+        used = self.saver.usage().device_used_bytes or 0
+        if self._returning and used + coming + _SPARE <= self.room:
+            super().reload(*self._returning)
+        self._leaving = self._returning = ()
 
     def sync_weights(self, version: int, **_: Any) -> SyncReceipt:
         names = ("nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds")
@@ -142,89 +151,15 @@ class PlannedTrainer(Trainer):
     alias_weights = sync_weights
 
 
-class Reading(NamedTuple):
-    """paused, returning: tags of the trainer's. emptied: how often torch's cache was by then."""
-
-    stage: str
-    paused: set[str]
-    returning: set[str]
-    served: Usage
-    emptied: int
-
-
-class Readings(Peaks):
-    """Notes where peaks would be read; `peaks` has them once the saver's log has been played."""
-
-    def __init__(
-        self, saver: PlannedSaver, trainer: PlannedTrainer, rollout: PlannedRollout
-    ) -> None:
-        super().__init__()
-        self.noted: list[Reading] = []
-        self._saver, self._trainer, self._rollout = saver, trainer, rollout
-
-    def passed(self, stage: str) -> None:
-        self._saver.planned.read()
-        paused, returning = set(self._saver.paused), set(self._trainer.returning)
-        used, emptied = self._rollout.take_usage(), self._saver.planned.emptied
-        self.noted.append(Reading(stage, paused, returning, used, emptied))
-
-    def peaks(
-        self, sizes: Mapping[str, int], torch_use: Sequence[tuple[int, int]], first: int, room: int
-    ) -> Stages:
-        """Returns a later step's peaks. first: readings up to the first step's end. room: bytes."""
-        both, came = [], False
-        before: set[str] = set()
-        torch_use = self._of_a_later_step(torch_use, first)
-        for (_, paused, returning, served, _), use in zip(self.noted, torch_use, strict=True):
-            back = paused & returning
-            usage = planned_usage(sizes, paused - back, *use)
-            if back and not before:  # the answers are there, and the engine sleeps later
-                came = _used(usage, served) + _SPARE <= room
-            before = back
-            usage = usage if came else planned_usage(sizes, paused, *use)
-            both.append(_on_one_device(usage, served))
-        peaks, trainer, rollout = Peaks(), iter(both), iter(both)
-        peaks.watch("trainer", lambda: next(trainer)[0])
-        peaks.watch("rollout", lambda: next(rollout)[1])
-        steps: list[Stages] = []
-        for part in (self.noted[:1], self.noted[1:first], self.noted[first:]):
-            for stage, *_ in part:
-                peaks.passed(stage)
-            steps.append(peaks.take())
-        again = steps[2].keys()
-        return steps[2] | {stage: steps[1][stage] for stage in steps[1] if stage not in again}
-
-    def _of_a_later_step(
-        self, torch_use: Sequence[tuple[int, int]], first: int
-    ) -> list[tuple[int, int]]:
-        """Until the first step's cache is emptied on its way from the rollout, a later step has
-        what the one before left there.
-        """
-        later, switched = list(torch_use), len(torch_use) - first
-        left, _ = torch_use[-1]
-        for number in range(switched + 1, first):
-            if self.noted[number - 1].emptied > self.noted[switched].emptied:
-                break
-            now, most = torch_use[number]
-            kept = self.noted[number].emptied == self.noted[switched].emptied
-            later[number] = max(now, left) if kept else now, max(most, left)
-        return later
-
-
-def _used(*sides: Usage) -> int:
-    return sum(sum(usage.tags.values()) + usage.torch_bytes for usage in sides)
-
-
-def _on_one_device(one: Usage, other: Usage) -> tuple[Usage, Usage]:
-    used = _used(one, other)
-    first, second = (dataclasses.replace(each, device_used_bytes=used) for each in (one, other))
-    return first, second
-
-
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """stages: of a step after the first. tags: bytes of the trainer's while they have memory. host:
-    what it has on the host for good. handed_over: bytes of a step that go to the other side.
+    """What a step after the first takes.
+
+    Attributes:
+        stages: Peaks by stage, as `Peaks` has them.
+        tags: Bytes of the trainer's tags while they have memory.
+        host: Bytes that the trainer holds on the host all the time.
+        handed_over: Bytes of a step that go to the other side.
     """
 
     stages: Stages
@@ -241,71 +176,76 @@ def dry_run(
     prompt_tokens: int,
     workspace_bytes: int,
     room: int,
-    all_layers: bool = False,
     staged: bool = True,
 ) -> DryRun:
-    """fields: of the model's config. all_layers: trace every layer; otherwise some, and repeat a
-    period of them. room: bytes of a device for both sides. staged: see `PlannedRollout`."""
-    first, period, copies = (0, 1, 0) if all_layers else repeated_layers(fields)
-    traced = fields["num_hidden_layers"] - copies * period
-    few = _with_layers(fields, traced)
-    rollout = PlannedRollout(engine, staged)
-    saver = PlannedSaver(PlannedDevice(workspace_bytes))
-    readings, before = _trace(recipe, few, rollout, prompt_tokens, saver)
-    sizes, host = saver.sizes(), saver.planned.host_bytes
-    if copies:
-        more = _built(recipe, _with_layers(fields, traced + period), prompt_tokens)
-        larger, host_larger = more.sizes(), more.planned.host_bytes
-        sizes = {tag: nbytes + copies * (larger[tag] - nbytes) for tag, nbytes in sizes.items()}
-        host += copies * (host_larger - host)
-    sizes = {tag: round_up(nbytes, PAGE) for tag, nbytes in sizes.items()}
-    torch_use = replay(with_layers(saver.planned.log.entries, first, period, copies))
-    both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
-    pairs = [(map(both.__getitem__, tags), both[into]) for tags, into in rollout.handed_over]
-    handed_over = sum(min(sum(given), taken) for given, taken in pairs)
-    return DryRun(readings.peaks(sizes, torch_use, before, room), sizes, host, handed_over)
+    """Run a step of the recipe, and return what a later one takes.
 
-
-def _with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The first so many; lists that say something of each layer are cut, too."""
-    all_layers = fields["num_hidden_layers"]
-    cut = {
-        name: value[:layers] if isinstance(value, list) and len(value) == all_layers else value
-        for name, value in fields.items()
-    }
-    return cut | {"num_hidden_layers": layers}
-
-
-def _trace(
-    recipe: Recipe,
-    fields: dict[str, Any],
-    rollout: PlannedRollout,
-    prompt_tokens: int,
-    saver: PlannedSaver,
-) -> tuple[Readings, int]:
-    """A step, and the way to the next one's rollout; how many readings there were before that."""
+    Args:
+        recipe: Its switch is decided.
+        fields: The model's config.
+        engine: Bytes of the other side.
+        prompt_tokens: Of every prompt.
+        workspace_bytes: See `PlannedDevice`.
+        room: Bytes of a device for both sides.
+        staged: See `PlannedRollout`.
+    """
+    rollout, saver = PlannedRollout(engine, staged), PlannedSaver(PlannedDevice(workspace_bytes))
+    saver.used_by_peer = lambda: used_bytes(rollout.usage())
     with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
-        rollout.answered, trainer.handed_over = trainer.leave, rollout.handed_over
+        rollout.answered, trainer.room = trainer.end_overlap, room
+        trainer.handed_over = rollout.handed_over
         monitor = Monitor(RunFolder(setup.model_dir), View())
-        monitor.peaks = readings = Readings(saver, trainer, rollout)
+        monitor.peaks.watch("trainer", saver.take_usage)
+        monitor.peaks.watch("rollout", rollout.take_usage)
         served = cast(Rollout, rollout)  # but for the methods of a sync
         cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
         make_loop = LOOPS[recipe.algorithm]
         loop = make_loop(setup=setup, trainer=trainer, rollout=served, cycle=cycle, monitor=monitor)
-        for model in trainer.models():
-            saver.planned.mark_layers(model)
-        readings.passed("build")
-        loop.train_step(1)
-        first = len(readings.noted)
-        loop.to_rollout(2)
-    return readings, first
+        stages = _of_a_later_step(loop, saver.planned)
+        sizes = saver.sizes()
+    both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
+    pairs = [(map(both.__getitem__, tags), both[into]) for tags, into in rollout.handed_over]
+    handed_over = sum(min(sum(given), taken) for given, taken in pairs)
+    return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
 
 
-def _built(recipe: Recipe, fields: dict[str, Any], prompt_tokens: int) -> PlannedSaver:
-    """Only made: it has the bytes of the tags, and of the host."""
-    saver = PlannedSaver(PlannedDevice(workspace_bytes=0))
-    with _trainer(recipe, fields, prompt_tokens, saver):
-        return saver
+def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
+    """Return the peaks of a step that finds in torch's cache what the step before left there."""
+    peaks, begun = loop.monitor.peaks, device.emptied
+    peaks.passed("build")
+    peaks.take()
+    loop.train_step(1)
+    stages, emptied, left = peaks.take(), device.emptied, device.allocator.reserved
+    loop.to_rollout(2)
+    stages |= peaks.take()
+    if device.emptied > emptied:  # both steps began without a cache
+        return stages
+    if emptied == begun:  # the cache only grows
+        return {name: _with_cache(peak, left) for name, peak in stages.items()}
+    loop.to_train()
+    loop.train_step(2)
+    return peaks.take()
+
+
+def _with_cache(peak: dict[str, Any], cached: int) -> dict[str, Any]:
+    """Return a stage's peak in a trainer whose torch holds at least `cached` bytes."""
+    more = max(0, cached - peak["torch"]["trainer"])
+    grown = {
+        name: peak[name] | {"trainer": peak[name]["trainer"] + more}
+        for name in ("torch", "processes")
+    }
+    return {**peak, **grown, "device_bytes": peak["device_bytes"] + more}
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep garbage collection from what is already there: it would take a third of the time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
@@ -315,8 +255,9 @@ def _trainer(
     """The recipe's trainer on `saver`, alive inside the block."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        _without_memory(recipe.cluster.size) as mesh,
-        saver.planned.following(),
+        _alone_among(recipe.cluster.size) as mesh,
+        saver.planned,
+        _frozen(),
     ):
         tokenizer = toy_tokenizer([])
         describe_random_model(fields, tokenizer, Path(folder))
@@ -329,9 +270,8 @@ def _trainer(
 
 
 @contextlib.contextmanager
-def _without_memory(world: int) -> Iterator[DeviceMesh]:
-    """Fake tensors on the CPU, and a mesh of `world` ranks in which nobody else is."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _alone_among(world: int) -> Iterator[DeviceMesh]:
+    """Make a mesh of `world` ranks in which nobody else is."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -340,10 +280,7 @@ def _without_memory(world: int) -> Iterator[DeviceMesh]:
     register_attention()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        # Real, for it reads the tensor of its ranks.
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield mesh
+        yield init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     finally:
         dist.destroy_process_group()
 

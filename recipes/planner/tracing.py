@@ -1,14 +1,19 @@
-"""Operations on fake tensors, and what they would ask of torch's allocator.
+"""A device without memory: tensors that have a shape and no content, and what they would ask of
+torch's allocator.
 
 `PlannedDevice` follows a process's storages, `PlannedSaver` stands in for its `MemorySaver`,
-`PlannedRollout`, of which there are only sizes, for the engine;
-attention is as a GPU computes it: which tensors it keeps is what counts.
+`PlannedRollout`, of which there are only sizes, for the engine; attention is computed as on a GPU,
+since what it saves for the backward pass counts.
 """
 
+from __future__ import annotations
+
 import contextlib
+import dataclasses
+import functools
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,208 +21,293 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memsaver import Usage
 from memsaver.ops.layout import round_up
-from recipes.planner.allocator import CachingAllocator, Key, Log
+from recipes.planner.allocator import CachingAllocator
 from rollout import Completion, SamplingParams
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from trainer_bridge.training import packed_attention
 
 PAGE = 2 << 20
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _MULTIPLIES = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
+class PlannedTensor(Tensor):
+    """A tensor of the planned device, which to all others is the CPU.
+
+    Operations on it compute shapes alone, those of its meta tensor `bare`, whose storage it shares.
+    """
+
+    bare: Tensor
+
+    @staticmethod
+    def __new__(cls, bare: Tensor) -> Self:
+        """Return the tensor of the planned device with the shape and the storage of `bare`."""
+        tensor = torch.Tensor._make_subclass(
+            cls, bare, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        tensor.bare = bare
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = _CPU  # which is asked for too often to dispatch it
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return _CPU
+        raise RuntimeError(f"{func} of a planned tensor outside of its PlannedDevice")
+
+
+_PLAIN = {PlannedTensor, Tensor, nn.Parameter, nn.Buffer}
+
+
+class _PlannedStorage(torch.UntypedStorage):
+    """The storage of planned tensors. FSDP resizes storages, which no dispatch mode sees."""
+
+    planned: PlannedDevice
+    key: int | None
+
+    def resize_(self, nbytes: int) -> Any:
+        resized = super().resize_(nbytes)
+        self.planned.resized(self)
+        return resized
+
+
 class PlannedDevice(TorchDispatchMode):
-    """Logs every storage that operations make, resize or drop inside `following()`."""
+    """Asks a `CachingAllocator` for what the operations inside its block would ask of torch's."""
 
     def __init__(self, workspace_bytes: int) -> None:
-        """workspace_bytes: of cuBLAS, one for each thread that multiplies."""
+        """Make a device on which nothing is allocated.
+
+        Args:
+            workspace_bytes: Of cuBLAS, for each thread that multiplies.
+        """
         super().__init__()
-        self.log = Log()
+        self.allocator = CachingAllocator()
         self.emptied = 0  # how often torch's cache was
-        self.host_bytes = 0  # of the host, for good
-        # That what is made now belongs to; None: torch's own.
-        self._tag: CachingAllocator | None = None
+        self.host_bytes = 0  # allocated on the host until the process ends
+        self._tag: CachingAllocator | None = None  # which new storages belong to; None: torch's own
         self._workspace = workspace_bytes
-        self._workspaces: dict[str, Key] = {}
-        self._keys: dict[int, tuple[Key | None, weakref.ref[Any]]] = {}
-        self._held: set[Key] = set()
-        self._views: dict[int, weakref.ref[Any]] = {}
+        self._workspaces: set[str] = set()
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._keys = 0
         self._streams: dict[int, int] = {}
 
-    def empty_cache(self) -> None:
-        for key in self._workspaces.values():
-            self._free(key)
-        self._workspaces.clear()
-        self.emptied += 1
-        self.log.add("empty_cache")
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and not to look for it saves a tenth of the time."""
+        return False
 
-    def read(self) -> None:
-        self.log.add("read")
+    def empty_cache(self) -> None:
+        """Return cached blocks and cuBLAS's workspaces to the driver."""
+        for thread in self._workspaces:
+            self.allocator.free(thread)
+        self._workspaces.clear()
+        self.allocator.empty_cache()
+        self.emptied += 1
 
     @contextlib.contextmanager
     def placing(self, tag: CachingAllocator) -> Iterator[None]:
+        """Place what is allocated inside the block on a tag."""
         before, self._tag = self._tag, tag
         try:
             yield
         finally:
             self._tag = before
 
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """FSDP frees and takes unsharded parameters by resizing storages.
-
-        That is no operation, so no dispatch mode sees it, and FSDP calls no hook of ours there:
-        torch's own method is replaced inside the block.
-        """
-        resize = torch.UntypedStorage.resize_
-
-        def followed(storage: torch.UntypedStorage, size: int) -> Any:
-            out = resize(storage, size)
-            self._resized(storage, size)
-            return out
-
-        torch.UntypedStorage.resize_ = followed  # type: ignore[method-assign, assignment]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    def mark_layers(self, model: Any) -> None:
-        """Cut the log where the layers of a transformers decoder begin and end."""
-        decoder = model.get_decoder()
-        for index, layer in enumerate(decoder.layers):
-            layer.register_forward_pre_hook(self._before(index), prepend=True)
-            layer.register_forward_hook(self._after(index))
-        decoder.norm.register_forward_pre_hook(
-            lambda *_: None if _in_backward() else self.log.leave(), prepend=True
-        )
-
-    def _before(self, index: int) -> Any:
-        def entered(layer: nn.Module, args: Any) -> None:
-            if _in_backward():
-                return  # a checkpointed layer, computed anew
-            self.log.enter("forward", index)
-            if index == 0 and args[0].requires_grad:
-                args[0].register_hook(lambda grad: self.log.leave())
-
-        return entered
-
-    def _after(self, index: int) -> Any:
-        def left(layer: nn.Module, args: Any, out: Any) -> None:
-            hidden = out[0] if isinstance(out, tuple) else out
-            if hidden.requires_grad and not _in_backward():
-                hidden.register_hook(lambda grad: self._backward(index))
-
-        return left
-
-    def _backward(self, index: int) -> None:
-        self.log.enter("backward", index)
-        if index == 0:
-            torch.autograd.Variable._execution_engine.queue_callback(self.log.leave)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _in_fake_mode():
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return _CPU
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # a DTensor: its shards come here next
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0  # a number that steers nothing here
         if func.overloadpacket.__name__ in _MULTIPLIES:
             self._take_workspace()
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # Of tensors without memory torch has the shapes of bf16 alone.
-            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:]).to(args[0].dtype)
-        else:
-            out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
-            batch, heads, length, _ = args[1].shape
-            self._pass_by(_flash_scratch(args[1], args[2], heads, batch * round_up(length, 128)))
-        if func is torch.ops.aten._flash_attention_backward.default:
-            sequences = len(args[6]) - 1
-            total, heads, _ = args[1].shape
-            self._pass_by(_flash_scratch(args[1], args[2], heads, total + 128 * sequences))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                if func.is_view:
-                    self._see_view(leaf.untyped_storage(), args[0].untyped_storage())
-                else:
-                    self._see(leaf.untyped_storage())
+        out = self._compute(func, args, kwargs or {})
+        self._pass_by(_scratch(func, args))
         return out
 
-    def _see_view(self, view: torch.UntypedStorage, base: torch.UntypedStorage) -> None:
-        """Takes nothing for a fake view's own storage, and keeps the base alive."""
-        address = view._cdata
-        if address not in self._keys and address not in self._views:
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute the shapes of an operation's results, and follow their storages."""
+        if func is torch.ops.aten.lift_fresh.default:  # of the numbers in torch.tensor(numbers)
+            return self._planned(_shape_of(args[0]), {})
+        found = _Arguments()
+        args = found.bare(args)
+        kwargs = {name: found.bare(value) for name, value in kwargs.items()}
+        device = kwargs.get("device")
+        if device is not None or (not found.any and _takes_device(func)):
+            kwargs["device"] = _META
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # Meta tensors have the shapes of bf16 alone.
+            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:]).to(args[0].dtype)
+        else:
+            out = _result_of(func, args, kwargs)
+        on_meta = found.meta and not found.planned if device is None else device.type == "meta"
+        return out if on_meta else self._planned(out, found.planned)
 
-            def gone(_: Any, base: torch.UntypedStorage = base) -> None:
-                del self._views[address]
+    def _planned(self, out: Any, planned: dict[int, PlannedTensor]) -> Any:
+        """Replace the meta tensors of a result by planned tensors: arguments by themselves."""
+        if isinstance(out, Tensor):
+            if (tensor := planned.get(id(out))) is not None:
+                return tensor
+            self._follow(out.untyped_storage())
+            return PlannedTensor(out)
+        if isinstance(out, list | tuple):
+            return type(out)(self._planned(part, planned) for part in out)
+        return out
 
-            self._views[address] = weakref.ref(view, gone)
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address in self._keys or address in self._views:
+    def _follow(self, storage: Any) -> None:
+        if type(storage) is _PlannedStorage:
             return
-        key = None
-        if self._tag is None:
-            key = self.log.new_key()
-            self._allocate(key, storage.nbytes())
-        elif storage.nbytes():
-            self._tag.allocate(object(), storage.nbytes())
-
-        def gone(dead: Any) -> None:
-            if address in self._keys and self._keys[address][1] is dead:
-                del self._keys[address]
-            self._free(key)
-
-        self._keys[address] = (key, weakref.ref(storage, gone))
-
-    def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        self._see(storage)
-        if (entry := self._keys.get(storage._cdata)) is None or entry[0] is None:
+        storage.__class__ = _PlannedStorage
+        storage.planned, storage.key = self, None
+        if self._tag is not None:
+            if storage.nbytes():
+                self._tag.allocate(object(), storage.nbytes())
             return
-        self._free(entry[0])
-        if nbytes:
-            self._keys.pop(storage._cdata)  # under a new key, made by this block
-            self._see(storage)
+        self._keys += 1
+        storage.key = key = self._keys
 
-    def _allocate(self, key: Key, nbytes: int) -> None:
-        if nbytes:
-            self._held.add(key)
-            self.log.add("allocate", key, nbytes, self._stream())
+        def gone(_: Any) -> None:
+            del self._storages[key]
+            if self.allocator.holds(key):
+                self.allocator.free(key)
 
-    def _free(self, key: Key | None) -> None:
-        if key in self._held:
-            self._held.remove(key)
-            self.log.add("free", key)
+        self._storages[key] = weakref.ref(storage, gone)
+        self.resized(storage)
+
+    def resized(self, storage: Any) -> None:
+        """Allocate what a storage holds now, in place of what it held."""
+        if storage.key is None:
+            return
+        if self.allocator.holds(storage.key):
+            self.allocator.free(storage.key)
+        if nbytes := storage.nbytes():
+            self.allocator.allocate(storage.key, nbytes, self._stream())
 
     def _take_workspace(self) -> None:
-        name = "backward" if _in_backward() else "forward"  # autograd has a thread of its own
-        if self._workspace and name not in self._workspaces:
-            self._workspaces[name] = key = self.log.new_key()
-            self._allocate(key, self._workspace)
+        thread = "backward" if _in_backward() else "forward"  # autograd has a thread of its own
+        if self._workspace and thread not in self._workspaces:
+            self._workspaces.add(thread)
+            self.allocator.allocate(thread, self._workspace, self._stream())
 
     def _pass_by(self, sizes: list[int]) -> None:
-        keys = [self.log.new_key() for _ in sizes]
-        for key, size in zip(keys, sizes, strict=True):
-            self._allocate(key, size)
-        for key in keys:
-            self._free(key)
+        for number, size in enumerate(sizes):
+            self.allocator.allocate(("scratch", number), size, self._stream())
+        for number, _ in enumerate(sizes):
+            self.allocator.free(("scratch", number))
 
     def _stream(self) -> int:
         return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+class _Arguments:
+    """The tensors among an operation's arguments."""
+
+    def __init__(self) -> None:
+        self.any = self.meta = False
+        self.planned: dict[int, PlannedTensor] = {}  # by the id of its meta tensor
+
+    def bare(self, value: Any) -> Any:
+        """Replace tensors by meta tensors of the same shape."""
+        if isinstance(value, Tensor):
+            self.any = True
+            if isinstance(value, PlannedTensor):
+                self.planned[id(value.bare)] = value
+                return value.bare
+            if value.is_meta:
+                self.meta = True
+            elif value.dim():  # a number is no obstacle
+                return _shape_of(value)
+        elif isinstance(value, list | tuple):
+            return type(value)(map(self.bare, value))
+        return value
 
 
-def _flash_scratch(query: Tensor, key: Tensor, heads: int, rows: int) -> list[int]:
-    """Returns bytes in FlashAttention's backward: fp32 dQ, row sums, dK and dV a query head."""
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _scratch(func: Any, args: Any) -> list[int]:
+    """Return bytes that FlashAttention's backward takes while it runs; none of another function."""
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        batch, heads, length, _ = args[1].shape
+        rows = batch * round_up(length, 128)
+    elif func is torch.ops.aten._flash_attention_backward.default:
+        sequences = len(args[6]) - 1
+        total, heads, _ = args[1].shape
+        rows = total + 128 * sequences
+    else:
+        return []
+    query, key = args[1], args[2]
+    # dQ in fp32, row sums, and dK and dV of every query head
     sizes = [4 * rows * heads * round_up(query.shape[-1], 32), 4 * heads * rows]
     if key.numel() != query.numel():
         sizes += 2 * [query.numel() * query.element_size()]
     return sizes
+
+
+_SHAPES: dict[Any, Any] = {}
+
+
+def _result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Compute an operation on meta tensors; what makes new ones from the same shapes only once.
+
+    Layers and micro batches are alike, and most shapes are computed in Python.
+    """
+    if not _makes_tensor(func):
+        return func(*args, **kwargs)
+    key = func, _shapes(args), _shapes(kwargs.values()), *kwargs
+    if (shape := _SHAPES.get(key)) is None:
+        out = func(*args, **kwargs)
+        if type(out.untyped_storage()) is not _PlannedStorage:  # a view that does not say so
+            _SHAPES[key] = out.shape, out.stride(), out.dtype
+        return out
+    size, stride, dtype = shape
+    return torch.empty_strided(size, stride, dtype=dtype, device=_META)
+
+
+def _shapes(values: Any) -> Hashable:
+    return tuple(map(_shape, values))
+
+
+def _shape(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, list | tuple):
+        return _shapes(value)
+    return type(value), value
+
+
+@functools.cache
+def _makes_tensor(func: Any) -> bool:
+    """Return whether an operation makes one tensor, and changes none."""
+    schema = func._schema
+    returns = schema.returns
+    one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return one and not schema.is_mutable and returns[0].alias_info is None
+
+
+@functools.cache
+def _takes_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _in_fake_mode() -> bool:
+    """Return whether DTensor computes a shape, for which it has a mode of its own."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class PlannedSaver:
@@ -230,6 +320,7 @@ class PlannedSaver:
         self._direct = Counter[str]()
         self._regions = defaultdict[str, CachingAllocator](CachingAllocator)
         self.paused: set[str] = set()
+        self.used_by_peer: Callable[[], int] = lambda: 0  # bytes of the same device
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard"
@@ -273,9 +364,22 @@ class PlannedSaver:
         return 0
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every tag while it has memory, not yet rounded to pages."""
+        """Return the bytes of every tag while it has memory."""
         tags = dict.fromkeys([*self._direct, *self._regions])
-        return {tag: self._direct[tag] + self._regions[tag].reserved for tag in tags}
+        held = {tag: self._direct[tag] + self._regions[tag].reserved for tag in tags}
+        return {tag: round_up(nbytes, PAGE) for tag, nbytes in held.items()}
+
+    def usage(self) -> Usage:
+        """Return what the trainer holds, and in `device_used_bytes` what both sides hold."""
+        torch_use = self.planned.allocator
+        usage = _usage(self.sizes(), self.paused, torch_use.reserved, torch_use.peak)
+        return dataclasses.replace(usage, device_used_bytes=used_bytes(usage) + self.used_by_peer())
+
+    def take_usage(self) -> Usage:
+        """Return `usage`, and count torch's peak anew; see `MemorySaver.take_usage`."""
+        usage = self.usage()
+        self.planned.allocator.reset_peak()
+        return usage
 
 
 ATTENTION = "planned"
@@ -381,9 +485,9 @@ class PlannedRollout:
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
         self._pool = self._grown
-        self.answered()
         # Which torch keeps, until the KV cache sleeps.
         self._torch = self._peak = self._sizes.generating
+        self.answered()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return [[_longest(param.max_tokens)] * param.n for param in each]
 
@@ -414,19 +518,27 @@ class PlannedRollout:
     def shrink(self) -> None:
         """Only ever makes room earlier."""
 
-    def take_usage(self) -> Usage:
-        peak, self._peak = self._peak, self._torch
+    def usage(self) -> Usage:
         tags = self._sizes.tags | {KV_CACHE: self._pool}
-        return planned_usage(tags, self._asleep, self._torch, peak, self._resident)
+        return _usage(tags, self._asleep, self._torch, self._peak, self._resident)
+
+    def take_usage(self) -> Usage:
+        usage, self._peak = self.usage(), self._torch
+        return usage
 
     def abort_update(self, reason: str) -> None:
         raise AssertionError(reason)
 
 
-def planned_usage(
+def used_bytes(usage: Usage) -> int:
+    """Return the bytes that a process holds now."""
+    return sum(usage.tags.values()) + usage.torch_bytes
+
+
+def _usage(
     sizes: Mapping[str, int], away: Set[str], torch_bytes: int, torch_peak: int, host: int = 0
 ) -> Usage:
-    """A process has all tags but those that are away, and torch's own."""
+    """Return the usage of a process with all tags but those that are away, and torch's own."""
     return Usage(
         tags={tag: 0 if tag in away else nbytes for tag, nbytes in sizes.items()},
         torch_bytes=torch_bytes,

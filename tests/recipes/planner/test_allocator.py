@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,3 +104,71 @@ def test_what_is_held_covers_what_lives_and_all_of_it_comes_back(
         allocator.free(key)
     allocator.empty_cache()
     assert allocator.reserved == 0
+
+
+@settings(max_examples=40)
+@given(steps)
+def test_reserved_never_falls_without_emptying(requests: list[tuple[int, int, int]]) -> None:
+    allocator, live, before = CachingAllocator(), set[int](), 0
+    for key, size, stream in requests:
+        if key in live:
+            allocator.free(key)
+        else:
+            allocator.allocate(key, size, stream)
+        live ^= {key}
+        assert allocator.reserved >= before
+        before = allocator.reserved
+
+
+def test_small_requests_share_a_segment_of_two_mebibytes() -> None:
+    allocator = CachingAllocator()
+    for number in range(4096):
+        allocator.allocate(number, 512)
+        assert allocator.reserved == 2 * MIB
+    allocator.allocate("one more", 1)
+    assert allocator.reserved == 4 * MIB
+
+
+def test_small_and_large_requests_share_no_segment() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate("large", 20 * MIB)
+    allocator.free("large")
+    allocator.allocate("small", 1000)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_requests_below_ten_mebibytes_share_segments_of_twenty() -> None:
+    allocator = CachingAllocator()
+    for number, reserved in enumerate([20, 20, 20, 40]):
+        allocator.allocate(number, 6 * MIB)
+        assert allocator.reserved == reserved * MIB
+
+
+def test_what_streams_needed_adds_up_until_the_cache_is_emptied() -> None:
+    allocator = CachingAllocator()
+    for stream in range(3):
+        allocator.allocate(stream, 30 * MIB, stream)
+        allocator.free(stream)
+    assert allocator.reserved == 90 * MIB
+    allocator.allocate("kept", 10 * MIB)
+    allocator.empty_cache()
+    assert allocator.reserved == 30 * MIB
+
+
+@pytest.mark.gpu
+def test_the_allocator_takes_what_torchs_takes() -> None:
+    """Random sizes and lifetimes in a pool of their own, torch's own counter after each."""
+    chosen, allocator = random.Random(0), CachingAllocator()
+    torch.cuda.empty_cache()
+    begin, live = torch.cuda.memory_reserved(), dict[int, torch.Tensor]()
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        for number in range(300):
+            if live and chosen.random() < 0.45:
+                key = chosen.choice([*live])
+                del live[key]
+                allocator.free(key)
+            else:
+                size = int(2 ** chosen.uniform(8, 27))
+                live[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
+                allocator.allocate(number, size)
+            assert torch.cuda.memory_reserved() - begin == allocator.reserved, number
