@@ -113,7 +113,7 @@ class PlannedTrainer(Trainer):
     once.
     """
 
-    saver: PlannedSaver
+    saver: PlannedSaver  # type: ignore[assignment]
     room: int
     handed_over: set[HandedOver]
     _leaving: tuple[str, ...] = ()

@@ -51,11 +51,13 @@ class PlannedTensor(Tensor):
         tensor.bare = bare
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     device = _CPU  # which is asked for too often to dispatch it
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return _CPU
         raise RuntimeError(f"{func} of a planned tensor outside of its PlannedDevice")
