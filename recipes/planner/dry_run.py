@@ -153,7 +153,7 @@ class PlannedTrainer(Trainer):
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What a step after the first takes.
+    """Bytes of a step after the first.
 
     Attributes:
         stages: Peaks by stage, as `Peaks` has them.

@@ -32,7 +32,7 @@ class RealStorages(TorchDispatchMode):
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        address, nbytes = storage._cdata, storage.nbytes()
+        address, nbytes = id(storage), storage.nbytes()
         if address in self._refs:
             return
 
