@@ -75,7 +75,7 @@ def plan_of(
     """The plan of a recipe, with its own model and longest prompt, and remedies that were tried.
 
     A model that is not on this machine yet has the shape that the recipe names beside it, and
-    prompts are guessed. outside: as of `make_plan`.
+    prompts are guessed. outside: as of `planning`.
     """
     recipe, card = placed(recipe, gpu)
     with contextlib.ExitStack() as stack:

@@ -12,9 +12,10 @@ import gc
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,14 +45,17 @@ from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.setup.preparation import Setup
 from recipes.tasks import Problem, Score, Task
 from rollout import Rollout
-from trainer_bridge import Cycle
+from trainer_bridge import Cycle, SequenceBatch
 from trainer_bridge.offload import Wait
 from trainer_bridge.sync import SyncReceipt
+from trainer_bridge.tags import REFERENCE
 from trainer_bridge.trainer import Trainer
 from trainer_bridge.training import Runtime
 
 Stages = dict[str, dict[str, Any]]
 """As `Peaks` has them."""
+_Result = TypeVar("_Result")
+_BUILD = "build"  # of the trainer
 _SPARE = 1 << 30  # bytes that what comes back beside the answers leaves free (`Offloader`)
 
 
@@ -119,6 +123,40 @@ class PlannedTrainer(Trainer):
     _leaving: tuple[str, ...] = ()
     _returning: tuple[str, ...] = ()
 
+    def begin(self, handed_over: set[HandedOver]) -> None:
+        """Hold what a new trainer holds.
+
+        Args:
+            handed_over: Gets what goes to the other side.
+        """
+        self.handed_over = handed_over
+        self._offloader.reload()
+        if self.reference is not None:
+            self._offloader.offload(REFERENCE)
+        self.saver.planned.clear()
+        self.saver.planned.once(_BUILD, lambda: self)
+
+    def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> list[list[float]]:
+        return self._once(super().compute_log_prob, batch, base=base)
+
+    def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]:
+        return self._once(super().compute_ref_log_prob, batch)
+
+    def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
+        return self._once(super().compute_values, batch)
+
+    def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
+        return self._once(super().update_critic, batch)
+
+    def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
+        return self._once(super().update_actor, batch)
+
+    def _once(
+        self, method: Callable[..., _Result], batch: SequenceBatch, **how: Hashable
+    ) -> _Result:
+        key = method.__name__, tuple(map(len, batch.response_ids)), *how.values()
+        return self.saver.planned.once(key, partial(method, batch, **how))
+
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
         if into is not None:
             self.handed_over.add((tags, into))
@@ -170,39 +208,36 @@ class DryRun:
 
 def dry_run(
     recipe: Recipe,
-    fields: dict[str, Any],
     engine: EngineSizes,
+    setup: PlannedSetup,
+    trainer: PlannedTrainer,
     *,
-    prompt_tokens: int,
-    workspace_bytes: int,
     room: int,
     staged: bool = True,
 ) -> DryRun:
     """Run a step of the recipe, and return what a later one takes.
 
     Args:
-        recipe: Its switch is decided.
-        fields: The model's config.
+        recipe: Its switch is decided; all else is as when the trainer was made.
         engine: Bytes of the other side.
-        prompt_tokens: Of every prompt.
-        workspace_bytes: See `PlannedDevice`.
+        setup: As `planned_trainer` has it.
+        trainer: As `planned_trainer` has it, perhaps after another run.
         room: Bytes of a device for both sides.
         staged: See `PlannedRollout`.
     """
-    rollout, saver = PlannedRollout(engine, staged), PlannedSaver(PlannedDevice(workspace_bytes))
+    rollout, saver = PlannedRollout(engine, staged), trainer.saver
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
-    with _trainer(recipe, fields, prompt_tokens, saver) as (setup, trainer):
-        rollout.answered, trainer.room = trainer.end_overlap, room
-        trainer.handed_over = rollout.handed_over
-        monitor = Monitor(RunFolder(setup.model_dir), View())
-        monitor.peaks.watch("trainer", saver.take_usage)
-        monitor.peaks.watch("rollout", rollout.take_usage)
-        served = cast(Rollout, rollout)  # but for the methods of a sync
-        cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
-        make_loop = LOOPS[recipe.algorithm]
-        loop = make_loop(setup=setup, trainer=trainer, rollout=served, cycle=cycle, monitor=monitor)
-        stages = _of_a_later_step(loop, saver.planned)
-        sizes = saver.sizes()
+    rollout.answered, trainer.room = trainer.end_overlap, room
+    trainer.begin(rollout.handed_over)
+    monitor = Monitor(RunFolder(setup.model_dir), View())
+    monitor.peaks.watch("trainer", saver.take_usage)
+    monitor.peaks.watch("rollout", rollout.take_usage)
+    served = cast(Rollout, rollout)  # but for the methods of a sync
+    cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
+    make_loop = LOOPS[recipe.algorithm]
+    loop = make_loop(setup=setup, trainer=trainer, rollout=served, cycle=cycle, monitor=monitor)
+    stages = _of_a_later_step(loop, saver.planned)
+    sizes = saver.sizes()
     both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
     pairs = [(map(both.__getitem__, tags), both[into]) for tags, into in rollout.handed_over]
     handed_over = sum(min(sum(given), taken) for given, taken in pairs)
@@ -249,14 +284,22 @@ def _frozen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _trainer(
-    recipe: Recipe, fields: dict[str, Any], prompt_tokens: int, saver: PlannedSaver
+def planned_trainer(
+    recipe: Recipe, fields: dict[str, Any], *, prompt_tokens: int, workspace_bytes: int
 ) -> Iterator[tuple[PlannedSetup, PlannedTrainer]]:
-    """The recipe's trainer on `saver`, alive inside the block."""
+    """Make the recipe's trainer, alive inside the block, for runs with any switch.
+
+    Args:
+        recipe: What is asked for.
+        fields: The model's config.
+        prompt_tokens: Of every prompt.
+        workspace_bytes: See `PlannedDevice`.
+    """
+    device = PlannedDevice(workspace_bytes)
     with (
         tempfile.TemporaryDirectory() as folder,
         _alone_among(recipe.cluster.size) as mesh,
-        saver.planned,
+        device,
         _frozen(),
     ):
         tokenizer = toy_tokenizer([])
@@ -264,9 +307,10 @@ def _trainer(
         setup = _setup(recipe, tokenizer, Path(folder), prompt_tokens)
         config = trainer_config(setup)
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
-        runtime = PlannedRuntime(mesh=mesh, planned=saver.planned)
-        real = cast(MemorySaver, saver)  # as far as a trainer without a layout needs one
-        yield setup, PlannedTrainer(config, real, runtime=runtime)
+        runtime = PlannedRuntime(mesh=mesh, planned=device)
+        # as far as a trainer without a layout needs one
+        saver = cast(MemorySaver, PlannedSaver(device))
+        yield setup, device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`make_plan`: what a recipe takes at every stage, whether that fits, and what to change if not;
+"""`planning`: what a recipe takes at every stage, whether that fits, and what to change if not;
 `plan_switch` decides what stays on the device over the switch: the cheapest choice that fits.
 """
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from recipes.config.load import explain
 from recipes.config.models import SAVED
 from recipes.config.recipe import Recipe, switching
 from recipes.errors import RecipeError, shown
-from recipes.planner.dry_run import dry_run
+from recipes.planner.dry_run import DryRun, dry_run, planned_trainer
 from recipes.planner.sizes import GIB, MIB, Gpu, engine_sizes, find_gpu, outside_of
-from recipes.planner.tracing import PAGE
+from recipes.planner.tracing import PAGE, EngineSizes
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import check_context, pool_fault, request_tokens
 from rollout.tag_names import KV_CACHE, WEIGHTS
@@ -144,24 +144,32 @@ class MemoryPlan:
         return {**facts, "stages": stages, "switch": switch}
 
 
-def make_plan(
+@contextlib.contextmanager
+def planning(
     recipe: Recipe,
-    name: str = "recipe",
+    name: str,
+    card: Gpu,
     *,
-    gpu: str | Gpu | None = None,
     staged: bool = True,
     prompt_tokens: int | None = None,
     fields: Mapping[str, Any] | None = None,
     outside: int | None = None,
-) -> MemoryPlan:
-    """recipe: its switch decided (`plan_switch`). gpu: as of `placed`. staged: False wakes all of
-    the engine before the sync, as others do. prompt_tokens: of the longest prompt. fields: of the
-    model's config, in place of the recipe's own. outside: what a run measured (`outside_of`).
+) -> Iterator[Callable[[Recipe], MemoryPlan]]:
+    """Give what plans the recipe with a switch that is decided (`switching`), in any number.
 
-    Raises RecipeError for a recipe that no plan can be made of, and ValueError in a process that is
-    part of a torch.distributed group.
+    Args:
+        recipe: Its `cycle.alias` is decided.
+        name: Of the recipe.
+        card: What each process of it is on.
+        staged: False wakes all of the engine before the sync, as others do.
+        prompt_tokens: Of the longest prompt, in place of a guess.
+        fields: Of the model's config, in place of the recipe's own.
+        outside: What a run measured (`outside_of`).
+
+    Raises:
+        RecipeError: No plan can be made of the recipe.
+        ValueError: This process is part of a torch.distributed group.
     """
-    recipe, card = placed(recipe, gpu)
     model = dict(fields or recipe.model.random_fields())
     notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
     found = None
@@ -175,12 +183,42 @@ def make_plan(
     context = getattr(meta_model(model).config, "max_position_embeddings", None)
     check_context(recipe, prompt_tokens, context)
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
-    given: dict[str, Any] = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
-    room = card.total - card.contexts
-    run = dry_run(recipe, model, sizes, **given, room=room, staged=staged)
+    per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
+    given = {"prompt_tokens": prompt_tokens, "workspace_bytes": card.workspace}
+    with planned_trainer(recipe, model, **given) as (setup, trainer):
+
+        def plan(decided: Recipe) -> MemoryPlan:
+            room = card.total - card.contexts
+            run = dry_run(decided, sizes, setup, trainer, room=room, staged=staged)
+            stages, host_bytes = _of_device_and_host(run, decided, card, sizes)
+            most = _most_tokens(stages, card, kv_tokens, per_token, recipe.engine.page_size)
+            plan = MemoryPlan(
+                name=name,
+                gpu=card,
+                devices=recipe.cluster.size,
+                stages=stages,
+                host_bytes=host_bytes,
+                kv_tokens=kv_tokens,
+                most_kv_tokens=most,
+                token_bytes=per_token,
+                grows=sizes.grows,
+                notes=tuple(notes),
+                handed_over=run.handed_over,
+                host_room=_host_room(recipe, per_machine),
+                outside=found,
+            )
+            return dataclasses.replace(plan, shortages=_shortages(plan, decided, prompt_tokens))
+
+        yield plan
+
+
+def _of_device_and_host(
+    run: DryRun, recipe: Recipe, card: Gpu, engine: EngineSizes
+) -> tuple[tuple[StagePlan, ...], int]:
+    """Return the stages, and the bytes of a machine's host memory."""
+    per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
     stay = {*recipe.cycle.resident, *([PARAMS] if recipe.cycle.alias == "always" else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
-    per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
     stages = []
     for stage, entry in run.stages.items():
         held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
@@ -188,26 +226,10 @@ def make_plan(
         host = per_machine * (away + run.host)
         used, contexts = entry["device_bytes"], card.contexts
         stages.append(StagePlan(stage=stage, used=used, contexts=contexts, host=host, **held))
-    tier = int(recipe.engine.host_to_device_ratio * sizes.kv_cache)
-    asleep = sizes.weights if recipe.engine.sleep_level == 1 else 0
-    host = per_machine * (sum(saved.values()) + run.host + asleep + tier + 2 * PROCESS_HOST)
-    most = _most_tokens(stages, card, kv_tokens, per_token, recipe.engine.page_size)
-    plan = MemoryPlan(
-        name=name,
-        gpu=card,
-        devices=recipe.cluster.size,
-        stages=tuple(stages),
-        host_bytes=host,
-        kv_tokens=kv_tokens,
-        most_kv_tokens=most,
-        token_bytes=per_token,
-        grows=sizes.grows,
-        notes=tuple(notes),
-        handed_over=run.handed_over,
-        host_room=_host_room(recipe, per_machine),
-        outside=found,
-    )
-    return dataclasses.replace(plan, shortages=_shortages(plan, recipe, prompt_tokens))
+    tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
+    asleep = engine.weights if recipe.engine.sleep_level == 1 else 0
+    host = sum(saved.values()) + run.host + asleep + tier + 2 * PROCESS_HOST
+    return tuple(stages), per_machine * host
 
 
 def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]:
@@ -403,25 +425,34 @@ _GAINED = (_LARGE[1] - _SMALL[1]) / (_LARGE[0] - _SMALL[0])  # 4.75 ms a GiB
 _BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
 
 
-def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> MemoryPlan:
-    """Returns the plan of a recipe, its switch decided where `cycle.resident`, `cycle.overlap` and
+def plan_switch(
+    recipe: Recipe, name: str = "recipe", *, gpu: str | Gpu | None = None, **how: Any
+) -> MemoryPlan:
+    """Return the plan of a recipe, its switch decided where `cycle.resident`, `cycle.overlap` and
     `cycle.hand_over` are auto.
 
-    how: as of `make_plan`. `cycle.alias` is decided already.
+    Args:
+        recipe: As of `planning`.
+        name: As of `planning`.
+        gpu: As of `placed`.
+        how: As of `planning`.
     """
+    recipe, card = placed(recipe, gpu)
+    with planning(recipe, name, card, **how) as plan:
+        return _decided(recipe, plan)
+
+
+def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> MemoryPlan:
     wish, hand_over = recipe.cycle, recipe.cycle.hand_over
     may = hand_over != "never"
-    offloaded = make_plan(switching(recipe, (), hand_over=may), name, **how)
+    offloaded = make_plan(switching(recipe, (), hand_over=may))
     resident = decide(offloaded, recipe) if wish.resident == "auto" else wish.resident
     beside: Sequence[str] = [] if hand_over == "always" else wish.overlap
     if beside == "auto":
-        beside = (
-            [tag for tag in _leaving(offloaded, resident) if tag in TRAINED]
-            if offloaded.grows
-            else []
-        )
+        leaving = _leaving(offloaded, resident) if offloaded.grows else []
+        beside = [tag for tag in leaving if tag in TRAINED]
     if beside and (offloaded.fits or wish.overlap == beside):
-        at_once = make_plan(switching(recipe, resident, beside), name, **how)
+        at_once = make_plan(switching(recipe, resident, beside))
         if wish.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
             # an engine makes its pool whole, whatever it grows to later
             whole = {kind: each for kind, each in offloaded.shortages.items() if kind == "engine"}
@@ -431,11 +462,7 @@ def plan_switch(recipe: Recipe, name: str = "recipe", **how: Any) -> MemoryPlan:
                 most_kv_tokens=offloaded.most_kv_tokens,
                 shortages=whole | dict(at_once.shortages),
             )
-    plan = (
-        make_plan(switching(recipe, resident, hand_over=may), name, **how)
-        if resident
-        else offloaded
-    )
+    plan = make_plan(switching(recipe, resident, hand_over=may)) if resident else offloaded
     switch = describe(offloaded, recipe, resident, handed_over=plan.handed_over)
     return dataclasses.replace(plan, switch=switch)
 

@@ -15,7 +15,8 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Self
+from itertools import chain
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,12 @@ class PlannedTensor(Tensor):
 
 _PLAIN = {PlannedTensor, Tensor, nn.Parameter, nn.Buffer}
 
+_Result = TypeVar("_Result")
+_Request = tuple[Hashable, int, int]
+"""A name, the bytes that it holds from here on, and the stream that asked for them."""
+_EMPTY: _Request = ("torch's cache is emptied", 0, 0)
+_THREADS = ("forward", "backward")  # that multiply
+
 
 class _PlannedStorage(torch.UntypedStorage):
     """The storage of planned tensors. FSDP resizes storages, which no dispatch mode sees."""
@@ -93,10 +100,12 @@ class PlannedDevice(TorchDispatchMode):
         self.host_bytes = 0  # allocated on the host until the process ends
         self._tag: CachingAllocator | None = None  # which new storages belong to; None: torch's own
         self._workspace = workspace_bytes
-        self._workspaces: set[str] = set()
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._keys = 0
         self._streams: dict[int, int] = {}
+        self._held: dict[Hashable, int] = {}  # bytes
+        self._requests: list[_Request] = []  # all that there were
+        self._computed: dict[Hashable, tuple[Any, list[_Request]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -105,11 +114,34 @@ class PlannedDevice(TorchDispatchMode):
 
     def empty_cache(self) -> None:
         """Return cached blocks and cuBLAS's workspaces to the driver."""
-        for thread in self._workspaces:
-            self.allocator.free(thread)
-        self._workspaces.clear()
+        for thread in _THREADS:
+            self._hold(thread, 0)
+        self._requests.append(_EMPTY)
         self.allocator.empty_cache()
         self.emptied += 1
+
+    def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
+        """Compute what has this key, or, where it was computed before, ask for the same memory.
+
+        A computation finds the same shapes each time, and drops what it made.
+        """
+        if key not in self._computed:
+            begin = len(self._requests)
+            self._computed[key] = compute(), self._requests[begin:]
+            return cast(_Result, self._computed[key][0])
+        result, requests = self._computed[key]
+        for request in requests:
+            if request is _EMPTY:
+                self._requests.append(_EMPTY)
+                self.allocator.empty_cache()
+            else:
+                self._hold(*request)
+        return cast(_Result, result)
+
+    def clear(self) -> None:
+        """Hold nothing, as a new device."""
+        self.allocator = CachingAllocator()
+        self._held.clear()
 
     @contextlib.contextmanager
     def placing(self, tag: CachingAllocator) -> Iterator[None]:
@@ -125,8 +157,9 @@ class PlannedDevice(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return _CPU
-        if not _PLAIN.issuperset(types):
-            return NotImplemented  # a DTensor: its shards come here next
+        if not _PLAIN.issuperset(types):  # a DTensor: its shards come here next
+            many = _takes_lists(func) and len(args[0]) > 1
+            return self._one_by_one(func, args, kwargs or {}) if many else NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0  # a number that steers nothing here
         if func.overloadpacket.__name__ in _MULTIPLIES:
@@ -180,32 +213,49 @@ class PlannedDevice(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             del self._storages[key]
-            if self.allocator.holds(key):
-                self.allocator.free(key)
+            self._hold(key, 0)
 
         self._storages[key] = weakref.ref(storage, gone)
         self.resized(storage)
 
     def resized(self, storage: Any) -> None:
         """Allocate what a storage holds now, in place of what it held."""
-        if storage.key is None:
+        if storage.key is not None:
+            self._hold(storage.key, storage.nbytes(), self._stream())
+
+    def _hold(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
+        """Hold so many bytes by this name, in place of those before."""
+        before = self._held.get(key, 0)
+        if nbytes == before:
             return
-        if self.allocator.holds(storage.key):
-            self.allocator.free(storage.key)
-        if nbytes := storage.nbytes():
-            self.allocator.allocate(storage.key, nbytes, self._stream())
+        self._requests.append((key, nbytes, stream))
+        self._held[key] = nbytes
+        if before:
+            self.allocator.free(key)
+        if nbytes:
+            self.allocator.allocate(key, nbytes, stream)
+        else:
+            del self._held[key]
+
+    def _one_by_one(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute an operation over lists of DTensors tensor by tensor.
+
+        For all of them together, DTensor's rules take a time that is quadratic in their number.
+        """
+
+        with self:
+            parts = [func(*_of_one(args, place), **kwargs) for place in range(len(args[0]))]
+        return None if parts[0] is None else list(chain.from_iterable(parts))
 
     def _take_workspace(self) -> None:
-        thread = "backward" if _in_backward() else "forward"  # autograd has a thread of its own
-        if self._workspace and thread not in self._workspaces:
-            self._workspaces.add(thread)
-            self.allocator.allocate(thread, self._workspace, self._stream())
+        if self._workspace:  # autograd has a thread of its own
+            self._hold(_THREADS[_in_backward()], self._workspace, self._stream())
 
     def _pass_by(self, sizes: list[int]) -> None:
         for number, size in enumerate(sizes):
-            self.allocator.allocate(("scratch", number), size, self._stream())
+            self._hold(("scratch", number), size, self._stream())
         for number, _ in enumerate(sizes):
-            self.allocator.free(("scratch", number))
+            self._hold(("scratch", number), 0)
 
     def _stream(self) -> int:
         return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
@@ -296,6 +346,16 @@ def _makes_tensor(func: Any) -> bool:
     returns = schema.returns
     one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
     return one and not schema.is_mutable and returns[0].alias_info is None
+
+
+@functools.cache
+def _takes_lists(func: Any) -> bool:
+    return func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
+
+
+def _of_one(args: Any, place: int) -> list[Any]:
+    """Return the arguments with one element of each list."""
+    return [value[place : place + 1] if isinstance(value, list) else value for value in args]
 
 
 @functools.cache

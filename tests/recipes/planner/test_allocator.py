@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.planner.allocator import MIB, CachingAllocator, Log, replay
+from recipes.planner.allocator import MIB, CachingAllocator
 
 
 @pytest.mark.parametrize(
@@ -60,17 +60,6 @@ def test_what_is_reserved_after_requests(requests: str, reserved: int) -> None:
         else:
             allocator.free(name.removeprefix("-"))
     assert allocator.reserved == reserved * MIB
-
-
-def test_peak_of_a_reading_is_the_most_since_the_one_before() -> None:
-    log = Log()
-    for size in (40, 20):
-        key = log.new_key()
-        log.add("allocate", key, size * MIB)
-        log.add("free", key)
-        log.add("empty_cache")
-        log.add("read")
-    assert replay(iter(log.entries)) == [(0, 40 * MIB), (0, 20 * MIB)]
 
 
 steps = st.lists(

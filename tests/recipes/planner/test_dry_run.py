@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 import recipes
 from memsaver.ops.layout import round_up
-from recipes.config.recipe import switching
-from recipes.planner.dry_run import DryRun, Stages, dry_run
+from recipes.config.recipe import Recipe, switching
+from recipes.planner.dry_run import DryRun, Stages, dry_run, planned_trainer
 from recipes.planner.sizes import GIB, MIB
 from recipes.planner.tracing import PAGE, EngineSizes
 from recipes.run import start_run
@@ -46,8 +47,17 @@ MLP_AGAIN = "trainer.activation_checkpointing=mlp"
 
 def planned(fields: dict[str, Any], *words: str) -> DryRun:
     recipe = recipes.load("tiny", ["cycle.overlap=[]", "cycle.resident=[]", *words])
-    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB, "room": GIB}
-    return dry_run(recipe, fields, SIZES, **given)
+    (run,) = runs(recipe, fields=fields)
+    return run
+
+
+def runs(
+    *switched: Recipe, rooms: Sequence[int] = (GIB,), fields: dict[str, Any] = FIELDS
+) -> list[DryRun]:
+    """Runs of one trainer, in each room with each of these switches."""
+    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
+    with planned_trainer(switched[0], fields, **given) as pair:
+        return [dry_run(each, SIZES, *pair, room=room) for room in rooms for each in switched]
 
 
 @cache
@@ -166,9 +176,10 @@ def test_each_layer_takes_the_same_in_addition() -> None:
 
 def test_what_stays_has_its_bytes_at_every_stage() -> None:
     recipe = recipes.load("tiny", ["cycle.alias=never"])
-    given = {"prompt_tokens": 9, "workspace_bytes": 0, "room": GIB}
-    for resident in ([], ["params"], ["optim", "weights"]):
-        run = dry_run(switching(recipe, resident), FIELDS, SIZES, **given)
+    residents = [["optim", "weights"], [], ["params"]]
+    for resident, run in zip(
+        residents, runs(*[switching(recipe, tags) for tags in residents]), strict=True
+    ):
         tags = run.tags | SIZES.tags
         for stage, entry in run.stages.items():
             for tag in resident:
@@ -180,11 +191,10 @@ def test_what_stays_has_its_bytes_at_every_stage() -> None:
 def test_what_nobody_empties_is_there_from_the_first_stage_on() -> None:
     """A later step begins with the cache that the update left, unless something leaves."""
     recipe = recipes.load("tiny", ["cycle.alias=never"])
-    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB, "room": GIB}
     every = ["params", "optim", "weights", "kv_cache", "cuda_graph"]
-    all_stays = dry_run(switching(recipe, every), FIELDS, SIZES, **given).stages
+    both = runs(switching(recipe, every), switching(recipe, every[1:]))
+    all_stays, leaves = (run.stages for run in both)
     assert len({torch_of(all_stays, stage) for stage in all_stays}) == 1
-    leaves = dry_run(switching(recipe, every[1:]), FIELDS, SIZES, **given).stages
     assert torch_of(leaves, "wake_kv_cache") <= PAGE  # buffers
     assert torch_of(leaves, "update_actor") == torch_of(all_stays, "update_actor")
 
@@ -192,24 +202,32 @@ def test_what_nobody_empties_is_there_from_the_first_stage_on() -> None:
 def test_parameters_come_back_beside_the_answers_where_a_gib_besides_stays_free() -> None:
     """Then the engine sleeps beside them; else it sleeps first."""
     recipe = switching(recipes.load("tiny", ["cycle.alias=never"]), [], ["params", "optim"])
-    given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
-
-    def stages(room: int) -> Stages:
-        return dry_run(recipe, FIELDS, SIZES, **given, room=room).stages
-
-    roomy, tight = stages(2 * GIB), stages(GIB)
+    roomy, tight = (run.stages for run in runs(recipe, rooms=(2 * GIB, GIB)))
     params = roomy["update_actor"]["tags"]["params"]
     asleep = [stages["sleep"] for stages in (roomy, tight)]
     assert [stage["tags"]["params"] for stage in asleep] == [params, 0]
     assert asleep[0]["device_bytes"] - asleep[1]["device_bytes"] == params > 0
     needed = params + sum(SIZES.tags.values()) + GIB
     needed += sum(roomy["generate_sequences"]["torch"].values())
-    least = [stages(needed - less)["sleep"]["tags"]["params"] for less in (0, 1)]
-    assert least == [params, 0]
+    least = [run.stages["sleep"]["tags"] for run in runs(recipe, rooms=(needed, needed - 1))]
+    assert [tags["params"] for tags in least] == [params, 0]
     others = roomy.keys() - {"sleep"}
     assert {stage: roomy[stage]["device_bytes"] for stage in others} == {
         stage: tight[stage]["device_bytes"] for stage in others
     }
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-ppo"])
+def test_a_run_after_others_takes_what_it_takes_alone(name: str) -> None:
+    """What was computed before is not computed again, whatever empties the cache."""
+    recipe = recipes.load(name, ["cycle.alias=never"])
+    switched = [
+        switching(recipe, ["params", "optim"]),
+        switching(recipe, [], ["params", "optim"]),
+        switching(recipe, []),
+        switching(recipe, recipe.resident_tags()),
+    ]
+    assert runs(*switched) == [run for each in switched for run in runs(each)]
 
 
 def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone() -> None:
@@ -249,8 +267,7 @@ def test_tags_of_every_stage_are_those_of_a_real_run(tmp_path: Path) -> None:
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
     recipe = recipes.load("tiny", words)
-    given = {"prompt_tokens": 9, "workspace_bytes": 0, "room": GIB}
-    run = dry_run(recipe, recipe.model.random_fields(), SIZES, **given)
+    (run,) = runs(recipe, fields=recipe.model.random_fields())
     assert run.stages.keys() == measured.keys()
     for stage, entry in measured.items():
         for tag in ("params", "optim"):
