@@ -32,6 +32,8 @@ from trainer_bridge.training import packed_attention
 
 PAGE = 2 << 20
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_DEVICE_OF = torch.ops.prim.device.default
+_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 _MULTIPLIES = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
@@ -59,7 +61,7 @@ class PlannedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE_OF:
             return _CPU
         raise RuntimeError(f"{func} of a planned tensor outside of its PlannedDevice")
 
@@ -153,19 +155,20 @@ class PlannedDevice(TorchDispatchMode):
             self._tag = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _in_fake_mode():
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE_OF:
             return _CPU
+        if _dispatch_mode(_FAKE) is not None:  # DTensor computes a shape
+            return func(*args, **(kwargs or {}))
         if not _PLAIN.issuperset(types):  # a DTensor: its shards come here next
             many = _takes_lists(func) and len(args[0]) > 1
             return self._one_by_one(func, args, kwargs or {}) if many else NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0  # a number that steers nothing here
-        if func.overloadpacket.__name__ in _MULTIPLIES:
+        if _multiplies(func):
             self._take_workspace()
         out = self._compute(func, args, kwargs or {})
-        self._pass_by(_scratch(func, args))
+        if func in _WITH_SCRATCH:
+            self._pass_by(_scratch(func, args))
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -270,17 +273,18 @@ class _Arguments:
 
     def bare(self, value: Any) -> Any:
         """Replace tensors by meta tensors of the same shape."""
+        if type(value) is PlannedTensor:
+            self.any = True
+            self.planned[id(value.bare)] = value
+            return value.bare
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.bare, value))
         if isinstance(value, Tensor):
             self.any = True
-            if isinstance(value, PlannedTensor):
-                self.planned[id(value.bare)] = value
-                return value.bare
             if value.is_meta:
                 self.meta = True
             elif value.dim():  # a number is no obstacle
                 return _shape_of(value)
-        elif isinstance(value, list | tuple):
-            return type(value)(map(self.bare, value))
         return value
 
 
@@ -288,17 +292,21 @@ def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
+_WITH_SCRATCH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._flash_attention_backward.default,
+}
+
+
 def _scratch(func: Any, args: Any) -> list[int]:
-    """Return bytes that FlashAttention's backward takes while it runs; none of another function."""
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
-        batch, heads, length, _ = args[1].shape
-        rows = batch * round_up(length, 128)
-    elif func is torch.ops.aten._flash_attention_backward.default:
+    """Return bytes that FlashAttention's backward takes while it runs."""
+    if func is torch.ops.aten._flash_attention_backward.default:
         sequences = len(args[6]) - 1
         total, heads, _ = args[1].shape
         rows = total + 128 * sequences
     else:
-        return []
+        batch, heads, length, _ = args[1].shape
+        rows = batch * round_up(length, 128)
     query, key = args[1], args[2]
     # dQ in fp32, row sums, and dK and dV of every query head
     sizes = [4 * rows * heads * round_up(query.shape[-1], 32), 4 * heads * rows]
@@ -349,6 +357,11 @@ def _makes_tensor(func: Any) -> bool:
 
 
 @functools.cache
+def _multiplies(func: Any) -> bool:
+    return func.overloadpacket.__name__ in _MULTIPLIES
+
+
+@functools.cache
 def _takes_lists(func: Any) -> bool:
     return func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
 
@@ -361,11 +374,6 @@ def _of_one(args: Any, place: int) -> list[Any]:
 @functools.cache
 def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _in_fake_mode() -> bool:
-    """Return whether DTensor computes a shape, for which it has a mode of its own."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _in_backward() -> bool:
