@@ -1,8 +1,8 @@
 """One run from recipe to pictures: in process or through Ray actors, new or resumed."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from recipes.config.recipe import Recipe, switching
 from recipes.errors import LostWorker, RecipeError, one_line
 from recipes.logs.monitor import Monitor, ProgressView
 from recipes.logs.run_folder import RunFolder, at_work, new_folder
-from recipes.planner.command import plan_beside, unplanned
+from recipes.planner.command import plan_apart, unplanned
 from recipes.planner.memory_plan import Switch
 from recipes.setup.preparation import Setup, prepare
 from rollout.tag_names import CUDA_GRAPH
@@ -114,18 +114,13 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, said: 
 
 def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
     """Once through; whatever happens, trace and pictures of what was done are written."""
-    recipe = setup.recipe
-    view = ProgressView(recipe.steps)
+    view = ProgressView(setup.recipe.steps)
     monitor = Monitor(folder, view)
     view.note(opening)
     try:
         with ExitStack() as stack:
-            plan = stack.enter_context(deciding(setup, folder, monitor))
-            # a pool that grows is laid out otherwise
-            early = recipe.cycle.overlap == "auto" and not recipe.engine.hosted
-            if early:
-                recipe = _decided(recipe, plan, monitor)
-                setup = dataclasses.replace(setup, recipe=recipe)
+            hosted = setup.recipe.engine.hosted
+            setup = setup if hosted else _with_switch_decided(setup, folder, monitor)
             with monitor.stage("build"):
                 trainer, rollout = stack.enter_context(open_pair(setup))
             for name, side in (*_owners("trainer", trainer), *_owners("rollout", rollout)):
@@ -133,10 +128,11 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
             first = 1
             if resume:
                 with monitor.stage("load_checkpoint"):
-                    _load(folder, trainer, recipe)
+                    _load(folder, trainer, setup.recipe)
                 first = folder.done + 1
-            if not early:
-                recipe = _decided(recipe, plan, monitor)
+            # what another project's engine holds outside of its tags is measured when it is there
+            setup = _with_switch_decided(setup, folder, monitor) if hosted else setup
+            recipe = setup.recipe
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
             loop = LOOPS[recipe.algorithm](
                 setup=setup, trainer=trainer, rollout=rollout, cycle=cycle, monitor=monitor
@@ -148,46 +144,39 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
     view.note(f"done: {folder.path}")
 
 
-def _decided(recipe: Recipe, plan: Callable[[], Switch], monitor: Monitor) -> Recipe:
-    """Returns the recipe with its switch decided, of which the view is told."""
+def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
+    """Return the setup with the recipe's switch decided, of which the view is told."""
     with monitor.stage("plan"):
-        decided = plan()
+        decided = decide_switch(setup, folder, monitor)
     for line in decided.lines:
         monitor.view.note(line)
-    return switching(recipe, decided.resident, decided.overlap, decided.hand_over)
+    recipe = switching(setup.recipe, decided.resident, decided.overlap, decided.hand_over)
+    return dataclasses.replace(setup, recipe=recipe)
 
 
-@contextmanager
-def deciding(setup: Setup, folder: RunFolder, monitor: Monitor) -> Iterator[Callable[[], Switch]]:
-    """Gives what decides `cycle.resident`, `cycle.overlap` and `cycle.hand_over`; with another
-    project's engine, once that is there and what it holds outside of its tags is measured.
+def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
+    """Decide `cycle.resident`, `cycle.overlap` and `cycle.hand_over`: by a plan where one of them
+    is auto and the device is no CPU.
+
+    With another project's engine `monitor` says what it holds outside of its tags.
     """
-    recipe, cycle, resident = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident
+    recipe, cycle, auto = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident == "auto"
     said = unplanned(cycle)
     beside = cycle.overlap == "auto" and not recipe.engine.hosted
     way = cycle.hand_over == "auto" and not said.overlap
-    if setup.device == "cpu" and resident == "auto":
+    if setup.device == "cpu" and auto:
         stays = recipe.resident_tags()
         line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
-        yield lambda: said._replace(resident=stays, lines=[line])
-    elif setup.device == "cpu" or not (resident == "auto" or beside or way):
-        yield lambda: said
-    else:
-        import torch
+        return said._replace(resident=stays, lines=[line])
+    if setup.device == "cpu" or not (auto or beside or way):
+        return said
+    import torch
 
-        total = torch.cuda.get_device_properties(setup.device).total_memory
-        how = folder.path, total, cycle
-        if recipe.engine.hosted and resident == "auto":
-            yield lambda: _measured(folder, monitor, *how)
-        else:
-            with plan_beside(*how) as decided:
-                yield decided
-
-
-def _measured(folder: RunFolder, monitor: Monitor, *how: Any) -> Switch:
+    total = torch.cuda.get_device_properties(setup.device).total_memory
+    if not (recipe.engine.hosted and auto):
+        return plan_apart(folder.path, total, cycle)
     folder.write_outside(monitor.outside())
-    with plan_beside(*how) as decided:
-        found = decided()
+    found = plan_apart(folder.path, total, cycle)
     # graphs are among what was measured, as if they always stayed
     return found._replace(resident=[*found.resident, CUDA_GRAPH]) if found.resident else found
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -108,46 +108,44 @@ def unplanned(cycle: CycleSection, *lines: str) -> Switch:
 PATIENCE = 300.0  # seconds that a run waits for its plan: some ten times what the largest take
 
 
-@contextlib.contextmanager
-def plan_beside(
+def plan_apart(
     run_dir: Path, total: int, cycle: CycleSection, patience: float = PATIENCE
-) -> Iterator[Callable[[], Switch]]:
-    """Plans the run in `run_dir` in a process beside this one, and gives what waits for its switch,
-    whose lines say what does not fit.
+) -> Switch:
+    """Plan the run in `run_dir` in a process of its own, and return its switch, whose lines say
+    what does not fit.
 
-    total: bytes of its GPU. cycle: of the recipe, with alias decided. patience: seconds to wait for
-    the plan. plan.json stays in the folder; without a plan nothing is decided by auto, and the line
-    says why.
+    plan.json stays in the folder. Without a plan nothing is decided by auto, and the line says why.
+
+    Args:
+        run_dir: Holds the recipe.
+        total: Bytes of its GPU.
+        cycle: Of the recipe, with alias decided.
+        patience: Seconds to wait for the plan.
     """
     words = [str(run_dir / "recipe.yaml"), f"cycle.alias={cycle.alias}", "--gpu", str(total)]
-    # -P: a folder `recipes` where the run was started is not ours
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    try:
+        # -P: a folder `recipes` where the run was started is not ours
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=patience,
+        )
+    except subprocess.TimeoutExpired:
+        return _without_plan(cycle, f"it took more than {patience:g} s")
+    if done.returncode not in (0, DOES_NOT_FIT):
+        said = done.stderr.strip().splitlines()
+        return _without_plan(cycle, said[-1] if said else f"exit status {done.returncode}")
+    plan = json.loads((run_dir / "plan.json").read_text())
+    switch = Switch(**plan["switch"])
+    return switch._replace(lines=[*switch.lines, *map(unfit, plan["needs"])])
 
-    def decided() -> Switch:
-        try:
-            said = process.communicate(timeout=patience)[1].strip().splitlines()
-            why = said[-1] if said else f"exit status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            why = f"it took more than {patience:g} s"
-        if process.returncode not in (0, DOES_NOT_FIT):
-            stays = ", ".join(cycle.named) or "nothing"
-            return unplanned(cycle, f"cycle: {stays} stays, there is no plan: {why}")
-        plan = json.loads((run_dir / "plan.json").read_text())
-        switch = Switch(**plan["switch"])
-        return switch._replace(lines=[*switch.lines, *map(unfit, plan["needs"])])
 
-    with process:
-        try:
-            yield decided
-        finally:
-            process.kill()
+def _without_plan(cycle: CycleSection, why: str) -> Switch:
+    stays = ", ".join(cycle.named) or "nothing"
+    return unplanned(cycle, f"cycle: {stays} stays, there is no plan: {why}")
 
 
 def unfit(need: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -22,10 +21,10 @@ import recipes
 from recipes.config.load import recipe_text
 from recipes.config.models import CycleSection
 from recipes.logs.run_folder import RunFolder
-from recipes.planner.command import plan_beside, plan_of
+from recipes.planner.command import plan_apart, plan_of
 from recipes.planner.memory_plan import MemoryPlan, StagePlan, Switch, decide, describe
 from recipes.planner.sizes import GIB, Gpu
-from recipes.run import deciding
+from recipes.run import decide_switch
 from recipes.setup.models import meta_model
 from recipes.setup.preparation import pool_grows, prepare, rank_kv_layout, with_alias_decided
 
@@ -210,8 +209,7 @@ def test_a_run_has_its_switch_planned_beside_it_and_is_told_what_does_not_fit(
     monkeypatch.chdir(tmp_path)
     long = ["sampling.max_tokens=20", "engine.kv_tokens=16"]
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], [*FEW[1:], *long])))
-    with plan_beside(tmp_path, 80 * GIB, CycleSection(alias="always")) as plan:
-        decided = plan()
+    decided = plan_apart(tmp_path, 80 * GIB, CycleSection(alias="always"))
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["switch"]["resident"] == decided.resident and "optim" in decided.resident
     assert "weights are the trainer's own pages" in decided.lines[0] and not decided.hand_over
@@ -230,8 +228,7 @@ def test_a_run_without_a_plan_says_why_and_does_what_its_keys_say(
         monkeypatch.setattr("sys.executable", python)
         for cycle in (CycleSection(), CycleSection(resident=["params"], overlap=["optim"])):
             patience = 0.1 if python == str(hangs) else 60.0
-            with plan_beside(tmp_path, 80 * GIB, cycle, patience) as plan:
-                decided = plan()
+            decided = plan_apart(tmp_path, 80 * GIB, cycle, patience)
             assert decided.resident == cycle.named and not decided.hand_over
             assert decided.overlap == ([] if cycle.overlap == "auto" else ["optim"])
             assert decided.lines[0].endswith(f"there is no plan: {why}")
@@ -249,8 +246,7 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     resident = []
     for outside in (2 * GIB, 12 * GIB):
         monitor: Any = SimpleNamespace(outside=lambda measured=outside: measured)
-        with deciding(setup, RunFolder(tmp_path), monitor) as plan:
-            decided = plan()
+        decided = decide_switch(setup, RunFolder(tmp_path), monitor)
         written = json.loads((tmp_path / "plan.json").read_text())
         assert written["outside"]["measured"] == outside and decided.overlap == []
         assert {stage["used_bytes"] > outside for stage in written["stages"]} == {True}
@@ -260,8 +256,7 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     assert "optim" not in resident[1]
     named = {"resident": ["params"], "hand_over": "always"}
     setup.recipe = replace(recipe, cycle=replace(recipe.cycle, **named))
-    with deciding(setup, RunFolder(tmp_path), monitor) as plan:
-        decided = plan()
+    decided = decide_switch(setup, RunFolder(tmp_path), monitor)
     assert (decided.resident, decided.overlap, decided.hand_over) == (["params"], [], True)
 
 
@@ -285,23 +280,15 @@ def test_a_run_is_planned_where_a_key_is_left_to_auto(
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
     found = object()
-    monkeypatch.setattr("recipes.run.plan_beside", lambda *_: nullcontext(lambda: found))
+    monkeypatch.setattr("recipes.run.plan_apart", lambda *_: found)
     setup: Any = SimpleNamespace(recipe=recipe, device=device)
     monitor: Any = None
-    with deciding(setup, RunFolder(tmp_path), monitor) as plan:
-        decided = plan()
+    decided = decide_switch(setup, RunFolder(tmp_path), monitor)
     if device == "cuda:0" and planned:
         assert decided is found
     else:
         assert decided.resident == (recipe.resident_tags() if not words else ["optim"])
         assert not decided.hand_over
-
-
-def test_a_run_that_ends_takes_its_planner_along(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipe_text(recipes.load(FEW[0], FEW[1:])))
-    with pytest.raises(KeyboardInterrupt), plan_beside(tmp_path, 80 * GIB, CycleSection()):
-        raise KeyboardInterrupt
-    assert not (tmp_path / "plan.json").exists()
 
 
 def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_weights() -> None:
