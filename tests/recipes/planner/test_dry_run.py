@@ -256,13 +256,8 @@ def test_a_process_with_a_group_is_refused_and_keeps_it() -> None:
 
 def test_tags_of_every_stage_are_those_of_a_real_run(tmp_path: Path) -> None:
     """On a CPU, where pages are smaller: to the planned page."""
-    words = [
-        "steps=2",
-        "eval.every=0",
-        "cycle.resident=[]",
-        "cycle.overlap=[]",
-        "cycle.alias=never",
-    ]
+    words = ["steps=2", "eval.every=0", "cycle.alias=never"]
+    words += ["cycle.resident=[]", "cycle.overlap=[]"]
     folder = start_run("tiny", words, tmp_path / "run")
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
