@@ -4,6 +4,18 @@ torch's allocator.
 `PlannedDevice` follows a process's storages, `PlannedSaver` stands in for its `MemorySaver`,
 `PlannedRollout`, of which there are only sizes, for the engine; attention is computed as on a GPU,
 since what it saves for the backward pass counts.
+
+Private names of torch, which are the same from 2.11 to 2.15:
+
+* `torch.utils._python_dispatch.TorchDispatchMode`: sees every operation; documented, with this name
+  alone. `_should_skip_dynamo` saves time.
+* `Tensor._make_subclass`: gives a tensor the storage of another and another device to report;
+  `_make_wrapper_subclass` has none that FSDP could resize.
+* `torch._C._disabled_torch_function_impl`: the documented way of a subclass without
+  `__torch_function__`.
+* `torch._C._get_dispatch_mode`, `_TorchDispatchModeKey`: whether DTensor computes a shape.
+* `torch._C._current_graph_task_id`: whether an operation is one of a backward pass.
+* `OpOverload._schema`: what an operation takes and returns.
 """
 
 from __future__ import annotations

@@ -254,17 +254,26 @@ def test_a_process_with_a_group_is_refused_and_keeps_it() -> None:
     assert not dist.is_initialized()
 
 
-def test_tags_of_every_stage_are_those_of_a_real_run(tmp_path: Path) -> None:
-    """On a CPU, where pages are smaller: to the planned page."""
-    words = ["steps=2", "eval.every=0", "cycle.alias=never"]
-    words += ["cycle.resident=[]", "cycle.overlap=[]"]
-    folder = start_run("tiny", words, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("name", "overlap", "begin"),
+    [("tiny", "[]", ""), ("tiny-ppo", "[params,optim]", "compute_ref_log_prob")],
+)
+def test_tags_of_every_stage_are_those_of_a_real_run(
+    name: str, overlap: str, begin: str, tmp_path: Path
+) -> None:
+    """On a CPU, where pages are smaller: to the planned page. Prefetched parameters have come when
+    the reference scores, and stay beside it and the critic.
+    """
+    words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
+    words += [f"cycle.overlap={overlap}", *["ppo.kl_coef=0.1"] * (name == "tiny-ppo")]
+    folder = start_run(name, words, tmp_path / "run")
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     measured = [row["peaks"] for row in rows if row["kind"] == "train"][-1]
-    recipe = recipes.load("tiny", words)
-    (run,) = runs(recipe, fields=recipe.model.random_fields())
-    assert run.stages.keys() == measured.keys()
-    for stage, entry in measured.items():
-        for tag in ("params", "optim"):
-            held = run.stages[stage]["tags"][tag]
-            assert held == round_up(entry["tags"][tag], PAGE), (stage, tag)
+    recipe = recipes.load(name, words)
+    (run,) = runs(recipe, rooms=(4 * GIB,), fields=recipe.model.random_fields())
+    stages = [*run.stages]
+    assert stages == [*measured]
+    for stage in stages[stages.index(begin) if begin else 0 :]:
+        for tag in {"params", "optim", "critic", "reference"} & run.tags.keys():
+            held, taken = run.stages[stage]["tags"][tag], measured[stage]["tags"].get(tag, 0)
+            assert held == round_up(taken, PAGE), (stage, tag)
