@@ -16,10 +16,10 @@ import recipes
 from recipes.cli import main
 from recipes.config.recipe import Recipe
 from recipes.planner.command import plan_of, print_plan
-from recipes.planner.memory_plan import MemoryPlan, Shortage, plan_switch, remedied
+from recipes.planner.memory_plan import MemoryPlan, Shortage, remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
-from tests.helpers.recipes.tiny_runs import SMALL, SMALL_PPO
+from tests.helpers.recipes.tiny_runs import SMALL
 
 Capture = pytest.CaptureFixture[str]
 
@@ -145,45 +145,6 @@ def test_a_remedy_is_one_that_helps_when_it_is_planned() -> None:
 
     plan = remedied(replace(planned, shortages={"trainer": short}), recipe, replan)
     assert plan.needs == [f"{short.text}; set sampling.max_tokens=1, or take a larger GPU"]
-
-
-LONG = ["model.config.max_position_embeddings=8192", "sampling.max_tokens=4000"]
-LONG += ["engine.kv_tokens=65536", "cycle.alias=never"]
-
-
-@pytest.mark.extended  # the test above guards the rule
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (
-            [*LONG, "cycle.resident=[params]", "trainer.micro_batch_size=64"],
-            "trainer.micro_batch_size",
-        ),
-        ([*LONG, "cycle.resident=[params]", "engine.kv_tokens=16000000"], "engine.kv_tokens"),
-        ([*LONG, "cycle.resident=[]", "trainer.optimizer_offload=true", "cluster.host_gib=4"], ""),
-    ],
-)
-def test_every_remedy_that_is_printed_leaves_less_missing(words: list[str], key: str) -> None:
-    wide = ["model.config.hidden_size=512", "model.config.vocab_size=50000", "cycle.overlap=[]"]
-    words = [*wide, *words]
-    plan = plan_of(recipes.load("tiny", words), "short", gpu=str(4 * GIB))
-    assert plan.shortages and key in " ".join(plan.needs)
-    for kind, shortage in plan.shortages.items():
-        for remedy in re.findall(r"set (\S+?=\S+?)(?:, or|;|$)", shortage.remedy):
-            less = plan_switch(recipes.load("tiny", [*words, remedy]), gpu=str(4 * GIB)).shortages
-            assert kind not in less or less[kind].missing < shortage.missing, remedy
-
-
-def test_a_plan_of_ppo_has_all_its_stages_and_tags() -> None:
-    more_than_are_planned = ["trainer.micro_batch_size=1", "ppo.mini_batches=4"]
-    serial = ["cycle.overlap=[]"]  # else parameters come back beside the answers, and stay
-    recipe = recipes.load("tiny-ppo", [*SMALL_PPO, *more_than_are_planned, *serial])
-    plan = plan_of(recipe, "tiny-ppo", gpu=None)
-    by_name = {stage.stage: stage for stage in plan.stages}
-    assert {"compute_ref_log_prob", "compute_values"} <= by_name.keys()
-    assert {"update_critic", "reload_critic_optim"} <= by_name.keys()
-    assert by_name["compute_values"].tags["critic"] > 0 == by_name["compute_values"].tags["params"]
-    assert plan.fits
 
 
 def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) -> None:
