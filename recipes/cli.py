@@ -123,7 +123,10 @@ reward.png, memory.png and checkpoints/.
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; the docstring of a command's function describes it."""
     parser = argparse.ArgumentParser(
-        "memsaver", None, DESCRIPTION, EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="memsaver",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
