@@ -38,7 +38,7 @@ BUGS = [
     Bug(
         "a refused pause leaves the tag frozen",
         "memsaver/tag/transaction.py",
-        "memsaver/test_lifetimes.py",
+        "memsaver/test_fault_injection.py",
         "                undo.callback(arena.thaw)\n            self._drain(streams)",
         "            self._drain(streams)",
     ),
