@@ -28,7 +28,6 @@ from benchmarks.sync.base import (
     synced,
     tp_dim,
 )
-from memsaver.ops.layout import row_major
 from memsaver.ops.rows import dot
 from memsaver.system.devices import place_of
 from rollout import Engine
@@ -296,11 +295,10 @@ def _check(engine: Engine, case: Case) -> None:
                 .to(TARGET)
             )
             expected = cast[_slices(piece.start, piece.shape)]
-            strides = piece.strides or row_major(piece.shape)
             found = lease.tensor(
-                (1 + dot([n - 1 for n in piece.shape], strides),), TARGET, piece.offset
+                (1 + dot([n - 1 for n in piece.shape], piece.strides),), TARGET, piece.offset
             )
-            found = found.as_strided(piece.shape, strides)
+            found = found.as_strided(piece.shape, piece.strides)
             assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16)), (
                 f"{piece.name} was not synced"
             )

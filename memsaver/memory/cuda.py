@@ -27,6 +27,9 @@ from memsaver.system.threads import workers
 # and others' few bytes wait for it all.
 _QUEUED = 2
 
+# By device; of savers that are closed or gone.
+_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -81,9 +84,6 @@ def _allow_captures() -> Iterator[None]:
         yield
     finally:
         driver.cuThreadExchangeStreamCaptureMode(before)
-
-
-_idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 def _take_stream(index: int) -> torch.cuda.Stream:

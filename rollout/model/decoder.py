@@ -346,11 +346,8 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, parts: LayerParts) -> None:
         tensor = parts.store.tensor
-        self._ranks, self._eps, self._centred = (
-            parts.ranks,
-            parts.norm_eps,
-            parts.zero_centred_norms,
-        )
+        self._ranks = parts.ranks
+        self._eps, self._centred = parts.norm_eps, parts.zero_centred_norms
         self._embed, self.lm_head = tensor("model.embed_tokens.weight"), tensor("lm_head.weight")
         layers = [f"model.layers.{index}." for index in range(config.num_layers)]
         self._input_norms = [tensor(layer + "input_layernorm.weight") for layer in layers]

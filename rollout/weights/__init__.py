@@ -1,6 +1,7 @@
 """The engine's weights on their tag, and how they are replaced."""
 
 from rollout.weights.messages import (
+    ArenaBox,
     Manifest,
     ModuleTensor,
     PackedBox,
@@ -9,10 +10,12 @@ from rollout.weights.messages import (
     WeightLayout,
     WeightOffer,
     WriteReceipt,
+    torch_dtype,
 )
 from rollout.weights.store import arena_nbytes
 
 __all__ = [
+    "ArenaBox",
     "Manifest",
     "ModuleTensor",
     "PackedBox",
@@ -22,4 +25,5 @@ __all__ = [
     "WeightOffer",
     "WriteReceipt",
     "arena_nbytes",
+    "torch_dtype",
 ]

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from memsaver import Ticket
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that messages and plans call so; a ValueError if there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArenaBox:
     """A box of elements in the arena of a tag.
@@ -38,8 +46,7 @@ class ArenaBox:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return torch_dtype(self.dtype)
 
     @property
     def nbytes(self) -> int:

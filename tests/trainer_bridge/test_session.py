@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import memsaver
-from rollout.weights import Manifest
+from rollout.weights import Manifest, torch_dtype
 from tests.helpers.trainer_bridge.layouts import box_of, manifest, piece
 from tests.helpers.trainer_bridge.small import SHAPES, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge import Trainer
-from trainer_bridge.sync.shards import local_shard, torch_dtype
+from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.weight_sync import WeightSync
 from trainer_bridge.sync.writer import Writer
 

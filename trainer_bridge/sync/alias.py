@@ -131,8 +131,8 @@ def _misfit(piece: ParamSlice, param: Tensor) -> str | None:
     shape = tuple(param.shape)
     if piece.shape != shape:
         return f"the rollout has a part {piece.shape} of {shape}"
-    if piece.strides is not None and piece.strides != row_major(shape):
+    if piece.strides != row_major(shape):
         return "its elements are not adjacent in the rollout"
-    if (dtype := getattr(torch, piece.dtype)) != param.dtype:
-        return f"{param.dtype} in the trainer, {dtype} in the rollout"
+    if piece.torch_dtype != param.dtype:
+        return f"{param.dtype} in the trainer, {piece.torch_dtype} in the rollout"
     return None

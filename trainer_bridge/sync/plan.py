@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 from memsaver.ops.layout import row_major
 from memsaver.ops.rows import dot
 from rollout.model import Stored, spellings
-from rollout.weights import Manifest, ParamSlice, WeightLayout
+from rollout.weights import ArenaBox, Manifest, ParamSlice, WeightLayout
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.shards import (
     Box,
@@ -28,37 +28,23 @@ from trainer_bridge.sync.shards import (
     cover,
     difference,
     holders,
-    itemsize,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
-    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` to `dtype`, into
-    target number `target`.
+class Copy(ArenaBox):
+    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` into target number
+    `target`.
 
-    offset: byte of the first element, from the start of the tag's arena; strides: of the others, in
-    elements. index_base: number of the first element in the digest; index_strides: of the others.
+    index_base: number of the first element in the digest; index_strides: of the others.
     """
 
     rank: int
     target: int
     name: str
     start: Ints
-    shape: Ints
-    dtype: str
-    offset: int
-    strides: Ints
     index_base: int
     index_strides: Ints
-
-    @property
-    def itemsize(self) -> int:
-        return itemsize(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
 
     def part(self, dim: int, first: int, size: int) -> Self:
         """Return what is at `first` to `first + size` of dimension `dim` of the box."""
@@ -66,7 +52,7 @@ class Copy:
             self,
             start=_with(self.start, dim, self.start[dim] + first),
             shape=_with(self.shape, dim, size),
-            offset=self.offset + first * self.strides[dim] * self.itemsize,
+            offset=self.offset + first * self.strides[dim] * self.torch_dtype.itemsize,
             index_base=self.index_base + first * self.index_strides[dim],
         )
 
@@ -110,7 +96,7 @@ class SyncPlan:
     def traffic(self) -> dict[tuple[int, int], int]:
         """Return the bytes that each rank writes into each target, by (rank, target)."""
         sends = {id(each.sends): each.sends for each in self.slices}
-        uses = Counter((id(each.sends), itemsize(each.piece.dtype)) for each in self.slices)
+        uses = Counter((id(each.sends), each.piece.torch_dtype.itemsize) for each in self.slices)
         traffic: Counter[tuple[int, int]] = Counter()
         for (key, size), count in uses.items():
             for pair, boxes in sends[key].items():
@@ -164,7 +150,7 @@ def _copy(name: str, piece: ParamSlice, sent: Box, held: Box, rank: int, target:
         start=difference(sent.start, held.start),
         shape=sent.shape,
         dtype=piece.dtype,
-        offset=piece.offset + dot(within, strides) * itemsize(piece.dtype),
+        offset=piece.offset + dot(within, strides) * piece.torch_dtype.itemsize,
         strides=strides,
         index_base=piece.index_base + dot(sent.start, numbers),
         index_strides=numbers,
@@ -352,7 +338,7 @@ def _part(piece: ParamSlice, stored: Stored) -> ParamSlice | None:
     return replace(
         piece,
         name=stored.name,
-        offset=piece.offset + dot(within, strides) * itemsize(piece.dtype),
+        offset=piece.offset + dot(within, strides) * piece.torch_dtype.itemsize,
         shape=common.shape[last:],
         global_shape=stored.shape,
         start=difference(common.start, stored.start)[last:],

@@ -35,7 +35,6 @@ from rollout.weights import PackedBox
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.agree import Agreement, backend_of
 from trainer_bridge.sync.plan import Copy, SyncPlan
-from trainer_bridge.sync.shards import torch_dtype
 from trainer_bridge.sync.writer import LowRank, Writer, copy_rows
 
 MESSAGE_BYTES = 64 << 20
@@ -217,7 +216,7 @@ class Message(NamedTuple):
         rows = []
         for copy, at in self.copies:
             whole = replace(copy, start=(0,) * len(copy.shape))
-            packed = stage[at : at + copy.nbytes].view(torch_dtype(copy.dtype)).view(copy.shape)
+            packed = stage[at : at + copy.nbytes].view(copy.torch_dtype).view(copy.shape)
             rows.append(copy_rows(whole, packed))
         return RowCopies(rows, stage.device)
 
@@ -243,7 +242,7 @@ def parts(copy: Copy, limit: int) -> Iterator[Copy]:
     if copy.nbytes <= limit:
         yield copy
         return
-    assert limit >= copy.itemsize
+    assert limit >= copy.torch_dtype.itemsize
     dim = next(dim for dim, size in enumerate(copy.shape) if size > 1)
     each = max(1, limit // (copy.nbytes // copy.shape[dim]))
     for first in range(0, copy.shape[dim], each):

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -60,19 +59,6 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     each = -(-size // parts)
     first = min(size, index * each)
     return first, min(size, first + each) - first
-
-
-def itemsize(dtype: str) -> int:
-    """Counts the bytes of an element of "float32", "bfloat16", ..."""
-    return torch_dtype(dtype).itemsize
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns the dtype that manifests and plans call so; a ValueError if there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
-    return dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

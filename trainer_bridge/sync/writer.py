@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from memsaver.ops.rows import RowCopies, Rows, box_rows
 from trainer_bridge.errors import listed
 from trainer_bridge.sync.plan import Copy, SyncPlan
-from trainer_bridge.sync.shards import SourceShard, itemsize, shard_of, torch_dtype
+from trainer_bridge.sync.shards import SourceShard, shard_of
 
 SCRATCH_BYTES = 32 << 20
 _SAMPLED_NAMES, _SAMPLED_ELEMENTS = 8, 1 << 17
@@ -70,7 +71,7 @@ def copy_rows(copy: Copy, source: Tensor) -> Rows:
     """Return a copy as rows. source: of any strides; the box at `copy.start` is in it."""
     return box_rows(
         copy.shape,
-        torch_dtype(copy.dtype),
+        copy.torch_dtype,
         offset=copy.offset,
         strides=copy.strides,
         index=copy.index_base,
@@ -273,12 +274,12 @@ def rounding(
     """
     names = [name for name in sorted(derived) if sources[name].numel()]
     chosen = names[:: max(1, math.ceil(len(names) / _SAMPLED_NAMES))]
-    dtypes: dict[str, set[str]] = {name: set() for name in chosen}
+    dtypes: dict[str, set[torch.dtype]] = {name: set() for name in chosen}
     for each in plan.slices:
         if each.name in dtypes:
-            dtypes[each.name].add(each.piece.dtype)
+            dtypes[each.name].add(each.piece.torch_dtype)
     sums = [
-        derived[name].rounding(sources[name], torch_dtype(min(found, key=itemsize)))
+        derived[name].rounding(sources[name], min(found, key=attrgetter("itemsize")))
         for name, found in dtypes.items()
         if found
     ]

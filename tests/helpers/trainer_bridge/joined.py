@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memsaver.system.devices import place_of
+from rollout.weights import torch_dtype
 from tests.helpers.trainer_bridge.layouts import box_of
 from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync import relay
 from trainer_bridge.sync.agree import group_agreement
-from trainer_bridge.sync.shards import torch_dtype
 from trainer_bridge.sync.weight_sync import WeightSync
 from trainer_bridge.sync.writer import LowRank
 

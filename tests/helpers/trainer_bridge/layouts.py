@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.weights import Manifest, ParamSlice
+from rollout.weights import Manifest, ParamSlice, torch_dtype
 from rollout.weights.params import Param, ParamGroup, one, shard_groups, stack
 from rollout.weights.store import build_manifest
 from tests.helpers.reference_digest import element
 from tests.helpers.rollout.splits import decoder_splits
-from trainer_bridge.sync.shards import torch_dtype
 
 HEAD_DIM = 2
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

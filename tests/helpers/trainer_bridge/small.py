@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from rollout.weights import Manifest
+from rollout.weights import Manifest, torch_dtype
 from tests.helpers.trainer_bridge.layouts import manifest, piece
-from trainer_bridge.sync.shards import Box, SourceShard, local_box, torch_dtype
+from trainer_bridge.sync.shards import Box, SourceShard, local_box
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (10, 4), "norm": (4,), "proj": (7, 3)}
 

@@ -23,11 +23,12 @@ from rollout.weights import (
     WeightLayout,
     WeightOffer,
     WriteReceipt,
+    torch_dtype,
 )
 from rollout.weights.update import write_boxes
 from tests.helpers.trainer_bridge.layouts import digest_of
 from trainer_bridge.sync.agree import Agreement
-from trainer_bridge.sync.shards import SourceShard, torch_dtype
+from trainer_bridge.sync.shards import SourceShard
 from trainer_bridge.sync.weight_sync import WeightSync
 from trainer_bridge.sync.writer import LowRank
 

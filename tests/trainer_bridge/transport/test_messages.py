@@ -35,7 +35,7 @@ def copies(draw: st.DrawFn) -> list[Copy]:
         place = {"rank": 0, "target": 0, "name": f"{number}", "offset": offset}
         steps = {"strides": strides, "index_base": 1000 * number, "index_strides": strides}
         found.append(Copy(**place, **steps, start=start, shape=shape, dtype=dtype))
-        offset += math.prod(whole) * found[-1].itemsize
+        offset += math.prod(whole) * found[-1].torch_dtype.itemsize
     split = draw(st.integers(0, len(found)))
     return [*found[:split], *(dataclasses.replace(copy, target=1) for copy in found[split:])]
 
