@@ -88,7 +88,7 @@ NO_END = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
 def fields_of(scale: Scale, shape: str, layers: int | None = None) -> dict[str, Any]:
-    """Fields of a recipe's `model.shape`, or of a tiny model of its kind; no answer ends by itself.
+    """Return the fields of a recipe's `model.shape`, or of a tiny model; no answer stops early.
 
     layers: None: the shape's own.
     """
@@ -99,7 +99,7 @@ def fields_of(scale: Scale, shape: str, layers: int | None = None) -> dict[str, 
 
 
 def write_config(directory: Path, fields: dict[str, Any]) -> Path:
-    """A model directory without weights."""
+    """Write a model directory without weights."""
     model = meta_model(fields)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
@@ -108,8 +108,8 @@ def write_config(directory: Path, fields: dict[str, Any]) -> Path:
 
 
 def random_model(scale: Scale, directory: Path, shape: str, dtype: torch.dtype) -> Any:
-    """A model of that shape, or tiny, with random weights on the device, saved to `directory`, in
-    eval mode.
+    """Make a model of that shape, or a tiny one, with random weights on the device, in eval mode,
+    and save it to `directory`.
     """
     config = AutoConfig.from_pretrained(write_config(directory, fields_of(scale, shape)))
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ class RolloutActor(ActorBase):
 def build_engine(
     kind: str, arguments: Mapping[str, Any], group: ProcessGroup | None = None
 ) -> tuple[Rollout, Callable[[], None]]:
-    """An engine, and what ends it and gives its memory back.
+    """Build an engine; return it, and what ends it and gives its memory back.
 
     arguments: of its class's `from_pretrained`. group: of the ranks that share it; vLLM takes
     torch's default one, SGLang none.

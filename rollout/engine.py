@@ -357,7 +357,7 @@ class Engine(EngineBase):
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
         if self.cache.elastic is not None:
-            self.cache.elastic.winding_down = False
+            self.cache.elastic.shrinking = False
         renews = KV_CACHE in paused
         with self._own_discards(), contextlib.ExitStack() as undo:  # all of them or none
             if renews:
@@ -375,7 +375,7 @@ class Engine(EngineBase):
         wake-up: others wait for it, and nobody comes back to what is cached.
         """
         if self.cache.elastic is not None:
-            self.cache.elastic.winding_down = True
+            self.cache.elastic.shrinking = True
 
     def unavailable_reason(self) -> str | None:
         """Returns why `generate` would refuse now; None when it would not."""

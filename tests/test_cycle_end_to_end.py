@@ -65,7 +65,7 @@ def expected(trainer: Trainer, path: str, inputs: list[list[int]], tokens: int) 
 
 
 @pytest.mark.soak
-def test_cycles_whose_pools_grow_and_wind_down_leave_nothing_behind(
+def test_cycles_whose_pools_grow_and_shrink_leave_nothing_behind(
     device: str, tmp_path: Path
 ) -> None:
     """What leaves, leaves beside answers of random lengths; a random part of the device is there

@@ -210,13 +210,13 @@ class CudaBackend(Backend):
         cuda_hook.free_dead_blocks(slot, self.device)
 
     def copy(self, transfers: Sequence[Transfer]) -> None:
-        """Copies (to, from, nbytes) each; done when it returns. Waits for no other stream."""
+        """Copy (to, from, nbytes) each, and wait for them; wait for no other stream."""
         code = self._queue_copy(transfers, self._copies[0])
         self._copies[0].synchronize()
         self._check("copy", code)
 
     def start_copy(self, transfers: Sequence[Transfer], inward: bool = False) -> torch.cuda.Event:
-        """Copies after what is queued on the current stream; the event tells when it is done.
+        """Copy after what is queued on the current stream; return the event of its end.
         inward: towards the device.
         """
         stream = self._copies[inward]
@@ -268,7 +268,7 @@ class CudaBackend(Backend):
             stream.synchronize()
 
     def _queue_copy(self, transfers: Sequence[Transfer], stream: torch.cuda.Stream) -> int:
-        """The driver's code; it takes a stream of the current device only."""
+        """Return the driver's code. The driver takes a stream of the current device only."""
         with torch.cuda.device(self.device):
             return shim.copy(self.phys, transfers, stream.cuda_stream)
 

@@ -78,7 +78,7 @@ def _allocate_from(slot: int) -> Iterator[None]:
 
 
 def _divided(transfers: Sequence[Transfer], parts: int) -> list[list[tuple[int, int, int]]]:
-    """Divides transfers into chunks, dealt out to ``parts`` lists."""
+    """Divide transfers into chunks, and spread these over ``parts`` lists."""
     out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
     turns = itertools.cycle(out)
     for to, source, nbytes in transfers:
@@ -124,7 +124,7 @@ class HostBackend(Backend):
         return _allocate_from(slot)
 
     def copy(self, transfers: Sequence[Transfer]) -> None:
-        """Copies (to, from, nbytes) each, by several threads; done when it returns."""
+        """Copy (to, from, nbytes) each in several threads, and wait for them."""
         groups = [group for group in _divided(transfers, _THREADS) if group]
         if len(groups) == 1:
             codes = [shim.copy(self.phys, groups[0])]

@@ -315,7 +315,7 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
         self._closed = False
 
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
-        """A lease of the tag, mapped now or before; while it is used, its owner's pause fails.
+        """Return a lease of the tag, mapped now or before; its use makes the owner's pause fail.
 
         Tensors of it must not be used afterwards. Waits for the device's work when it is left.
         at_least: bytes that it must have; a tag that has grown since it was mapped is mapped anew

@@ -9,14 +9,14 @@ import torch
 
 
 def device_key(device: torch.device) -> str:
-    """ "cpu", or a GPU's UUID."""
+    """Return "cpu", or a GPU's UUID."""
     if device.type != "cuda":
         return device.type
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def place_of(device: torch.device) -> str:
-    """A device of any machine: "host/cpu", "host/GPU-..."."""
+    """Name a device of any machine: "host/cpu", "host/GPU-..."."""
     return f"{socket.gethostname()}/{device_key(device)}"
 
 

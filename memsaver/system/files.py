@@ -36,7 +36,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Puts on the disk what was written to a file, or which files a folder holds."""
+    """Put on the disk what was written to a file, or which files a folder holds."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -45,5 +45,5 @@ def sync(path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Returns where libraries built on first use are kept (XDG cache of the user)."""
+    """Return where libraries built on first use are kept (XDG cache of the user)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memsaver"

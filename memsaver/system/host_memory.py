@@ -14,7 +14,7 @@ RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is free
 
 
 def available_memory() -> int:
-    """Bytes that can be taken now, past no limit, and with Ray's memory monitor killing nobody."""
+    """Return the bytes that can be taken now within every limit, Ray's memory monitor's too."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     if (group := container_memory()) is not None:
@@ -47,7 +47,7 @@ def container_memory() -> Group | None:
 
 
 def _memory_folders() -> list[tuple[Path, str, str]]:
-    """The groups from this process's own to the root, as far as a container shows them."""
+    """Return the groups from this process's to the root, as far as a container shows them."""
     folders = []
     for line in _read(CGROUP_OF_SELF).splitlines():
         _number, controllers, path = line.split(":", 2)

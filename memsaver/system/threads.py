@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 @cache
 def workers(purpose: str, most: int = 16) -> ThreadPoolExecutor:
-    """The process's threads for one purpose; work that waits for other work needs another.
+    """Return the process's threads for one purpose; work that waits for other work needs another.
 
     They are kept: a new one each time would cost time, and another heap of its own.
     """

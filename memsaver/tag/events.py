@@ -38,9 +38,7 @@ def _read(arenas: Sequence[Arena], pool: PagePool, backend: Backend) -> _Tables:
 
 
 def check_tables(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> None:
-    """Raises ``AssertionError`` where the tables of extents, tags and page pool do not agree, and
-    stay as they are.
-    """
+    """Raise ``AssertionError`` where the tables of extents, tags and page pool keep disagreeing."""
     arenas = [*arenas]
     tables = _read(arenas, pool, backend)
     while True:
@@ -103,7 +101,7 @@ class Recorder:
         self._seen = 0
 
     def record(self, op: str, arena: Arena, seconds: float) -> None:
-        """Records one operation on one tag, which has ended."""
+        """Record one operation on one tag, which has ended."""
         event = Event(
             time=time.time(),
             seconds=seconds,
@@ -129,18 +127,18 @@ class Recorder:
         self.record_all(op, arenas, time.perf_counter() - started)
 
     def record_all(self, op: str, arenas: Sequence[Arena], seconds: float) -> None:
-        """Records one operation on these tags, an equal share of its time each."""
+        """Record one operation on these tags, an equal share of its time each."""
         for arena in arenas:
             self.record(op, arena, seconds / len(arenas))
 
     def drain(self) -> list[Event]:
-        """The operations since the last call, oldest first."""
+        """Return the operations since the last call, oldest first."""
         # threads record meanwhile: what they add stays for the next call
         return [self._events.popleft() for _ in range(len(self._events))]
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """Sends an operation's driver calls to the log, whether it fails or not."""
+        """Send an operation's driver calls to the log, whether it fails or not."""
         try:
             yield
         finally:

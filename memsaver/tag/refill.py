@@ -28,7 +28,7 @@ class Refill:
         self.missing = into.committed_when_paused
 
     def put(self, extents: Sequence[shim.Extent]) -> None:
-        """Puts extents of at most ``missing`` bytes behind those that are there."""
+        """Put extents of at most ``missing`` bytes behind those that are there."""
         at = self._into.committed_when_paused - self.missing
         self.placed += self._into.map(extents, at, self._undo)
         nbytes = sum(extent.nbytes for extent in extents)
@@ -44,7 +44,7 @@ class Refill:
             self._undo.callback(event.synchronize)  # before the unmapping
 
     def finish(self) -> None:
-        """All memory is there, and the content unless it is late."""
+        """Conclude: all memory is there, and the content unless it is late."""
         shim.set_extents(self._into.slot, self.placed)
         self._undo.callback(shim.set_extents, self._into.slot, [])
         for event in self._events:
@@ -54,7 +54,7 @@ class Refill:
 
 
 def _unserved(sizes: Sequence[int], needed: int) -> int:
-    """Tells what is left of ``needed`` if whole extents of these sizes serve it, in their order."""
+    """Return what is left of ``needed`` if whole extents of these sizes serve it in order."""
     for size in sizes:
         needed -= size if size <= needed else 0
     return needed

@@ -32,11 +32,11 @@ class Tags:
         return self._arenas[tag]
 
     def select(self, tags: Sequence[str]) -> list[Arena]:
-        """Returns each once; no tag means all."""
+        """Return each tag's arena once; no tag means all."""
         return [self.get(tag) for tag in dict.fromkeys(tags or tuple(self._arenas))]
 
     def open(self, tag: str, content: str | None) -> Arena:
-        """The tag's arena, made on first use, to allocate on."""
+        """Return the tag's arena to allocate on, made on first use."""
         check_content(content)
         arena = self._arenas.get(tag)
         if arena is None:
@@ -57,7 +57,7 @@ class Tags:
         del self._arenas[tag]
 
     def at(self, address: int) -> Arena:
-        """The one whose addresses these are."""
+        """Return the arena that has this address."""
         for arena in self:
             if 0 <= address - arena.address < arena.reservation.nbytes:
                 return arena

@@ -72,7 +72,7 @@ def plan_of(
     prompt: int | None = None,
     outside: int | None = None,
 ) -> MemoryPlan:
-    """The plan of a recipe, with its own model and longest prompt, and remedies that were tried.
+    """Plan a recipe with its own model and longest prompt, and try the remedies.
 
     A model that is not on this machine yet has the shape that the recipe names beside it, and
     prompts are guessed. outside: as of `planning`.

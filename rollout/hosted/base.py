@@ -332,7 +332,7 @@ class HostedRollout(EngineBase):
         return self._update.begin(version, False, names)
 
     def alias_update(self, version: int, *_: Any, **__: Any) -> UpdateReceipt:
-        """Raises a StateError: the engine's own buffers lie among its weights."""
+        """Raise a StateError: the engine's own buffers lie among its weights."""
         raise StateError(
             f"{self._hosted.name} cannot serve the trainer's own pages: its buffers lie among its "
             "weights; sync by copies (alias=False)"

@@ -75,7 +75,7 @@ def manifest_of(
 
 
 def _joined(copies: Iterable[Landed]) -> Iterator[Landed]:
-    """Experts that were loaded one by one, and lie at even distances, are one copy."""
+    """Join experts that were loaded one by one, and lie at even distances, to one copy."""
     groups: dict[Landed, list[Landed]] = defaultdict(list)
     for landed in copies:
         groups[replace(landed, first=0, address=0)].append(landed)

@@ -218,8 +218,8 @@ def run_scheduler(channel: Connection, *args: Any, **kwargs: Any) -> None:
 
 
 def answering(scheduler: type, channel: Connection) -> type:
-    """SGLang's class of schedulers, with a method that answers the (method, args, kwargs) that has
-    come by `channel` with (True, answer) or (False, error).
+    """Return SGLang's class of schedulers with a method that takes (method, args, kwargs) from
+    `channel`, and answers (True, answer) or (False, error).
     """
 
     def answer_memsaver(self: Any) -> None:

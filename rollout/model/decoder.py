@@ -42,7 +42,7 @@ class MLPConfig(ABC):
 
     @abstractmethod
     def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
-        """Its parameters in memory order."""
+        """Return its parameters in memory order."""
 
     def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of what is no parameter: fp32 whatever the model's dtype."""
@@ -50,21 +50,21 @@ class MLPConfig(ABC):
 
     @abstractmethod
     def splits(self, size: int, experts: int) -> Splits:
-        """Returns how `size` tensor-parallel ranks share its parameters: by inner channels, experts
+        """Return how `size` tensor-parallel ranks share its parameters: by inner channels, experts
         in so many parts of whole ones, each shared by `size / experts` ranks.
         """
 
     def of_rank(self, rank: int, size: int, experts: int) -> MLPConfig:
-        """Returns it as one rank computes it."""
+        """Return it as one rank computes it."""
         return self
 
     @abstractmethod
     def build(self, store: WeightStore, name: str) -> MLP:
-        """Makes what computes it, over views of the weight store."""
+        """Make what computes it, over views of the weight store."""
 
     @abstractmethod
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
-        """Returns how many elements a token has, at most, in each tensor that lies in memory
+        """Return how many elements a token has, at most, in each tensor that lies in memory
         between the first product and the last, on one rank. size, experts: as of `splits`.
         """
 
@@ -133,7 +133,7 @@ class ExpertsConfig(MLPConfig):
 
     @property
     def top_k(self) -> int:
-        """Returns how many experts a token goes to."""
+        """Return how many experts a token goes to."""
         return self.routing.top_k
 
     def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -179,7 +179,7 @@ class ExpertsConfig(MLPConfig):
 
 
 def shared_inner(name: str) -> Splits:
-    """Returns how ranks share the inner channels of a SwiGLU MLP of this name."""
+    """Return how ranks share the inner channels of a SwiGLU MLP of this name."""
     found = {f"{name}{half}_proj.weight": [Split(dim=0)] for half in ("gate", "up")}
     return {**found, f"{name}down_proj.weight": [Split(dim=1)]}
 

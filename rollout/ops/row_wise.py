@@ -205,7 +205,7 @@ def add_rms_norm(
 def _norm_triton(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """The norm, and what it is of: the sum with `added`; without that undefined."""
+    """Return the norm, and the sum with `added` that it is of; undefined without `added`."""
     assert weight.dtype == x.dtype and weight.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if added is None else torch.empty_like(out)

@@ -48,13 +48,13 @@ class TritonPlan:
 
     @property
     def reach(self) -> int:
-        """Keys that a query sees at most."""
+        """Return how many keys a query sees at most."""
         return self.window or _NO_WINDOW
 
     @cached_property
     def gathered(self) -> tuple[Tensor, TritonPlan]:
-        """The slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy of
-        their rows alone.
+        """Return the slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy
+        of their rows alone.
         """
         assert len(self.kv_lens) == self.meta.shape[1], "no lengths on the host"
         device, total = self.meta.device, sum(self.kv_lens)
@@ -95,8 +95,7 @@ def plan_triton(
 
 
 def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
-    """Triton's plan of a decode-only forward, by launches alone, so that a CUDA graph can hold
-    them.
+    """Plan a decode-only forward by launches alone, so that a CUDA graph can hold them.
 
     rows, positions: integers [B] on the device, a request's row of req_to_token and the position of
     its query token. Without window and mapping: `dataclasses.replace` gives a plan those.

@@ -316,27 +316,27 @@ class Elastic:
         """least, most: tokens."""
         self.pool, self.allocator, self.saver = pool, allocator, saver
         self.least, self.most = least, most
-        self.winding_down = False  # who waits for memory gets what no request wants
+        self.shrinking = False  # who waits for memory gets what no request wants
         self._ask_at = 0.0
         self._left = most  # tokens that were left to the pool when it last gave some back
 
     def shrink(self) -> None:
-        """Keeps memory for one sequence; no page may have an owner."""
+        """Keep memory for one sequence; no page may have an owner."""
         self.allocator.limit(0)
         self._resize(self.least)
 
     def fill(self) -> None:
-        """Takes all memory; OutOfMemory changes nothing."""
+        """Take all memory; OutOfMemory changes nothing."""
         self._resize(self.most)
 
     def hurry(self) -> None:
-        """Has the next step look, whenever one looked last: there are new requests."""
+        """Make the next step look for memory: there are new requests."""
         self._ask_at, self._left = 0.0, self.most
 
     def fit(self, wanted: Callable[[], int], compact: Callable[[int], bool]) -> None:
-        """Takes what is free now, up to the tokens that are wanted, in steps worth a call of the
+        """Take what is free now, up to the tokens that are wanted, in steps worth a call of the
         driver, which is asked now and then: while another process pins or maps memory, it takes its
-        time to answer. While winding down it gives back what is not wanted any more, in such steps.
+        time to answer. While shrinking it gives back what is not wanted any more, in such steps.
 
         compact: moves what is used to so many first pages, if it has room there.
         """
@@ -345,7 +345,7 @@ class Elastic:
         tokens = max(self.pool.page_size, min(wanted(), self.most))
         if tokens > self.pool.size:
             self._take(tokens - self.pool.size)
-        elif self.winding_down and min(self._left, self.pool.size) - tokens >= self.most // 16:
+        elif self.shrinking and min(self._left, self.pool.size) - tokens >= self.most // 16:
             self._give_back(tokens, compact)
         now = time.monotonic()
         self._ask_at = now + max(_ASKED, 10 * (now - began))
@@ -358,7 +358,7 @@ class Elastic:
                 self._resize(self.pool.size + more)
 
     def _give_back(self, tokens: int, compact: Callable[[int], bool]) -> None:
-        """Leaves the pool as it is where that cannot be."""
+        """Shrink the pool, or leave it as it is where that is impossible."""
         self._left = tokens  # on a GPU it may keep more: the rest of an extent
         with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
             if compact(tokens // self.pool.page_size):
@@ -373,9 +373,9 @@ class Elastic:
         self.follow()
 
     def follow(self) -> None:
-        """Hands out the pages that have memory."""
+        """Hand out the pages that have memory."""
         self.allocator.limit(self.pool.size)
 
     def begin(self) -> None:
-        """Hands out the pages that have memory, and takes more where one sequence needs it."""
+        """Hand out the pages that have memory, and take more where one sequence needs it."""
         self._resize(self.least) if self.pool.size < self.least else self.follow()

@@ -284,7 +284,7 @@ class Scheduler:
         self.preempt(sample)
 
     def preempt(self, sample: Sample) -> None:
-        """Requeues it at the front; a beam search goes as a whole, and starts over."""
+        """Requeue a sample at the front; a beam search goes as a whole, and starts over."""
         if sample.beams is None:
             self._release(sample)
         else:

@@ -50,7 +50,7 @@ class ArenaBox:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, without what lies between them."""
+        """Return the bytes of its elements, without what lies between them."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property

@@ -103,7 +103,7 @@ class WeightPages:
         return self._digest[1].run(arena)
 
     def box(self, piece: ArenaBox) -> Tensor:
-        """View of a slice, with its strides, or of a fused tensor."""
+        """Return a view of a slice, with its strides, or of a fused tensor."""
         return piece.view(self.arena, self.base)
 
 

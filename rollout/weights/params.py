@@ -37,7 +37,7 @@ class Param:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Self:
-        """All of a parameter."""
+        """Return all of a parameter."""
         origin = (0,) * len(shape)
         piece = FilePiece(start=origin, shape=shape, at=origin)
         return cls(name=name, shape=shape, whole=shape, pieces=(piece,))
