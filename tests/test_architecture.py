@@ -29,10 +29,6 @@ ALONE = {
 FOR_ALL = {("memsaver", "ops"), ("memsaver", "system")}
 OTHERS = {"os", "torch", "_python_dispatch"}  # modules whose private names are not ours to mend
 OTHERS_NAMES = {"_local_tensor"}  # of torch's DTensor
-FRAGMENT = re.compile(
-    "(Of|What|Where|Whether|How|Which|Who|From|By|In|On|With|To|Into|As|The same|Also|And|Because"
-    "|When|Why) "
-)
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
 
 Rule = Callable[[str, ast.AST], Iterator[str]]
@@ -84,13 +80,6 @@ def nests_no_comprehension(file: str, node: ast.AST) -> Iterator[str]:
             yield "has a comprehension inside another"
 
 
-def documents_by_sentences(file: str, node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-        first, _, _ = (ast.get_docstring(node) or "").partition("\n")
-        if FRAGMENT.match(first):
-            yield f"has a docstring that begins without subject and verb: {first}"
-
-
 def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
     for module in imports(node):
         shared = starts(module, "tests.helpers") or module == "tests.planted"
@@ -130,7 +119,6 @@ def _private(name: str) -> bool:
         (CHAIN, follows_the_chain),
         (CHAIN, enters_by_a_face),
         (CHAIN, nests_no_comprehension),
-        (CHAIN, documents_by_sentences),
         (["tests", "benchmarks"], takes_helpers_from_their_place),
         (["tests", "benchmarks"], reads_public_state),
     ],

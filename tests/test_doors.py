@@ -17,7 +17,7 @@ from rollout.disagg import DecodeEngine, MappedTransport, PrefillEngine
 from tests.helpers.models import greedy, save_tiny
 from tests.helpers.peers import Peer
 from tests.helpers.rollout.answers import GAP, ids, random_prompts
-from tests.helpers.trainer_bridge.hooked import half_written
+from tests.helpers.trainer_bridge.sync_hooks import half_written
 from trainer_bridge import SequenceBatch, TrainerConfig, open_inprocess
 
 SHAPE: dict[str, Any] = {"head_dim": 16, "tie_word_embeddings": True}

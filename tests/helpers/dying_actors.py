@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.helpers.trainer_bridge.hooked import half_written
+from tests.helpers.trainer_bridge.sync_hooks import half_written
 from trainer_bridge.remote.actor import TrainerActor
 from trainer_bridge.sync.weight_sync import SyncReceipt
 

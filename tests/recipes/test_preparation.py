@@ -24,7 +24,7 @@ from rollout.config import EngineConfig
 from rollout.model.decoder import rank_groups
 from rollout.model.loading import load_model_config
 from rollout.weights.store import arena_nbytes
-from tests.helpers.trainer_bridge.others import STAND_IN
+from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import LoraConfig
 
 GIB = 2**30

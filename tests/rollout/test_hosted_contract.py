@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.rollout.wheel import Wheel
+from tests.helpers.rollout.package_names import Wheel
 
 WHEELS = {package: Wheel(package) for package in ("vllm", "sglang")}
 VLLM_OPTIONS = {

@@ -14,7 +14,7 @@ from rollout import SamplingParams
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.models import save_tiny
 from tests.helpers.peers import Gone
-from tests.helpers.rollout.mortal import (
+from tests.helpers.rollout.killed_in_cycle import (
     STAGES,
     CyclingTrainer,
     HostedWorker,

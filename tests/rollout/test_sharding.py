@@ -17,7 +17,7 @@ from rollout.weights import pages as weights_module
 from rollout.weights.params import Split, one, shard_groups
 from rollout.weights.store import WeightStore, build_manifest
 from tests.helpers.reference_digest import element
-from tests.helpers.rollout.splits import decoder_splits
+from tests.helpers.rollout.tp_splits import decoder_splits
 
 
 def pieces(

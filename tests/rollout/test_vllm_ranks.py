@@ -21,7 +21,7 @@ from rollout.errors import RankError
 from rollout.hosted import VllmRollout
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.fused import KINDS, FusedEngine, loaded, random_directory, same
-from tests.helpers.trainer_bridge.others import STAND_IN
+from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import Trainer, TrainerConfig
 from trainer_bridge.sync.shards import aligned_dims
 

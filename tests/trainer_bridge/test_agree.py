@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.trainer_bridge.hooked import joined
+from tests.helpers.trainer_bridge.sync_hooks import joined
 from tests.helpers.trainer_bridge.targets import in_threads
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.agree import Agreement, group_agreement

@@ -20,7 +20,7 @@ from tests.helpers.trainer_bridge.models import (
     value_batch,
     write_model,
 )
-from tests.helpers.trainer_bridge.plain import plain_bits
+from tests.helpers.trainer_bridge.reference_step import plain_bits
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits, copied
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,

@@ -15,7 +15,7 @@ from rollout import Engine, SamplingParams
 from rollout.model import Routing
 from tests.helpers.models import DEEPSEEK_MOE, MLA, RELEASE
 from tests.helpers.trainer_bridge.models import make_batch, reference, write_model
-from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
+from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import arrives, bits
 from tests.helpers.trainer_bridge.tolerance import STABLE, assert_learned, assert_metrics
 from trainer_bridge import SequenceBatch

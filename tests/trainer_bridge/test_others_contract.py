@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from rollout.model import parameter_shapes
 from tests.helpers.models import save_tiny
-from tests.helpers.rollout.wheel import Wheel
+from tests.helpers.rollout.package_names import Wheel
 
 VERL, TITAN = Wheel("verl"), Wheel("torchtitan")
 with_verl = pytest.mark.skipif(VERL.may_skip, reason="verl is not installed")

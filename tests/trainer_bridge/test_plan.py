@@ -28,7 +28,7 @@ from tests.helpers.trainer_bridge.layouts import (
     parameters,
     piece,
 )
-from tests.helpers.trainer_bridge.small import fsdp_shards, shards_of
+from tests.helpers.trainer_bridge.three_params import fsdp_shards, shards_of
 from trainer_bridge.sync.plan import SyncPlan, make_plan
 from trainer_bridge.sync.shards import SourceShard, aligned_dims, local_box
 

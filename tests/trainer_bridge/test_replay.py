@@ -24,7 +24,7 @@ from tests.helpers.trainer_bridge.models import (
     reference_logprobs,
     write_model,
 )
-from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
+from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import bits
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,

@@ -17,8 +17,8 @@ from torch import Tensor
 import memsaver
 from rollout.weights import Manifest, torch_dtype
 from tests.helpers.trainer_bridge.layouts import box_of, manifest, piece
-from tests.helpers.trainer_bridge.small import SHAPES, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
+from tests.helpers.trainer_bridge.three_params import SHAPES, full, shards, whole
 from trainer_bridge import Trainer
 from trainer_bridge.sync.shards import local_shard
 from trainer_bridge.sync.weight_sync import WeightSync

@@ -23,7 +23,7 @@ from rollout.tag_names import WEIGHTS, WEIGHTS_SHADOW
 from tests.helpers.case_selection import rounds
 from tests.helpers.memory import settled_fds
 from tests.helpers.peers import Gone
-from tests.helpers.trainer_bridge.hooked import MOMENTS, STAGES
+from tests.helpers.trainer_bridge.sync_hooks import MOMENTS, STAGES
 from tests.helpers.trainer_bridge.sync_pair import Pair
 from tests.helpers.trainer_bridge.trainers import PATIENCE, Death
 from trainer_bridge.errors import SyncError

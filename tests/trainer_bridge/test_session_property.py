@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from rollout.weights import ParamSlice
 from rollout.weights.params import shard_groups
 from tests.helpers.case_selection import rounds
-from tests.helpers.rollout.splits import decoder_splits
-from tests.helpers.trainer_bridge.hooked import HookedAgreement
+from tests.helpers.rollout.tp_splits import decoder_splits
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, HEAD_DIM, box_of, digest_of
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
 from tests.helpers.trainer_bridge.sync_cases import (
@@ -33,6 +32,7 @@ from tests.helpers.trainer_bridge.sync_cases import (
     steps,
     whole,
 )
+from tests.helpers.trainer_bridge.sync_hooks import HookedAgreement
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
 from tests.helpers.trainer_bridge.tolerance import assert_merged
 from trainer_bridge.errors import SyncError

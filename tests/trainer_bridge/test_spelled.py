@@ -14,12 +14,12 @@ from rollout.model import spellings
 from rollout.weights import WeightLayout
 from rollout.weights.params import one, shard_groups
 from tests.helpers.case_selection import rounds
-from tests.helpers.rollout.splits import decoder_splits
-from tests.helpers.trainer_bridge.hooked import HookedAgreement
+from tests.helpers.rollout.tp_splits import decoder_splits
 from tests.helpers.trainer_bridge.layouts import HEAD_DIM, box_of, manifests
-from tests.helpers.trainer_bridge.small import shards_of
 from tests.helpers.trainer_bridge.stored_weights import StoredWeights
+from tests.helpers.trainer_bridge.sync_hooks import HookedAgreement
 from tests.helpers.trainer_bridge.targets import Rank, in_ranks
+from tests.helpers.trainer_bridge.three_params import shards_of
 from trainer_bridge.sync.plan import make_plan
 from trainer_bridge.sync.weight_sync import SyncReceipt
 

@@ -27,7 +27,7 @@ from tests.helpers.trainer_bridge.models import (
     reference_logprobs,
     write_model,
 )
-from tests.helpers.trainer_bridge.plain import plain_bits, plain_step
+from tests.helpers.trainer_bridge.reference_step import plain_bits, plain_step
 from tests.helpers.trainer_bridge.states import assert_same_bits, bits
 from tests.helpers.trainer_bridge.tolerance import (
     STABLE,

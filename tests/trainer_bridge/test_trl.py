@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from memsaver import StateError
 from tests.helpers.models import save_tiny
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.rollout.wheel import Wheel
-from tests.helpers.trainer_bridge.others import STAND_IN, missing_for_trl
+from tests.helpers.rollout.package_names import Wheel
+from tests.helpers.trainer_bridge.other_trainers import STAND_IN, missing_for_trl
 from trainer_bridge import trl
 
 WHEEL = Wheel("trl")

@@ -32,7 +32,7 @@ from types import SimpleNamespace
 
 import torch
 import memsaver.compat
-from tests.helpers.trainer_bridge.others import missing_for_trl
+from tests.helpers.trainer_bridge.other_trainers import missing_for_trl
 
 memsaver.compat.install("vllm.device_allocator.cumem")  # as the plugin does
 sys.modules.update(missing_for_trl())

@@ -16,7 +16,7 @@ from rollout.weights import Manifest, ParamSlice, torch_dtype
 from rollout.weights.params import Param, ParamGroup, one, shard_groups, stack
 from rollout.weights.store import build_manifest
 from tests.helpers.reference_digest import element
-from tests.helpers.rollout.splits import decoder_splits
+from tests.helpers.rollout.tp_splits import decoder_splits
 
 HEAD_DIM = 2
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rollout.weights.params import ParamGroup
-from tests.helpers.trainer_bridge.hooked import STAGES
 from tests.helpers.trainer_bridge.layouts import EMBED, HEAD, decoder_groups, parameters
+from tests.helpers.trainer_bridge.sync_hooks import STAGES
 from trainer_bridge.sync.shards import SourceShard, local_box
 
 LORA_RANK, SCALE = 2, 0.5

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rollout.protocols import UpdatableEngine
 from tests.helpers.peers import Peer, server
-from tests.helpers.trainer_bridge.hooked import HookedAgreement, half_written
-from tests.helpers.trainer_bridge.small import shards_of
+from tests.helpers.trainer_bridge.sync_hooks import HookedAgreement, half_written
+from tests.helpers.trainer_bridge.three_params import shards_of
 from trainer_bridge.sync.weight_sync import WeightSync
 
 PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
@@ -31,7 +31,7 @@ _CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "c
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """When a rank kills itself: at a moment of a stage (`hooked.py`)."""
+    """When a rank kills itself: at a moment of a stage (`sync_hooks.py`)."""
 
     stage: str
     moment: str

@@ -15,7 +15,7 @@ import pytest
 
 from rollout.disagg.control import Closed, Hello, Message, RankPeers, Refused
 from tests.helpers.memsaver.savers import at_once
-from tests.helpers.rollout.far import Far
+from tests.helpers.rollout.split_peer import Far
 
 KEY = b"the ranks' secret"
 HELLO = Hello(tp_size=1, tp_rank=0, geometry="equal")

@@ -13,8 +13,8 @@ from rollout.disagg.control import Ask, Filled, First, Hello, RankPeers, Refused
 from rollout.disagg.decode import Inbox
 from rollout.serving.samples import Chunk, Sample
 from tests.helpers.rollout.answers import GREEDY
-from tests.helpers.rollout.far import Far
 from tests.helpers.rollout.split import KEY, TOKEN
+from tests.helpers.rollout.split_peer import Far
 
 SLOTS = [3, 4, 6]
 FIRST = First(tokens=(9,), logprobs=(-1.0,), version=0)

@@ -24,7 +24,6 @@ from rollout.errors import PeerLostError
 from rollout.parallel import TensorParallel
 from tests.helpers.ranks import results, start_ranks
 from tests.helpers.rollout.answers import random_prompts
-from tests.helpers.rollout.far import Far
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.split import (
     CONFIG,
@@ -40,6 +39,7 @@ from tests.helpers.rollout.split import (
     serve,
     tokens,
 )
+from tests.helpers.rollout.split_peer import Far
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=8), GREEDY)]

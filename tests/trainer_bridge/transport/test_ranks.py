@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import results, start_ranks
-from tests.helpers.trainer_bridge.joined import SMALL, Case, failing, sync_cases
+from tests.helpers.trainer_bridge.sync_ranks import SMALL, Case, failing, sync_cases
 from tests.helpers.trainer_bridge.targets import PageTarget
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.relay import MESSAGE_BYTES, Message

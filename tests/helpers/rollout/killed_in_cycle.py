@@ -19,7 +19,7 @@ from rollout.hosted import VllmRollout
 from rollout.tag_names import WEIGHTS
 from tests.helpers.peers import Peer, server
 from tests.helpers.rollout.fused import FusedEngine
-from tests.helpers.trainer_bridge.hooked import half_written
+from tests.helpers.trainer_bridge.sync_hooks import half_written
 from tests.helpers.trainer_bridge.trainers import serve
 from trainer_bridge import Cycle, Trainer, TrainerConfig
 from trainer_bridge.errors import ActorDied

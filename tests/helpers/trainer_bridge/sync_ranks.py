@@ -14,8 +14,8 @@ from torch import Tensor
 from memsaver.system.devices import place_of
 from rollout.weights import torch_dtype
 from tests.helpers.trainer_bridge.layouts import box_of
-from tests.helpers.trainer_bridge.small import columns, full, shards, whole
 from tests.helpers.trainer_bridge.targets import PageTarget
+from tests.helpers.trainer_bridge.three_params import columns, full, shards, whole
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync import relay
 from trainer_bridge.sync.agree import group_agreement
