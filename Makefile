@@ -127,4 +127,4 @@ bench-gate:
 	$(GPU) -m benchmarks.gate --out $(OUT)
 
 clean:
-	rm -rf .venv .venv-* build dist site *.egg-info memsaver/native/_shim*.so
+	rm -rf .venv .venv-* build dist site *.egg-info memsaver/native/shim-*.so

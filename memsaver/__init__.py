@@ -23,6 +23,8 @@ from memsaver.sharing.lease import Lease, LeaseCache, attach
 from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.tickets import PoolTicket, Ticket
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BackendError",
     "CompilerError",

@@ -27,7 +27,7 @@ from memsaver import compat
 from memsaver.content.on_disk import default_directory
 from memsaver.errors import CompilerError, format_bytes
 from memsaver.memory import as_device, torch_allocator
-from memsaver.native import shim
+from memsaver.native import build, shim
 from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import attach
 from memsaver.system.host_memory import available_memory, container_memory
@@ -115,10 +115,10 @@ def _versions(_: Any) -> Finding:
 
 def _compilers(device: Any) -> Finding:
     """Load the shim; look for what CPU regions and Triton's kernels are compiled with."""
-    path, wrong = shim.shim_library(), []
+    path, wrong = build.shim_library(), []
     shim.library()
     try:
-        shim.cpu_hook_library()
+        build.cpu_hook_library()
     except CompilerError as error:
         wrong.append(f"no region() on the CPU: {str(error).splitlines()[0]}")
     # Triton calls CC, gcc or clang, never cc.
@@ -126,7 +126,7 @@ def _compilers(device: Any) -> Finding:
         wrong.append("no C compiler for Triton's kernels")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         wrong.append("no Python.h for Triton's kernels")
-    came = "came with the package" if path.parent == shim.HERE else f"compiled, in {path.parent}"
+    came = "came with the package" if path.parent == build.HERE else f"compiled, in {path.parent}"
     told = "; ".join([f"memory shim {came}", *wrong])
     status: Status = "fail" if wrong and _gpu(device) else "warn" if wrong else "ok"
     return status, told, "install gcc, g++ and Python's headers (python3-dev)" if wrong else ""

@@ -120,6 +120,16 @@ reward.png, memory.png and checkpoints/.
 """
 
 
+class _PrintVersion(argparse.Action):
+    """Option that prints the version and exits; only then is torch imported, with memsaver."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import memsaver
+
+        print(f"memsaver {memsaver.__version__}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; the docstring of a command's function describes it."""
     parser = argparse.ArgumentParser(
@@ -128,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(

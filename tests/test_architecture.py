@@ -50,6 +50,8 @@ def starts(module: str, package: str) -> bool:
 
 def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
     package = CHAIN.index(file.split("/")[0])
+    if file == "memsaver/__main__.py":  # the command, which stands above all packages
+        return
     for module in imports(node):
         for later in CHAIN[package + 1 :]:
             if starts(module, later):

@@ -19,7 +19,7 @@ import torch
 
 from memsaver.errors import BackendError
 from memsaver.memory.backend import Backend, Transfer
-from memsaver.native import shim
+from memsaver.native import build, shim
 from memsaver.native.shim import Operation
 from memsaver.system.host_memory import available_memory
 from memsaver.system.libc import MAP_FAILED, libc
@@ -52,7 +52,7 @@ def _make_room(slot: int) -> bool:
 @cache
 def _hook() -> ctypes.CDLL:
     """Install the hook, once per process; raises ``CompilerError`` when it cannot be built."""
-    lib = ctypes.CDLL(str(shim.cpu_hook_library()))
+    lib = ctypes.CDLL(str(build.cpu_hook_library()))
     lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
     lib.ms_hook_enter.restype, lib.ms_hook_leave.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     table = shim.library()

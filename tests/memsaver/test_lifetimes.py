@@ -11,6 +11,7 @@ import gc
 import mmap
 import operator
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,7 +33,7 @@ import torch
 import memsaver
 from memsaver.memory.backend import dlpack_tensor
 from memsaver.memory.memfd import HostBackend
-from memsaver.native import shim
+from memsaver.native import build
 from memsaver.system.libc import libc
 from memsaver.system.threads import workers
 from tests.helpers.memory import memfd_bytes, uncollected
@@ -257,22 +258,31 @@ def test_a_closed_savers_slot_comes_back_with_its_last_tensor() -> None:
         gc.collect()
 
 
-def _without_a_compiler(pipe: Connection, cache: str, built: Path) -> None:
+def _without_a_compiler(pipe: Connection, cache: Path) -> None:
     """In a process that has neither loaded the shim nor had a region yet."""
-    os.environ |= {"PATH": "", "XDG_CACHE_HOME": cache}
-    shim.shim_library = lambda: built
+    os.environ |= {"PATH": "", "XDG_CACHE_HOME": str(cache)}
     saver = memsaver.MemorySaver("cpu")
     saver.empty(10).fill_(1)
-    with pytest.raises(memsaver.CompilerError, match=r"g\+\+"), saver.region("a"):
+    with pytest.raises(memsaver.CompilerError, match=r"install g\+\+"), saver.region("a"):
         pass
     saver.pause()
     pipe.send("paused")
 
 
-def test_without_a_compiler_regions_say_so_and_empty_works(tmp_path: Path) -> None:
-    peer = Peer(_without_a_compiler, str(tmp_path), shim.shim_library())
+def test_empty_works_without_compiler_and_region_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "memsaver").mkdir()
+    shutil.copy(build.shim_library(), tmp_path / "memsaver")
+    peer = Peer(_without_a_compiler, tmp_path)
     assert peer.hear() == "paused"
     peer.bury()
+
+
+def test_compiling_without_a_writable_cache_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    with pytest.raises(memsaver.CompilerError, match=r"/dev/null/memsaver .* set XDG_CACHE_HOME"):
+        build.cpu_hook_library()
 
 
 def test_frees_from_other_threads_and_regions_in_parallel(device: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,11 +24,41 @@ PACKAGES = ("memsaver", "kvcache", "rollout", "trainer_bridge", "recipes")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 
 
-def run(*words: object, cwd: Path) -> str:
-    """What it prints; a failure shows both streams."""
+USERS_SCRIPT = """
+import torch
+
+import recipes
+from kvcache import KVCacheConfig
+from memsaver import MemorySaver, OutOfMemory
+from rollout import Completion, Engine, EngineConfig, SamplingParams
+from trainer_bridge import Cycle, TrainerConfig, open_inprocess
+
+saver = MemorySaver(device="cpu", limit_bytes=1 << 30)
+with saver.region("weights", content="host"):
+    model = torch.nn.Linear(8, 8)
+kv: torch.Tensor = saver.empty((8, 8), torch.bfloat16, tag="kv_cache")
+saver.pause("kv_cache")
+try:
+    saver.resume("kv_cache")
+except OutOfMemory as error:
+    print(error)
+held: int = saver.report().tags["weights"].committed_bytes
+
+engine = Engine.from_pretrained("model", kv_tokens=4096)
+answers: list[list[Completion]] = engine.generate([[1, 2]], SamplingParams(max_tokens=4))
+with open_inprocess(TrainerConfig(model_path="model"), {"kv_tokens": 4096}) as (trainer, rollout):
+    cycle = Cycle(trainer, rollout)
+    cycle.to_rollout(version=1)
+    cycle.to_train()
+steps: int = recipes.load("tiny", ["steps=3"]).steps
+"""
+
+
+def run(*words: object, cwd: Path, **variables: str) -> str:
+    """Return what a command prints; a failure shows both streams."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
-    }
+    } | variables
     done = subprocess.run(
         [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
     )
@@ -86,7 +117,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sources(tracked: list[str]) -> set[str]:
     """What an installed memsaver is made of."""
-    kept = (".py", ".c", ".cpp", ".h", ".yaml", ".css", ".html", ".js")
+    kept = (".py", ".c", ".cpp", ".h", ".yaml", ".html", ".typed")
     return {
         name
         for name in tracked
@@ -99,7 +130,7 @@ def test_the_sdist_holds_the_sources_and_no_tests(sdist: Path, tracked: list[str
         names = {
             member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
         }
-    beside = {"setup.py", "pyproject.toml", "README.md", "constraints.txt"}
+    beside = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
     assert names >= sources(tracked) | beside
     assert not [name for name in names if name.startswith(("tests/", "docs/", "examples/"))]
     assert not [name for name in names if name.endswith(".so")]
@@ -109,7 +140,8 @@ def test_the_wheel_holds_the_sources_and_the_built_shim(wheel: Path, tracked: li
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     (shim,) = names - sources(tracked)
-    assert shim.startswith("memsaver/native/_shim.") and shim.endswith(".so")
+    assert shim.startswith("memsaver/native/shim-") and shim.endswith(".so")
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     assert names >= sources(tracked)
     assert {"recipes/tiny.yaml", "recipes/config/shapes.yaml"} <= names
     assert "memsaver/native/cpu_hook.cpp" in names
@@ -119,6 +151,46 @@ def test_what_is_imported_there_is_the_wheels(environment: Path, tmp_path: Path)
     code = f"import json; print(json.dumps([__import__(name).__file__ for name in {PACKAGES}]))"
     files = json.loads(run(environment / "bin" / "python", "-c", code, cwd=tmp_path))
     assert all(Path(file).is_relative_to(environment) for file in files), files
+
+
+WITHOUT_A_COMPILER = """
+import torch, memsaver
+saver = memsaver.MemorySaver(device="cpu")
+kv = saver.empty((1024, 16), torch.bfloat16, tag="kv_cache")
+saver.pause("kv_cache")
+assert saver.report().committed_bytes == 0
+saver.resume("kv_cache")
+kv.fill_(1)
+try:
+    with saver.region("weights"):
+        pass
+except memsaver.CompilerError as error:
+    print(error)
+"""
+
+
+def test_wheel_needs_no_compiler_and_no_writable_cache_but_for_cpu_regions(
+    environment: Path, tmp_path: Path
+) -> None:
+    python = environment / "bin" / "python"
+    bare = {"PATH": "", "XDG_CACHE_HOME": "/dev/null"}
+    told = run(python, "-c", WITHOUT_A_COMPILER, cwd=tmp_path, **bare)
+    assert "install g++; or empty()" in told and "no compiler was found" in told
+
+
+def test_command_and_module_tell_the_version_of_the_wheel(
+    environment: Path, wheel: Path, tmp_path: Path
+) -> None:
+    for words in (["memsaver"], ["python", "-m", "memsaver"]):
+        told = run(environment / "bin" / words[0], *words[1:], "--version", cwd=tmp_path)
+        assert told == f"memsaver {wheel.name.split('-')[1]}\n"
+
+
+def test_strict_mypy_accepts_a_users_script(environment: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(USERS_SCRIPT)
+    mypy = (sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--python-executable")
+    run(*mypy, environment / "bin" / "python", script, cwd=tmp_path)
 
 
 def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:

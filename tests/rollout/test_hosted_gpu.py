@@ -24,7 +24,7 @@ import torch
 
 from memsaver import MemorySaver, StateError
 from memsaver.memory.torch_allocator import empty_torch_cache
-from memsaver.native import shim
+from memsaver.native import build
 from rollout import Completion, SamplingParams
 from rollout.hosted import SglangRollout, VllmRollout
 from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
@@ -420,7 +420,7 @@ def test_an_engine_by_itself_finds_the_plugin(tmp_path: Path) -> None:
     )
     answers, libraries, freed = json.loads(run_script(tmp_path, SGLANG_BY_ITSELF, path, env))
     assert all(each == answers[0] for each in answers)
-    assert str(shim.shim_library()) in libraries and "torch_memory_saver" not in libraries
+    assert str(build.shim_library()) in libraries and "torch_memory_saver" not in libraries
     # keys and values of three layers, 2 heads of 64, two bytes each; all of it is there again
     cache = 2 * 3 * 2 * 64 * 2 * (1 << 16)
     assert all(each >= cache for each in freed[::2])
