@@ -2,7 +2,8 @@
 throughput. `make bench-vllm`, with vllm installed; `--engine sglang`.
 
 Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
-the same random weights of a Qwen2.5 shape.
+the same random weights of a Qwen2.5 shape. The driver's floor comes last: it unmaps and maps as
+many bytes as a sleep freed.
 
 `--throughput` leaves the rest out, and is for our own engine and larger models, too:
 
@@ -17,13 +18,19 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from benchmarks.common import (
+    GIB,
     Figure,
     Figures,
     Skipped,
+    extent_by_driver,
     fields_of,
     make_scale,
     parser,
@@ -32,6 +39,7 @@ from benchmarks.common import (
 )
 
 KINDS = {"memsaver": "ours", "its own": "rival", "native": "native"}
+FLOOR = "driver's floor"
 KV_TOKENS = 196608
 
 
@@ -42,6 +50,7 @@ class Sides:
         self._log = args.out or folder
         self._log.mkdir(parents=True, exist_ok=True)
         self._answers: object = None
+        self._freed = 0.0  # GiB, by the first engine's sleep
         self._engine = args.engine
         fields = fields_of(make_scale(args), args.shape, args.layers)
         model = write_config(folder / "model", fields)
@@ -66,6 +75,8 @@ class Sides:
                 process.stdin.flush()
             elif line.startswith('{"what"'):
                 found.append(Figure(**json.loads(line)))
+                if found[-1].what.endswith("freed"):
+                    self._freed = self._freed or found[-1].value
                 print(f"  {found[-1].what}: {found[-1].value:.1f} {found[-1].unit}", flush=True)
             elif line.startswith('{"answers"'):
                 found += self._compared(json.loads(line)["answers"])
@@ -73,6 +84,19 @@ class Sides:
             text = (self._log / f"{self._engine}_{kind}.log").read_text()
             raise RuntimeError(text[-3000:])
         return found
+
+    def driver_floor(self, device: torch.device) -> Figures:
+        """Time the driver alone with the bytes that a sleep at level 2 freed, as one extent.
+
+        Raises:
+            Skipped: No engine was measured before.
+        """
+        if not self._freed:
+            raise Skipped("it takes the bytes that an engine's sleep freed, measured before it")
+        nbytes = int(self._freed * GIB)
+        wait = partial(time.sleep, 0.5)  # as between the engines' sleep and wake-up
+        times = extent_by_driver(device, nbytes, "map", "unmap", wait)
+        return [Figure(what=what, value=value) for what, value in times.items()]
 
     def _compared(self, answers: list[list[int]]) -> Figures:
         before, self._answers = self._answers, answers
@@ -92,7 +116,7 @@ def skipped() -> Figures:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(__doc__, KINDS)
+    options = parser(__doc__, [*KINDS, FLOOR])
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     options.add_argument("--shape", default="qwen2.5-7b", help="as a recipe's model.shape")
     options.add_argument("--layers", type=int, help="of that shape; all of them unless given")
@@ -101,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument(
         "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
     )
-    options.set_defaults(cases=["memsaver", "its own"])
+    options.set_defaults(cases=["memsaver", "its own", FLOOR])
     args = options.parse_args(arguments)
     if "native" in args.cases and not args.throughput:
         raise SystemExit("native: our own engine is measured by --throughput alone")
@@ -111,7 +135,11 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(args, Path(folder))
         try:
-            cases = {name: partial(sides.measured, KINDS[name]) for name in args.cases}
+            cases: dict[str, Callable[[], Figures]] = {
+                name: partial(sides.measured, KINDS[name]) for name in args.cases if name in KINDS
+            }
+            if FLOOR in args.cases and not args.throughput:
+                cases[FLOOR] = partial(sides.driver_floor, scale.device)
             run_cases(f"bench_{args.engine}", cases, args.out)
         finally:
             sides.close()
