@@ -76,6 +76,7 @@ lint: setup
 # The documentation site, in site/index.html; a warning is an error.
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 .venv/.docs: $(READY)
 	$(PIP) -c constraints.txt -e '.[docs]'
