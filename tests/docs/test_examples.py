@@ -1,4 +1,4 @@
-"""The worked examples, run as they stand."""
+"""Tests of the worked examples, which run unchanged."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("loop", [plain_loop, plain_loop_with_cycle])
-def test_the_loop_learns_before_and_after(
+def test_loop_learns_without_and_with_the_cycle(
     loop: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     savers: list[memsaver.MemorySaver] = []
 
-    class Seen(memsaver.MemorySaver):
+    class RecordedSaver(memsaver.MemorySaver):
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             savers.append(self)
 
-    monkeypatch.setattr(plain_loop_with_cycle, "MemorySaver", Seen)
+    monkeypatch.setattr(plain_loop_with_cycle, "MemorySaver", RecordedSaver)
     rewards = loop.main(path, steps=14)
     assert statistics.fmean(rewards[:3]) < 0.6 < 0.7 < statistics.fmean(rewards[-3:])
     if loop is plain_loop_with_cycle:
@@ -45,13 +45,11 @@ def test_the_loop_learns_before_and_after(
         assert (offloaded.count("params"), offloaded.count("optim")) == (14, 14)
 
 
-def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
-    """After the cycle's sync the rollout's greedy tokens are transformers' with the model that
-    learns.
-    """
+def test_rollout_after_sync_generates_as_the_trained_model_does(path: str) -> None:
+    """Compare greedy tokens with transformers' own under the weights that are trained."""
     model = plain_loop.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
-        model.model.norm.weight.mul_(-1)  # other weights than the directory's
+        model.model.norm.weight.mul_(-1)  # differs from the weights in the directory
     engine = plain_loop_with_cycle.Engine.from_pretrained(path, kv_tokens=64, load_weights=False)
     engine.sleep(level=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -69,7 +67,7 @@ def test_the_engine_answers_with_the_loops_own_weights(path: str) -> None:
     assert side.saver.report().committed_bytes == held
 
 
-def test_the_cycle_takes_about_35_lines_which_the_page_marks() -> None:
+def test_cycle_adds_at_most_40_lines_to_a_loop_and_the_page_marks_them() -> None:
     before, after = (
         (EXAMPLES / f"{name}.py").read_text().splitlines()
         for name in ("plain_loop", "plain_loop_with_cycle")
@@ -84,16 +82,15 @@ def test_the_cycle_takes_about_35_lines_which_the_page_marks() -> None:
     assert shown["examples/plain_loop_with_cycle.py"] == f'hl_lines="{marks}"'
 
 
-def test_memsaver_around_another_engine(path: str) -> None:
-    seen = own_engine.main(path)
-    assert seen["bytes held while paused"] == 0 < seen["bytes held"]
-    assert seen["bytes held afterwards"] == seen["bytes held"]
-    for what in ("addresses are the same", "weights were kept", "answer is the same"):
-        assert seen[what]
+def test_other_engine_answers_the_same_after_pause_and_resume(path: str) -> None:
+    outcome = own_engine.main(path)
+    assert outcome["bytes held while paused"] == 0 < outcome["bytes held"]
+    assert outcome["bytes held afterwards"] == outcome["bytes held"]
+    for check in ("addresses are the same", "weights were kept", "answer is the same"):
+        assert outcome[check]
 
 
-def test_content_that_is_discarded_is_gone_and_costs_no_copy(path: str) -> None:
-    """On the CPU new memory reads as zeros."""
+def test_discarded_content_is_not_copied_and_reads_as_zeros_after_resume(path: str) -> None:
     saver = memsaver.MemorySaver(device="cpu")
     engine = own_engine.OtherEngine(path, saver)
     engine.generate(own_engine.PROMPT)
@@ -102,11 +99,11 @@ def test_content_that_is_discarded_is_gone_and_costs_no_copy(path: str) -> None:
     saver.pause("kv_cache")
     assert saver.report().backup_bytes == 0
     saver.resume("kv_cache")
-    assert keys.abs().sum() == 0
+    assert keys.abs().sum() == 0  # as new memory on the CPU reads
     saver.close()
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_model_of_the_user_generates_and_trains(tmp_path: Path) -> None:
     own_model.write_model(tmp_path / "model")
     assert len(own_model.ask(tmp_path / "model")) in range(1, 5)
     with without_pictures():
@@ -115,9 +112,10 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert row["mismatch_max"] < 5e-5, "trainer and rollout read different weights"
 
 
-def test_a_task_of_ones_own_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named in a recipe and imported from where the command is run."""
-    monkeypatch.chdir(ROOT)
+def test_task_named_in_a_recipe_is_imported_and_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # the task is imported from the working folder
     small = ["steps=4", "eval.every=0", "checkpoint.every=0"]
     with without_pictures():
         run = start_run("examples/own_task.yaml", small, tmp_path / "run")

@@ -1,6 +1,4 @@
-"""What the pages show: Python runs, commands and make targets exist, public names are in the
-reference.
-"""
+"""Tests of the Markdown pages: code, commands, make targets, public names, table cells, length."""
 
 from __future__ import annotations
 
@@ -23,17 +21,18 @@ RUNNABLE = {
     ]
     for page in PAGES
 }
+LONGEST_CELL = 200
+MOST_LINES = {"docs/benchmarks.md": 300, "docs/testing.md": 100}
 MEMSAVER = re.compile(r"^(?:\S*/)?memsaver ((?:run|plan|report|fetch|doctor|keys)\b.*)$")
 TARGETS = set(re.findall(r"^([\w-]+):|\b(bench-[\w-]+)", (ROOT / "Makefile").read_text(), re.M))
 TARGETS = {name for pair in TARGETS for name in pair}
 PACKAGES = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 
 
-@pytest.mark.parametrize("page", [page for page, found in RUNNABLE.items() if found], ids=name_of)
-def test_the_python_of_a_page_runs(
+@pytest.mark.parametrize("page", [page for page, code in RUNNABLE.items() if code], ids=name_of)
+def test_python_blocks_of_page_run_in_order_in_one_namespace(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of the page and in one namespace."""
     monkeypatch.chdir(tmp_path)
     with prelude(name_of(page), tmp_path) as names:
         names["__name__"] = "page"
@@ -41,7 +40,7 @@ def test_the_python_of_a_page_runs(
             exec(block.compile(), names)
 
 
-def test_what_is_not_run_is_little_and_python_all_the_same_and_has_a_reason() -> None:
+def test_blocks_that_are_not_run_are_few_and_compile_and_state_a_reason() -> None:
     left_out = 0
     for block in (block for page in PAGES for block in blocks(page, "python")):
         if block.snippet is not None:
@@ -53,36 +52,34 @@ def test_what_is_not_run_is_little_and_python_all_the_same_and_has_a_reason() ->
             block.compile()
             left_out += 1
     assert left_out <= 4
-    assert {name_of(page) for page, found in RUNNABLE.items() if found} >= set(PRELUDES)
+    assert {name_of(page) for page, code in RUNNABLE.items() if code} >= set(PRELUDES)
 
 
 def lines(page: Path) -> list[tuple[int, str]]:
-    """(line number, text) of the lines of blocks that are shells' or of no language, without what
-    follows `#`.
-    """
-    found = []
-    for block in blocks(page):
-        if block.language in ("", "bash", "sh"):
-            found += [
-                (block.line + i, line.strip()) for i, line in enumerate(block.text.splitlines())
-            ]
-    return found
+    """Return (line number, text) for each line of the page's shell and unlabeled blocks."""
+    return [
+        (block.line + i, line.strip())
+        for block in blocks(page)
+        if block.language in ("", "bash", "sh")
+        for i, line in enumerate(block.text.splitlines())
+    ]
 
 
 def commands(page: Path) -> list[tuple[int, list[str]]]:
-    """Words of `memsaver` commands that are meant to be typed: not a synopsis, which has brackets
-    or bars.
+    """Return the line number and words of each `memsaver` command that a reader can type.
+
+    A synopsis, which has brackets or bars, is left out.
     """
-    found = []
+    typed = []
     for number, line in lines(page):
         command = MEMSAVER.match(re.split(r"\s+#|\s{3,}", line)[0])
         if command and not re.search(r"[][|]|\.\.\.$", command[1]):
-            found.append((number, shlex.split(command[1])))
-    return found
+            typed.append((number, shlex.split(command[1])))
+    return typed
 
 
 def saved(page: Path) -> dict[str, str]:
-    """Files that the reader is told to save: name -> content."""
+    """Return the content of the files that the page tells its reader to save, by name."""
     names = re.findall(r"[Ss]ave this as `([\w.]+)`", page.read_text())
     return dict(zip(names, [block.text for block in blocks(page, "yaml")], strict=False))
 
@@ -106,7 +103,7 @@ def test_memsaver_commands_parse() -> None:
             assert known, f"{name_of(page)}:{number}: {recipe}"
 
 
-def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(
+def test_recipe_of_first_steps_loads_and_its_mistake_prints_the_error_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = ROOT / "docs" / "first-steps.md"
@@ -119,8 +116,8 @@ def test_the_first_recipe_loads_and_its_mistake_reads_as_shown(
     assert f"memsaver: {raised.value}" in page.read_text()
 
 
-def test_make_targets_and_the_readmes_links_lead_somewhere() -> None:
-    """Links of docs/ are checked by `mkdocs build --strict`."""
+def test_make_targets_of_pages_and_links_of_readme_exist() -> None:
+    # `mkdocs build --strict` checks the links of docs/
     for page in PAGES:
         shown = {word for _, line in lines(page) for word in re.findall(r"^make ([\w-]+)", line)}
         assert shown | set(re.findall(r"`make ([\w-]+)", page.read_text())) <= TARGETS, page
@@ -128,16 +125,16 @@ def test_make_targets_and_the_readmes_links_lead_somewhere() -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
-def test_every_test_helper_is_in_their_index() -> None:
+def test_index_of_test_helpers_lists_every_module() -> None:
     folder = ROOT / "tests" / "helpers"
     listed = re.findall(r"^\| `([\w/]+)` \|", (folder / "README.md").read_text(), re.M)
-    found = [*folder.glob("*.py"), *folder.glob("*/*.py")]
-    modules = [path.relative_to(folder).with_suffix("") for path in found]
+    files = [*folder.glob("*.py"), *folder.glob("*/*.py")]
+    modules = [path.relative_to(folder).with_suffix("") for path in files]
     assert sorted(listed) == sorted(str(path) for path in modules if path.name != "__init__")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_names_are_in_the_reference(package: str) -> None:
+def test_reference_lists_every_public_name_of_package(package: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
     entries = re.findall(r"^::: ([\w.]+)$", page, re.M)
     assert len(entries) == len(set(entries))
@@ -151,8 +148,26 @@ def test_public_names_are_in_the_reference(package: str) -> None:
         )
 
 
-def test_the_page_of_versions_states_the_lower_bounds_of_the_project() -> None:
+def test_versions_page_states_lower_bounds_of_pyproject() -> None:
     stated = re.findall(r'"([a-z]+)(?:\[\w+\])?>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     page = (ROOT / "docs/versions.md").read_text()
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) and later \|", page, re.M)
     assert len(rows) == 8 and {(name.lower(), bound) for name, bound in rows} <= {*stated}
+
+
+def cells(page: Path) -> list[tuple[int, str]]:
+    """Return (line number, rendered text) for each table cell: links and images by their text."""
+    inside = False  # a fenced block
+    texts = []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if re.match(r" *```", line):
+            inside = not inside
+        elif not inside and re.match(r" *\|.*\|\s*$", line):
+            rendered = re.sub(r"\[([^][]*)\]\([^)]*\)", r"\1", line.strip())
+            texts += [(number, cell.strip(" *`")) for cell in re.split(r"(?<!\\)\|", rendered)]
+    return texts
+
+
+@pytest.mark.parametrize("page", MOST_LINES)
+def test_page_stays_within_its_lines(page: str) -> None:
+    assert len((ROOT / page).read_text().splitlines()) <= MOST_LINES[page]

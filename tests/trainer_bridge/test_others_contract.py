@@ -26,6 +26,8 @@ WORDS = {
         "self.engine.wake_up(tags=tags or self._get_wake_up_tags())",
         "        return 2",
         "if weight_transfer_backend not in {None, VERL_DELTA_WEIGHT_TRANSFER_BACKEND}:",
+        '"worker_extension_cls": self._get_worker_extension_cls(),',
+        "            **engine_kwargs,",
     ],
     "workers/rollout/vllm_rollout/vllm_rollout.py": ["BucketedWeightSender("],
     "workers/rollout/sglang_rollout/async_sglang_server.py": ['"enable_memory_saver": True'],
@@ -35,6 +37,9 @@ WORDS = {
         "self.actor.engine.get_per_tensor_param(",
     ],
     "workers/rollout/base.py": ["_ROLLOUT_REGISTRY = {"],
+    "workers/rollout/replica.py": ["def register(cls, name: str, loader:"],
+    "workers/engine/base.py": ["class EngineRegistry:", 'os.getenv("VERL_ENGINE_VENDOR")'],
+    "__init__.py": ['_entry_points(group="verl.plugins")'],
     "trainer/main_ppo.py": ['ray_init_kwargs.get("runtime_env", {})', "OmegaConf.merge("],
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# a file shown is "``` {.python}", which ruff leaves alone
+# a block that includes a file begins with "``` {.python}", which ruff does not format
 FENCE = re.compile(r"^( *)```(?: \{\.)?(\w*)([^}`]*)\}?\s*$")
 NOT_RUN = re.compile(r"^\s*<!-- not run: (.+) -->\s*$")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
@@ -16,10 +16,15 @@ SNIPPET = re.compile(r'^--8<-- "([^"]+)"$')
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block.
+    """One fenced block of a page.
 
-    line: of its first line of code, from 1. options: behind its language. not_run: the reason in
-    the comment above it.
+    Attributes:
+        page: The page's path.
+        line: Number of the block's first line of code, from 1.
+        language: The word after the fence; empty if there is none.
+        options: The text after the language.
+        text: The code.
+        not_run: The reason given in the comment above the block; None if there is none.
     """
 
     page: Path
@@ -31,12 +36,16 @@ class Block:
 
     @property
     def snippet(self) -> str | None:
-        """The path of the file that the block shows."""
-        found = SNIPPET.match(self.text.strip())
-        return found[1] if found else None
+        """Return the path of the file that the block includes."""
+        match = SNIPPET.match(self.text.strip())
+        return match[1] if match else None
 
     def compile(self) -> object:
-        """Tracebacks name the page and its line. A SyntaxError is the block's."""
+        """Compile the block so that tracebacks name the page and the line.
+
+        Raises:
+            SyntaxError: The block is not Python.
+        """
         return compile("\n" * (self.line - 1) + self.text, str(self.page), "exec")
 
 
@@ -45,7 +54,8 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, language: str | None = None) -> list[Block]:
-    found: list[Block] = []
+    """Return the fenced blocks of a page, of one language if it is given."""
+    fenced: list[Block] = []
     lines = page.read_text().splitlines()
     number = 0
     while number < len(lines):
@@ -57,12 +67,12 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
         text = "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end])
         reason = _reason(lines, number)
         about = {"language": opened[2], "options": opened[3].strip(), "not_run": reason}
-        found.append(Block(page=page, line=number + 2, text=text, **about))
+        fenced.append(Block(page=page, line=number + 2, text=text, **about))
         number = end + 1
-    return [block for block in found if language in (None, block.language)]
+    return [block for block in fenced if language in (None, block.language)]
 
 
 def _reason(lines: list[str], fence: int) -> str | None:
     above = [line for line in lines[max(0, fence - 2) : fence] if line.strip()]
-    found = NOT_RUN.match(above[-1]) if above else None
-    return found[1] if found else None
+    match = NOT_RUN.match(above[-1]) if above else None
+    return match[1] if match else None

@@ -1,6 +1,4 @@
-"""The names that a page's Python blocks take for granted: a generator a page, what follows the
-yield cleans up.
-"""
+"""Generators of the names that a page's Python blocks use without defining them, one per page."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ Prelude = Callable[[Path], Iterator[Names]]
 
 @contextmanager
 def prelude(page: str, folder: Path) -> Iterator[Names]:
-    """The names for `page`, as "docs/kv-cache.md"; none where the page brings its own."""
+    """Provide the names for a page such as "docs/kv-cache.md", and clean up afterwards."""
     yield from PRELUDES.get(page, _nothing)(folder)
 
 
@@ -30,12 +28,12 @@ def _nothing(folder: Path) -> Iterator[Names]:
 
 
 def _model(folder: Path) -> Iterator[Names]:
-    """path: a tiny Qwen3; prompts: token ids."""
+    """Provide the path of a tiny Qwen3 and two prompts."""
     yield {"path": write_model(folder / "model"), "prompts": [[1, 2, 3], [4, 5]]}
 
 
 def _kv_cache(folder: Path) -> Iterator[Names]:
-    """A cached prompt of three pages, a pool, and numbers for what the blocks show."""
+    """Provide a prompt of three pages, a pool, an allocator, a prefix cache and tier classes."""
     from kvcache import KVCacheConfig, RadixCache
     from kvcache.allocators import PagedTokenToKVPoolAllocator
     from kvcache.pools import MHATokenToKVPool
@@ -56,7 +54,7 @@ def _kv_cache(folder: Path) -> Iterator[Names]:
     pages = allocator.alloc_pages(3)
     (folder / "disk").mkdir()
     names: Names = {
-        each.__name__: each for each in (DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache)
+        kind.__name__: kind for kind in (DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache)
     }
     names |= {
         "EngineConfig": EngineConfig,
@@ -81,7 +79,7 @@ def _kv_cache(folder: Path) -> Iterator[Names]:
 
 
 def _weight_sync(folder: Path) -> Iterator[Names]:
-    """config, saver and an engine without weights, as a rank has them."""
+    """Provide a trainer's configuration, a saver and an engine without weights."""
     from rollout import Engine
     from tests.helpers.trainer_bridge.models import config
     from trainer_bridge import Trainer
@@ -102,7 +100,7 @@ def _weight_sync(folder: Path) -> Iterator[Names]:
 
 
 def _other_trainers(folder: Path) -> Iterator[Names]:
-    """model: with torchtitan's kind of names; adapter: gives them Hugging Face's; a rollout."""
+    """Provide a model with torchtitan's names, an adapter to Hugging Face's, and a rollout."""
     from types import SimpleNamespace
 
     from transformers import AutoModelForCausalLM
