@@ -1,14 +1,14 @@
-"""A model of one's own: a directory as `save_pretrained` writes it, checked, asked, and trained by
-a recipe.
+"""Generate with your own model, and train it by a packaged recipe.
 
-    python examples/own_model.py MODEL_DIR
+    python examples/own_model.py [MODEL_DIR] [--run-dir RUN_DIR]
 
-Makes a tiny Llama in MODEL_DIR unless there is a model already.
+MODEL_DIR is a directory as `save_pretrained` writes it. If it has no model, the example writes a
+tiny Llama to it.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -27,15 +27,13 @@ TEMPLATE = (
 
 
 def write_model(path: Path) -> None:
-    """config.json, model.safetensors, generation_config.json and the tokenizer: all that a run
-    reads.
-    """
+    """Write the files that a run reads: configurations, weights and tokenizer."""
     core = Tokenizer(
         models.WordLevel(vocab={word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
     )
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    # prompts are chats, so there must be a template; the end token says where an answer ends
+    # Prompts are chats, so the tokenizer needs a template. The end token ends an answer.
     PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **marks).save_pretrained(
         path
     )
@@ -57,7 +55,7 @@ def write_model(path: Path) -> None:
 
 
 def ask(path: Path) -> list[int]:
-    """Token ids of a greedy answer: the engine reads the directory as the trainer will."""
+    """Return the token ids of a greedy answer; the engine reads the directory directly."""
     engine = Engine.from_pretrained(path, kv_tokens=64)
     return engine.generate([[2, 4, 6, 7, 8, 9, 3]], SamplingParams(max_tokens=4, temperature=0))[0][
         0
@@ -65,9 +63,7 @@ def ask(path: Path) -> list[int]:
 
 
 def train(path: Path, run_dir: Path, steps: int = 2) -> Path:
-    """The packaged tiny recipe with this model in the place of its random one; what is learnt is in
-    the run folder.
-    """
+    """Run the packaged recipe `tiny` with this model, and return the run folder."""
     small = [
         "grpo.prompts_per_step=8",
         "grpo.samples_per_prompt=4",
@@ -85,4 +81,8 @@ def main(path: Path, run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path("runs/own-model"))
+    parser = argparse.ArgumentParser(description="Generate with a model, and train it by a recipe.")
+    parser.add_argument("model", type=Path, nargs="?", default=Path("models/own-model"))
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/own-model"))
+    arguments = parser.parse_args()
+    main(arguments.model, arguments.run_dir)

@@ -1,13 +1,15 @@
-"""A task of one's own for `memsaver run`: name the larger of two letters.
+"""A custom task for `memsaver run`: name the larger of two letters.
 
     memsaver run examples/own_task.yaml
+    python examples/own_task.py [ANSWER]
 
-The recipe says `task.name: examples.own_task:larger`; the folder that the command is run from is
-searched, too.
+The recipe names the task by `task.name: examples.own_task:larger`. `memsaver run` also searches the
+working directory for the module. The second command scores an answer without a run.
 """
 
 from __future__ import annotations
 
+import argparse
 from itertools import permutations
 
 from recipes.config.models import TaskSection
@@ -17,17 +19,14 @@ LETTERS = "abcdefgh"
 
 
 def larger(section: TaskSection) -> Task:
-    """`larger of c f` is answered `f`, for every pair of different letters."""
+    """Create the task: the answer to `larger of c f` is `f`, for all pairs of different letters."""
     problems = [
         Problem(question=f"larger of {a} {b}", answer=max(a, b))
         for a, b in permutations(LETTERS, 2)
     ]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: the answer, alone, and the end.
-
-        The right letter with something after it is a near miss.
-        """
+        """Score an answer: 1 for the right letter alone, partial credit if it comes first."""
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
@@ -37,6 +36,16 @@ def larger(section: TaskSection) -> Task:
         name="larger",
         **split(problems, section.held_out_fraction),
         score=score,
-        # for a random model's tokenizer; a real model's task leaves it away
+        # for the tokenizer of a random model; a task for a real model omits it
         words=("larger", "of", *LETTERS),
     )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Show a problem of the task, and score an answer.")
+    parser.add_argument("answer", nargs="?", help="default: the right answer")
+    task = larger(TaskSection(name="examples.own_task:larger"))
+    problem = task.train[0]
+    answer = parser.parse_args().answer or problem.answer
+    print(f"{len(task.train)} problems, such as: {problem.question}")
+    print(f"{answer}: {task.score(problem, answer, True)}")

@@ -1,16 +1,17 @@
 """A plain torch RL loop: sample, score, learn. The model learns to answer with token ids below 48.
 
-    python examples/plain_loop.py MODEL_DIR
+    python examples/plain_loop.py [MODEL_DIR]
 
 `plain_loop_with_cycle.py` is the same loop with memsaver's cycle.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import tempfile
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -18,12 +19,12 @@ SAMPLES, TOKENS = 16, 8
 
 
 def score(answer: list[int]) -> float:
-    """The share of an answer's tokens that are below 48."""
+    """Return the fraction of an answer's tokens that are below 48."""
     return sum(token < 48 for token in answer) / len(answer)
 
 
 def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
-    """fp32 [answers, tokens], of the answers' tokens."""
+    """Compute the log-probabilities of the answers' tokens, fp32 [answers, tokens]."""
     ids = torch.tensor([prompt + answer for answer in answers], device=DEVICE)
     logits = model(ids[:, :-1]).logits[:, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, -1).gather(2, ids[:, len(prompt) :, None]).squeeze(2)
@@ -32,7 +33,7 @@ def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[list[int]]]
 ) -> float:
-    """One update from the answers to each prompt; their mean reward."""
+    """Update the model with the answers to each prompt, and return their mean reward."""
     scores = [[score(answer) for answer in answers] for answers in groups]
     rewards = torch.tensor(scores, device=DEVICE)
     advantages = rewards - rewards.mean(1, keepdim=True)
@@ -52,8 +53,18 @@ def sample(model: torch.nn.Module, prompt: list[int]) -> list[list[int]]:
     return out[:, len(prompt) :].tolist()
 
 
+def write_random_model(folder: str) -> str:
+    """Save a small random Llama with a vocabulary of 96 tokens, and return its folder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=64, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def main(path: str, steps: int = 20) -> list[float]:
-    """The mean reward of each step."""
+    """Train for some steps, and return the mean reward of each step."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -66,4 +77,8 @@ def main(path: str, steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Train a model to answer with token ids below 48.")
+    parser.add_argument("model", nargs="?", help="model directory; default: a small random model")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        main(arguments.model or write_random_model(folder))

@@ -1,16 +1,17 @@
 """A plain torch RL loop: sample, score, learn. The model learns to answer with token ids below 48.
 
-    python examples/plain_loop_with_cycle.py MODEL_DIR
+    python examples/plain_loop_with_cycle.py [MODEL_DIR]
 
-`plain_loop.py` with memsaver's cycle: an engine samples; they take turns in the device's memory.
+`plain_loop.py` with memsaver's cycle: engine and trainer take turns in the device's memory.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import tempfile
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from memsaver import MemorySaver
 from rollout import Engine, SamplingParams
@@ -22,12 +23,12 @@ SAMPLES, TOKENS = 16, 8
 
 
 def score(answer: list[int]) -> float:
-    """The share of an answer's tokens that are below 48."""
+    """Return the fraction of an answer's tokens that are below 48."""
     return sum(token < 48 for token in answer) / len(answer)
 
 
 def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
-    """fp32 [answers, tokens], of the answers' tokens."""
+    """Compute the log-probabilities of the answers' tokens, fp32 [answers, tokens]."""
     ids = torch.tensor([prompt + answer for answer in answers], device=DEVICE)
     logits = model(ids[:, :-1]).logits[:, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, -1).gather(2, ids[:, len(prompt) :, None]).squeeze(2)
@@ -36,7 +37,7 @@ def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[list[int]]]
 ) -> float:
-    """One update from the answers to each prompt; their mean reward."""
+    """Update the model with the answers to each prompt, and return their mean reward."""
     scores = [[score(answer) for answer in answers] for answers in groups]
     rewards = torch.tensor(scores, device=DEVICE)
     advantages = rewards - rewards.mean(1, keepdim=True)
@@ -49,7 +50,7 @@ def train_step(
 
 
 class Side:
-    """What the cycle asks of a trainer: to offload and reload its tags, to sync the weights."""
+    """The cycle's view of the trainer: offloads and reloads its tags, and syncs the weights."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Adam, engine: Engine) -> None:
         self.optimizer, self.saver = optimizer, MemorySaver(device=DEVICE)
@@ -75,8 +76,18 @@ class Side:
         self.saver.resume(*tags)
 
 
+def write_random_model(folder: str) -> str:
+    """Save a small random Llama with a vocabulary of 96 tokens, and return its folder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=64, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def main(path: str, steps: int = 20) -> list[float]:
-    """The mean reward of each step."""
+    """Train for some steps, and return the mean reward of each step."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -87,7 +98,8 @@ def main(path: str, steps: int = 20) -> list[float]:
     for step in range(1, steps + 1):
         cycle.to_rollout(version=step)
         params = SamplingParams(max_tokens=TOKENS, n=SAMPLES, ignore_eos=True, seed=step)
-        groups = [[each.token_ids for each in group] for group in engine.generate(PROMPTS, params)]
+        answers = engine.generate(PROMPTS, params)
+        groups = [[answer.token_ids for answer in group] for group in answers]
         cycle.to_train()
         rewards.append(train_step(model, optimizer, groups))
         print(f"step {step}: reward {rewards[-1]:.3f}")
@@ -95,4 +107,8 @@ def main(path: str, steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Train a model to answer with token ids below 48.")
+    parser.add_argument("model", nargs="?", help="model directory; default: a small random model")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        main(arguments.model or write_random_model(folder))

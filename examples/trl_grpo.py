@@ -1,13 +1,13 @@
-"""TRL's GRPO with vLLM beside the trainer: its memory on our tags, its weights written in place.
+"""TRL's GRPO with colocated vLLM: its memory is on memsaver's tags, its weights written in place.
 
-    VLLM_PLUGINS=memsaver python examples/trl_grpo.py MODEL_DIR
+    VLLM_PLUGINS=memsaver python examples/trl_grpo.py [MODEL]
 
-With several GPUs: `VLLM_PLUGINS=memsaver accelerate launch examples/trl_grpo.py MODEL_DIR`.
+With several GPUs: `VLLM_PLUGINS=memsaver accelerate launch examples/trl_grpo.py [MODEL]`.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -15,13 +15,13 @@ from trl import GRPOConfig, GRPOTrainer
 import trainer_bridge.trl
 
 
-def short(completions: list[str], **others: object) -> list[float]:
-    """Rewards short answers."""
+def short(completions: list[str], **_: object) -> list[float]:
+    """Reward short answers."""
     return [-float(len(answer)) for answer in completions]
 
 
 def main(path: str) -> None:
-    """One epoch over 64 prompts."""
+    """Train for one epoch over 64 prompts."""
     config = GRPOConfig(
         output_dir="runs/trl",
         use_vllm=True,
@@ -37,4 +37,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Train a model to give short answers.")
+    parser.add_argument("model", nargs="?", default="Qwen/Qwen2.5-0.5B-Instruct")
+    main(parser.parse_args().model)

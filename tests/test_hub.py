@@ -146,7 +146,7 @@ def test_a_recipe_brings_weights_where_they_are_read_and_says_what_the_hub_does_
     """Each model that cannot be had is one line; without the Hub its cache is asked."""
     code = f"WEIGHTS = False\n{RECIPE}\nNAMES = ['org/absent', {GATED!r}]\n{REFUSED}"
     absent, gated = hub.run(code, tmp_path)
-    assert "no public model of the Hub; correct it, or set HF_TOKEN" in absent
+    assert "nor a public model of the Hub; correct it, or set HF_TOKEN" in absent
     assert f"accept its terms at https://huggingface.co/{GATED}, and set HF_TOKEN" in gated
     assert "model.path=org/absent: " in absent and f"model.path={GATED}: " in gated
     before = len(hub.asked)

@@ -1,4 +1,4 @@
-"""Prefill and decode in two engines, in processes of their own and of any tensor-parallel sizes."""
+"""Prefill and decode by two engines in separate processes, with any two tensor-parallel sizes."""
 
 from rollout.disagg.decode import DecodeEngine, SplitStats
 from rollout.disagg.prefill import PrefillEngine

@@ -1,8 +1,8 @@
-"""Control between the ranks of two engines: their messages, and the socket that carries them.
+"""Control messages between the ranks of two engines, and the socket that carries them.
 
-Messages are plain data over one zmq ROUTER socket a rank: decode ranks listen, prefill ranks dial.
-CURVE, with keys that all ranks derive from one secret, keeps everybody else out. Bulk bytes go by a
-`Transport`.
+Messages are plain data over one zmq ROUTER socket per rank: decode ranks listen, prefill ranks
+dial. CURVE encryption, with keys that all ranks derive from one secret, keeps other processes out.
+A `Transport` moves the bulk bytes.
 """
 
 import hashlib
@@ -28,23 +28,25 @@ from rollout.serving.kv_cache import Cache
 _PROBE_SECONDS = 0.25
 _OPTIONS: dict[int, int | bytes] = {
     zmq.IPV6: 1,
-    zmq.PROBE_ROUTER: 1,  # each end learns of the other by an empty message
-    zmq.ROUTER_MANDATORY: 1,  # a message to a rank that is gone is an error
-    zmq.IMMEDIATE: 1,  # also for the end that dials
+    zmq.PROBE_ROUTER: 1,  # an empty message announces each end to its peer
+    zmq.ROUTER_MANDATORY: 1,  # sending to a rank that is gone is an error
+    zmq.IMMEDIATE: 1,  # extends that error to the end that dials
     zmq.LINGER: 1000,
-    zmq.HANDSHAKE_IVL: 5000,  # a rank of ours takes milliseconds
+    zmq.HANDSHAKE_IVL: 5000,  # a rank with the right key needs milliseconds
     zmq.HEARTBEAT_IVL: 1000,
     zmq.MAXMSGSIZE: 1 << 28,
 }
 
 
 class Hello(NamedTuple):
-    """Names a rank, and what both engines must agree on.
+    """Greeting of a rank, with the properties on which both engines must agree.
 
     Attributes:
-        geometry: Model and rows of the pool; equal on both sides.
-        ring_bytes: Size of a decode rank's ring.
-        ticket: What a prefill rank needs to open the ring.
+        tp_size: Number of ranks of its engine.
+        tp_rank: Its rank in the engine.
+        geometry: Model and pool rows in words; must be equal on both sides.
+        ring_bytes: Size of a decode rank's ring; 0 in the greeting of a prefill rank.
+        ticket: Transport-specific handle with which a prefill rank opens the ring.
     """
 
     tp_size: int
@@ -58,7 +60,12 @@ class Range(NamedTuple):
     """Bytes [offset, end) of a decode rank's ring for tokens [first, first + tokens) of a prompt.
 
     Attributes:
-        id, round: The allocator's, see `StagingAllocator`.
+        first: Position of the first token in the prompt.
+        tokens: Number of tokens.
+        id: Allocation id of the `StagingAllocator`.
+        offset: First byte in the ring.
+        end: Byte after the last.
+        round: Pass over the ring in which the `StagingAllocator` assigned the range.
     """
 
     first: int
@@ -70,11 +77,15 @@ class Range(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """decode -> prefill: compute this prompt into the ranges, and its samples' first tokens.
+    """Request of a decode rank: compute a prompt into ring ranges and draw the first tokens.
 
     Attributes:
-        number: Rises by one with each request.
-        indices: Of the samples that share the prompt; with the seed they decide what is drawn.
+        number: Number of the request, counted from 0.
+        prompt: Token ids.
+        params: Sampling parameters of the request.
+        seed: Seed of the request.
+        indices: Indices of the samples that share the prompt; index and seed determine the draws.
+        ranges: Ranges of the decode rank's ring that receive the keys and values.
     """
 
     number: int
@@ -86,7 +97,7 @@ class Ask(NamedTuple):
 
 
 class First(NamedTuple):
-    """The first token of each sample, and the version of the weights that computed it."""
+    """First token and log-probability of each sample, and the weight version behind them."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -94,7 +105,7 @@ class First(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """prefill -> decode: this writer's part of the `nth` range is written, or being sent."""
+    """Announcement of a prefill rank: its part of range `nth` is written or being sent."""
 
     number: int
     nth: int
@@ -102,39 +113,46 @@ class Filled(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """prefill -> decode: the prompt will not be computed, and why."""
+    """Answer of a prefill rank that will not compute a prompt, with the reason."""
 
     number: int
     reason: str
 
 
 class Closed(NamedTuple):
-    """decode -> prefill: no more requests."""
+    """Last message of a rank: it sends nothing more."""
 
 
 Message = Hello | Ask | Filled | Refused | Watermark | Closed
-"""A decode rank says by a `Watermark` which ranges of its ring may be filled."""
+"""All messages. A decode rank announces by a `Watermark` which ranges of its ring may be filled."""
 _PLAIN = Plain(Hello, Ask, Range, First, Filled, Refused, Watermark, Closed, SamplingParams, Ticket)
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as it travels; `decode` reads it."""
+    """Return the bytes of a message, which `decode` reads."""
     return _PLAIN.text(message).encode()
 
 
 def decode(data: bytes) -> Message:
-    """Return the message in `data`; raise a ValueError where there is none."""
+    """Return the message in `data`.
+
+    Raises:
+        ValueError: The bytes are not a message.
+    """
     message: Message = _PLAIN.value(data.decode())
     return message
 
 
 class StagedCache(NamedTuple):
-    """Keys and values of all layers of one rank, which are staged.
+    """The KV cache of one rank, all layers, as the source or target of staged copies.
 
     Attributes:
-        heads: KV heads of the whole model.
-        geometry: Model and rows of the pool, in words.
-        rank, size: Of the engine.
+        k: Keys of all layers.
+        v: Values of all layers.
+        heads: KV heads of the whole model, over all ranks.
+        geometry: Model and pool rows in words.
+        rank: This rank of the engine.
+        size: Number of ranks of the engine.
     """
 
     k: Tensor
@@ -146,13 +164,17 @@ class StagedCache(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig, cache: Cache, ranks: TensorParallel) -> Self:
-        """Raise a ValueError where the cache is not plain full attention."""
-        kept = cache.layout
+        """Describe the cache of an engine's rank.
+
+        Raises:
+            ValueError: The cache is not plain full attention.
+        """
+        layout = cache.layout
         if (
             not isinstance(cache.pool, MHATokenToKVPool)
-            or kept.sliding_window is not None
+            or layout.sliding_window is not None
             or cache.sparsity is not None
-            or kept.dtype in (*FP8_DTYPES, FP4_DTYPE)
+            or layout.dtype in (*FP8_DTYPES, FP4_DTYPE)
         ):
             raise ValueError(
                 "a prefill/decode split needs full attention with heads in every layer, without "
@@ -161,37 +183,40 @@ class StagedCache(NamedTuple):
             )
         k, v = pool_layers(cache.pool)
         heads: int = getattr(model.mixers[0], "num_kv_heads")  # noqa: B009
-        widths = [(name, width) for name, (_, width) in kept.rows.items()]
+        widths = [(name, width) for name, (_, width) in layout.rows.items()]
         geometry = f"{heads} KV heads of {widths} in {k.dtype}, {model}"
         return cls(k, v, heads, geometry, ranks.rank, ranks.size)
 
     def nbytes(self, tokens: int, heads: int) -> int:
-        """Return the bytes of so many heads of so many tokens."""
+        """Return the bytes of `heads` KV heads of `tokens` tokens, over all layers."""
         return staged_bytes(self.k, self.v, tokens, heads)
 
     def greeting(self, **ring: Any) -> Hello:
-        """Return what the rank says of itself; ring: the fields of a decode rank's ring."""
+        """Return the greeting of this rank; a decode rank passes `ring_bytes` and `ticket`."""
         return Hello(tp_size=self.size, tp_rank=self.rank, geometry=self.geometry, **ring)
 
 
 def curve_keys(key: bytes) -> tuple[bytes, bytes]:
     """Return the public and the secret CURVE key of every rank that knows `key`.
 
-    The public key never travels and cannot be computed without `key`, so that only a rank of ours
-    can begin a handshake.
+    The public key is never sent and cannot be computed without `key`, so a process without it
+    cannot even begin a handshake.
     """
     secret = z85.encode(hashlib.sha256(b"rollout.disagg " + key).digest())
     return zmq.curve_public(secret), secret
 
 
 class RankPeers:
-    """The ranks of the other engine, by rank. Owns the socket.
+    """The ranks of the peer engine, indexed by rank. Owns the socket.
+
+    After the first loss of a rank, nothing is sent or received.
 
     Attributes:
-        hellos: What each rank said of itself.
-        lost: Why the first rank was given up; None while all live. After a loss nothing is sent
-            or received.
-        loss: The rank that was given up first; the number of ranks while there is none.
+        name: "prefill" or "decode", the peer engine.
+        timeout: Seconds after which an unresponsive rank is lost.
+        hellos: Greeting of each rank.
+        lost: Which rank was lost first and why; None while all ranks are alive.
+        loss: The rank that was lost first; the number of ranks while all are alive.
     """
 
     def __init__(
@@ -208,18 +233,18 @@ class RankPeers:
         """Exchange greetings with all ranks.
 
         Args:
-            name: "prefill" or "decode", the other engine.
-            hello: This rank's own.
-            key: The secret of all ranks.
-            timeout: Seconds after which a rank is lost that takes no message or whose machine is
-                silent.
+            name: "prefill" or "decode", the peer engine.
+            hello: Greeting of this rank.
+            key: Secret that all ranks of both engines share.
+            timeout: Seconds after which a rank is lost if it accepts no message or its machine
+                does not answer heartbeats.
             connect_timeout: Seconds to wait for the greetings.
             listen: Endpoint of this rank, and the number of ranks that dial it.
-            dial: Endpoints of ranks that listen, now or later.
+            dial: Endpoints of the ranks to dial; they may begin to listen later.
 
         Raises:
-            TimeoutError: Too few ranks came.
-            ValueError: The engines do not fit together.
+            TimeoutError: Not all ranks sent a greeting.
+            ValueError: The ranks or models of the engines do not match.
         """
         self.name, self.timeout = name, timeout
         self.lost: str | None = None
@@ -240,7 +265,7 @@ class RankPeers:
             raise
         self._peers = sorted(met, key=lambda peer: met[peer].tp_rank)
         self.hellos = [met[peer] for peer in self._peers]
-        self._open = set(range(len(met)))  # ranks that may still say something
+        self._open = set(range(len(met)))  # ranks that have not sent `Closed`
 
     def _set_options(self, key: bytes) -> None:
         public, secret = curve_keys(key)
@@ -258,8 +283,8 @@ class RankPeers:
     def _meet(self, count: int, hello: Hello, seconds: float) -> dict[bytes, Hello]:
         """Return the greetings by routing id.
 
-        The end that listens greets first; the end that dials does so when it has heard all, so
-        that no rank gets a request while it still waits for greetings.
+        The listening end greets first. The dialing end greets once it has heard from every rank,
+        so no rank receives a request while it still waits for greetings.
         """
         met: dict[bytes, Hello] = {}
         greeted = set[bytes]()
@@ -268,7 +293,7 @@ class RankPeers:
             if not self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
                 raise TimeoutError(
                     f"met {len(met)} of {count} {self.name} ranks in {seconds:g} s; start all, "
-                    "with the same key, and addresses that are the decode ranks'"
+                    "with the same key and the addresses of the decode ranks"
                 )
             peer, *frames = self._socket.recv_multipart()
             if any(frames):
@@ -283,14 +308,14 @@ class RankPeers:
         return met
 
     def _check(self, hellos: Sequence[Hello], mine: Hello) -> None:
-        met = sorted((each.tp_rank, each.tp_size) for each in hellos)
+        met = sorted((hello.tp_rank, hello.tp_size) for hello in hellos)
         if met != [(rank, len(met)) for rank in range(len(met))]:
             ranks = ", ".join(f"{rank} of {size}" for rank, size in met)
             raise ValueError(f"connect to every {self.name} rank once; these are {ranks}")
-        for each in hellos:
-            if each.geometry != mine.geometry:
+        for hello in hellos:
+            if hello.geometry != mine.geometry:
                 raise ValueError(
-                    f"the {self.name} engine has {each.geometry}, this one {mine.geometry}; "
+                    f"the {self.name} engine has {hello.geometry}, this one {mine.geometry}; "
                     f"they must be equal"
                 )
 
@@ -299,11 +324,11 @@ class RankPeers:
 
     @property
     def closed(self) -> int:
-        """Count the ranks that have said `Closed`."""
+        """Count the ranks that have sent `Closed`."""
         return len(self) - len(self._open)
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message; give the rank up where it is gone or takes none for the time-out."""
+        """Send a message; declare the rank lost if it is gone or does not accept it in time."""
         if self.lost is None and (error := self._try_send(self._peers[rank], encode(message))):
             self.lose(rank, f"is gone ({error})")
 
@@ -313,8 +338,8 @@ class RankPeers:
             self.send(rank, message)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """Yield the messages that have come, by rank; wait for the first for up to `seconds`."""
-        gone = self._probe()  # before what they said last is read
+        """Yield (rank, message) for queued messages, waiting up to `seconds` for the first."""
+        gone = self._probe()  # first, so that the last messages of a dead rank are still read
         milliseconds = int(seconds * 1000)
         while self.lost is None and self._open and self._socket.poll(milliseconds):
             milliseconds = 0
@@ -328,14 +353,14 @@ class RankPeers:
                 self.lose(rank, f"is gone ({error})")
                 return
             if isinstance(message, Closed):
-                self._open.discard(rank)  # its end is no loss
+                self._open.discard(rank)  # a rank that ends after `Closed` is not lost
             else:
                 yield rank, message
         for rank in gone & self._open:
             self.lose(rank, "is gone")
 
     def _probe(self) -> set[int]:
-        """Return the ranks whose connection has ended, by an empty message now and then."""
+        """Return the ranks whose connection has ended; an empty message at intervals tests it."""
         if time.monotonic() - self._probed < _PROBE_SECONDS:
             return set()
         self._probed = time.monotonic()
@@ -350,12 +375,12 @@ class RankPeers:
         return None
 
     def lose(self, rank: int, why: str) -> None:
-        """Give a rank up; the first reason counts."""
+        """Declare a rank lost; only the first call has an effect."""
         if self.lost is None:
             self.lost, self.loss = f"{self.name} rank {rank} {why}", rank
 
     def end(self) -> None:
-        """Say that no more comes, wait until the other engine has gone, and close."""
+        """Send `Closed`, wait up to the timeout for the peer engine to disconnect, and close."""
         self.send_all(Closed())
         end = time.monotonic() + self.timeout
         while self.lost is None and time.monotonic() < end:
@@ -364,5 +389,5 @@ class RankPeers:
         self.close()
 
     def close(self) -> None:
-        """Close the socket, once what was sent has left, or a second has passed."""
+        """Close the socket once queued messages have left, or after one second."""
         self._socket.context.destroy()

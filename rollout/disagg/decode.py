@@ -1,6 +1,4 @@
-"""The decode side: an engine whose prompts are computed elsewhere, or here when that fails; and
-each rank's ring: who was promised which bytes, what has come, and for which slots.
-"""
+"""The decode side: an engine whose prompts a prefill engine computes into each rank's ring."""
 
 import time
 from collections.abc import Sequence
@@ -21,19 +19,25 @@ from rollout.errors import PeerLostError
 from rollout.requests import SamplingParams
 from rollout.serving.samples import Chunk, Sample, Step
 
-_WAIT_SECONDS = 0.05  # for messages, when there is nothing to decode
-_ALIGNMENT = 256  # bytes, of ranges in the ring
+_WAIT_SECONDS = 0.05  # wait for messages when there is nothing to decode
+_ALIGNMENT = 256  # alignment of ranges in the ring, in bytes
 
 OnLoss = Literal["recompute", "refuse"]
 
 
 @dataclass(eq=False, kw_only=True)
 class KVTransfer:
-    """The prompt of `sample` on its way into `slots`, the first of which is of token `start`.
+    """Keys and values of a sample's prompt on their way into KV slots.
 
     Attributes:
-        handle: Of the pages, which the sample may lose meanwhile.
-        waiting: Writers that each range still lacks.
+        sample: Sample whose prompt was requested.
+        handle: Handle of its pages at the time of the request; the sample may lose them later.
+        slots: Slots for tokens `start` and following, int64.
+        start: First token that is transferred; the prefix cache has the tokens before it.
+        ranges: Ranges of the ring through which the tokens come.
+        waiting: Number of writers that each range still waits for.
+        first: First tokens of the samples, once a rank has announced a range.
+        refusal: Reason of a prefill rank for not computing the prompt.
     """
 
     sample: Sample
@@ -47,7 +51,7 @@ class KVTransfer:
 
     @property
     def wanted(self) -> bool:
-        """Return whether the sample still waits in those pages: not aborted or preempted."""
+        """Return whether the sample still waits for its original pages: no abort, no preemption."""
         return self.sample.remote and self.sample.handle is self.handle
 
     @property
@@ -56,35 +60,46 @@ class KVTransfer:
 
 
 class Inbox:
-    """A decode rank's ring and the prompts that it has asked for.
+    """A decode rank's ring and the prompts that it has requested.
 
     Attributes:
-        transfers: By number, in the order of requests, the same on all ranks of the engine.
+        allocator: Assigns ranges of the ring.
+        transfers: Open transfers by request number; all ranks of the engine have the same order.
     """
 
     def __init__(
         self, cache: StagedCache, peers: RankPeers, transport: Transport, ring: Tensor
     ) -> None:
-        """Expect every prefill rank that sends to this one. ring: uint8."""
+        """Connect every prefill rank that sends to this one.
+
+        Args:
+            cache: Target of the transfers.
+            peers: Ranks of the prefill engine.
+            transport: Moves the bytes into the ring.
+            ring: uint8, on the device of the cache.
+
+        Raises:
+            ValueError: The ring is smaller than one token.
+        """
         self._cache = cache
         self._peers, self._transport, self._ring = peers, transport, ring
         writers = head_writers(len(peers), cache.size, cache.rank, cache.heads)
-        self._slices = {each.src_tp_rank: each for each in writers}
+        self._slices = {part.src_tp_rank: part for part in writers}
         self._writers = Writers.of(
-            [(each.dst_head_start, each.num_heads) for each in writers], ring.device
+            [(part.dst_head_start, part.num_heads) for part in writers], ring.device
         )
         self.allocator = StagingAllocator(len(ring), _ALIGNMENT)
         self.transfers: dict[int, KVTransfer] = {}
         self._heard = time.monotonic()
         self._numbers = 0
-        self._fits = len(ring) // cache.nbytes(1, self._writers.total)  # tokens
+        self._fits = len(ring) // cache.nbytes(1, self._writers.total)  # tokens per ring
         if not self._fits:
             raise ValueError(f"ring_bytes={len(ring)} does not hold one token; raise it")
         for peer in self._slices:
             transport.expect(peer)
 
     def ask(self, chunk: Chunk) -> None:
-        """Promise ranges for the rest of a prompt, and ask all prefill ranks for it."""
+        """Assign ranges for the uncached rest of a prompt, and request it of all prefill ranks."""
         sample, end = chunk.sample, chunk.start + chunk.length
         ranges = tuple(
             self._assign(first, min(self._fits, end - first))
@@ -103,7 +118,7 @@ class Inbox:
             prompt=sample.tokens(0, end),
             params=sample.params,
             seed=sample.seed,
-            indices=(sample.index, *(each.index for each in sample.siblings)),
+            indices=(sample.index, *(sibling.index for sibling in sample.siblings)),
             ranges=ranges,
         )
         self._numbers += 1
@@ -112,7 +127,7 @@ class Inbox:
     def _assign(self, first: int, tokens: int) -> Range:
         nbytes = self._cache.nbytes(tokens, self._writers.total)
         assigned = self.allocator.assign(nbytes)
-        assert assigned is not None, "ranges are cut to fit"
+        assert assigned is not None, "ranges are split to fit"
         id, offset, round = assigned
         return Range(
             first=first, tokens=tokens, id=id, offset=offset, end=offset + nbytes, round=round
@@ -120,12 +135,13 @@ class Inbox:
 
     @property
     def arrived(self) -> int:
-        """Count the complete transfers before the first that is not: ranks agree on these."""
-        return sum(1 for _ in takewhile(lambda each: each.complete, self.transfers.values()))
+        """Count the complete transfers before the first incomplete one."""
+        return sum(1 for _ in takewhile(lambda item: item.complete, self.transfers.values()))
 
     def receive(self, seconds: float) -> None:
-        """Handle the messages that have come, waiting up to `seconds` for the first. A silence that
-        lasts too long, with prompts under way, is a loss.
+        """Handle queued messages, waiting up to `seconds` for the first.
+
+        If transfers are open and no prefill rank sends anything for the timeout, a rank is lost.
         """
         if not self.transfers:
             self._heard = time.monotonic()
@@ -134,7 +150,7 @@ class Inbox:
             self._heard = time.monotonic()
             transfer = self.transfers.get(message.number)
             if transfer is None:
-                continue  # refused by another rank before, and done with
+                continue  # another rank has refused it before, and the transfer is finished
             if isinstance(message, Refused):
                 if transfer.refusal is None:
                     transfer.refusal = message.reason
@@ -142,7 +158,7 @@ class Inbox:
             else:
                 self._filled(peer, transfer, message)
         if time.monotonic() - self._heard > self._peers.timeout:
-            self._peers.lose(0, f"or another sent nothing for {self._peers.timeout:g} s")
+            self._peers.lose(0, f"or another rank sent nothing for {self._peers.timeout:g} s")
 
     def _filled(self, peer: int, transfer: KVTransfer, message: Filled) -> None:
         at, part = transfer.ranges[message.nth], self._slices[peer]
@@ -165,24 +181,24 @@ class Inbox:
         scatter_staged(
             self._ring[at.offset : at.end], self._cache.k, self._cache.v, slots, self._writers
         )
-        if self._ring.is_cuda:  # the writers must not overtake it
+        if self._ring.is_cuda:  # a writer may reuse the range once it is freed
             torch.cuda.current_stream(self._ring.device).synchronize()
 
     def _free(self, transfer: KVTransfer, *nth: int) -> None:
-        for each in nth:
-            self.allocator.free(transfer.ranges[each].id)
+        for index in nth:
+            self.allocator.free(transfer.ranges[index].id)
         self._peers.send_all(self.allocator.watermark)
 
 
 @dataclass(kw_only=True)
 class SplitStats:
-    """Counts since `connect`.
+    """Counters of a decode engine since `connect`.
 
     Attributes:
-        arrived: Prompts that came.
-        recomputed: Prompts that were refused or lost, and computed here.
-        reason: Why the last of these was.
-        rounds: Times that the ring began again.
+        arrived: Prompts that the prefill engine computed.
+        recomputed: Prompts that this engine computed after a refusal or a loss.
+        reason: Reason for the last recomputed prompt.
+        rounds: Times that allocation in the ring wrapped around.
     """
 
     arrived: int = 0
@@ -192,11 +208,15 @@ class SplitStats:
 
 
 class DecodeEngine(Engine):
-    """One rank of the decode side: `connect`, then `generate` as of any engine, then `close`.
+    """One rank of the decode side: `connect`, then `generate` as with any engine, then `close`.
 
-    A prompt is admitted with all its pages, computed by the prefill engine, and decoded from its
-    first token on. What the prefix cache has is not asked for. A refused prompt, and one made by
-    other weights, is computed here.
+    A prompt is admitted with all its pages, computed by the prefill engine, and decoded here from
+    its first token on. Tokens in the prefix cache are not requested. This engine computes a prompt
+    itself if the prefill engine refuses it or has other weights.
+
+    Attributes:
+        inbox: Ring and open transfers of this rank.
+        split: Counters since `connect`.
     """
 
     def connect(
@@ -211,21 +231,24 @@ class DecodeEngine(Engine):
         timeout: float = 60.0,
         connect_timeout: float = 600.0,
     ) -> None:
-        """Listen for all prefill ranks, and greet them.
+        """Listen for all prefill ranks, and exchange greetings.
 
         Args:
             address: zmq endpoint of this rank, `tcp://host:port` or `ipc://path`.
-            key: Secret that all ranks of both engines know.
-            prefill_ranks: Ranks of the prefill engine.
-            ring_bytes: Size of the ring; longer prompts are sent in parts.
-            on_loss: When a prefill rank is gone, or silent for `timeout` seconds with prompts under
-                way: compute these and all later ones here, or raise PeerLostError and refuse to
-                generate.
+            key: Secret that all ranks of both engines share.
+            transport: Moves keys and values; the same class on all ranks.
+            prefill_ranks: Number of ranks of the prefill engine.
+            ring_bytes: Size of the ring in bytes; longer prompts are sent in parts.
+            on_loss: Reaction to the loss of a prefill rank. "recompute" computes pending and all
+                later prompts here; "refuse" raises `PeerLostError`, and later calls of `generate`
+                are refused.
+            timeout: Seconds after which a prefill rank is lost if it is silent while prompts are
+                pending, or accepts no message.
             connect_timeout: Seconds to wait for the prefill ranks.
 
         Raises:
-            TimeoutError: Too few ranks with the same key came.
-            ValueError: The engines do not fit together.
+            TimeoutError: Not all prefill ranks connected with the same key.
+            ValueError: The engines do not match, or the ring is smaller than one token.
         """
         cache = StagedCache.of(self.model, self.cache, self._ranks)
         ring, ticket = transport.make_ring(ring_bytes, self.saver)
@@ -235,28 +258,34 @@ class DecodeEngine(Engine):
         self.inbox = Inbox(cache, self._peers, transport, ring)
         self._on_loss = on_loss
         self.split = SplitStats()
-        self._remote = True  # whether prompts are sent away; the same on all ranks
+        self._remote = True  # whether the prefill engine computes prompts; equal on all ranks
         self._idle = False
-        self._done = 0  # transfers that all ranks have
+        self._done = 0  # transfers that are complete on all ranks
 
     def close(self) -> None:
-        """Let the prefill engine end, and wait for it."""
+        """Announce the end to the prefill engine, and wait for it to disconnect."""
         self._peers.end()
 
     def unavailable_reason(self) -> str | None:
-        """Add the loss of a prefill rank, under `on_loss="refuse"`, to the engine's reasons."""
+        """Return why this engine cannot generate, or None.
+
+        With `on_loss="refuse"`, the loss of a prefill rank is a reason too.
+
+        Returns:
+            The reasons, joined by "; "; None if there is none.
+        """
         lost = self.split.reason if not self._remote and self._on_loss == "refuse" else None
         return "; ".join(filter(None, (super().unavailable_reason(), lost))) or None
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         samples = super()._submit(prompt, params)
         for sample in samples:
-            # a beam search needs its prompt's logits here
+            # beam search needs the logits of the prompt in this process
             sample.remote = self._remote and sample.beams is None
         return samples
 
     def _step(self) -> None:
-        self._require_current()  # before what has come is written into the pages
+        self._require_current()  # before transfers are written into the pages
         if self._remote:
             self._receive()
         super()._step()
@@ -271,7 +300,7 @@ class DecodeEngine(Engine):
     # ---------------------------------------------------------------- arrivals
 
     def _receive(self) -> None:
-        """Handle what has come; a prompt starts to decode when all ranks have it."""
+        """Handle messages, and start to decode the prompts that are complete on all ranks."""
         inbox = self.inbox
         inbox.receive(_WAIT_SECONDS if self._idle else 0)
         loss, complete = self._ranks.agree(
@@ -282,8 +311,8 @@ class DecodeEngine(Engine):
             self._done += 1
         self.split.rounds = inbox.allocator.watermark.round
         if loss < len(self._peers):
-            self._peers.lose(loss, "is lost, says another rank")
-            self._go_on_alone()
+            self._peers.lose(loss, "is lost (reported by another rank)")
+            self._continue_alone()
 
     def _finish(self, transfer: KVTransfer) -> None:
         if not transfer.wanted:
@@ -302,18 +331,18 @@ class DecodeEngine(Engine):
     def _begin(self, sample: Sample, first: First) -> None:
         self.scheduler.arrived(sample)
         self.split.arrived += 1
-        for each, token, logprob in zip(
+        for member, token, logprob in zip(
             self._prefilled(sample), first.tokens, first.logprobs, strict=True
         ):
-            self.scheduler.append(each, token, logprob, first.version)
+            self.scheduler.append(member, token, logprob, first.version)
 
     def _recompute(self, sample: Sample, reason: str) -> None:
         self.scheduler.preempt(sample)
         self.split.recomputed += 1
         self.split.reason = reason
 
-    def _go_on_alone(self) -> None:
-        """A prefill rank is lost: nothing more is taken from any."""
+    def _continue_alone(self) -> None:
+        """Disconnect from all prefill ranks after a loss, and recompute or refuse."""
         reason = f"the prefill engine is lost: {self._peers.lost}"
         self._remote, self.split.reason = False, reason
         self._peers.close()

@@ -1,4 +1,4 @@
-"""The prefill side: computes prompts for a decode engine, and puts them into its ranks' rings."""
+"""The prefill side: an engine that computes prompts into the rings of decode ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,18 +21,21 @@ from rollout.serving.prefix import PrefixBlocks
 from rollout.serving.samples import Sample, Step
 from rollout.tag_names import KV_CACHE
 
-_WAIT_SECONDS = 0.05  # for messages, when there is nothing to compute
+_WAIT_SECONDS = 0.05  # wait for messages when there is nothing to compute
 
 
 @dataclass(kw_only=True)
 class Parcel:
-    """One prompt.
+    """One requested prompt, from admission until all decode ranks have it.
 
     Attributes:
-        asks: Of all decode ranks.
-        pages, rows: What it takes of the pool and of the request table until it is sent.
-        handle: Of its pages, until it is sent.
-        nth: Ranges (or the refusal) sent so far, by rank.
+        asks: Request of each decode rank, by rank.
+        pages: Pages of the pool that it takes until it is sent; 0 if refused.
+        rows: Rows of the request table that it takes until it is sent; 0 if refused.
+        handle: Handle of its pages, once it is computed.
+        first: First tokens of its samples, once it is computed.
+        refusal: Reason for not computing it; None if it is computed.
+        nth: Number of ranges sent (1 for a refusal that was sent), by decode rank.
     """
 
     asks: Sequence[Ask]
@@ -45,13 +48,15 @@ class Parcel:
 
 
 class Outbox:
-    """First in, first out, refusals too: decode ranks assign ranges in the order of their requests,
-    so that the first parcel's next range is always the oldest that is not freed, and will be ready.
+    """First-in, first-out queue of a prefill rank's prompts and refusals to the decode ranks.
+
+    Decode ranks assign ranges in the order of their requests. The next range of the first parcel is
+    therefore the oldest range that is not freed, so it becomes ready and the queue cannot deadlock.
 
     Attributes:
-        watermarks: Of the decode ranks' rings.
-        parcels: All that were admitted, by number.
-        sent: How many of them are sent.
+        watermarks: Last watermark of each decode rank's ring.
+        parcels: All admitted parcels, by request number.
+        sent: Number of parcels, from the first on, that are sent completely.
     """
 
     def __init__(self, cache: StagedCache, peers: RankPeers, transport: Transport) -> None:
@@ -66,18 +71,18 @@ class Outbox:
         device = cache.k.device
         for peer, hello in enumerate(peers.hellos):
             writers = head_writers(cache.size, len(peers), peer, cache.heads)
-            total = sum(each.num_heads for each in writers)
+            total = sum(part.num_heads for part in writers)
             for part in writers:
                 if part.src_tp_rank == cache.rank:
                     nbytes = hello.ring_bytes * part.num_heads // total
                     self._slices[peer] = part
                     self._staging[peer] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                    # which copies into a ring that may be on another GPU
+                    # this GPU copies, also into a ring on another GPU
                     with torch.cuda.device_of(cache.k):
                         transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
     def send(self, blocks: PrefixBlocks) -> None:
-        """Send everything that is ready, in order, and free the pages of what is sent."""
+        """Send the parcels that are ready, in order, and free the pages of each sent parcel."""
         for parcel in self.parcels[self.sent :]:
             if not all(self._send_to(peer, parcel, blocks) for peer in range(len(self._peers))):
                 return
@@ -85,11 +90,11 @@ class Outbox:
 
     @property
     def holds_pages(self) -> bool:
-        """Return whether computed prompts wait to be sent."""
+        """Return whether a computed prompt waits to be sent."""
         return any(parcel.handle is not None for parcel in self.parcels[self.sent :])
 
     def clear(self, blocks: PrefixBlocks) -> None:
-        """Forget what is not sent."""
+        """Drop the parcels that are not sent, and free their pages."""
         for parcel in self.parcels[self.sent :]:
             self._release(parcel, blocks)
 
@@ -99,7 +104,7 @@ class Outbox:
         self.sent += 1
 
     def _send_to(self, peer: int, parcel: Parcel, blocks: PrefixBlocks) -> bool:
-        """Send what may be sent; return whether the peer has all that this rank owes it."""
+        """Send the ranges that are ready; return whether this rank's part of the parcel is sent."""
         ask = parcel.asks[peer]
         if parcel.refusal is not None:
             if not parcel.nth[peer]:
@@ -122,7 +127,7 @@ class Outbox:
     def _put(
         self, peer: int, part: HeadSlice, parcel: Parcel, at: Range, blocks: PrefixBlocks
     ) -> None:
-        """Gather this rank's heads of a range's tokens, and make one bulk copy."""
+        """Gather this rank's heads of a range's tokens, and send them in one bulk copy."""
         assert parcel.handle is not None
         k, v = self._cache.k, self._cache.v
         tokens = blocks.blocks.token_ids(parcel.handle, at.first, at.first + at.tokens)
@@ -135,7 +140,7 @@ class Outbox:
 
 
 class PrefillEngine(Engine):
-    """One rank of the prefill side. `connect`, then `serve` until the decode engine closes."""
+    """One rank of the prefill side: `connect`, then `serve` until the decode engine closes."""
 
     def connect(
         self,
@@ -146,17 +151,18 @@ class PrefillEngine(Engine):
         timeout: float = 60.0,
         connect_timeout: float = 600.0,
     ) -> None:
-        """Dial all decode ranks, and greet them.
+        """Connect to all decode ranks, and exchange greetings.
 
         Args:
-            addresses: zmq endpoints at which the decode ranks listen, now or later.
-            key: Secret that all ranks of both engines know.
-            timeout: Seconds after which a decode rank is lost that takes no message.
+            addresses: zmq endpoints of the decode ranks, which may begin to listen later.
+            key: Secret that all ranks of both engines share.
+            transport: Moves keys and values; the same class on all ranks.
+            timeout: Seconds after which a decode rank is lost if it accepts no message.
             connect_timeout: Seconds to wait for the decode ranks.
 
         Raises:
             TimeoutError: A decode rank did not answer.
-            ValueError: The engines do not fit together.
+            ValueError: The engines do not match.
         """
         cache = StagedCache.of(self.model, self.cache, self._ranks)
         hello = cache.greeting()
@@ -164,10 +170,15 @@ class PrefillEngine(Engine):
         self._transport = transport
         self._outbox = Outbox(cache, self._peers, transport)
         self._asked: list[list[Ask]] = [[] for _ in self._peers.hellos]
-        self._computed: list[tuple[Parcel, list[Sample]]] = []  # by the present step
+        self._computed: list[tuple[Parcel, list[Sample]]] = []  # by the current step
 
     def serve(self) -> None:
-        """Answer until every decode rank has closed. PeerLostError names one that is gone."""
+        """Compute and send prompts until every decode rank has closed.
+
+        Raises:
+            PeerLostError: A decode rank is gone; names the rank.
+            StateError: The KV cache lost computed prompts before they were sent.
+        """
         try:
             self._require_current(together=True)
             while self._turn():
@@ -179,7 +190,7 @@ class PrefillEngine(Engine):
             self._peers.close()
 
     def _turn(self) -> bool:
-        """Messages, what all ranks know of, one step, and sending; False when all is done."""
+        """Receive, admit, compute one step and send; return False when all decode ranks closed."""
         self._receive(0 if self.scheduler.unfinished else _WAIT_SECONDS)
         known = min(len(asked) for asked in self._asked)
         loss, closed, known, sent = self._ranks.agree(
@@ -188,7 +199,7 @@ class PrefillEngine(Engine):
             "requests",
         )
         if loss < len(self._peers):
-            self._peers.lose(loss, "is lost, says another rank")
+            self._peers.lose(loss, "is lost (reported by another rank)")
             raise PeerLostError(f"stopped serving: {self._peers.lost}")
         self._admit(known, sent)
         if self.scheduler.unfinished:
@@ -209,20 +220,25 @@ class PrefillEngine(Engine):
     # ---------------------------------------------------------------- admission
 
     def _admit(self, known: int, sent: int) -> None:
-        """Takes requests in, in order, as long as all fit together: nothing is preempted."""
+        """Queue requests in order while all fit into the pool together: none is preempted.
+
+        Args:
+            known: Number of requests that all ranks of this engine have received.
+            sent: Number of parcels that all ranks of this engine have sent.
+        """
         parcels = self._outbox.parcels
         while len(parcels) < known:
             asks = [asked[len(parcels)] for asked in self._asked]
             pages = -(-len(asks[0].prompt) // self.config.page_size)
-            # one row holds the pages until they are sent
+            # one additional row holds the pages until they are sent
             parcel = Parcel(asks=asks, pages=pages, rows=len(asks[0].indices) + 1)
             parcel.refusal = self._refusal(parcel)
             if parcel.refusal is not None:
                 parcel.pages = parcel.rows = 0
             held = [*parcels[sent:], parcel]
             if (
-                sum(each.pages for each in held) > self.blocks.total_pages
-                or sum(each.rows for each in held) > self.config.max_running
+                sum(unsent.pages for unsent in held) > self.blocks.total_pages
+                or sum(unsent.rows for unsent in held) > self.config.max_running
             ):
                 return
             parcels.append(parcel)
@@ -258,14 +274,16 @@ class PrefillEngine(Engine):
     # ---------------------------------------------------------------- a step
 
     def _start_over(self) -> None:
-        """Raise a StateError where computed prompts, which are lost, are still to be sent."""
+        """Raise a StateError if the discarded cache held prompts that are not yet sent."""
         super()._start_over()
         if hasattr(self, "_outbox") and self._outbox.holds_pages:
             reason = lost_by_others([KV_CACHE], "engine")
-            raise StateError(f"stopped serving: {reason} before its prompts were sent; serve anew")
+            raise StateError(
+                f"stopped serving: {reason} before its prompts were sent; call serve again"
+            )
 
     def _prefilled(self, sample: Sample) -> list[Sample]:
-        """Holds the prompt's pages beyond the sample's end, which comes with its first token."""
+        """Keep the prompt's pages after the sample ends, which it does with its first token."""
         family = super()._prefilled(sample)
         assert sample.handle is not None
         parcel = self._outbox.parcels[sample.request]
@@ -278,8 +296,8 @@ class PrefillEngine(Engine):
         super()._run(step)
         for parcel, family in self._computed:
             parcel.first = First(
-                tokens=tuple(each.output[0] for each in family),
-                logprobs=tuple(each.logprobs[0] for each in family),
+                tokens=tuple(sample.output[0] for sample in family),
+                logprobs=tuple(sample.logprobs[0] for sample in family),
                 version=family[0].versions[0],
             )
         self._computed.clear()

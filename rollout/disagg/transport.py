@@ -1,4 +1,4 @@
-"""The ways on which keys and values go from prefill ranks into the rings of decode ranks."""
+"""Transports that move keys and values from prefill ranks into the rings of decode ranks."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -11,25 +11,41 @@ from torch import Tensor
 
 from memsaver import Lease, MemorySaver, attach
 
-STAGING = "staging"  # the tag of a ring that is shared
+STAGING = "staging"  # tag of a shared ring
 
 
 class Transport(ABC):
-    """One way of bulk bytes; every rank has an object of its own, of the same class.
+    """Base class of transports. Each rank owns one instance; all ranks use the same class.
 
-    A decode rank calls `make_ring`, `expect` and `take`, a prefill rank the others.
+    Decode ranks call `make_ring`, `expect` and `take`; prefill ranks call the other methods.
     """
 
     @abstractmethod
     def make_ring(self, nbytes: int, saver: MemorySaver) -> tuple[Tensor, Any]:
-        """Return a ring, uint8, and the ticket with which a prefill rank opens it."""
+        """Allocate the ring of this decode rank.
+
+        Args:
+            nbytes: Size of the ring.
+            saver: Saver of the decode engine, whose device the ring is on.
+
+        Returns:
+            The ring, uint8 [nbytes], and the ticket with which a prefill rank opens it.
+        """
 
     def expect(self, peer: int) -> None:
-        """Let a prefill rank open the ring; in the order of ranks, as prefill ranks do."""
+        """Connect a prefill rank. Calls follow the order of prefill ranks.
+
+        Args:
+            peer: The prefill rank, which calls `open`.
+        """
         return
 
     def take(self, peer: int, part: Tensor) -> None:
-        """Have the bytes in `part` of the ring that the peer has announced, on the current stream.
+        """Receive announced bytes into the ring, on the current stream.
+
+        Args:
+            peer: The prefill rank that has announced them.
+            part: Target, a part of the ring.
 
         Raises:
             RuntimeError: The peer is lost.
@@ -38,29 +54,43 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """Open the ring of a decode rank, which expects it; what is sent lies on `device`."""
+        """Open the ring of a decode rank, which calls `expect`.
+
+        Args:
+            peer: The decode rank.
+            ring_bytes: Size of its ring.
+            ticket: Ticket from its `make_ring`.
+            device: Device of the tensors that are sent.
+        """
 
     @abstractmethod
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
-        """Begin to send uint8 `staged` to byte `offset` of the peer's ring; announce it afterwards.
+        """Begin to send bytes to a decode rank's ring. The caller announces them afterwards.
 
-        `staged` must not change until `settle`.
+        Args:
+            peer: The decode rank.
+            staged: uint8; must not change until `settle`.
+            offset: First byte in the ring.
 
         Raises:
-            RuntimeError: The peer does not take it.
+            RuntimeError: The peer does not accept them.
         """
 
     def settle(self, peer: int) -> None:
-        """Wait until what was last put to the peer may be overwritten."""
+        """Wait until the tensor of the last `put` to the peer may be overwritten.
+
+        Args:
+            peer: The decode rank.
+        """
         return
 
     def close(self) -> None:
-        """Give the opened rings up."""
+        """Release the opened rings."""
         return
 
 
 class MappedTransport(Transport):
-    """The ring lies on a tag of the decode rank's saver; prefill ranks of its host map it."""
+    """Transport within a host: the ring is on a shared tag, which prefill ranks map and write."""
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
@@ -73,31 +103,31 @@ class MappedTransport(Transport):
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
         share, offset = ticket
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            self._leases.append(attach(share))  # for this GPU, which copies
+            self._leases.append(attach(share))  # maps the ring for the GPU that copies
         self._rings[peer] = self._leases[-1].tensor((ring_bytes,), torch.uint8, offset)
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
         ring = self._rings[peer]
         ring[offset : offset + len(staged)].copy_(staged)
-        if ring.is_cuda:  # the peer reads as soon as it is told
+        if ring.is_cuda:  # the peer reads as soon as the bytes are announced
             torch.cuda.current_stream(ring.device).synchronize()
 
     def close(self) -> None:
-        self._rings.clear()  # they dangle when the leases end
+        self._rings.clear()  # these tensors would dangle once the leases end
         for lease in self._leases:
             lease.close()
         self._leases.clear()
 
 
 class GroupTransport(Transport):
-    """Sends and receives over torch.distributed."""
+    """Transport over torch.distributed, within or between hosts."""
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         """Create this rank's end.
 
         Args:
-            ranks: The peers, in the default group's numbers.
-            group: A group that has all ranks of both engines; None: the default one.
+            ranks: Ranks of the peer engine, numbered as in the default group.
+            group: Group with all ranks of both engines; None for the default group.
         """
         self._ranks, self._group = list(ranks), group
         self._sending: dict[int, dist.Work] = {}
@@ -113,8 +143,10 @@ class GroupTransport(Transport):
         dist.recv(part, src=self._ranks[peer], group=self._group)
 
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
-        """Send one byte: NCCL connects two ranks when they first exchange something, and both have
-        to wait for it then. In `put` only this rank would, as the peer is told afterwards.
+        """Send one byte, so that NCCL connects the two ranks now.
+
+        NCCL connects at the first exchange, and both ranks have to take part. In `put` this rank
+        would wait alone, because the peer hears of the bytes only afterwards.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         dist.send(byte, dst=self._ranks[peer], group=self._group)

@@ -1,4 +1,4 @@
-"""Decoders: what a checkpoint says, its parameters by rank, its layers."""
+"""Decoder models: checkpoint configuration, parameters of each rank, layers."""
 
 from rollout.model.decoder import ModelConfig, rank_groups, rank_layout, whole_manifest
 from rollout.model.loading import (

@@ -1,8 +1,4 @@
-"""A decoder: what it needs to know of a model, independent of where that was read from; names and
-shapes of its parameters in memory order, fused where the model multiplies once; what one
-tensor-parallel rank computes and keeps; its MLPs, one config class a kind; and the forward pass,
-over views of the weight store and one mixer a layer.
-"""
+"""The decoder: model and MLP configuration, parameters of each rank, and the forward pass."""
 
 from __future__ import annotations
 
@@ -34,44 +30,57 @@ from rollout.weights.store import WeightStore, build_manifest
 
 _BIAS = "gate.e_score_correction_bias"
 MLP = Callable[[Tensor], Tensor]
-"""x [T, hidden] -> this rank's part of [T, hidden], which the ranks add up."""
+"""Map x [T, hidden] to this rank's partial sum [T, hidden], which the ranks add up."""
 
 
 class MLPConfig(ABC):
-    """A layer's MLP, before it has weights. Names begin with `name`, "model.layers.3.mlp." say."""
+    """Base class of MLP configurations, which have no weights yet.
+
+    The argument `name` of the methods is the prefix of parameter names, such as
+    "model.layers.3.mlp.".
+    """
 
     @abstractmethod
     def groups(self, hidden_size: int, name: str) -> list[ParamGroup]:
-        """Return its parameters in memory order."""
+        """Return the parameters in memory order."""
 
     def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of what is no parameter: fp32 whatever the model's dtype."""
+        """Return names and shapes of the constant buffers, which are fp32 for any model dtype."""
         return {}
 
     @abstractmethod
     def splits(self, size: int, experts: int) -> Splits:
-        """Return how `size` tensor-parallel ranks share its parameters: by inner channels, experts
-        in so many parts of whole ones, each shared by `size / experts` ranks.
+        """Return how tensor-parallel ranks share the parameters.
+
+        Args:
+            size: Number of ranks, which share the inner channels.
+            experts: Number of parts of whole experts; `size / experts` ranks share each part.
         """
 
     def of_rank(self, rank: int, size: int, experts: int) -> MLPConfig:
-        """Return it as one rank computes it."""
+        """Return the MLP of one rank; `size` and `experts` as in `splits`."""
         return self
 
     @abstractmethod
     def build(self, store: WeightStore, name: str) -> MLP:
-        """Make what computes it, over views of the weight store."""
+        """Build the MLP over views of the weight store."""
 
     @abstractmethod
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
-        """Return how many elements a token has, at most, in each tensor that lies in memory
-        between the first product and the last, on one rank. size, experts: as of `splits`.
+        """Return the largest width, in elements per token, of each intermediate tensor on one rank.
+
+        Intermediate tensors are those between the first and the last product; `size` and `experts`
+        as in `splits`.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(MLPConfig):
-    """A SwiGLU MLP of this many inner channels."""
+    """A SwiGLU MLP.
+
+    Attributes:
+        inner: Number of inner channels.
+    """
 
     inner: int
 
@@ -98,13 +107,20 @@ class GatedConfig(MLPConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(MLPConfig):
-    """A mixture of SwiGLU experts of `inner` channels each, of which a token goes to some.
+    """A mixture of SwiGLU experts; the router sends each token to some of them.
 
-    wide_router: its product is one of fp32. wide_weights: a token's weights stay fp32, and are not
-    rounded to the model's dtype. bias: experts are compared with a constant fp32 bias. shared: a
-    SwiGLU MLP of so many channels that every token goes through; None: there is none. shared_gate:
-    it is multiplied by the sigmoid of a product of its own (Qwen3-Next). first: the number of the
-    first expert that this rank holds.
+    Attributes:
+        experts: Number of experts of the whole model.
+        inner: Inner channels of each expert.
+        routing: Selection of experts from the router's logits.
+        wide_router: Compute the router's product in fp32.
+        wide_weights: Keep a token's expert weights in fp32 instead of the model's dtype.
+        bias: Add a constant fp32 bias to the scores that select experts.
+        shared: Inner channels of the shared expert, which every token passes through; None if
+            there is none.
+        shared_gate: Multiply the shared expert's output by the sigmoid of a learned product
+            (Qwen3-Next).
+        first: Number of the first expert that this rank holds.
     """
 
     experts: int
@@ -123,8 +139,8 @@ class ExpertsConfig(MLPConfig):
                 f"num_experts_per_tok={self.top_k} must be in 1..{self.experts}, its experts"
             )
         groups, best = self.routing.groups, self.routing.top_groups
-        each, rest = divmod(self.experts, groups)
-        enough = each >= self.routing.judges and each * best >= self.top_k
+        per_group, rest = divmod(self.experts, groups)
+        enough = per_group >= self.routing.judges and per_group * best >= self.top_k
         if rest or not 1 <= best <= groups or not enough:
             raise ValueError(
                 f"n_group={groups} and topk_group={best} do not fit {self.experts} experts: the "
@@ -133,7 +149,7 @@ class ExpertsConfig(MLPConfig):
 
     @property
     def top_k(self) -> int:
-        """Return how many experts a token goes to."""
+        """Return the number of experts per token."""
         return self.routing.top_k
 
     def buffers(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -156,11 +172,11 @@ class ExpertsConfig(MLPConfig):
         return groups
 
     def splits(self, size: int, experts: int) -> Splits:
-        each = size // experts
-        whole = [Split(dim=0, uneven=True, count=experts, stride=each)] if experts > 1 else []
+        ranks = size // experts  # that share one part of the experts
+        whole = [Split(dim=0, uneven=True, count=experts, stride=ranks)] if experts > 1 else []
         # [experts, gate rows then up rows, hidden]
-        rows = [Split(dim=1, units=(1, 1), count=each)] if each > 1 else []
-        columns = [Split(dim=2, count=each)] if each > 1 else []
+        rows = [Split(dim=1, units=(1, 1), count=ranks)] if ranks > 1 else []
+        columns = [Split(dim=2, count=ranks)] if ranks > 1 else []
         return {
             "mlp.experts.gate_up_proj": [*whole, *rows],
             "mlp.experts.down_proj": [*whole, *columns],
@@ -179,15 +195,17 @@ class ExpertsConfig(MLPConfig):
 
 
 def shared_inner(name: str) -> Splits:
-    """Return how ranks share the inner channels of a SwiGLU MLP of this name."""
-    found = {f"{name}{half}_proj.weight": [Split(dim=0)] for half in ("gate", "up")}
-    return {**found, f"{name}down_proj.weight": [Split(dim=1)]}
+    """Return how ranks share the inner channels of a SwiGLU MLP with the name prefix `name`."""
+    splits = {f"{name}{half}_proj.weight": [Split(dim=0)] for half in ("gate", "up")}
+    return {**splits, f"{name}down_proj.weight": [Split(dim=1)]}
 
 
 class Experts:
-    """Weights are views; they stay valid over pause and resume.
+    """A mixture of experts over views of the weight store, valid across pause and resume.
 
-    routed: [T or more, top_k], where each call leaves the experts of its T tokens; None: nowhere.
+    Attributes:
+        config: The experts and their routing.
+        routed: If set, [T or more, top_k]: each call writes the experts of its T tokens here.
     """
 
     routed: Tensor | None = None
@@ -223,12 +241,21 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of pre-norm layers: a mixer of tokens (attention, say), then an MLP; RMSNorm before
-    both.
+    """A decoder of pre-norm layers, independent of the format from which it was read.
 
-    mixers, mlps: one a layer. stop_token_ids: tokens that end an answer. hf_config: the Hugging
-    Face config it was read from, which kvcache.layout reads, too. zero_centred_norms: RMSNorms
-    multiply by 1 + weight.
+    A layer is a token mixer (attention, for example), then an MLP, each after an RMSNorm.
+
+    Attributes:
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the residual stream.
+        rms_norm_eps: Epsilon of the RMSNorms.
+        max_position_embeddings: Longest sequence of the model, in tokens.
+        tie_word_embeddings: Whether the output layer uses the embedding's weights.
+        mixers: Token mixer of each layer.
+        mlps: MLP of each layer.
+        stop_token_ids: Tokens that end an answer.
+        hf_config: Hugging Face config from which it was read; `kvcache.layout` reads it too.
+        zero_centred_norms: RMSNorms multiply by 1 + weight.
     """
 
     vocab_size: int
@@ -251,7 +278,7 @@ class ModelConfig:
         return any(isinstance(mlp, ExpertsConfig) for mlp in self.mlps)
 
     def with_fp32_routers(self) -> ModelConfig:
-        """Return this model with routers that multiply and weigh in fp32."""
+        """Return this model with router products and expert weights in fp32."""
         mlps = list(self.mlps)
         for layer, mlp in enumerate(mlps):
             if isinstance(mlp, ExpertsConfig):
@@ -260,7 +287,7 @@ class ModelConfig:
 
 
 def parameter_groups(config: ModelConfig) -> list[ParamGroup]:
-    """Every stored parameter, in memory order."""
+    """Return all stored parameters in memory order, fused where the model multiplies once."""
     groups = [one("model.embed_tokens.weight", config.vocab_size, config.hidden_size)]
     for index in range(config.num_layers):
         groups += _layer_groups(config, index)
@@ -271,15 +298,15 @@ def parameter_groups(config: ModelConfig) -> list[ParamGroup]:
 
 
 def buffers(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what is no parameter: see `MLPConfig.buffers`."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return names and shapes of the constant buffers, see `MLPConfig.buffers`."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for index, mlp in enumerate(config.mlps):
-        found |= mlp.buffers(f"model.layers.{index}.mlp.")
-    return found
+        shapes |= mlp.buffers(f"model.layers.{index}.mlp.")
+    return shapes
 
 
 def aliases(config: ModelConfig) -> dict[str, str]:
-    """Tied names -> stored names."""
+    """Map the names of tied parameters to the names of the stored ones."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
 
@@ -294,8 +321,19 @@ def _layer_groups(config: ModelConfig, index: int) -> list[ParamGroup]:
 
 
 def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> list[ParamGroup]:
-    """Its parameters. experts: so many parts are made of each layer's experts. ValueError naming
-    what these counts do not divide.
+    """Return the parameters of one tensor-parallel rank in memory order.
+
+    Args:
+        model: The whole model.
+        rank: The rank.
+        size: Number of ranks.
+        experts: Number of parts into which each layer's experts are divided.
+
+    Returns:
+        The parameters, fused where the model multiplies once.
+
+    Raises:
+        ValueError: The counts do not divide a parameter; names it.
     """
     splits = dict(VOCABULARY)
     for mixer in set(model.mixers):
@@ -306,14 +344,20 @@ def rank_groups(model: ModelConfig, rank: int, size: int, experts: int = 1) -> l
 
 
 def whole_manifest(model: ModelConfig, dtype: torch.dtype) -> Manifest:
-    """Returns where an engine that has the whole model keeps each parameter."""
+    """Return the manifest of an engine that holds the whole model.
+
+    Args:
+        model: The whole model.
+        dtype: Dtype of the parameters.
+
+    Returns:
+        The place of each parameter in the engine's arena.
+    """
     return build_manifest(rank_groups(model, 0, 1), aliases(model), dtype)
 
 
 def rank_model(model: ModelConfig, rank: int, size: int, experts: int = 1) -> ModelConfig:
-    """The model with one rank's heads, which knows which experts it has; everything else keeps its
-    size.
-    """
+    """Return the model with the heads and experts of one rank; all other sizes stay."""
     return replace(
         model,
         mixers=tuple(mixer.of_rank(size) for mixer in model.mixers),
@@ -322,8 +366,17 @@ def rank_model(model: ModelConfig, rank: int, size: int, experts: int = 1) -> Mo
 
 
 def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
-    """One rank's part of every row: its KV heads, one at least; latent rows whole. Of states of
-    linear layers, its heads' channels.
+    """Return the KV layout of one tensor-parallel rank.
+
+    A rank keeps its KV heads, at least one, or whole latent rows; of the states of linear layers,
+    the channels of its heads.
+
+    Args:
+        kv_layout: Layout of the whole model.
+        size: Number of ranks.
+
+    Returns:
+        The layout of any one rank; all ranks have the same.
     """
     rows = kv_layout.rows.items()
     states = kv_layout.temporal_shape
@@ -336,12 +389,12 @@ def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
 
 
 class Decoder:
-    """The layers of a model over views of the weight store, which stay valid over pause and resume.
+    """The layers of a model over views of the weight store, valid across pause and resume.
 
     Attributes:
-        lm_head: Rows of the vocabulary, of this rank.
-        mlps: One a layer.
-        mixers: One a layer.
+        lm_head: This rank's vocabulary rows of the output layer.
+        mlps: MLP of each layer.
+        mixers: Token mixer of each layer.
     """
 
     def __init__(self, config: ModelConfig, parts: LayerParts) -> None:
@@ -358,11 +411,17 @@ class Decoder:
         self.mlps = [mlp.build(parts.store, layer + "mlp.") for mlp, layer in pairs]
 
     def __call__(self, token_ids: Tensor, batch: Batch) -> Tensor:
-        """Run tokens of several requests, packed one after the other: int64 [T] -> normed hidden
-        states [T, hidden]. Their keys and values are in the cache then.
+        """Run packed tokens of several requests, and store their keys and values in the cache.
 
-        Between layers the residual stream and the product that is to be added to it travel apart,
-        so that each addition is one kernel with the norm that follows.
+        Between layers, the residual stream and the product to be added to it stay separate, so
+        that each addition and the norm after it are one kernel.
+
+        Args:
+            token_ids: int64 [T], one request after the other.
+            batch: Positions, slots and attention plan of the tokens.
+
+        Returns:
+            Normalized hidden states [T, hidden].
         """
         eps, centred = self._eps, self._centred
         residual = self._ranks.embed(token_ids, self._embed)

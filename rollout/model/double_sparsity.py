@@ -1,4 +1,4 @@
-"""Double sparsity: what decode attends to, and which channels of the keys it chooses that by."""
+"""Double sparsity: decode attends to few tokens, chosen by few channels of their keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from rollout.ops.torch_attention import DecodeBucket, StoredKV, decode_bucket
 
 
 def heavy_channels(keys: Sequence[Tensor], count: int) -> tuple[HeadChannels, ...]:
-    """Returns, for `DoubleSparsity.channels`, the `count` channels of each KV head whose mean |key|
-    is largest.
+    """Choose the channels of each KV head whose mean |key| is largest.
 
-    keys: [n, Hkv, D] of each layer, rotated as the cache holds them (`kv_pool.get_rows`).
+    Args:
+        keys: Keys [n, Hkv, D] of each layer, rotated as in the cache (`kv_pool.get_rows`).
+        count: Number of channels per KV head.
+
+    Returns:
+        Channel indices by layer and KV head, ascending, for `DoubleSparsity.channels`.
     """
-    best = (each.float().abs().mean(0).topk(count, -1).indices.sort(-1).values for each in keys)
+    best = (layer.float().abs().mean(0).topk(count, -1).indices.sort(-1).values for layer in keys)
     return tuple(tuple(map(tuple, layer.tolist())) for layer in best)
 
 
@@ -31,12 +35,23 @@ def decode_sparse(
     bucket: DecodeBucket,
     scale: float,
 ) -> Tensor:
-    """q fp32 [b, Hq, D] -> fp32 [b, Hq, Dv]: each query head over its `tokens` best, the last
-    `recent` among them.
+    """Compute decode attention of each query head over its best `tokens` tokens.
 
-    labels: [S, Hkv, n], the channels int64 [Hkv, n] of the keys. Reads the labels of all of a
-    request's tokens and the keys and values of the chosen ones. A bucket of at most `tokens` tokens
-    is full attention.
+    Reads the labels of all tokens of a request, and the keys and values of the chosen tokens. A
+    bucket of at most `tokens` tokens gets full attention.
+
+    Args:
+        stored: Keys and values of the layer.
+        labels: [S, Hkv, n], the chosen channels of the keys in all slots.
+        channels: int64 [Hkv, n], the chosen channels.
+        tokens: Number of tokens per query head.
+        recent: Number of newest tokens that are always among them.
+        q: Queries, fp32 [b, Hq, D].
+        bucket: Requests of similar length.
+        scale: Factor of the scores.
+
+    Returns:
+        Outputs, fp32 [b, Hq, Dv].
     """
     if bucket.slots.shape[1] <= tokens:
         return decode_bucket(stored.rows, q, bucket, scale)
@@ -54,9 +69,9 @@ def decode_sparse(
 def choose_tokens(
     groups: Tensor, labels: Tensor, channels: Tensor, tokens: int, recent: int, bucket: DecodeBucket
 ) -> Tensor:
-    """Positions int64 [b, Hkv, G, tokens], ascending, for query heads fp32 [b, Hkv, G, D].
+    """Return positions int64 [b, Hkv, G, tokens], ascending, for query heads fp32 [b, Hkv, G, D].
 
-    A request with fewer tokens gets all of its own, and padding.
+    A request with fewer tokens gets all of them, and padding.
     """
     index = channels[None, :, None].expand(*groups.shape[:3], -1)
     scores = torch.einsum("bhgc,blhc->bhgl", groups.gather(-1, index), labels[bucket.slots].float())
@@ -68,5 +83,5 @@ def choose_tokens(
 
 
 def _at(values: Tensor, positions: Tensor) -> Tensor:
-    """[b, L] at positions int64 [b, Hkv, G, n] -> [b, Hkv, G, n]."""
+    """Return values [b, L] at positions int64 [b, Hkv, G, n], as [b, Hkv, G, n]."""
     return values[:, None, None].expand(*positions.shape[:3], -1).gather(-1, positions)

@@ -1,4 +1,4 @@
-"""Read a Hugging Face model directory. The only file of the package that imports transformers."""
+"""Reading of Hugging Face model directories; only this file of `rollout` imports transformers."""
 
 import functools
 import json
@@ -28,21 +28,24 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-# Configuration, weights and tokenizer of a model on the Hub; not its copies in other formats.
+# Configuration, weights and tokenizer of a model on the Hub, without copies in other formats.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_COPIES = ["*/*", "consolidated*"]
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def resolve_model(path: str | Path, *, weights: bool = True) -> Path:
-    """Return the folder of a model; a model of the Hugging Face Hub is downloaded into its cache.
+    """Return the folder of a model; download a model of the Hugging Face Hub into its cache.
 
     Args:
-        path: A folder, or ORG/NAME on the Hub. A folder wins; what is neither is returned.
-        weights: False downloads no weights.
+        path: A folder, or ORG/NAME on the Hub. An existing folder takes precedence.
+        weights: Whether to download the weights too.
+
+    Returns:
+        The folder; `path` itself if it is neither a folder nor a name on the Hub.
 
     Raises:
-        ValueError: The Hub does not give the model; the text begins with its name.
+        ValueError: The download failed; the message begins with the model's name.
     """
     if Path(path).exists() or not _HUB_NAME.fullmatch(str(path)):
         return Path(path)
@@ -53,29 +56,35 @@ def resolve_model(path: str | Path, *, weights: bool = True) -> Path:
 def _from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
-    others = _HUB_COPIES if weights else [*_HUB_COPIES, "*.safetensors"]
+    ignored = _HUB_COPIES if weights else [*_HUB_COPIES, "*.safetensors"]
     try:
-        found = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=others)
+        folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=ignored)
     except errors.GatedRepoError as error:
         remedy = f"accept its terms at https://huggingface.co/{name}, and set HF_TOKEN"
-        raise ValueError(f"{name}: the Hub gives it to members only; {remedy}") from error
+        raise ValueError(f"{name}: access to it on the Hub is restricted; {remedy}") from error
     except errors.RepositoryNotFoundError as error:
-        rule = "is no folder here and no public model of the Hub"
+        rule = "is neither a folder here nor a public model of the Hub"
         raise ValueError(f"{name}: {rule}; correct it, or set HF_TOKEN") from error
     except errors.LocalEntryNotFoundError as error:
-        rule = "is no folder here, and the Hub cannot be reached (HF_HUB_OFFLINE, HF_ENDPOINT)"
+        rule = "is not a folder here, and the Hub cannot be reached (HF_HUB_OFFLINE, HF_ENDPOINT)"
         raise ValueError(f"{name}: {rule}; connect, or name a folder") from error
-    except Exception as error:  # whatever a broken connection or a full disk leads to
+    except Exception as error:  # a broken connection or a full disk raises many types
         why = " ".join(str(error).split())
         raise ValueError(f"{name}: the download from the Hub failed: {why}; try again") from error
-    return Path(found)
+    return Path(folder)
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
-    """The decoder's configuration from config.json (and the stop tokens from
-    generation_config.json).
+    """Read a decoder's configuration from config.json, and its stop tokens.
 
-    Raises ValueError naming the key for everything this engine does not compute.
+    Args:
+        path: A Hugging Face model directory.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: This engine does not support the architecture or a value; names the key.
     """
     directory = Path(path)
     raw = _read_json(directory / "config.json")
@@ -113,7 +122,7 @@ def _mixers(config: Any, where: str) -> tuple[MixerConfig, ...]:
 
 
 def _windows(config: Any, where: str) -> list[int | None]:
-    """Returns how many keys a query sees in each layer, None: all."""
+    """Return the number of keys that a query sees in each layer; None for all."""
     kinds, window = layout(config).kinds, getattr(config, "sliding_window", None)
     if "sliding" in kinds and window is None:
         raise ValueError(
@@ -140,10 +149,7 @@ def _attention(config: Any, rope: RopeConfig, window: int | None) -> AttentionCo
 
 
 def _qwen3_next_mixers(config: Any, attention: AttentionConfig) -> tuple[MixerConfig, ...]:
-    """Gated delta nets and gated attention.
-
-    attention: what the model's attention has in common with Qwen3's.
-    """
+    """Return a gated delta net or gated attention for each layer; `attention` lacks the gates."""
     if unknown := sorted(set(config.layer_types) - set(_QWEN3_NEXT_TYPES)):
         raise ValueError(
             f"layer_types={unknown} are not supported; supported: {', '.join(_QWEN3_NEXT_TYPES)}"
@@ -187,7 +193,17 @@ def _experts(config: Any) -> ExpertsConfig:
 
 
 def expert_routing(config: Any) -> Routing:
-    """Returns how the routers of transformers' model of this config choose and weigh."""
+    """Return how the routers of the model of this config select and weight experts.
+
+    Args:
+        config: A Hugging Face config of a model with experts.
+
+    Returns:
+        The routing that transformers computes.
+
+    Raises:
+        ValueError: The config's `topk_method` is not supported.
+    """
     top_k, kind = config.num_experts_per_tok, config.model_type
     if kind not in mla.MODEL_TYPES:
         return Routing(top_k=top_k, normalise=kind == "mixtral" or bool(config.norm_topk_prob))
@@ -198,7 +214,7 @@ def expert_routing(config: Any) -> Routing:
     grouped = v3 or method == "group_limited_greedy"
     return Routing(
         top_k=top_k or 0,
-        normalise=v3 and bool(config.norm_topk_prob),  # transformers' V2 does not
+        normalise=v3 and bool(config.norm_topk_prob),  # transformers ignores it for V2
         sigmoid=v3,
         groups=config.n_group if grouped else 1,
         top_groups=config.topk_group if grouped else 1,
@@ -208,7 +224,7 @@ def expert_routing(config: Any) -> Routing:
 
 
 def _expert_layers(config: Any) -> set[int]:
-    """Transformers' rule for which layers are mixtures of experts."""
+    """Return the layers that are mixtures of experts, by transformers' rule."""
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
         return set(layers)
@@ -221,33 +237,45 @@ def _expert_layers(config: Any) -> set[int]:
 
 
 def parameter_shapes(path: str | Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Shapes of the parameters that transformers' model of this directory has, tied ones once, and
-    the tied names: name -> name of the one that is stored.
+    """Return shapes and ties of the parameters of transformers' model of this directory.
+
+    Args:
+        path: A Hugging Face model directory.
+
+    Returns:
+        Shapes by name, without tied parameters; and the tied names, each with its stored name.
     """
     model = _meta_model(path)
     stored = {param: name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    aliases = {name: stored[param] for name, param in every if stored[param] != name}
+    named = model.named_parameters(remove_duplicate=False)
+    aliases = {name: stored[param] for name, param in named if stored[param] != name}
     return {name: tuple(param.shape) for param, name in stored.items()}, aliases
 
 
 def buffer_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the buffers that transformers' model of this directory stores."""
-    return {name: tuple(each.shape) for name, each in stored_buffers(_meta_model(path)).items()}
+    return {name: tuple(buffer.shape) for name, buffer in stored_buffers(_meta_model(path)).items()}
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return, by name, the buffers that checkpoints hold, such as DeepSeek-V3's router biases."""
-    found: dict[str, Tensor] = {}
+    """Return the buffers that checkpoints contain, such as DeepSeek-V3's router biases.
+
+    Args:
+        model: A model of transformers.
+
+    Returns:
+        The buffers by full name.
+    """
+    buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+                buffers[f"{path}.{name}" if path else name] = buffer
+    return buffers
 
 
 def read_buffers(path: str | Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Return what the directory's files hold of these buffers; nothing where it has no files."""
+    """Read the named buffers from a directory's files; return none if it has no files."""
     if not names or not any(Path(path).glob("*.safetensors")):
         return {}
     return dict(iter_checkpoint(path, names))
@@ -263,7 +291,7 @@ def _meta_model(path: str | Path) -> Any:
 
 
 def stop_token_ids(path: str | Path) -> frozenset[int]:
-    """The model's own end tokens."""
+    """Return the tokens that end an answer of the model."""
     directory = Path(path)
     return _stop_token_ids(directory, _read_json(directory / "config.json").get("eos_token_id"))
 
@@ -271,23 +299,36 @@ def stop_token_ids(path: str | Path) -> frozenset[int]:
 def iter_checkpoint(
     path: str | Path, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in the directory's safetensors file or files, or those of
-    `names`, one at a time.
+    """Yield (name, CPU tensor) from a directory's safetensors files, one at a time.
 
-    A ValueError names a file that is cut off or damaged.
+    Args:
+        path: A Hugging Face model directory.
+        names: Tensors to read; None for all.
+
+    Yields:
+        Name and tensor.
+
+    Raises:
+        ValueError: A file is missing, truncated or damaged; names it.
     """
     for file_path in checkpoint_files(path):
         with open_checkpoint(file_path) as file:
-            for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+            for key in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 if names is None or key in names:
                     yield key, file.get_tensor(key)
 
 
 def open_checkpoint(file: Path) -> Any:
-    """Return safetensors' handle of a file, which is mapped and not read.
+    """Open a safetensors file; it is mapped, not read.
+
+    Args:
+        file: Path of the file.
+
+    Returns:
+        The handle of `safetensors.safe_open`.
 
     Raises:
-        ValueError: Names a file that is cut off or damaged.
+        ValueError: The file is truncated or damaged; names it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -300,7 +341,17 @@ def open_checkpoint(file: Path) -> Any:
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a model directory; a ValueError names what is missing."""
+    """List the safetensors files of a model directory.
+
+    Args:
+        path: A Hugging Face model directory.
+
+    Returns:
+        Their paths, all of which exist.
+
+    Raises:
+        ValueError: A file is missing; names it.
+    """
     directory, names = Path(path), [_SINGLE]
     if (directory / _INDEX).is_file():
         names = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
@@ -343,7 +394,7 @@ def _refuse_unsupported(config: Any, where: str) -> None:
 
 
 def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    known = {each.name for each in fields(RopeConfig)} - {"theta", "rope_type"}
+    known = {option.name for option in fields(RopeConfig)} - {"theta", "rope_type"}
     options: dict[str, Any] = {"original_max_position_embeddings": max_position_embeddings}
     options |= {key: parameters[key] for key in known if parameters.get(key) is not None}
     kind = parameters.get("rope_type", "default")
@@ -355,25 +406,25 @@ def _rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfi
 def _stop_token_ids(directory: Path, from_config: int | list[int] | None) -> frozenset[int]:
     """Return the end tokens of generation_config.json, else of config.json, and the tokenizer's.
 
-    A fine-tuned model often ends its turns with a token that its tokenizer alone names.
+    A fine-tuned model often ends its turns with a token that only its tokenizer names.
     """
-    found = _read_optional(directory / "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = from_config
-    listed = [found] if isinstance(found, int) else found or []
+    ids = _read_optional(directory / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = from_config
+    listed = [ids] if isinstance(ids, int) else ids or []
     return frozenset([*listed, *_tokenizer_end(directory)])
 
 
 def _tokenizer_end(directory: Path) -> list[int]:
-    """Return the id of the tokenizer's end token; nothing where its files name none."""
+    """Return the id of the tokenizer's end token in a list, which is empty if it has none."""
     config = _read_optional(directory / "tokenizer_config.json")
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     added = config.get("added_tokens_decoder", {}).items()
-    ids = {each["content"]: int(number) for number, each in added}
+    ids = {entry["content"]: int(number) for number, entry in added}
     if text is not None and text not in ids:
         tokenizer = _read_optional(directory / "tokenizer.json")
         vocabulary = tokenizer.get("model", {}).get("vocab", {})
         ids = vocabulary if isinstance(vocabulary, dict) else {}
-        ids |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens", ())}
+        ids |= {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
     return [ids[text]] if text in ids else []

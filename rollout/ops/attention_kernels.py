@@ -1,20 +1,19 @@
-"""The Triton kernels of paged attention, and the compile-time arguments that cut them into
-programs, tuned for Hopper.
+"""Triton kernels of paged attention, and their compile-time arguments, tuned for Hopper.
 
-Half-precision launches contract no products and sums: the compiler would do it in some of a
-kernel's loops only, and where one loop ends and the next begins depends on how a prompt is cut into
-chunks.
+Half-precision launches disable fused multiply-add (`enable_fp_fusion=False`). The compiler would
+fuse in some loops of a kernel only, and the borders between the loops depend on how a prompt is
+split into chunks.
 
-Latent rows (values are a view of the first elements of keys) are read once, as keys and as values.
-The rest of the key is the "tail", multiplied by itself: so no block is padded from rank + rope to a
-power of two.
+Latent rows, where values are a view of the first elements of keys, are loaded once and used as keys
+and as values. The remaining elements of the key, the "tail", are multiplied in a separate product,
+so no block is padded from rank + rope to a power of two.
 
-Half-precision queries are multiplied on tensor cores with storage of their own dtype or fp8, with
-peaks, sums and accumulators in fp32. Anything else, and everything in the interpreter, which is
-wrong on bf16, is widened to fp32 right after the load ("wide"). fp8 is loaded as bytes and
-converted by the hardware that can (Ada, Hopper), elsewhere and in the interpreter by its bits; bf16
-and fp16 hold every value of it. Its scales are read on the device: that of the keys joins the
-softmax scale.
+Half-precision queries are multiplied on tensor cores with keys and values of the same dtype or fp8;
+peaks, sums and accumulators are fp32. All other inputs are "wide": converted to fp32 after the
+load. So are all inputs in the interpreter, which computes bf16 incorrectly. fp8 is loaded as bytes.
+Ada and Hopper convert it in hardware; other GPUs and the interpreter convert its bits. bf16 and
+fp16 represent all fp8 values. The fp8 scales are read on the device, and the scale of the keys is
+multiplied into the softmax scale.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +25,10 @@ from torch import Tensor
 
 from kvcache.ops.quant import decode_fp8
 
-MAX_HEADS = 16  # query heads of a decode program, at most
-NUM_SPLITS = tl.constexpr(16)  # decode programs of a request and KV head, at most
-MIN_SPLIT = tl.constexpr(256)  # KV tokens worth a program of its own
-SPLIT_STEP = tl.constexpr(64)  # a longer split is a multiple of this, to be made of whole blocks
+MAX_HEADS = 16  # maximum number of query heads per decode program
+NUM_SPLITS = tl.constexpr(16)  # maximum number of decode programs per request and KV head
+MIN_SPLIT = tl.constexpr(256)  # minimum number of KV tokens per decode program
+SPLIT_STEP = tl.constexpr(64)  # longer splits are multiples of this, hence whole blocks
 
 
 @triton.jit
@@ -42,8 +41,9 @@ def _gather(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     FP8: tl.constexpr = 0,
 ):
-    """[N, BLOCK]: the rows base + rows * stride of WIDTH elements, padded by zeros. FP8: bits of
-    mantissa or 0, negative where the hardware converts.
+    """Load the rows base + rows * stride of WIDTH elements, padded with zeros to [N, BLOCK].
+
+    FP8 is the number of mantissa bits, negative where the hardware converts; 0 for other dtypes.
     """
     dims = tl.arange(0, BLOCK)
     at = base + rows[:, None] * stride + dims[None, :]
@@ -63,15 +63,17 @@ def _attend(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax, base 2, of query [M, D] over the request's tokens [start, end), whose slots
-    are at `slots`, those of the cache at `mapping` of these (None: the same).
+    """Update the online softmax (base 2) of query [M, D] by a request's tokens [start, end).
 
-    TAIL: keys go on behind D, and meet query_tail [M, TAIL] there; values are the keys' first D
-    elements.
-    CAUSAL: row m sees no token past positions[m], at most end - 1. WINDOWED: row m sees no token up
-    to positions[m] - window, and none before `lowest`. Otherwise it sees all; end - start is a
-    multiple of BLOCK_N unless CAUSAL. Past the ends the last, or lowest, token's slot is read
-    again: loads need no mask and meet no foreign slot.
+    Token t is in cache slot slots[t], or mapping[slots[t]] if `mapping` is not None.
+
+    If TAIL is not 0, keys have TAIL elements after the first D, which multiply query_tail
+    [M, TAIL], and values are the first D elements of the keys. With CAUSAL, row m sees no token
+    after positions[m], which is at most end - 1; without it, end - start is a multiple of BLOCK_N.
+    With WINDOWED, row m sees no token up to positions[m] - window, and none before `lowest`.
+
+    Lanes past the ends read the slot of the last or lowest token again. Loads therefore need no
+    mask and never read another request's slot.
     """
     for first in tl.range(start, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -94,7 +96,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if WINDOWED:
             scores = tl.where(at[None, :] > positions[:, None] - window, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # a row may have seen nothing yet: -inf less -inf would be NaN
+        # A row may have seen no token yet, and -inf - -inf would be NaN.
         origin = tl.where(new_peak == float("-inf"), 0.0, new_peak) if WINDOWED else new_peak
         shrink = tl.exp2(peak - origin)
         weights = tl.exp2(scores - origin[:, None])
@@ -113,7 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _split_length(seen):  # type: ignore[no-untyped-def]
-    """Sizes a split by the `seen` tokens of a request alone: at most NUM_SPLITS splits cover it."""
+    """Return the tokens per split; depends only on a request's `seen` tokens."""
     return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(seen, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
 
 
@@ -126,10 +128,11 @@ def decode_split(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head and block of its GROUP query heads, split): these heads over one
-    split of the request's last `window` tokens, normalised, with their log2-sum-exp2.
+    """Compute attention of a block of query heads over a split of a request's tokens.
 
-    lse is None where there is one split: part is then the output itself.
+    Programs: (request, KV head and block of its GROUP query heads, split of the last `window`
+    tokens). Writes the normalized output to `part` and its log2-sum-exp2 to `lse`. With a single
+    split, `lse` is None and `part` is the final output.
     """
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
@@ -188,7 +191,7 @@ def decode_combine(  # type: ignore[no-untyped-def]
     part, lse, meta, out, stride_meta, stride_out, stride_out_head, splits, window,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, query head): the weighted mean of its splits."""
+    """Compute the weighted mean of the splits' outputs. Programs: (request, query head)."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seen = tl.minimum(tl.load(meta + 2 * stride_meta + request), window)
     split = tl.arange(0, BLOCK_SPLITS)
@@ -196,13 +199,13 @@ def decode_combine(  # type: ignore[no-untyped-def]
     inside = dims < VALUE_DIM
     used = split * _split_length(seen) < seen
     base = (request * tl.num_programs(1) + head) * splits
-    each = tl.load(lse + base + split, mask=used, other=float("-inf"))
+    lse2 = tl.load(lse + base + split, mask=used, other=float("-inf"))
     values = tl.load(
         part + (base + split)[:, None] * VALUE_DIM + dims[None, :],
         mask=used[:, None] & inside[None, :],
         other=0.0,
     )
-    weights = tl.exp2(each - tl.max(each, 0))
+    weights = tl.exp2(lse2 - tl.max(lse2, 0))
     result = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(
         out + request * stride_out + head * stride_out_head + dims,
@@ -220,11 +223,12 @@ def prefill(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of BLOCK_M rows, request, KV head): causal attention over the cached prefix
-    and the chunk itself. Row r of a request is its token r // GROUP, query head r % GROUP of the KV
-    head. WINDOWED: blocks that no row sees are skipped.
+    """Compute causal attention of a prefill chunk over the cached prefix and the chunk itself.
+
+    Programs: (block of BLOCK_M rows, request, KV head). Row r of a request is its token r // GROUP
+    and query head r % GROUP of the KV head. WINDOWED skips the blocks that no row sees.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest programs start first
     request, kv_head = first_request + tl.program_id(1), tl.program_id(2).to(tl.int64)
     q_len = tl.load(meta + 3 * stride_meta + request)
     rows, first_row = q_len * GROUP, block * BLOCK_M
@@ -233,7 +237,7 @@ def prefill(  # type: ignore[no-untyped-def]
         row = tl.load(meta + request).to(tl.int64)
         member = first_row + tl.arange(0, BLOCK_M)
         inside = member < rows
-        member = tl.minimum(member, rows - 1)  # rows past the last repeat it
+        member = tl.minimum(member, rows - 1)  # lanes past the last row repeat it
         token, last = member // GROUP, (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
         where = tl.load(meta + stride_meta + request) + token.to(tl.int64)
         head = kv_head * GROUP + member % GROUP
@@ -249,10 +253,10 @@ def prefill(  # type: ignore[no-untyped-def]
         k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
         prefix = kv_len - q_len
         first, seen = first_row // GROUP, prefix + token
-        # no token before is in any row's future
+        # every row sees all tokens before the diagonal, if there is no window
         diagonal = (prefix + first + 1) // BLOCK_N * BLOCK_N
         lowest = 0  # the first token that any row sees
-        inner = 0  # from here to the diagonal every row sees every token
+        inner = 0  # every row sees all tokens from here to the diagonal
         if WINDOWED:
             lowest = tl.maximum(prefix + first + 1 - window, 0)
             inner = tl.minimum(
@@ -286,23 +290,28 @@ def prefill(  # type: ignore[no-untyped-def]
 
 
 def is_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Tells whether everything is widened to fp32; otherwise products are those of the
-    half-precision tensors.
-    """
+    """Return whether inputs are converted to fp32 after the load, see the module docstring."""
     stored = {k_cache.dtype, v_cache.dtype}
     half = q.dtype in (torch.bfloat16, torch.float16) and stored <= {q.dtype, torch.uint8}
     return not (half and q.is_cuda)
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Tells whether values are the first elements of their keys, in the same memory."""
+    """Return whether values are the first elements of their keys, in the same memory."""
     same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
     return same and k_cache.dtype == v_cache.dtype and v_cache.shape[2] < k_cache.shape[2]
 
 
 class Cut(NamedTuple):
-    """Describes what programs are cut by: query heads of a KV head, widths of keys and values,
-    `is_wide`, `is_latent`, and bits of an fp8 mantissa (see `_gather`).
+    """Properties of a launch that determine the size of its programs.
+
+    Attributes:
+        group: Query heads per KV head.
+        dim: Width of keys.
+        value_dim: Width of values.
+        wide: Result of `is_wide`.
+        latent: Result of `is_latent`.
+        fp8: Mantissa bits of fp8 storage, see `_gather`.
     """
 
     group: int
@@ -314,46 +323,45 @@ class Cut(NamedTuple):
 
 
 def decode_blocks(cut: Cut) -> dict[str, Any]:
-    """Compile-time arguments of `decode_split`.
+    """Return the compile-time arguments of `decode_split`.
 
-    Only tensor cores need 16 rows; elsewhere padding rows cost time.
+    Only tensor cores need 16 rows; without them, padding rows cost time.
     """
     constants = _dims(cut)
     rows = min(MAX_HEADS, triton.next_power_of_2(cut.group))
-    # half for the slots, half for what hangs on them: 2 blocks or 1
+    # half of the stages load slots, half load the rows in these slots: 2 blocks or 1
     stages = 5 if constants["BLOCK_D"] <= 128 else 3
     if cut.wide:
         block_n = 32 if constants["BLOCK_V"] <= 256 else 16
         warps = 4 if rows * constants["BLOCK_V"] <= 1024 else 8
     else:
-        # more latent rows at once are spilled while they are converted
+        # larger blocks of latent rows would spill registers during conversion
         rows, block_n, warps = MAX_HEADS, 32 if cut.fp8 and cut.latent else 64, 4
     tuning = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": cut.wide}
     return {**constants, "BLOCK_G": rows, "BLOCK_N": block_n, **tuning}
 
 
 def combine_warps(block_v: int) -> int:
-    """Warps of a `decode_combine` program: a few registers of each thread for the rows of all
-    splits.
-    """
+    """Return the warps of a `decode_combine` program: all splits fit into a few registers."""
     return max(1, block_v // 128)
 
 
 def prefill_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
-    """Compile-time arguments of `prefill`.
+    """Return the compile-time arguments of `prefill`, which do not depend on the batch.
 
-    A program computes BLOCK_M rows (query token, head), whatever the batch.
+    A program computes BLOCK_M rows, each a query token and head.
     """
     constants, wide = _dims(cut), cut.wide
-    # sums of 512 elements a row: what is just not spilled
+    # accumulators of 512 elements per row: the largest blocks that do not spill registers
     if cut.latent and constants["BLOCK_D"] > 128:
         block_m, block_n = (16, 16) if wide else (16 if cut.fp8 > 0 else 32, 32)
         tuning = {"num_warps": 8, "num_stages": 1 if wide else 3}
     elif wide:
-        # without tensor cores registers are the limit: of 128 two programs fit, and none is spilled
+        # Registers are the limit without tensor cores: with 128 per thread, two programs fit and no
+        # register spills.
         block_m = 64 if constants["BLOCK_D"] <= 64 else 32
         block_n = 64 if constants["BLOCK_D"] == 128 else 32
-        # three loops would spill
+        # the windowed kernel has three loops, which would spill with 128 registers
         tuning = {"num_warps": 8, "num_stages": 2, "maxnreg": 192 if windowed else 128}
     else:
         block_m, block_n = 128, 64 if constants["BLOCK_D"] <= 128 else 32
@@ -363,10 +371,7 @@ def prefill_blocks(cut: Cut, windowed: bool = False) -> dict[str, Any]:
 
 
 def _dims(cut: Cut) -> dict[str, Any]:
-    """DIM: width of keys, without the tail of latent rows.
-
-    TAIL: its width, 0 where values have rows of their own.
-    """
+    """Return the compile-time widths: DIM excludes TAIL, which is 0 unless rows are latent."""
     tail = cut.dim - cut.value_dim if cut.latent else 0
     widths = (cut.dim - tail, cut.value_dim, tail)
     padded = (max(16, triton.next_power_of_2(width)) for width in widths)

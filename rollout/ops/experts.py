@@ -1,10 +1,10 @@
-"""Chooses the experts of a token, and computes what they make of it, by torch or by Triton.
+"""Mixture of experts: selection of a token's experts, and their computation in torch or Triton.
 
-In Triton: pairs (token, choice) sorted by expert once, a product with the activation in it, a
-product, and the weighted sum, without atomics. Pairs of one expert are cut into blocks; a program
-computes one block's rows with one expert's weights. How many blocks there can be follows from the
-shapes alone, so a CUDA graph can replay the launches over other choices: programs without a block
-end at once.
+The Triton path sorts pairs (token, choice) by expert, computes the first product with the
+activation, the second product, and the weighted sum; it uses no atomics. The pairs of an expert
+are divided into blocks, and a program computes a block's rows with that expert's weights. The
+maximum number of blocks follows from the shapes alone, so a CUDA graph can replay the launches with
+other choices: programs without a block return immediately.
 """
 
 import functools
@@ -21,17 +21,22 @@ from memsaver.system.devices import Impl, use_triton
 from rollout.ops.row_wise import gated, silu_mul
 
 _TILE = 16384  # elements of a program's table of pairs and experts
-_CHUNKS = 128  # programs that sort, about
-_FEW = 4096  # pairs that each program counts for itself, to spare a kernel
+_CHUNKS = 128  # approximate number of programs that sort
+_FEW = 4096  # up to this many pairs, each program counts all of them, which saves a kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Says how a router's logits choose and weigh experts.
+    """Selection and weights of experts from a router's logits.
 
-    normalise: a token's weights add up to 1 before they are multiplied by `scale`. sigmoid: scores
-    are that of each logit; otherwise a softmax over all. groups: experts are in so many equal ones,
-    of which the `top_groups` best count, each judged by the sum of its `judges` best scores.
+    Attributes:
+        top_k: Number of experts per token.
+        normalise: Scale a token's weights to a sum of 1 before `scale` multiplies them.
+        sigmoid: Scores are sigmoids of the logits; otherwise a softmax over all logits.
+        groups: Number of equal groups of experts.
+        top_groups: Number of groups with the best scores, from which experts are selected.
+        judges: Number of best scores of a group, the sum of which is the group's score.
+        scale: Factor of the weights.
     """
 
     top_k: int
@@ -43,21 +48,35 @@ class Routing:
     scale: float = 1.0
 
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Experts int64 [T, top_k], best first, and their weights, fp32 [T, top_k], from a router's
-        logits [T, E]. bias: fp32 [E], added to scores where experts are compared, not weighed.
+        """Select experts and compute their weights from a router's logits.
 
-        The choice is torch's, as in transformers: experts that are equally good are told apart
-        alike. It launches work only, and never waits.
+        Ties are resolved by `torch.topk`, as in transformers. The method only launches work and
+        never synchronizes.
+
+        Args:
+            logits: [T, E].
+            bias: fp32 [E], added to the scores that select experts, not to their weights.
+
+        Returns:
+            Experts int64 [T, top_k], best first, and their weights fp32 [T, top_k].
         """
         scores = self._scores(logits)
         compared = scores if bias is None else scores + bias
         if self.top_groups < self.groups:
             compared = self._in_best_groups(compared)
-        found, ids = compared.topk(self.top_k, dim=-1)
-        return ids, self._weights(found if compared is scores else scores.gather(-1, ids))
+        best, ids = compared.topk(self.top_k, dim=-1)
+        return ids, self._weights(best if compared is scores else scores.gather(-1, ids))
 
     def weigh(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Weights of experts that were chosen elsewhere: fp32 [T, top_k], as `choose` has them."""
+        """Compute the weights of given experts as `choose` does.
+
+        Args:
+            logits: [T, E].
+            ids: Experts, int64 [T, top_k].
+
+        Returns:
+            Weights, fp32 [T, top_k].
+        """
         return self._weights(self._scores(logits).gather(-1, ids))
 
     def _scores(self, logits: Tensor) -> Tensor:
@@ -90,28 +109,36 @@ def mix_experts(
     first: int = 0,
     total: int | None = None,
 ) -> Tensor:
-    """Sum of weights[t, j] * down[e] @ silu_mul(gate_up[e] @ x[t]), e = ids[t, j], over j.
+    """Sum weights[t, j] * down[e] @ silu_mul(gate_up[e] @ x[t]) over j, where e = ids[t, j].
 
-    x: contiguous [T, H]. ids: int64 [T, k], no expert twice in a row. weights: [T, k], of x's dtype
-    or fp32. gate_up: contiguous [E, 2I, H], gate rows first; down: contiguous [E, H, I], both of
-    x's dtype. first: the number of the first expert among `total`; pairs of others count 0. total:
-    None where these are all. Returns contiguous [T, H] of x's dtype.
+    Rounding points are the same as in transformers' `grouped_mm` and `batched_mm`: products are
+    rounded to x's dtype, the weighted product to the wider of both dtypes, and the sum is fp32.
+    In the kernels, a token's result depends on no other token, and the launches do not depend on
+    `ids`. The reference synchronizes to read `ids`.
 
-    Rounding points are those of transformers' `grouped_mm` and `batched_mm`: every product to x's
-    dtype, the weighted one to the wider of both, the sum in fp32. By the kernels a token's result
-    depends on no other token, and they launch the same work whatever `ids` says; the reference
-    waits for them.
+    Args:
+        x: Contiguous [T, H].
+        ids: Experts int64 [T, k], all different within a row.
+        weights: [T, k], of x's dtype or fp32.
+        gate_up: Contiguous [E, 2I, H] of x's dtype, gate rows first.
+        down: Contiguous [E, H, I] of x's dtype.
+        impl: Implementation; "auto" uses Triton on a GPU.
+        first: Number of the first held expert; pairs of experts that are not held contribute 0.
+        total: Number of experts of the model; None if all are held.
+
+    Returns:
+        Contiguous [T, H] of x's dtype.
     """
     total = len(down) if total is None else total
     (tokens, top_k), (experts, hidden, inner) = ids.shape, down.shape
     if not use_triton(impl, x.device):
-        each = x.new_zeros((*ids.shape, hidden))
+        products = x.new_zeros((*ids.shape, hidden))
         for expert in set(ids.unique().tolist()) & {*range(first, first + experts)}:
             token, choice = (ids == expert).nonzero(as_tuple=True)
             act = silu_mul(F.linear(x[token], gate_up[expert - first]), "torch")
-            each[token, choice] = F.linear(act, down[expert - first])
-        return (each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-    assert all(each.is_contiguous() for each in (x, ids, weights, gate_up, down))
+            products[token, choice] = F.linear(act, down[expert - first])
+        return (products * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    assert all(tensor.is_contiguous() for tensor in (x, ids, weights, gate_up, down))
     if not experts:
         return torch.zeros_like(x)
     out = torch.empty_like(x)
@@ -121,19 +148,23 @@ def mix_experts(
             pairs = sort_pairs(ids, experts, blocks.rows, first)
             act = x.new_empty((ids.numel(), inner))
             _launch(x, gate_up, act, pairs, top_k, blocks, gate=True)
-            each = x.new_empty((ids.numel(), hidden))
-            _launch(act, down, each, pairs, top_k, blocks, gate=False)
+            products = x.new_empty((ids.numel(), hidden))
+            _launch(act, down, products, pairs, top_k, blocks, gate=False)
             block = min(1024, triton.next_power_of_2(hidden))
             _sum[(tokens, triton.cdiv(hidden, block))](
-                each, weights, ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=block,
+                products, weights, ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=block,
                 ALL=experts == total, enable_fp_fusion=False,
             )  # fmt: skip
     return out
 
 
 class Blocks(NamedTuple):
-    """Says how the products are cut. rows: of a block of pairs. gate_up, down: the other
-    compile-time arguments of `_product`.
+    """Block sizes of both products.
+
+    Attributes:
+        rows: Rows of a block of pairs.
+        gate_up: Other compile-time arguments of `_product` for the first product.
+        down: The same for the second product.
     """
 
     rows: int
@@ -142,28 +173,28 @@ class Blocks(NamedTuple):
 
 
 def product_blocks(pairs: int, experts: int, x: Tensor) -> Blocks:
-    """Chooses by how many rows an expert has, as measured on an H100 with 1 to 1,024 of them for
-    each of 128 experts of 2048 x 768.
+    """Choose block sizes by the average number of pairs per expert.
 
-    WIDE: everything is widened to fp32, whose products are exact, without tensor cores.
+    The choice is tuned on an H100 with 1 to 1,024 pairs for each of 128 experts of 2048 x 768. fp32
+    inputs and the interpreter use WIDE: exact fp32 products without tensor cores.
     """
     if x.dtype == torch.float32 or not x.is_cuda:
         exact = _cut(32, 32, 1, 4, 3, wide=True)
         return Blocks(16, exact, exact)
     rows = pairs / experts
     if rows <= 8:
-        found = Blocks(16, _cut(32, 128, 1, 4, 5), _cut(64, 128, 1, 4, 4))
+        blocks = Blocks(16, _cut(32, 128, 1, 4, 5), _cut(64, 128, 1, 4, 4))
     elif rows <= 32:
-        found = Blocks(32, _cut(64, 128, 1, 4, 3), _cut(128, 128, 1, 4, 3))
+        blocks = Blocks(32, _cut(64, 128, 1, 4, 3), _cut(128, 128, 1, 4, 3))
     elif rows <= 64:
-        found = Blocks(64, _cut(64, 64, 4, 4, 3), _cut(256, 64, 1, 8, 4))
+        blocks = Blocks(64, _cut(64, 64, 4, 4, 3), _cut(256, 64, 1, 8, 4))
     else:
-        found = Blocks(128, _cut(128, 64, 1, 8, 4), _cut(256, 64, 8, 8, 4))
-    return _fitting(found, _shared_memory(x.device))
+        blocks = Blocks(128, _cut(128, 64, 1, 8, 4), _cut(256, 64, 8, 8, 4))
+    return _fitting(blocks, _shared_memory(x.device))
 
 
 def _fitting(blocks: Blocks, room: int) -> Blocks:
-    """Fewer stages, where they would take more than `room` bytes in 2 bytes an element."""
+    """Reduce the stages until the blocks, at 2 bytes per element, fit into `room` bytes."""
 
     def fit(cut: dict[str, Any], halves: int) -> dict[str, Any]:
         stage = 2 * cut["BLOCK_K"] * (blocks.rows + halves * cut["BLOCK_N"])
@@ -174,7 +205,7 @@ def _fitting(blocks: Blocks, room: int) -> Blocks:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
+    """Return the bytes of shared memory that a program can use."""
     driver: Any = triton.runtime.driver.active
     return int(driver.utils.get_device_properties(device.index)["max_shared_mem"])
 
@@ -189,12 +220,13 @@ def _cut(
 
 
 class Pairs(NamedTuple):
-    """Pairs by expert.
+    """Pairs sorted by expert.
 
-    order: int32 [pairs], pair t * top_k + j for choice j of token t, sorted by expert; those of
-    experts that are not held are left out, and the end is undefined. blocks:
-    int32 [3, most blocks]: expert, first row of `order`, and where the expert's rows end; first and
-    end are 0 where there is no block.
+    Attributes:
+        order: int32 [pairs]: pair t * top_k + j for choice j of token t, sorted by expert. Pairs of
+            experts that are not held are left out, and as many entries at the end are undefined.
+        blocks: int32 [3, maximum number of blocks]: expert, first row in `order`, and end of the
+            expert's rows. First row and end are 0 for unused blocks.
     """
 
     order: Tensor
@@ -202,7 +234,17 @@ class Pairs(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, experts: int, block_m: int, base: int = 0) -> Pairs:
-    """ids: int64 [T, top_k], contiguous, at least one. experts: held, those from `base` on."""
+    """Sort pairs by expert, and divide the pairs of each expert into blocks.
+
+    Args:
+        ids: Experts, contiguous int64 [T, top_k], not empty.
+        experts: Number of held experts.
+        block_m: Rows of a block.
+        base: Number of the first held expert.
+
+    Returns:
+        The sorted pairs.
+    """
     pairs, width = ids.numel(), max(32, triton.next_power_of_2(experts))  # histograms need 32
     few = pairs <= _FEW
     rows = max(1, (_TILE // 4 if few else _TILE) // width)
@@ -239,7 +281,7 @@ def _launch(
 def _count(  # type: ignore[no-untyped-def]
     ids, counts, pairs, base, held, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """Program (chunk): how many of its pairs go to each expert."""
+    """Count the pairs of each expert. Programs: (chunk of pairs)."""
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, CHUNK, ROWS):
@@ -251,8 +293,9 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _hits(ids, first, pairs, base, held, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 [ROWS, EXPERTS], 1 where a pair goes to a held expert; the pairs [ROWS]; and which go
-    to one.
+    """Return a table int32 [ROWS, EXPERTS], 1 where a pair goes to a held expert.
+
+    Also return the pairs [ROWS], and whether each goes to a held expert.
     """
     pair = first + tl.arange(0, ROWS)
     chosen = _held(ids, pair, pairs, base, held)
@@ -262,7 +305,7 @@ def _hits(ids, first, pairs, base, held, ROWS: tl.constexpr, EXPERTS: tl.constex
 
 @triton.jit
 def _held(ids, pair, pairs, base, held):  # type: ignore[no-untyped-def]
-    """Number of each pair's expert among the held ones, int32; -1 where it is none of them."""
+    """Return the number of each pair's expert among the held experts, int32; -1 if not held."""
     chosen = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32) - base
     return tl.where((chosen >= 0) & (chosen < held), chosen, -1)
 
@@ -273,18 +316,20 @@ def _place(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk): puts its pairs behind those of the chunks before, and writes its share of
-    the blocks. FEW: there are at most so many pairs, which it counts itself; 0: `counts` has them.
+    """Place the chunk's pairs after the earlier chunks' pairs, and write its share of the blocks.
+
+    Programs: (chunk of pairs). If FEW is not 0, there are at most FEW pairs and each program counts
+    all of them; otherwise `counts` has the counts.
     """
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     if FEW:
-        each = tl.arange(0, FEW)
-        chosen = _held(ids, each, pairs, base, held)
+        counting = tl.arange(0, FEW)
+        chosen = _held(ids, counting, pairs, base, held)
         counted = chosen >= 0
         chosen = tl.maximum(chosen, 0)
         total = tl.histogram(chosen, EXPERTS, mask=counted)
-        at = tl.histogram(chosen, EXPERTS, mask=counted & (each < chunk * CHUNK))
+        at = tl.histogram(chosen, EXPERTS, mask=counted & (counting < chunk * CHUNK))
     else:
         total = tl.zeros((EXPERTS,), tl.int32)
         at = tl.zeros((EXPERTS,), tl.int32)
@@ -319,17 +364,17 @@ def _product(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, columns): weight[expert] @ x of each of the block's pairs.
+    """Compute weight[expert] @ x for the pairs of a block. Programs: (block, columns).
 
-    GATE: x is [T, depth], weight [E, 2 * columns, depth], and out, of silu_mul of both halves, is
-    in sorted order [pairs, columns]; else x is that, and out is in order of pairs. GROUP blocks are
-    computed side by side, for the weights that they share.
+    With GATE, x is [T, depth], weight is [E, 2 * columns, depth], and out is silu_mul of both
+    halves, [pairs, columns] in sorted order. Otherwise x is in sorted order and out in the order of
+    pairs. GROUP adjacent blocks are computed together, because they often share weights.
     """
     block, column = _cell(tl.program_id(0), most, tl.cdiv(columns, BLOCK_N), GROUP)
     first, end = tl.load(blocks + most + block), tl.load(blocks + 2 * most + block)
     if first >= end:
         return
-    # rows and columns past the end are others' again, and are not stored
+    # lanes past the end repeat the last row, or wrap to the first columns, and are not stored
     row = first + tl.arange(0, BLOCK_M)
     inside = row < end
     row = tl.minimum(row, end - 1)
@@ -373,7 +418,7 @@ def _load(at, mask, EVEN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row and column of a program: GROUP rows column by column, then the next ones."""
+    """Return row and column of a program: GROUP rows column by column, then the next GROUP."""
     size = GROUP * columns
     first = program // size * GROUP
     height = tl.minimum(rows - first, GROUP)
@@ -382,11 +427,13 @@ def _cell(program, rows, columns, GROUP: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
-    each, weights, ids, out, hidden, base, held, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    products, weights, ids, out, hidden, base, held, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     ALL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block of the hidden size): the sum over its choices, in their order. ALL:
-    experts are held; else what others would make counts 0, and was not written.
+    """Sum a token's weighted products in the order of its choices.
+
+    Programs: (token, block of the hidden size). Unless ALL experts are held, products of experts
+    that are not held are undefined and count as 0.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -396,9 +443,9 @@ def _sum(  # type: ignore[no-untyped-def]
         pair = token * TOP_K + choice
         mine = inside
         if not ALL:
-            # One comparison: Triton 3.9's interpreter takes no mask of a block `&` a scalar.
+            # a single comparison, as Triton 3.9's interpreter rejects a mask of a block & a scalar
             mine = column < tl.where(_held(ids, pair, pair + 1, base, held) >= 0, hidden, 0)
-        value = tl.load(each + pair * hidden + column, mask=mine, other=0.0).to(tl.float32)
+        value = tl.load(products + pair * hidden + column, mask=mine, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair)
         total += (value * weight.to(tl.float32)).to(weight.dtype).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

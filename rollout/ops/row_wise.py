@@ -1,18 +1,19 @@
-"""Computes of each row alone, to the bit: dense products, RMS norm, alone and with the
-residual addition before it, and the MLP's gated activation.
+"""Operations whose result for a row is bitwise independent of the other rows.
 
-cuBLAS splits the inner dimension of a product over several programs where it has few rows, and the
-sum of the parts is rounded in another order. cuBLASLt without that split gives a row of a
-half-precision product the same bits whatever rows are beside it, with two exceptions at few rows:
-for some shapes it has nothing but a kernel that is up to eleven times slower, and a single row may
-differ. There rows are added: as the bits are the same, a measurement may choose how many.
-Products of fp32 tensors keep the library's own choice.
+These are dense products, RMS norms with or without a residual addition, and the gated activation of
+MLPs.
 
-Norm and activation have a torch reference and a Triton kernel. The norm's rounding points are
-transformers': fp32 until the weight, then the model dtype. The kernel rounds at the same places;
-only the order of its sum of squares differs; a program takes one wide row, or several short ones
-(attention heads), in one pass. zero_centred: the gain is 1 + weight, and in fp32, as Qwen3-Next has
-it.
+For few rows, cuBLAS splits the inner dimension of a product over several programs, which changes
+the order of rounding. cuBLASLt without this split computes a row of a half-precision product with
+the same bits for any number of rows, with two exceptions at few rows: for some shapes it only has a
+kernel that is up to eleven times slower, and the bits of a single row may differ. In these cases
+rows are padded; as the bits are the same, a measurement chooses the number of rows. Products of
+fp32 tensors keep the library's choice.
+
+Norm and activation have a torch reference and a Triton kernel. As in transformers, the norm is fp32
+up to the weight and the model dtype from there on. The kernel rounds at the same points; only the
+order of its sum of squares differs. A program computes one wide row or several short ones
+(attention heads). With `zero_centred`, the gain is 1 + weight, in fp32, as in Qwen3-Next.
 """
 
 import contextlib
@@ -33,15 +34,16 @@ _TILE = 1024  # elements of a norm's program, unless one row is longer
 _BLOCK = 1024
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 _RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-_SLOW = 1.5  # times as long as more rows take
+_SLOW = 1.5  # a product is slow if it takes this many times as long as one with more rows
 _REPEATS = 5
-_MAX_ELEMENTS = 1 << 24  # of a product that is measured: 32 MiB
-_MAX_ROUTERS = 1024  # rows of a weight that may be a router, whose product may be wide
+_MAX_ELEMENTS = 1 << 24  # maximum size of a measured product, in elements (32 MiB)
+_MAX_ROUTERS = 1024  # maximum number of rows of a router's weight, whose product may be wide
 
 _Key = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
 _padded: dict[_Key, tuple[int, ...]] = {}
-"""Rows to compute for each number of rows, of the shapes that need it on a device. Written by
-`probe_products` alone.
+"""Padded number of rows by number of rows, for the shapes on a device that need padding.
+
+Only `probe_products` writes it.
 """
 
 
@@ -53,21 +55,27 @@ def linear(
     wide: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N].
+    """Multiply x by the transposed weight, and add the bias.
 
-    Inside of `row_invariant_products` a row's bits depend on nothing but that row.
+    Inside `row_invariant_products`, the bits of a row depend only on that row.
 
     Args:
+        x: [T, K].
+        weight: [N, K].
+        bias: [N].
         wide: Return fp32 sums of the exact products, not rounded to x's dtype.
-        out: Where to write the result.
+        out: Tensor that receives the result.
+
+    Returns:
+        [T, N].
     """
     rows, count = _padded.get(_key(weight, bias, wide), ()), len(x)
     if count >= len(rows) or rows[count] == count:
         return _product(x, weight, bias, wide, out)
-    more = x.new_empty((rows[count], x.shape[1]))
-    more[:count] = x
-    found = _product(more, weight, bias, wide)[:count]
-    return found if out is None else out.copy_(found)
+    padded = x.new_empty((rows[count], x.shape[1]))
+    padded[:count] = x
+    result = _product(padded, weight, bias, wide)[:count]
+    return result if out is None else out.copy_(result)
 
 
 def _key(weight: Tensor, bias: Tensor | None, wide: bool) -> _Key:
@@ -88,13 +96,13 @@ def _product(
 def row_invariant_products(device: torch.device) -> Iterator[None]:
     """Launch half-precision products on a GPU without split-K, and restore torch's settings.
 
-    The settings are the process's: products that other threads launch meanwhile have them too.
+    The settings are global: they apply to products that other threads launch meanwhile.
     """
     if device.type != "cuda":
         yield
         return
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
-    found = {
+    saved = {
         name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in _REDUCTIONS
     }
     try:
@@ -103,18 +111,20 @@ def row_invariant_products(device: torch.device) -> Iterator[None]:
             setattr(matmul, name, (False, False))
         yield
     finally:
-        for name, setting in found.items():
+        for name, setting in saved.items():
             setattr(matmul, name, setting)
         torch.backends.cuda.preferred_blas_library(library)
 
 
 @torch.no_grad()
 def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tuple[int, ...]]:
-    """Measure products with weights on a GPU, and return the shapes whose bits depend on the rows.
+    """Measure products on a GPU, and choose the number of rows to pad to.
 
     Args:
-        products: One weight [N, K] of each shape and its bias [N]. Overwritten: they are zero
-            afterwards.
+        products: One weight [N, K] of each shape and its bias [N]; overwritten with zeros.
+
+    Returns:
+        The shapes for which the bits of a row depend on the number of rows even with padding.
     """
     variant = []
     for weight, bias in products:
@@ -123,7 +133,7 @@ def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tup
         for tensor in filled:
             tensor.normal_(generator=generator)
         with warnings.catch_warnings(), row_invariant_products(weight.device):
-            warnings.simplefilter("ignore")  # torch calls the choice of a library experimental
+            warnings.simplefilter("ignore")  # torch warns that choosing a library is experimental
             kinds = (False, True) if bias is None and len(weight) <= _MAX_ROUTERS else (False,)
             same = [_probe(weight, bias, wide, generator) for wide in kinds]
             if not all(same):
@@ -134,7 +144,7 @@ def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tup
 
 
 def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Generator) -> bool:
-    """Note how many rows to compute; return whether all of them then have the same bits."""
+    """Record the padded numbers of rows; return whether all of them have the same bits."""
     most = max(33, min(2 * _RUNGS[-1] + 1, _MAX_ELEMENTS // len(weight)))
     x = torch.empty((most, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     x.normal_(generator=generator)
@@ -151,14 +161,14 @@ def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Gen
 
 
 def _fastest(times: dict[int, float], rows: int) -> int:
-    """Return the least number of rows from `rows` on that is not slow for its size."""
+    """Return the smallest number of rows from `rows` on that is not `_SLOW`."""
     enough = {more: time for more, time in times.items() if more >= rows}
     limit = _SLOW * min(enough.values(), default=0.0)
     return min((more for more, time in enough.items() if time <= limit), default=rows)
 
 
 def _shortest(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> float:
-    """Return the milliseconds of one product, the least of some."""
+    """Return the milliseconds of a product, the minimum of several repeats."""
     clock = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
     for event in clock:
         event.record()
@@ -170,11 +180,18 @@ def _shortest(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> flo
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, impl: Impl = "auto", *, zero_centred: bool = False
 ) -> Tensor:
-    """weight * x / rms(x) over the last dimension: x [..., H], weight [H] of x's dtype ->
-    contiguous [..., H].
+    """Compute weight * x / rms(x) over the last dimension.
 
-    The last dimension of x is contiguous; rows of a matrix and heads of a [T, heads, H] view lie
-    anywhere.
+    Args:
+        x: [..., H]; the last dimension is contiguous, other strides of a matrix or a [T, heads, H]
+            view are arbitrary.
+        weight: [H], of x's dtype.
+        eps: Added to the mean of squares.
+        impl: Implementation; "auto" uses Triton on a GPU.
+        zero_centred: Multiply by 1 + weight in fp32.
+
+    Returns:
+        Contiguous [..., H] of x's dtype.
     """
     if use_triton(impl, x.device):
         return _norm_triton(x, None, weight, eps, zero_centred)[0]
@@ -192,8 +209,9 @@ def add_rms_norm(
     *,
     zero_centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [..., H]; the sum is rounded to the model dtype
-    before its norm.
+    """Return rms_norm(x + residual) and x + residual, both [..., H].
+
+    The sum is rounded to the model dtype before the norm. Arguments as in `rms_norm`.
     """
     if use_triton(impl, x.device):
         assert x.shape == residual.shape and x.dtype == residual.dtype
@@ -205,13 +223,13 @@ def add_rms_norm(
 def _norm_triton(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm, and the sum with `added` that it is of; undefined without `added`."""
+    """Return the norm of x + added, and x + added itself, which is undefined without `added`."""
     assert weight.dtype == x.dtype and weight.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if added is None else torch.empty_like(out)
     residual = x if added is None else added
     size = x.shape[-1]
-    x, residual = (each if each.dim() == 3 else each.reshape(-1, 1, size) for each in (x, residual))
+    x, residual = (t if t.dim() == 3 else t.reshape(-1, 1, size) for t in (x, residual))
     assert x.stride(2) == residual.stride(2) == 1, "the elements of a row must be contiguous"
     heads, rows = x.shape[1], x.shape[0] * x.shape[1]
     block = triton.next_power_of_2(size)
@@ -233,7 +251,10 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     stride_x, stride_x_head, stride_residual, stride_residual_head, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """Program: rows [ROWS * id, ROWS * (id + 1)) of the flattened leading dimensions."""
+    """Compute `rms_norm`, with ADD `add_rms_norm`, of ROWS rows.
+
+    Programs: (block of ROWS rows of the flattened leading dimensions).
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < SIZE)[None, :]
@@ -252,7 +273,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
         rounded = (value + tl.load(source, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + to, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    # times 1 / SIZE, as torch.mean does on a GPU
+    # multiply by 1 / SIZE, as torch.mean does on a GPU
     scale = tl.rsqrt(tl.sum(value * value, 1) * (1.0 / SIZE) + eps)
     normed = value * scale[:, None]
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
@@ -264,11 +285,16 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """silu(gate) * up: [T, 2I], gate first, rows anywhere, elements of a row contiguous ->
-    contiguous [T, I].
+    """Compute silu(gate) * up.
 
-    silu is computed in fp32 and rounded to the model dtype before the product, as transformers
-    does.
+    silu is computed in fp32 and rounded to the model dtype before the product, as in transformers.
+
+    Args:
+        gate_up: [T, 2I], gate first; elements of a row are contiguous, the row stride is arbitrary.
+        impl: Implementation; "auto" uses Triton on a GPU.
+
+    Returns:
+        Contiguous [T, I].
     """
     if not use_triton(impl, gate_up.device):
         gate, up = gate_up.chunk(2, dim=-1)
@@ -286,7 +312,7 @@ def silu_mul(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
 
 @triton.jit
 def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (token, block of the intermediate size)."""
+    """Compute `silu_mul`. Programs: (token, block of the intermediate size)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -297,18 +323,18 @@ def _silu_mul(gate_up, out, stride, size, BLOCK: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """silu(gate) * up of fp32 values, both factors and the product rounded to `dtype`."""
+    """Return silu(gate) * up of fp32 values; silu and the product are rounded to `dtype`."""
     silu = tl.div_rn(gate, 1.0 + _exp(-gate)).to(dtype).to(tl.float32)
     return (silu * up).to(dtype)
 
 
 @triton.jit
 def _exp(x):  # type: ignore[no-untyped-def]
-    """e**x of fp32 x to 2 ulp. tl.exp is off by |x| / 2 ulp: it rounds x * log2(e) before the
-    power.
+    """Return e**x of fp32 x to 2 ulp; tl.exp is off by |x| / 2 ulp as it rounds x * log2(e).
 
-    x = n * ln(2) + rest, with ln(2) in two parts of which the first has so few bits that n times it
-    is exact. The result is 0 below -87 (where it would be subnormal soon) and infinite above 88.
+    x = n * ln(2) + rest, where ln(2) is a sum of two parts, the first with few enough bits that its
+    product with n is exact. The result is 0 below -87, near the subnormal numbers, and infinite
+    above 88.
     """
     low, high = x < -87.0, x > 88.0
     safe = tl.where(low | high, 0.0, x)

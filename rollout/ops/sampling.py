@@ -1,12 +1,12 @@
-"""Sampling: counter-based random numbers and inverse-CDF selection, one row a sample.
+"""Sampling by counter-based random numbers and inverse-CDF selection, one row per sample.
 
-The number drawn for a token depends on (seed, sample index, position) only, and every row is
-computed on its own: batch, chunking and preemption do not change what a sample draws.
+The random number of a token depends only on (seed, sample index, position), and each row is
+computed independently. Batch, chunking and preemption therefore do not change a sample's draws.
 
-In Triton, without filters, the logits are read twice in all, one of them a single block a row. The
-first kernel reduces blocks of the vocabulary to their maximum and their mass; the second chooses a
-block by the masses before it, and a token inside by the same rule. Masses and their sums are added
-in fp64, so that the draw resolves unlikely tokens as the torch path does.
+The Triton path, which has no filters, reads all logits once and then one block of each row again.
+The first kernel reduces blocks of the vocabulary to their maximum and their mass. The second kernel
+selects a block by the cumulative mass, and a token within the block by the same rule. Masses are
+summed in fp64, so that draws resolve unlikely tokens as in the torch path.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,25 @@ from memsaver.ops.hash import GOLDEN, MUL1, MUL2, splitmix64
 from memsaver.ops.layout import send_together
 from memsaver.system.devices import Impl, use_triton
 
-_UNIFORM_BITS = 48  # short of double's 53, so that u * total stays below total
-_BLOCK = 2048  # vocabulary entries of a program
-_DELIVERED = 1024  # tokens of a program
-_SENT = 4096  # elements of a program
+_UNIFORM_BITS = 48  # fewer than the 53 of a double, so that u * total stays below total
+_BLOCK = 2048  # vocabulary entries per program
+_DELIVERED = 1024  # tokens per program
+_SENT = 4096  # elements per program
 _GOLDEN, _MUL1, _MUL2 = tl.constexpr(GOLDEN), tl.constexpr(MUL1), tl.constexpr(MUL2)
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Per row: temperature fp32 [R, 1] (1 where greedy), greedy bool [R], top_k int64 [R], top_p
-    fp64 [R], counters int64 [R, 3] (seed, sample index, position). The flags say whether any row
-    needs that step.
+    """Sampling parameters of R rows, on the device.
+
+    Attributes:
+        temperature: fp32 [R, 1]; 1 for greedy rows.
+        greedy: bool [R].
+        top_k: int64 [R]; 0 disables the filter.
+        top_p: fp64 [R]; 1 disables the filter.
+        counters: int64 [R, 3]: seed, sample index, position.
+        any_random: Whether any row is not greedy.
+        filtered_rows: Rows with top-k or top-p, int64 [F]; None if there are none.
     """
 
     temperature: Tensor
@@ -53,6 +60,7 @@ class SamplingBatch:
         counters: Sequence[tuple[int, int, int]],
         device: torch.device,
     ) -> "SamplingBatch":
+        """Copy per-row parameters to the device; a temperature of 0 means greedy."""
         greedy = [value == 0 for value in temperature]
         filters = enumerate(zip(top_k, top_p, greedy, strict=True))
         filtered = [row for row, (k, p, first) in filters if (k or p < 1) and not first]
@@ -68,14 +76,14 @@ class SamplingBatch:
         return cls(scale, is_greedy, k, p, counts, not all(greedy), rows if filtered else None)
 
     def only_filtered(self, rows: Tensor) -> "SamplingBatch":
-        """The batch of `rows`, int64 [F], all of them filtered."""
+        """Return the batch of `rows`, int64 [F], which all have filters."""
         names = ("temperature", "greedy", "top_k", "top_p", "counters")
-        some = {name: getattr(self, name)[rows] for name in names}
-        return replace(self, **some, filtered_rows=torch.arange(len(rows), device=rows.device))
+        parts = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **parts, filtered_rows=torch.arange(len(rows), device=rows.device))
 
 
 def uniform(counters: Tensor) -> Tensor:
-    """fp64 [R] in [0, 1) from int64 counters [R, C]: a hash of the whole row."""
+    """Hash each row of counters, int64 [R, C], to a number in [0, 1), fp64 [R]."""
     state = splitmix64(counters[:, 0])
     for column in range(1, counters.shape[1]):
         state = splitmix64(state ^ counters[:, column])
@@ -84,17 +92,25 @@ def uniform(counters: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
-    """Tokens int64 [R] and their log-probabilities fp32 [R], on the device, from logits [R, vocab].
+    """Sample a token from each row of logits.
 
-    logits: fp32, bf16 or fp16, converted to fp32 first; rows anywhere, elements of a row
-    contiguous. Log-probability: log_softmax(logits / temperature)[token], before top-k and top-p;
+    The log-probability is log_softmax(logits / temperature)[token], before top-k and top-p, with
     temperature 1 for greedy rows.
+
+    Args:
+        logits: [R, vocab], fp32, bf16 or fp16, converted to fp32 first; elements of a row are
+            contiguous, the row stride is arbitrary.
+        batch: Sampling parameters of the rows.
+        impl: Implementation; "auto" uses Triton on a GPU.
+
+    Returns:
+        Tokens int64 [R] and their log-probabilities fp32 [R], on the device.
     """
     if not use_triton(impl, logits.device):
         return _sample_torch(logits, batch)
     tokens, logprobs = _sample_triton(logits, batch)
     rows = batch.filtered_rows
-    # the fused kernels know no filters; they do these rows too, to keep one grid for every batch
+    # The fused kernels have no filters. They also compute filtered rows, to keep the grid the same.
     if rows is not None:
         tokens[rows], logprobs[rows] = _sample_torch(logits[rows], batch.only_filtered(rows))
     return tokens, logprobs
@@ -110,15 +126,18 @@ def _sample_torch(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens, int64 [R, count], in order, and log-probabilities fp32."""
+    """Return the `count` most likely tokens of each row, in order, and their log-probabilities.
+
+    Both are [R, count], int64 and fp32.
+    """
     logprobs, tokens = torch.log_softmax(logits.float(), dim=-1).topk(count, dim=-1)
     return tokens, logprobs
 
 
 def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Inverse CDF in vocabulary order: the first token that takes the sum past u * total.
+    """Draw tokens by inverse CDF: the first token whose cumulative probability exceeds u * total.
 
-    A row with NaN gives any token of the vocabulary.
+    A row with NaN yields an arbitrary token of the vocabulary.
     """
     probs = logprobs.exp()
     if batch.filtered_rows is not None:
@@ -130,10 +149,18 @@ def _draw(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """probs [R, vocab] with 0 outside top-k, then outside top-p of the rest, not renormalised.
+    """Set probabilities outside top-k, then outside top-p of the rest, to 0 without renormalizing.
 
-    top_k int64 [R], 0 is off. top_p fp64 [R]: the smallest set of likeliest tokens that reaches
-    top_p of what top-k left; never empty. Among equal probabilities the lower token id goes first.
+    Top-p keeps the smallest set of most likely tokens whose probability reaches top_p of the sum
+    after top-k; the set is never empty. Of equal probabilities, the lower token id comes first.
+
+    Args:
+        probs: [R, vocab].
+        top_k: int64 [R]; 0 disables the filter.
+        top_p: fp64 [R].
+
+    Returns:
+        [R, vocab].
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -146,12 +173,14 @@ def keep_top(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Tokens are below vocab even for a row with NaN, and have a positive probability in any other
-    row. No filters.
+    """Sample without filters.
+
+    Tokens are below `vocab` even for a row with NaN; in all other rows their probability is
+    positive.
     """
     rows, vocab = logits.shape
     temperature, greedy, counters = batch.temperature, batch.greedy, batch.counters
-    contiguous = (each.is_contiguous() for each in (temperature, greedy, counters))
+    contiguous = (tensor.is_contiguous() for tensor in (temperature, greedy, counters))
     assert logits.stride(1) == 1 and all(contiguous)
     blocks = triton.cdiv(vocab, _BLOCK)
     peaks, masses = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
@@ -170,11 +199,18 @@ def _sample_triton(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor
 
 
 def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in host memory, of a GPU copies in pinned memory, once the current stream has made them.
+    """Return both tensors in host memory, after synchronizing with the current stream.
 
-    tokens int64, logprobs fp32, of one shape and contiguous. A kernel writes them: a copy
-    of a few bytes waits behind what other streams move to the host, and one to pageable memory
-    keeps every other thread from the driver until the step has been computed.
+    A kernel writes GPU tensors to pinned memory. A copy of a few bytes would wait behind transfers
+    of other streams to the host, and a copy to pageable memory would block other threads' driver
+    calls until the step is computed.
+
+    Args:
+        tokens: Contiguous int64.
+        logprobs: Contiguous fp32, of the same shape.
+
+    Returns:
+        Tokens and log-probabilities on the host.
     """
     if tokens.device.type != "cuda":
         return tokens, logprobs
@@ -190,8 +226,9 @@ def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def send(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory, which is there when the current stream has come so far; made as
-    by `deliver`. tensor: contiguous, on a GPU.
+    """Copy a contiguous GPU tensor to pinned host memory by a kernel on the current stream.
+
+    The copy is complete once the stream has reached this point; `deliver` explains the kernel.
     """
     sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     count = tensor.numel()
@@ -218,9 +255,7 @@ def _deliver(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def uniform_at(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`uniform` of the row of counters at a pointer, bit for bit: fp64 in
-    [0, 1) of 48 bits.
-    """
+    """Hash the row of counters at a pointer, bitwise as `uniform`: fp64 in [0, 1) of 48 bits."""
     state = _splitmix64(tl.load(counters).to(tl.uint64, bitcast=True))
     for column in tl.static_range(1, COUNTERS):
         state = _splitmix64(state ^ tl.load(counters + column).to(tl.uint64, bitcast=True))
@@ -229,7 +264,7 @@ def uniform_at(counters, COUNTERS: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _splitmix64(x):  # type: ignore[no-untyped-def]
-    """`memsaver.ops.hash.splitmix64` of a uint64."""
+    """Compute `memsaver.ops.hash.splitmix64` of a uint64."""
     x = (x + 1) * _GOLDEN
     x = (x ^ (x >> 30)) * _MUL1
     x = (x ^ (x >> 27)) * _MUL2
@@ -238,7 +273,7 @@ def _splitmix64(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scaled(logits, temperature, at, vocab):  # type: ignore[no-untyped-def]
-    """fp32 logits / temperature, the quotient that a trainer computes; -inf past the vocabulary."""
+    """Return logits / temperature in fp32, rounded as in a trainer; -inf past the vocabulary."""
     z = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     if temperature != 1.0:
         z = tl.div_rn(z, temperature)
@@ -247,7 +282,7 @@ def _scaled(logits, temperature, at, vocab):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _exp_below(z, peak):  # type: ignore[no-untyped-def]
-    """exp(z - peak); 0 where all is -inf."""
+    """Return exp(z - peak), or 0 if peak is -inf."""
     return tl.exp(z - tl.where(peak == float("-inf"), 0.0, peak))
 
 
@@ -255,7 +290,7 @@ def _exp_below(z, peak):  # type: ignore[no-untyped-def]
 def _reduce_blocks(  # type: ignore[no-untyped-def]
     logits, temperature, peaks, masses, stride, vocab, blocks, BLOCK: tl.constexpr
 ):
-    """Program (row, block): max of z = logits / temperature, and the sum of exp(z - max)."""
+    """Reduce z = logits / temperature to max(z) and sum(exp(z - max)). Programs: (row, block)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     z = _scaled(logits + row * stride, tl.load(temperature + row), at, vocab)
@@ -269,11 +304,11 @@ def _choose(  # type: ignore[no-untyped-def]
     logits, temperature, greedy, counters, peaks, masses, tokens, logprobs, stride, vocab, blocks,
     COUNTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): a greedy row takes the first maximum, others the first token with cumulative
-    mass > u * total.
+    """Choose a token of each row. Programs: (row).
 
-    A parallel scan need not be monotonic in its last bit, hence the test for mass and the fallback
-    to the last entry that has any.
+    A greedy row takes the first maximum, other rows the first token with cumulative mass > u *
+    total. A parallel scan may not be monotonic in its last bit, hence the test for positive mass
+    and the fallback to the last entry with positive mass.
     """
     row = tl.program_id(0).to(tl.int64)
     is_greedy = tl.load(greedy + row) != 0

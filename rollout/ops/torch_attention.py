@@ -1,12 +1,12 @@
-"""Paged attention in torch: the reference, and how it finds the tokens of a batch.
+"""Paged attention in torch, the reference, and its index tensors.
 
-A forward packs the query tokens of several requests: first `num_decode` requests with one token
-each, then prefill chunks. The keys and values of every query token are already in the cache. A plan
-turns the batch into index tensors once a step; attention is computed once a layer.
+A forward pass packs the query tokens of several requests: first `num_decode` requests with one
+token each, then prefill chunks. The cache already has the keys and values of all query tokens. A
+plan turns the batch into index tensors once per step; attention uses the plan in every layer.
 
-With a window, a query at position p sees the keys at (p - window, p]. Only slots of a request's
-first `kv_len` positions that some query of it sees are ever read: whatever lies in other slots, NaN
-included, is without effect.
+With a window, a query at position p sees the keys at (p - window, p]. Attention reads only the
+slots of a request's first `kv_len` positions that a query of the request sees. The content of other
+slots, even NaN, has no effect.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_BUCKET_TOKENS = 1 << 15  # padded tokens gathered at once in decode
-_MIN_BUCKET_LEN = 64  # below this, padding costs less than another bucket
-MAX_SCORES = 1 << 24  # elements of a prefill block's score matrix (64 MiB)
+MAX_BUCKET_TOKENS = 1 << 15  # maximum number of padded tokens gathered together in decode
+_MIN_BUCKET_LEN = 64  # below this length, padding costs less than another bucket
+MAX_SCORES = 1 << 24  # maximum size of a prefill block's score matrix, in elements (64 MiB)
 
 Rows = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Slots int64 [n] -> a layer's fp32 keys [n, Hkv, D] and values [n, Hkv, Dv] there."""
+"""Map slots int64 [n] to a layer's fp32 keys [n, Hkv, D] and values [n, Hkv, Dv]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """Describes in plain numbers what one forward computes.
+    """Sizes of a forward pass, on the host.
 
-    rows: each request's row of req_to_token. q_lens: its query tokens in this forward, the last
-    ones of kv_lens, its tokens in the cache. num_decode: how many leading requests have exactly one
-    query token and take the decode path.
+    Attributes:
+        rows: Row of each request in req_to_token.
+        q_lens: Query tokens of each request, which are the last of its cached tokens.
+        kv_lens: Cached tokens of each request.
+        num_decode: Number of leading requests that have one query token and take the decode path.
     """
 
     rows: Sequence[int]
@@ -42,9 +44,12 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredKV:
-    """A layer's rows as they lie in the pool: k [S, Hkv, D] and v [S, Hkv, Dv] of one dtype.
+    """Keys and values of a layer in the pool.
 
-    scales: fp32 [2] on the device, what kernels multiply k and v by; only they read fp8.
+    Attributes:
+        k: [S, Hkv, D].
+        v: [S, Hkv, Dv], of k's dtype.
+        scales: Factors of k and v, fp32 [2] on the device, for fp8, which only kernels read.
     """
 
     k: Tensor
@@ -57,8 +62,12 @@ class StoredKV:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBucket:
-    """Decode requests that see similarly much. tokens: int64 [b] query rows. slots: int64 [b, L],
-    what each sees, padded with its first one. padding: bool [b, 1, L], True past that.
+    """Decode requests that see a similar number of keys.
+
+    Attributes:
+        tokens: Query rows, int64 [b].
+        slots: Slots that each request sees, padded with the first of them, int64 [b, L].
+        padding: True for padding, bool [b, 1, L].
     """
 
     tokens: Tensor
@@ -68,8 +77,12 @@ class DecodeBucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSegment:
-    """One prefill chunk: query rows [start, start + n). slots: int64 [L], what any of them sees.
-    hidden: bool [n, L], what each of them does not.
+    """A prefill chunk of n query rows.
+
+    Attributes:
+        start: First query row.
+        slots: Slots that any of the rows sees, int64 [L].
+        hidden: True where a row does not see a slot, bool [n, L].
     """
 
     start: int
@@ -79,12 +92,14 @@ class PrefillSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchPlan:
+    """Index tensors of a forward pass for `torch_attention`."""
+
     buckets: tuple[DecodeBucket, ...]
     segments: tuple[PrefillSegment, ...]
 
 
 Decode = Callable[[Tensor, DecodeBucket, float], Tensor]
-"""(q fp32 [b, Hq, D], bucket, scale) -> fp32 [b, Hq, Dv]."""
+"""Map (q fp32 [b, Hq, D], bucket, scale) to outputs fp32 [b, Hq, Dv]."""
 
 
 def plan_torch(
@@ -93,15 +108,21 @@ def plan_torch(
     window: int | None = None,
     mapping: Tensor | None = None,
 ) -> TorchPlan:
-    """Return the index tensors of one forward. req_to_token: int32 [rows, max_context_len].
+    """Return the index tensors of a forward pass.
 
-    window: how many keys a query sees, None: all before it. mapping: int64 [slots], the cache's
-    slot of each slot that req_to_token names, None: the same.
+    Args:
+        shape: Sizes of the batch.
+        req_to_token: Slots by request row and position, int32 [rows, max_context_len].
+        window: Number of keys that a query sees, including its own; None for all.
+        mapping: Cache slot of each slot in req_to_token, int64 [slots]; None for the same slots.
+
+    Returns:
+        The plan, on the device of `req_to_token`.
     """
     device = req_to_token.device
     seen = [min(kv_len, window or kv_len) for kv_len in shape.kv_lens[: shape.num_decode]]
     groups = _bucket_members(seen)
-    buckets = tuple(_plan_bucket(shape, each, seen, req_to_token, mapping) for each in groups)
+    buckets = tuple(_plan_bucket(shape, group, seen, req_to_token, mapping) for group in groups)
     segments = []
     start = shape.num_decode
     requests = list(zip(shape.rows, shape.q_lens, shape.kv_lens, strict=True))
@@ -123,8 +144,9 @@ def _mapped(slots: Tensor, mapping: Tensor | None) -> Tensor:
 
 
 def _bucket_members(seen: Sequence[int]) -> list[list[int]]:
-    """Decode requests by the keys they see, so that padding at most doubles the work and no gather
-    is huge.
+    """Group decode requests by the number of keys they see.
+
+    Padding at most doubles the work, and a gather has at most `MAX_BUCKET_TOKENS` tokens.
     """
     buckets: list[list[int]] = []
     for i in sorted(range(len(seen)), key=lambda i: seen[i]):
@@ -146,7 +168,7 @@ def _plan_bucket(
     mapping: Tensor | None,
 ) -> DecodeBucket:
     device = req_to_token.device
-    columns = list(zip(shape.rows, seen, shape.kv_lens, strict=False))  # decode requests are first
+    columns = list(zip(shape.rows, seen, shape.kv_lens, strict=False))  # decode requests only
     chosen = torch.tensor([columns[i] for i in members], device=device)
     rows, counts, ends = chosen.t().unsqueeze(2)
     nth = torch.arange(max(seen[i] for i in members), device=device)
@@ -161,9 +183,15 @@ def _plan_bucket(
 def torch_attention(
     q: Tensor, plan: TorchPlan, scale: float, out: Tensor, rows: Rows, decode: Decode
 ) -> None:
-    """Gather, multiply, softmax, multiply, in fp32: q [T, Hq, D] -> out [T, Hq, Dv].
+    """Compute causal attention in fp32.
 
-    decode: `decode_bucket` over `rows`, or what a layer does instead.
+    Args:
+        q: Queries [T, Hq, D].
+        plan: Plan of the batch.
+        scale: Factor of the scores.
+        out: Written: outputs [T, Hq, Dv] of q's dtype.
+        rows: Reads keys and values.
+        decode: Computes decode requests: `decode_bucket` over `rows`, or a sparse variant.
     """
     for bucket in plan.buckets:
         out[bucket.tokens] = decode(q[bucket.tokens].float(), bucket, scale).to(q.dtype)
@@ -179,13 +207,13 @@ def torch_attention(
 
 
 def decode_bucket(rows: Rows, q: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
-    """q fp32 [b, Hq, D] -> fp32 [b, Hq, Dv].
+    """Compute attention of decode queries, fp32 [b, Hq, D] to [b, Hq, Dv].
 
-    One batched product a KV head: no copy of the gathered [b, L, Hkv, D].
+    One batched product per KV head avoids a copy of the gathered keys [b, L, Hkv, D].
     """
     batch, length = bucket.slots.shape
     gathered = rows(bucket.slots.view(-1))
-    keys, values = (each.unflatten(0, (batch, length)) for each in gathered)
+    keys, values = (part.unflatten(0, (batch, length)) for part in gathered)
     kv_heads, value_dim = values.shape[2:]
     groups = q.view(batch, kv_heads, -1, q.shape[-1])
     scores = q.new_empty((kv_heads, batch, groups.shape[2], length))
@@ -199,8 +227,9 @@ def decode_bucket(rows: Rows, q: Tensor, bucket: DecodeBucket, scale: float) -> 
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """q fp32 [n, Hq, D], keys [L, Hkv, D], values [L, Hkv, Dv], hidden bool [n, L] -> fp32 [n, Hq,
-    Dv].
+    """Compute attention of a prefill block, fp32 [n, Hq, D] to [n, Hq, Dv].
+
+    Keys are [L, Hkv, D], values [L, Hkv, Dv]; `hidden` is bool [n, L].
     """
     count, heads, dim = q.shape
     length, kv_heads, value_dim = values.shape

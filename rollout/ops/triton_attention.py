@@ -1,9 +1,9 @@
-"""Paged attention by Triton: how the kernels find the tokens of a batch, and their launches.
+"""Paged attention in Triton: index tensors of a batch, and kernel launches.
 
-The kernels' work (chunked causal prefill, split-KV decode, the query heads of a KV head packed in
-both) is laid out by a request's own lengths only, so a request's result does not depend on the
-batch it is in, nor, in half precision, on how its prompt was cut into chunks. The decode launch
-depends on nothing but the batch size, so that a CUDA graph can replay it over changed lengths.
+The kernels compute chunked causal prefill and split-KV decode; both pack the query heads of a KV
+head. The division of a request's work depends only on the lengths of that request, so its result
+does not depend on the batch, nor, in half precision, on how its prompt is split into chunks. The
+decode launch depends only on the batch size, so a CUDA graph can replay it with other lengths.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
-    """req_to_token: int32 [rows, max_context_len]. meta: int32 [4, requests] on the device: row of
-    req_to_token, first query token, tokens cached, query tokens; decode requests first. kv_lens:
-    the tokens cached on the host, too.
-    window, mapping: see `plan_torch`.
+    """Index tensors of a forward pass for `triton_attention`.
 
-    Decode takes its lengths from the device only: a caller may build a plan over static tensors,
-    num_prefill and max_q_len 0, and refill them between replays of a CUDA graph. A padding request
-    has one token, in any valid row.
+    Decode reads lengths only from the device: a caller may build a plan over static tensors, with
+    `num_prefill` and `max_q_len` 0, and refill the tensors between replays of a CUDA graph. A
+    padding request has one token, in any valid row.
+
+    Attributes:
+        req_to_token: Slots by request row and position, int32 [rows, max_context_len].
+        meta: int32 [4, requests] on the device, decode requests first: row of req_to_token, first
+            query token, number of cached tokens, number of query tokens.
+        num_decode: Number of decode requests.
+        num_prefill: Number of prefill chunks.
+        max_q_len: Tokens of the longest prefill chunk.
+        kv_lens: Cached tokens of each request, on the host.
+        window: See `plan_torch`.
+        mapping: See `plan_torch`.
     """
 
     req_to_token: Tensor
@@ -48,13 +56,14 @@ class TritonPlan:
 
     @property
     def reach(self) -> int:
-        """Return how many keys a query sees at most."""
+        """Return the maximum number of keys that a query sees."""
         return self.window or _NO_WINDOW
 
     @cached_property
     def gathered(self) -> tuple[Tensor, TritonPlan]:
-        """Return the slots of all requests' tokens, int64 [sum(kv_lens)], and the plan over a copy
-        of their rows alone.
+        """Return the slots of all cached tokens, and the plan over a packed copy of their rows.
+
+        The slots are int64 [sum(kv_lens)], request by request.
         """
         assert len(self.kv_lens) == self.meta.shape[1], "no lengths on the host"
         device, total = self.meta.device, sum(self.kv_lens)
@@ -76,11 +85,11 @@ def plan_triton(
     window: int | None = None,
     mapping: Tensor | None = None,
 ) -> TritonPlan:
-    """Return the index tensors of one forward; see `plan_torch`."""
+    """Return the index tensors of a forward pass; arguments as in `plan_torch`."""
     starts = list(accumulate(shape.q_lens, initial=0))[:-1]
     device = req_to_token.device
     numbers = [list(shape.rows), starts, list(shape.kv_lens), list(shape.q_lens)]
-    pinned = device.type == "cuda"  # else the copy would wait for the kernels under way
+    pinned = device.type == "cuda"  # a copy from pageable memory would wait for running kernels
     meta = torch.tensor(numbers, dtype=torch.int32, pin_memory=pinned)
     return TritonPlan(
         req_to_token=req_to_token,
@@ -95,10 +104,17 @@ def plan_triton(
 
 
 def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
-    """Plan a decode-only forward by launches alone, so that a CUDA graph can hold them.
+    """Plan a decode-only forward pass by kernel launches alone, which a CUDA graph can capture.
 
-    rows, positions: integers [B] on the device, a request's row of req_to_token and the position of
-    its query token. Without window and mapping: `dataclasses.replace` gives a plan those.
+    The plan has no window and no mapping; `dataclasses.replace` adds them.
+
+    Args:
+        rows: Row of each request in req_to_token, integers [B] on the device.
+        positions: Position of each request's query token, integers [B] on the device.
+        req_to_token: Slots by request row and position, int32 [rows, max_context_len].
+
+    Returns:
+        The plan.
     """
     count = len(rows)
     meta = torch.empty((4, count), dtype=torch.int32, device=req_to_token.device)
@@ -114,12 +130,19 @@ def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> Triton
 def triton_attention(
     q: Tensor, stored: StoredKV, plan: TritonPlan, scale: float, out: Tensor
 ) -> None:
-    """Causal attention of q [T, Hq, D] -> out [T, Hq, Dv], of q's dtype.
+    """Compute causal attention by Triton kernels.
 
-    Softmax and sums are fp32; products too, except those of half-precision tensors.
+    Softmax and sums are fp32. Products are fp32 too, except products of half-precision tensors.
+
+    Args:
+        q: Queries [T, Hq, D].
+        stored: Keys and values of the layer.
+        plan: Plan of the batch.
+        scale: Factor of the scores.
+        out: Written: outputs [T, Hq, Dv] of q's dtype.
     """
     fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
-    k_cache, v_cache = (each.view(torch.uint8) if fp8 else each for each in (stored.k, stored.v))
+    k_cache, v_cache = (kv.view(torch.uint8) if fp8 else kv for kv in (stored.k, stored.v))
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == plan.meta.stride(-1) == 1
     table, meta = plan.req_to_token, plan.meta
     read = (q, k_cache, v_cache, stored.scales, table, plan.mapping, meta)
@@ -155,8 +178,15 @@ def _launch_decode(
     log2_scale: float,
     blocks: dict[str, Any],
 ) -> None:
-    """read, strides: the arguments that both kernels begin with, and their strides, in order.
-    blocks: of `decode_blocks`.
+    """Launch the decode kernels.
+
+    Args:
+        read: First arguments of the kernel, which prefill has too.
+        strides: Their strides, in the kernel's order.
+        out: Written: outputs [T, Hq, Dv].
+        plan: Plan of the batch.
+        log2_scale: Factor of the scores times log2(e).
+        blocks: Result of `decode_blocks`.
     """
     (heads, value_dim), count, group = out.shape[1:], plan.num_decode, blocks["GROUP"]
     reach = min(plan.req_to_token.shape[1], plan.reach)

@@ -1,6 +1,4 @@
-"""Paged attention: the reference against plain attention in double, the Triton kernels against the
-reference.
-"""
+"""Paged attention: the reference against attention in fp64, and Triton kernels against it."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -42,11 +40,21 @@ def make_case(
     mapped: bool = False,
     latent: bool = False,
 ) -> Case:
-    """Every slot that belongs to no request or is before all windows, and every table entry past a
-    length, is poison.
+    """Build a case in which a read outside the requests' windows would change the result.
 
-    mapped: the table names other slots, those before all windows unmapped (0). latent: values are a
-    view of the first elements of keys.
+    Slots that no request owns or that are before all windows hold NaN, and table entries past a
+    length name such a slot.
+
+    Args:
+        heads: Query heads, and heads of keys and values.
+        dims: Widths of keys and values.
+        q_lens: Query tokens of each request.
+        kv_lens: Cached tokens of each request.
+        num_decode: Number of leading decode requests.
+        device: Device of the tensors.
+        window: Number of keys that a query sees.
+        mapped: Use a table with slots of another pool; slots before all windows map to 0.
+        latent: Make values a view of the first elements of keys.
     """
     generator = torch.Generator().manual_seed(len(kv_lens) + sum(kv_lens))
     (hq, hkv), (dim, value_dim) = heads, dims
@@ -94,20 +102,20 @@ LONG = [1, 1, 1, 70, 5, 1, 33, 64], [600, 16, 1, 200, 33, 9, 33, 64], 3
 CASES: list[tuple[Any, ...]] = some(
     # chunks with a prefix, one of a single token
     ((9, 3), (64, 64), [1, 1, 5, 1], [300, 3, 33, 9], 2),
-    ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim no power of two
+    ((5, 1), (24, 24), [1, 70], [513, 70], 1),  # three splits, odd group, dim not a power of two
     ((2, 2), (32, 16), [1, 20, 3], [2, 90, 3], 1),  # values narrower than keys
-    ((2, 1), (16, 16), [1] * 4, [1, 255, 256, 257], 4),  # one split, two
-    ((2, 1), (16, 16), [1] * 2, [16 * 256, 16 * 256 + 1], 2),  # sixteen, then fewer and longer ones
+    ((2, 1), (16, 16), [1] * 4, [1, 255, 256, 257], 4),  # one split, two splits
+    ((2, 1), (16, 16), [1] * 2, [16 * 256, 16 * 256 + 1], 2),  # 16 splits, then fewer, longer ones
     # chunks that start and end at a block's edge
     ((2, 1), (16, 16), [32, 64, 33, 65, 1], [32, 64, 161, 128, 64], 0),
     whole=[((4, 2), (16, 16), [1, 1, 1], [1, 17, 40], 3), ((4, 4), (16, 16), [7], [7], 0)],
 )
 LATENT = some(
     ((4, 1), (24, 16), [1, 1, 5, 40], [1, 300, 33, 40], 2),
-    # two blocks of heads, a width that is no power of two
+    # two blocks of heads, a width that is not a power of two
     ((20, 1), (40, 24), [1, 1, 1, 9], [70, 256, 600, 20], 3),
     ((40, 1), (24, 16), [3, 17], [3, 90], 0),  # a token's heads lie in several blocks
-    whole=[((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2)],  # as DeepSeek's
+    whole=[((3, 1), (576, 512), [1, 1, 4], [1, 270, 35], 2)],  # widths of DeepSeek
 )
 WINDOWS = some(
     (1, True),
@@ -130,15 +138,12 @@ WINDOWS = some(
         ),
     ],
 )
-def test_equals_plain_attention_and_reads_no_foreign_slot(
+def test_attention_equals_fp64_attention_and_reads_no_foreign_slot(
     case: tuple[Any, ...], fields: dict[str, Any], impl: Any, device: str
 ) -> None:
-    """Chunks and decode, shorter and longer than the window; what no query sees is poison, or has
-    no slot. Queries are views of wider rows.
-    """
     made = make_case(*case, device, **fields)
     plan = plan_attention(made.shape, made.table, impl, *made.view)
-    q = torch.cat([made.q, made.q], dim=1)[:, : made.q.shape[1]]
+    q = torch.cat([made.q, made.q], dim=1)[:, : made.q.shape[1]]  # a view of wider rows
     out = paged_attention(q, made.k, made.v, plan, made.q.shape[-1] ** -0.5)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), made.expected, atol=CLOSE, rtol=0)
@@ -165,7 +170,7 @@ FEW = [1, 90, 600, 3000, 64, 257, 900, 40, 300]
     ],
     ids=["64", "128", "latent-16", "latent-128"],
 )
-def test_real_widths(
+def test_triton_kernels_equal_reference_at_widths_of_real_models(
     heads: Any, dims: Any, q_lens: list[int], kv_lens: list[int], dtype: torch.dtype
 ) -> None:
     latent, decode = heads[1] == 1, len(q_lens) - (3 if heads[1] == 1 else 4)
@@ -182,7 +187,7 @@ def test_real_widths(
     torch.testing.assert_close(out.float(), exact, **tolerance)
 
 
-def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_it(
+def test_windowed_request_has_same_bits_in_batch_and_with_plan_of_decode_graph(
     triton_device: str,
 ) -> None:
     made = make_case(
@@ -203,16 +208,14 @@ def test_a_windowed_request_is_the_same_in_any_batch_and_as_a_graph_would_plan_i
         )
 
 
-def test_decode_buckets_are_of_what_is_seen() -> None:
+def test_decode_buckets_have_only_tokens_inside_the_window() -> None:
     shape = BatchShape(rows=[1, 2, 3], q_lens=[1] * 3, kv_lens=[5000, 20, 700], num_decode=3)
     plan = plan_torch(shape, torch.zeros((4, 5000), dtype=torch.int32), window=30)
     assert [tuple(bucket.slots.shape) for bucket in plan.buckets] == [(3, 30)]
 
 
-def test_bf16_storage(impl: str, device: str) -> None:
-    """One rounding (the interpreter truncates), and on tensor cores that of the weights; never bf16
-    sums.
-    """
+def test_bf16_attention_rounds_only_its_output(impl: str, device: str) -> None:
+    # The interpreter truncates. Tensor cores round the weights too. Sums are never bf16.
     made = make_case((4, 2), (16, 16), [1, 1, 6, 90], [20, 700, 30, 200], 2, device)
     q, k, v = made.q.bfloat16(), made.k.bfloat16(), made.v.bfloat16()
     exact = paged_attention(
@@ -225,9 +228,7 @@ def test_bf16_storage(impl: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", some(torch.bfloat16, whole=[torch.float32]))
-def test_a_request_alone_and_amid_longer_ones_is_the_same_bit_for_bit(
-    dtype: torch.dtype, triton_device: str
-) -> None:
+def test_request_has_same_bits_alone_and_in_batch(dtype: torch.dtype, triton_device: str) -> None:
     made = make_case((2, 1), (16, 16), [1, 1, 1, 3, 40], [300, 10, 1100, 70, 100], 3, triton_device)
     q, k, v = made.q.to(dtype), made.k.to(dtype), made.v.to(dtype)
     together = paged_attention(q, k, v, plan_attention(made.shape, made.table, "triton"), 0.25)
@@ -244,10 +245,9 @@ def test_a_request_alone_and_amid_longer_ones_is_the_same_bit_for_bit(
         first += q_len
 
 
-def test_plan_over_static_tensors_with_padding_requests(triton_device: str) -> None:
-    """As a graph replays it: `meta` is a slice of a wider tensor, the batch ends in copies of row
-    0, slot 0.
-    """
+def test_decode_plan_over_static_tensors_ignores_padding_requests(triton_device: str) -> None:
+    # As in the replay of a graph: `meta` is a slice of a wider tensor, and copies of row 0, slot 0
+    # pad the batch.
     made = make_case((4, 2), (16, 16), [1, 1], [300, 20], 2, triton_device)
     made.table[0, 0] = 0
     made.k[0], made.v[0] = 1.0, 2.0
@@ -268,7 +268,7 @@ def test_long_queries_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(out.double(), made.expected, atol=CLOSE, rtol=0)
 
 
-def test_decode_buckets_bound_padding_and_cover_everyone() -> None:
+def test_decode_buckets_bound_padding_and_cover_all_requests() -> None:
     lens = [1, 500, 70, 64, 8000, 120, 130, 3000] * 3
     shape = BatchShape(rows=list(range(1, 25)), q_lens=[1] * 24, kv_lens=lens, num_decode=24)
     plan = plan_torch(shape, torch.zeros((25, 8000), dtype=torch.int32))

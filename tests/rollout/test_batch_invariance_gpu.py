@@ -1,4 +1,4 @@
-"""An answer has the same bits whatever is computed beside it, at the widths of real models."""
+"""Answers have the same bits in every batch, at the widths of real models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def describe(name: str, path: Path, layers: int) -> None:
 
 @contextmanager
 def engine_of(path: Path, **changes: Any) -> Iterator[Engine]:
-    """An engine with the same random weights each time."""
+    """Create an engine with random weights, which are the same each time."""
     settings = {"kv_tokens": 32768, "max_running": 32, "max_prefill_tokens": 8192, **changes}
     engine = Engine.from_pretrained(
         path, "cuda:0", dtype=torch.bfloat16, max_context_len=4096, load_weights=False, **settings
@@ -89,7 +89,7 @@ def answers(engine: Engine, prompts: list[list[int]], tokens: int = 6) -> list[A
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answer_is_the_same_to_the_bit_alone_batched_chunked_and_behind_prefix_hits(
+def test_answer_has_same_bits_alone_batched_chunked_and_with_prefix_hits(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     describe(name, tmp_path, layers=2)
@@ -103,7 +103,7 @@ def test_answer_is_the_same_to_the_bit_alone_batched_chunked_and_behind_prefix_h
             assert answers(engine, prompts) == batched, f"chunks of {chunk}"
     with engine_of(tmp_path, prefix_cache=True, cuda_graphs=False) as engine:
         answers(engine, [prompt[:256] for prompt in prompts], 1)
-        assert answers(engine, prompts) == batched, "behind prefix hits"
+        assert answers(engine, prompts) == batched, "with prefix hits"
         assert answers(engine, prompts) == batched, "all but the last token cached"
     assert "depend on the number of rows" not in caplog.text
 
@@ -139,7 +139,7 @@ def configured(library: str, bf16: tuple[bool, bool], fp16: tuple[bool, bool]) -
 
 
 @pytest.mark.parametrize("user", SETTINGS)
-def test_settings_of_the_process_survive_an_engine(user: Any, tmp_path: Path) -> None:
+def test_engine_restores_global_blas_settings(user: Any, tmp_path: Path) -> None:
     describe("qwen2.5-0.5b", tmp_path, layers=1)
     with configured(*user):
         before = settings()
@@ -153,8 +153,8 @@ def test_settings_of_the_process_survive_an_engine(user: Any, tmp_path: Path) ->
             assert settings() == before
 
 
-def test_probe_names_a_shape_whose_bits_depend_on_the_rows() -> None:
-    """fp32 products keep split-K, which this shape has for few rows."""
+def test_probe_returns_shape_whose_bits_depend_on_number_of_rows() -> None:
+    # fp32 products keep split-K, which the library uses for few rows of this shape
     weight = torch.empty(896, 18944, device="cuda")
     assert probe_products([(weight, None)]) == [(896, 18944)]
     assert not weight.any()
@@ -162,7 +162,7 @@ def test_probe_names_a_shape_whose_bits_depend_on_the_rows() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("words", "inner"), [(896, 4864), (3584, 18944), (64, 2048), (256, 7168)])
-def test_rows_of_a_product_are_the_same_for_every_number_of_rows(
+def test_rows_of_product_have_same_bits_for_any_number_of_rows(
     words: int, inner: int, wide: bool
 ) -> None:
     device, generator = torch.device("cuda:0"), torch.Generator("cuda").manual_seed(1)
@@ -176,8 +176,8 @@ def test_rows_of_a_product_are_the_same_for_every_number_of_rows(
             for first in (0, 7):
                 rows = slice(first, first + count)
                 assert torch.equal(linear(x[rows], weight, wide=wide), whole[rows]), count
-    # A tensor core adds 16 products at a time to a sum of up to 5 times the mean result, and cuts
-    # the rest of a bit off; then comes the rounding to bf16.
+    # A tensor core adds 16 products at a time to a sum of up to 5 times the mean result and
+    # truncates; then the result is rounded to bf16.
     exact = x.double() @ weight.double().t()
     error = (whole.double() - exact).abs().max() / exact.abs().mean()
     assert error < 5 * (inner / 16 * 2**-23 + (0 if wide else 2**-8))

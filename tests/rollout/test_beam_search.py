@@ -1,4 +1,4 @@
-"""Beam search in the engine against transformers, token by token; what it shares and returns."""
+"""Beam search: answers against transformers, token by token, shared pages, and returned answers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def beams(width: int, **fields: Any) -> SamplingParams:
 def reference(
     model: Any, prompt: list[int], params: SamplingParams
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Answers of transformers, best first, cut behind their end token, and their scores."""
+    """Return transformers' answers, best first and truncated after their end token, and scores."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids,
@@ -52,29 +52,30 @@ def reference(
     )
     answers = out.sequences[:, len(prompt) :].tolist()
     ends = params.stop_token_ids or ()
-    cut = [
-        next((i + 1 for i, token in enumerate(each) if token in ends), len(each))
-        for each in answers
+    lengths = [
+        next((i + 1 for i, token in enumerate(answer) if token in ends), len(answer))
+        for answer in answers
     ]
-    return [each[:n] for each, n in zip(answers, cut, strict=True)], out.sequences_scores.cpu()
+    cut = [answer[:length] for answer, length in zip(answers, lengths, strict=True)]
+    return cut, out.sequences_scores.cpu()
 
 
 def check(model: Any, prompt: list[int], params: SamplingParams, got: list[Completion]) -> None:
     answers, scores = reference(model, prompt, params)
     assert ids([got]) == [answers] and len(got) == params.n
-    mine = torch.tensor([each.score for each in got])
+    mine = torch.tensor([beam.score for beam in got])
     torch.testing.assert_close(mine, scores.to(mine.dtype), atol=GAP, rtol=1e-6)
     check_logprobs(model, [prompt], [got], temperature=1.0)
-    for each in got:
-        ended = each.token_ids[-1] in (params.stop_token_ids or ())
-        assert each.finish_reason == ("stop" if ended else "length")
-        assert each.score == pytest.approx(
-            sum(each.logprobs) / len(each.logprobs) ** params.length_penalty
+    for beam in got:
+        ended = beam.token_ids[-1] in (params.stop_token_ids or ())
+        assert beam.finish_reason == ("stop" if ended else "length")
+        assert beam.score == pytest.approx(
+            sum(beam.logprobs) / len(beam.logprobs) ** params.length_penalty
         )
 
 
 def generate(engine: Engine, prompts: list[list[int]], params: Any) -> list[list[Completion]]:
-    """Everything adds up after every step, and nothing is left."""
+    """Generate, and check the engine's integrity after every step and at the end."""
     out = engine.generate(prompts, params, on_progress=lambda *_: engine.check_integrity())
     engine.check_integrity()
     assert not engine.scheduler.unfinished
@@ -92,12 +93,10 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "overrides"), KINDS)
-def test_equals_transformers(
+def test_beams_and_scores_equal_those_of_transformers(
     saved: Saved, kind: str, overrides: dict[str, Any], device: str
 ) -> None:
-    """Prompts of several lengths in one batch, the longest in chunks; all answers with their
-    scores.
-    """
+    # prompts of several lengths in one batch, the longest in chunks
     path, model = saved(kind, **overrides)
     engine, prompts = make(path, device=device), random_prompts(LENGTHS)
     params = [beams(4), beams(2), beams(4, n=1)]
@@ -106,14 +105,14 @@ def test_equals_transformers(
 
 
 def some_stops(model: Any, prompts: list[list[int]]) -> tuple[int, ...]:
-    """Tokens that searches of these prompts meet, in the middle of their answers."""
+    """Return tokens from the middle of the answers to these prompts."""
     answers = [reference(model, prompt, beams(4))[0][i] for i, prompt in enumerate(prompts)]
     return tuple(sorted({answer[3 + i] for i, answer in enumerate(answers)}))
 
 
 @pytest.fixture(scope="module")
 def llama(saved: Saved) -> tuple[Path, Any, tuple[int, ...]]:
-    """Where it is, the model, and tokens that its searches of `LENGTHS` meet."""
+    """Return path and model, and tokens from the middle of its answers to `LENGTHS`."""
     path, model = saved("llama")
     return path, model, some_stops(model, random_prompts(LENGTHS))
 
@@ -122,7 +121,7 @@ CASES = pairwise([2, 4], [1.0, 0.0, 2.5, -1.0], [False, True, "never"], [1, 3])
 
 
 @pytest.mark.parametrize(("width", "penalty", "early", "ends"), CASES)
-def test_end_tokens_penalties_and_early_stopping(
+def test_beams_equal_transformers_with_end_tokens_penalties_and_early_stopping(
     llama: tuple[Path, Any, tuple[int, ...]], width: int, penalty: float, early: Any, ends: int
 ) -> None:
     path, model, stops = llama
@@ -132,23 +131,23 @@ def test_end_tokens_penalties_and_early_stopping(
     out = generate(engine, prompts, params)
     for prompt, got in zip(prompts, out, strict=True):
         check(model, prompt, params, got)
-    lengths = {len(each.token_ids) for got in out for each in got}
-    # some did end; a large penalty prefers the longest
+    lengths = {len(beam.token_ids) for got in out for beam in got}
+    # some answers end early, unless a large penalty prefers the longest
     assert penalty > 1 or ends == 1 or len(lengths) > 1
 
 
 @pytest.mark.parametrize(
     ("kv_tokens", "longer", "cache"), [(1024, 0, True), (160, 24, True), (160, 24, False)]
 )
-def test_beside_other_requests(path: Path, kv_tokens: int, longer: int, cache: bool) -> None:
-    """One call with searches of several widths, greedy and sampled requests: each answers as alone.
-    In the small pool some are preempted, of a search all branches, and start over.
-    """
+def test_searches_and_other_requests_of_one_call_answer_as_alone(
+    path: Path, kv_tokens: int, longer: int, cache: bool
+) -> None:
+    # The small pool preempts some requests, of a search all branches, and they start again.
     prompts = random_prompts((5, 33, 18, 40, 7))
     params = [beams(2), SamplingParams(max_tokens=12, temperature=0)]
     params += [beams(4, max_tokens=6, length_penalty=0.0)]
     params += [SamplingParams(max_tokens=8, temperature=1.3, seed=4, n=3), beams(3, n=2)]
-    params = [replace(each, max_tokens=each.max_tokens + longer) for each in params]
+    params = [replace(param, max_tokens=param.max_tokens + longer) for param in params]
     engine = make(path, kv_tokens=kv_tokens, prefix_cache=cache)
     together = ids(generate(engine, prompts, params))
     assert (engine.scheduler.preemptions > 0) == (kv_tokens < 1024)
@@ -156,7 +155,7 @@ def test_beside_other_requests(path: Path, kv_tokens: int, longer: int, cache: b
         assert ids(generate(make(path), [prompt], param)) == [got]
 
 
-def test_sleep_and_abort_in_the_middle(path: Path) -> None:
+def test_search_restarts_after_sleep_and_returns_partial_beams_after_abort(path: Path) -> None:
     engine, (prompt,) = make(path), random_prompts((20,))
     before = ids(generate(engine, [prompt], beams(4)))
 
@@ -169,7 +168,7 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
 
     naps: list[int] = []
     assert ids(engine.generate([prompt], beams(4), on_progress=nap)) == before
-    assert naps == [12, 12]  # the same step again after the search began anew
+    assert naps == [12, 12]  # the same step again after the search has restarted
 
     def end(done: int, total: int, generated: int) -> None:
         if generated == 12:
@@ -177,12 +176,12 @@ def test_sleep_and_abort_in_the_middle(path: Path) -> None:
             engine.wake_up()
 
     (got,) = engine.generate([prompt], beams(4, n=2), on_progress=end)
-    assert [each.finish_reason for each in got] == ["abort"] * 2
-    assert [len(each.token_ids) for each in got] == [3, 3]
+    assert [beam.finish_reason for beam in got] == ["abort"] * 2
+    assert [len(beam.token_ids) for beam in got] == [3, 3]
     engine.check_integrity()
 
 
-def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: Path) -> None:
+def test_prompt_is_computed_once_shared_by_all_branches_and_cached(path: Path) -> None:
     engine, (prompt,) = make(path), random_prompts((41,))
     used: list[int] = []
     for computed, hit in ((41, 0), (1, 40)):
@@ -193,13 +192,13 @@ def test_a_prompt_is_computed_once_shared_by_all_branches_and_found_again(path: 
         after = engine.stats
         assert after.computed_tokens - before.computed_tokens == computed + 4 * (MAX_TOKENS - 1)
         assert after.prefix_hit_tokens - before.prefix_hit_tokens == hit
-    # each branch has the pages of 10 tokens alone
+    # each branch has its own pages for 10 tokens
     assert engine.blocks.total_pages - min(used) <= 40 // PAGE + 4 * 3
-    # dead branches left nothing
+    # dropped branches leave nothing in the cache
     assert engine.prefixes.cache.total_size == 40
 
 
-def test_refused_by_the_engine(path: Path) -> None:
+def test_engine_refuses_search_that_can_never_fit(path: Path) -> None:
     engine = make(path, kv_tokens=96, max_running=8)
     with pytest.raises(ValueError, match="beam_width=9, but at most 8 samples of it run together"):
         engine.generate([[1]], beams(9, max_tokens=4))
@@ -208,7 +207,7 @@ def test_refused_by_the_engine(path: Path) -> None:
     with pytest.raises(ValueError, match="70 end tokens, so it ranks 284 next tokens, of .* 199"):
         engine.generate([[1]], beams(4, max_tokens=4, stop_token_ids=tuple(range(70))))
     assert not engine.scheduler.unfinished
-    (got,) = generate(engine, [[1] * 25], beams(3, max_tokens=22))  # the most that fit do run
+    (got,) = generate(engine, [[1] * 25], beams(3, max_tokens=22))  # the widest search that fits
     assert engine.scheduler.preemptions == 0 and len(got) == 3
 
 
@@ -219,25 +218,25 @@ def search(width: int, stop_ids: set[int] | None = None, **fields: object) -> Be
     return BeamSearch(params, stop_ids or set())
 
 
-def test_survivors_stay_where_they_are_and_the_dead_make_room() -> None:
+def test_surviving_branches_keep_their_rows_and_new_ones_take_free_rows() -> None:
     beams = search(4)
     beams.advance([[(i, -1.0 - i) for i in range(8)]] * 4, 0)
-    assert [each.tokens for each in beams.branches] == [[0], [1], [2], [3]]
+    assert [branch.tokens for branch in beams.branches] == [[0], [1], [2], [3]]
     worst = [(9, -50.0)] * 8
     two = [[(5, -0.1), (6, -0.2), *worst[2:]], [(7, -0.1), (8, -0.2), *worst[2:]]]
     assert beams.advance([worst, *two, worst], 1) == [(0, 1), (3, 2)]
-    assert [each.tokens for each in beams.branches] == [[1, 6], [1, 5], [2, 7], [2, 8]]
-    assert [each.versions for each in beams.branches] == [[0, 1]] * 4
+    assert [branch.tokens for branch in beams.branches] == [[1, 6], [1, 5], [2, 7], [2, 8]]
+    assert [branch.versions for branch in beams.branches] == [[0, 1]] * 4
     beams.restart()
-    assert [each.tokens for each in beams.branches] == [[]] * 4
+    assert [branch.tokens for branch in beams.branches] == [[]] * 4
 
 
-def test_ended_before_it_is_done_the_living_fill_the_places() -> None:
+def test_aborted_search_returns_finished_beams_then_live_branches() -> None:
     beams = search(3, {0})
-    assert [each.finish_reason for each in beams.completions()] == ["abort"] * 3
+    assert [beam.finish_reason for beam in beams.completions()] == ["abort"] * 3
     beams.advance([[(0, -0.5), (1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0), (5, -5.0)]] * 3, 0)
     got = beams.completions()
-    assert [(each.token_ids, each.finish_reason) for each in got] == [
+    assert [(beam.token_ids, beam.finish_reason) for beam in got] == [
         ([0], "stop"),
         ([1], "abort"),
         ([2], "abort"),

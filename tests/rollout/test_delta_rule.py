@@ -1,4 +1,4 @@
-"""The gated delta rule against transformers', its convolution against torch's, in parts, too."""
+"""The gated delta rule against transformers, and its convolution, also in parts, against torch."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from rollout.model.mixers.delta_net import causal_conv, gated_delta_rule
 
 HEADS, DIM, VALUE_DIM = 3, 8, 12
-# A state forgets (its decay is below 1) and takes in products of 8 terms: about 64 roundings count
-# at any time, which walk to 8 * 2**-24 of a value, and to as much of the largest of the sums that
-# cancelled; ten times that is allowed.
+# A state decays, and adds products of 8 terms. About 64 roundings count at any time; as a random
+# walk they add up to 8 * 2**-24 of a value, and to as much of the largest sum that cancelled. The
+# tolerance is ten times that.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
 def inputs(batch: int, tokens: int, device: str) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, decay and beta of some tokens, and a state to begin with."""
+    """Draw q, k, v, decay and beta of some tokens, and an initial state."""
     generator = torch.Generator().manual_seed(tokens)
     token = batch, tokens, HEADS
     shapes = (*token, DIM), (*token, DIM), (*token, VALUE_DIM), (batch, HEADS, DIM, VALUE_DIM)
@@ -31,7 +31,7 @@ def inputs(batch: int, tokens: int, device: str) -> tuple[list[Tensor], Tensor]:
     "rule", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"]
 )
 @pytest.mark.parametrize(("batch", "tokens"), [(5, 1), (2, 63), (1, 64), (2, 150)])
-def test_equals_transformers(rule: str, batch: int, tokens: int, device: str) -> None:
+def test_delta_rule_equals_transformers(rule: str, batch: int, tokens: int, device: str) -> None:
     given, state = inputs(batch, tokens, device)
     before = state.clone()
     expected = getattr(theirs, rule)(
@@ -42,18 +42,18 @@ def test_equals_transformers(rule: str, batch: int, tokens: int, device: str) ->
     assert torch.equal(state, before)
 
 
-def test_bf16_tokens_are_computed_in_fp32(device: str) -> None:
+def test_delta_rule_of_bf16_tokens_is_computed_in_fp32(device: str) -> None:
     given, state = inputs(2, 70, device)
-    rounded = [each.bfloat16() for each in given]
+    rounded = [part.bfloat16() for part in given]
     out, after = gated_delta_rule(*rounded, state)
-    expected, expected_after = gated_delta_rule(*(each.float() for each in rounded), state)
+    expected, expected_after = gated_delta_rule(*(part.float() for part in rounded), state)
     assert out.dtype == after.dtype == torch.float32
     assert torch.equal(out, expected) and torch.equal(after, expected_after)
 
 
 @pytest.mark.parametrize("part", [1, 2, 5, 20])
 @pytest.mark.parametrize("kernel", [2, 4])
-def test_convolution_in_parts_equals_torchs(part: int, kernel: int, device: str) -> None:
+def test_convolution_in_parts_equals_whole_convolution(part: int, kernel: int, device: str) -> None:
     generator = torch.Generator().manual_seed(kernel)
     x = torch.randn(2, 20, 6, generator=generator).to(device)
     weight = torch.randn(6, 1, kernel, generator=generator).to(device)

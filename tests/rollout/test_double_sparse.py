@@ -1,6 +1,4 @@
-"""Double-sparse decode: which tokens it attends to, and that it is full attention where these are
-all.
-"""
+"""Double-sparse decode: the chosen tokens, and equality with full attention if all are chosen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,9 +45,9 @@ Make = Callable[..., Engine]
 
 def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[tuple[list[int], list[float]]]:
     return [
-        (each.token_ids, each.logprobs)
+        (sample.token_ids, sample.logprobs)
         for samples in engine.generate(PROMPTS, params)
-        for each in samples
+        for sample in samples
     ]
 
 
@@ -57,8 +55,9 @@ def answers(engine: Engine, params: SamplingParams = GREEDY) -> list[tuple[list[
 
 
 class Case:
-    """Requests of 60, 24 and 5 tokens in one bucket, 2 KV heads of 3 query heads; other slots are
-    NaN.
+    """Requests of 60, 24 and 5 tokens in one bucket.
+
+    There are 2 KV heads with 3 query heads each. Slots of no request are NaN.
     """
 
     lens = (60, 24, 5)
@@ -78,7 +77,7 @@ class Case:
         self.stored = StoredKV(k=k.to(device), v=v.to(device))
         self.channels = torch.tensor([[1, 8, 2], [0, 15, 7]], device=device)
         self.labels = torch.stack(
-            [self.stored.k[:, head, each] for head, each in enumerate(self.channels)], 1
+            [self.stored.k[:, head, chosen] for head, chosen in enumerate(self.channels)], 1
         )
         self.q = torch.randn(3, 6, 16, generator=generator).to(device)
 
@@ -87,15 +86,15 @@ class Case:
         return decode_sparse(*made, self.q, self.bucket, 0.3)
 
     def expected(self, tokens: int, recent: int) -> torch.Tensor:
-        """One query head at a time, in double, by a loop."""
+        """Compute the expected output in fp64, one query head at a time."""
         out = torch.zeros(3, 6, 8, dtype=torch.float64)
         for i, token in enumerate(self.bucket.tokens.tolist()):
             length = self.lens[token]
             for head in range(6):
                 mine = self.bucket.slots[i, :length], head // 3
                 k, v, label = (
-                    each[mine].double().cpu()
-                    for each in (self.stored.k, self.stored.v, self.labels)
+                    rows[mine].double().cpu()
+                    for rows in (self.stored.k, self.stored.v, self.labels)
                 )
                 q = self.q[i, head].double().cpu()
                 scores = label @ q[self.channels[head // 3].cpu()]
@@ -106,7 +105,7 @@ class Case:
 
 
 @pytest.mark.parametrize(("tokens", "recent"), [(59, 1), (24, 10), (12, 12), (7, 2), (1, 1)])
-def test_attends_exactly_over_the_best_and_the_newest(
+def test_decode_attends_to_exactly_the_best_and_the_newest_tokens(
     tokens: int, recent: int, device: str
 ) -> None:
     case = Case(device)
@@ -114,10 +113,10 @@ def test_attends_exactly_over_the_best_and_the_newest(
     torch.testing.assert_close(out.double(), case.expected(tokens, recent), atol=CLOSE, rtol=0)
 
 
-def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
-    """They are NaN; the labels choose position 3 and the last one."""
+def test_decode_reads_no_keys_and_values_of_tokens_that_are_not_chosen(device: str) -> None:
+    # Keys and values that are not chosen are NaN. The labels choose position 3 and the last one.
     case = Case(device)
-    # every score of a label of ones is positive
+    # the score of a label of ones is always positive
     labels, q = torch.zeros_like(case.labels), case.q.abs()
     labels[case.bucket.slots[:, 3]] = 1.0
     lens = [case.lens[token] for token in case.bucket.tokens.tolist()]
@@ -136,10 +135,10 @@ def test_keys_and_values_that_are_not_chosen_are_not_read(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_enough_tokens_equal_the_full_engine_bit_for_bit(
+def test_answers_equal_full_attention_bit_for_bit_when_all_tokens_are_kept(
     make: Make, kind: str, device: str
 ) -> None:
-    """Chunked prefill beside decode, and groups whose pages are copied."""
+    # steps mix chunked prefill and decode, and groups copy pages
     config = {"max_prefill_tokens": 24, "attention": "torch"}
     full = make(device, None, kind, **config)
     sparse = make(device, sparsity(62), kind, **config)
@@ -149,7 +148,7 @@ def test_enough_tokens_equal_the_full_engine_bit_for_bit(
     sparse.check_integrity()
 
 
-def test_labels_are_the_channels_of_the_rotated_keys(make: Make, device: str) -> None:
+def test_labels_are_chosen_channels_of_rotated_keys(make: Make, device: str) -> None:
     channels = (((3, 0), (15, 9)), ((1, 2), (8, 7)))
     engine = make(device, sparsity(8, 2, channels=channels))
     answers(engine)
@@ -162,10 +161,8 @@ def test_labels_are_the_channels_of_the_rotated_keys(make: Make, device: str) ->
             assert torch.equal(labels[written, head], keys[written, head][:, list(chosen)])
 
 
-def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
-    """The tokens that a request chooses are its own business; NaN labels in free slots and page 0
-    are not seen.
-    """
+def test_answers_do_not_depend_on_batch_chunks_or_sleep(make: Make, device: str) -> None:
+    # NaN labels in free slots and page 0 have no effect
     engine = make(device, sparsity(10), max_prefill_tokens=16)
     parts = engine.kv_pool.stored.values()  # type: ignore[attr-defined]
     together = answers(engine)
@@ -188,7 +185,7 @@ def test_batch_chunks_and_sleep_do_not_matter(make: Make, device: str) -> None:
 # ---------------------------------------------------------------- configuration
 
 
-def test_heavy_channels_are_the_largest_on_average() -> None:
+def test_heavy_channels_have_largest_mean_absolute_key() -> None:
     keys = torch.zeros(5, 2, 6)
     keys[:, 0, 4] = -3
     keys[:, 0, 1] = 2
@@ -214,6 +211,8 @@ def test_heavy_channels_are_the_largest_on_average() -> None:
         ),
     ],
 )
-def test_engine_refuses(saved: Saved, config: dict[str, Any], match: str) -> None:
+def test_engine_refuses_channels_that_do_not_fit_the_model(
+    saved: Saved, config: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         Engine.from_pretrained(saved("llama", head_dim=16)[0], **config)

@@ -1,6 +1,4 @@
-"""Mixtures of experts: the Triton kernels against the reference, and what a token's result may
-depend on.
-"""
+"""Mixtures of experts: Triton kernels against the reference, sorting, and batch invariance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def draw(
     tokens: int, experts: int, top_k: int, hidden: int, inner: int, device: str, seed: int = 0
 ) -> Case:
-    """x, ids, weights, gate_up, down; fp32, outputs of about 1."""
+    """Draw x, ids, weights, gate_up and down in fp32, with outputs of about 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -44,15 +42,14 @@ def draw(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_equal_the_reference(
+def test_kernels_equal_reference(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """fp32: three sums of at most 128 products in another order, of 2**-24 each, walk to less than
-    1e-5. bf16: six casts, by the interpreter truncations, each off by at most 2**-7 of what it
-    casts, are less than 2**-4 of a result, or of 1 where the terms of a small one cancel.
-    """
     x, ids, weights, gate_up, down = draw(*shape, device)
-    x, gate_up, down = (each.to(dtype) for each in (x, gate_up, down))
+    x, gate_up, down = (tensor.to(dtype) for tensor in (x, gate_up, down))
+    # fp32: three sums of at most 128 products in a different order, with roundings of 2**-24, add
+    # up to less than 1e-5. bf16: six casts (truncations in the interpreter), each off by at most
+    # 2**-7 of its argument, are less than 2**-4 of the result, or of 1 if terms cancel.
     most = 1e-5 if dtype == torch.float32 else 2**-4
     for wide in (weights, weights.to(dtype)):
         out = mix_experts(x, ids, wide, gate_up, down, "triton")
@@ -64,33 +61,33 @@ def test_kernels_equal_the_reference(
 
 @pytest.mark.parametrize("part", [(0, 1), (0, 0.5), (0.25, 1)])
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 7), (300, 128), (4100, 20)])
-def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
+def test_pairs_are_sorted_by_expert_and_divided_into_blocks(
     pairs: int, experts: int, part: tuple[float, float], device: str
 ) -> None:
-    """part: the experts that are held, the others' pairs are left out."""
+    # `part` is the range of held experts; pairs of other experts are left out
     from rollout.ops.experts import sort_pairs
 
     generator = torch.Generator().manual_seed(pairs)
     ids = torch.randint(0, experts, (pairs, 1), generator=generator).to(device)
     begin, last = (int(share * experts) for share in part)
-    found = sort_pairs(ids, last - begin, 16, begin)
+    result = sort_pairs(ids, last - begin, 16, begin)
     chosen, order = ids.flatten().sort(stable=True)
     order = order[(chosen >= begin) & (chosen < last)]
-    assert torch.equal(found.order[: len(order)].long(), order)
+    assert torch.equal(result.order[: len(order)].long(), order)
     expected, first = list[tuple[int, int, int]](), 0
     counts = ids.flatten().bincount(minlength=experts)[begin:last].tolist()
     for expert, count in enumerate(counts):
         end = first + count
         expected += [(expert, begin, end) for begin in range(first, end, 16)]
         first = end
-    blocks = found.blocks.T.tolist()
+    blocks = result.blocks.T.tolist()
     assert [(expert, *rows) for expert, *rows in blocks if rows[1]] == expected
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("chosen", [[0, 1], [6, 0], [3, 2]])
 def test_experts_without_tokens_are_not_read(impl: str, chosen: list[int], device: str) -> None:
-    """All tokens go to two experts of seven; the others' weights are NaN. No token: no row."""
+    # all tokens go to two experts of seven, and the weights of the other experts are NaN
     x, ids, weights, gate_up, down = draw(21, 7, 2, 24, 16, device)
     ids = torch.tensor([chosen], device=device).repeat(len(ids), 1)
     others = [expert for expert in range(7) if expert not in chosen]
@@ -98,21 +95,21 @@ def test_experts_without_tokens_are_not_read(impl: str, chosen: list[int], devic
     gate_up[others], down[others] = torch.nan, torch.nan
     out = mix_experts(x, ids, weights, gate_up, down, impl)  # type: ignore[arg-type]
     torch.testing.assert_close(out, exact, rtol=0, atol=1e-5)
-    none = mix_experts(x[:0], ids[:0], weights[:0], gate_up, down, impl)  # type: ignore[arg-type]
-    assert none.shape == (0, 24)
+    empty = mix_experts(x[:0], ids[:0], weights[:0], gate_up, down, impl)  # type: ignore[arg-type]
+    assert empty.shape == (0, 24)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize(("tokens", "parts"), some((20, 1), (20, 2), (20, 6), whole=[(1500, 3)]))
-def test_ranks_of_an_expert_parallel_engine_add_up(
+def test_partial_sums_of_expert_parallel_ranks_add_up(
     tokens: int, parts: int, impl: Impl, device: str
 ) -> None:
-    """Each rank has some of five experts, the last of six none. Products are exact, and what is
-    not written is NaN: a rank's bits are those of all experts, where the others' weigh 0.
-    """
+    # Each rank has some of five experts, the last of six ranks none. Products are exact and
+    # uninitialized memory is NaN, so a rank's result is bitwise the result of all experts with
+    # weight 0 for those of other ranks.
     x, ids, _, gate_up, down = draw(tokens, 5, 3, 8, 8, device)
     weights = torch.tensor([0.5, 0.25, 0.125], device=device).repeat(tokens, 1)
-    x, gate_up, down = (each.mul(2).round() for each in (x, gate_up, down.sign()))
+    x, gate_up, down = (tensor.mul(2).round() for tensor in (x, gate_up, down.sign()))
     total = torch.zeros_like(x)
     for part in range(parts):
         first, end = held(5, parts, part)
@@ -135,14 +132,12 @@ def undefined_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_token_gets_the_same_bits_in_every_batch(device: str) -> None:
-    """Alone, among others, and where it stands elsewhere among them. What numpy multiplies in the
-    interpreter depends on where a row stands: there, all products are exact, and only the sum over
-    a token's experts is rounded.
-    """
+def test_token_has_same_bits_in_every_batch_and_at_every_position(device: str) -> None:
     x, ids, weights, gate_up, down = draw(24, 5, 3, 40, 24, device)
     if device == "cpu":
-        x, gate_up = (each.mul(2).round() for each in (x, gate_up))
+        # NumPy's products in the interpreter depend on the position of a row. With these inputs
+        # they are exact, and only the sum over a token's experts is rounded.
+        x, gate_up = (tensor.mul(2).round() for tensor in (x, gate_up))
         down = down.argmax(2, keepdim=True) == torch.arange(24)
         down = down.float()
     whole = mix_experts(x, ids, weights, gate_up, down, "triton")
@@ -151,7 +146,7 @@ def test_a_token_gets_the_same_bits_in_every_batch(device: str) -> None:
         assert torch.equal(part, whole[rows])
 
 
-def test_the_likeliest_experts_are_weighed_by_their_probabilities(device: str) -> None:
+def test_routing_selects_most_likely_experts_and_weights_them_by_probability(device: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 3.5, 0.0]], device=device)
     ids, weights = Routing(top_k=2, normalise=False).choose(logits.bfloat16())
     assert ids.tolist() == [[1, 2], [2, 0]] and weights.dtype == torch.float32
@@ -160,8 +155,9 @@ def test_the_likeliest_experts_are_weighed_by_their_probabilities(device: str) -
     torch.testing.assert_close(normalised, weights / weights.sum(1, keepdim=True))
 
 
-def test_what_knows_the_held_experts_compiles() -> None:
-    """The interpreter takes what the compiler does not: a loop that changes a variable's type."""
+def test_sorting_and_sum_kernels_compile() -> None:
+    # The interpreter accepts code that the compiler rejects, such as a loop that changes the type
+    # of a variable.
     assert compile_alone(COMPILE).split() == ["_count", "_place", "_place", "_sum", "_sum"]
 
 
@@ -173,15 +169,15 @@ from rollout.ops import experts as kernels
 
 sizes = dict(CHUNK=32, ROWS=32, EXPERTS=32)
 place = sizes | dict(BLOCK_M=16, BLOCKS=8)
-each = dict(TOP_K=2, BLOCK=64)
+sums = dict(TOP_K=2, BLOCK=64)
 for kernel, constants in (
     (kernels._count, sizes),
     (kernels._place, place | dict(FEW=0)),
     (kernels._place, place | dict(FEW=256)),
-    (kernels._sum, each | dict(ALL=True)),
-    (kernels._sum, each | dict(ALL=False)),
+    (kernels._sum, sums | dict(ALL=True)),
+    (kernels._sum, sums | dict(ALL=False)),
 ):
-    types = dict(ids="*i64", each="*bf16", weights="*fp32", out="*bf16")
+    types = dict(ids="*i64", products="*bf16", weights="*fp32", out="*bf16")
     types |= dict.fromkeys(("counts", "order", "blocks"), "*i32")
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}

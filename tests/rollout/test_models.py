@@ -1,7 +1,6 @@
-"""Every architecture through the engine, in fp32: transformers' answers, token for token, and their
-log-probabilities.
+"""Every architecture in fp32: answers and log-probabilities equal transformers', token for token.
 
-After every step all slots and states that no query may read hold NaN. On a GPU decode goes through
+After every step, all slots and states that no query may read are set to NaN. On a GPU, decode uses
 CUDA graphs.
 """
 
@@ -84,8 +83,8 @@ PAGED = some(
 )
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 64, 65, 200, 500)
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-# One of each kind of cache: pages, pages that leave a window, two pools, latent rows, pages beside
-# states; and experts.
+# One model of each kind of cache (pages, pages with a window, two pools, latent rows, pages with
+# states), and one with experts.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pages": ("qwen3", {"head_dim": 32}),
     "experts": ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 4}),
@@ -99,7 +98,7 @@ Make = Callable[..., tuple[Engine, Any]]
 
 @pytest.fixture
 def make(saved: Saved) -> Make:
-    """make(kind, **fields): an engine, its cache poisoned, and transformers' model."""
+    """Return a function that builds an engine with a poisoned cache, and transformers' model."""
 
     def make(name: str, **fields: Any) -> tuple[Engine, Any]:
         kind, overrides = KINDS[name]
@@ -115,19 +114,17 @@ def make(saved: Saved) -> Make:
 def answer(
     engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY
 ) -> list[list[Completion]]:
-    """Poisoned after every step; nothing is left."""
+    """Generate, poison the cache after every step, and check that the engine is idle afterwards."""
     out = engine.generate(prompts, params, on_progress=lambda *_: poison(engine))
     check_idle(engine)
     return out
 
 
-@pytest.mark.parametrize(("model", "page_size"), [*((each, 16) for each in MODELS), *PAGED])
-def test_equals_transformers(
+@pytest.mark.parametrize(("model", "page_size"), [*((model, 16) for model in MODELS), *PAGED])
+def test_answers_equal_transformers(
     saved: Saved, model: tuple[str, dict[str, Any]], page_size: int, device: str
 ) -> None:
-    """Prompts of 1 to 500 tokens in one mixed batch; those past 48 tokens are prefilled in chunks
-    beside decoding.
-    """
+    # prompts of 1 to 500 tokens in one batch; prompts over 48 tokens are prefilled in chunks
     kind, overrides = model
     alone = overrides.get("layer_types") == [FULL, FULL]
     if RELEASE < (5, 13) and (alone or (kind == V2 and "topk_method" in overrides)):
@@ -136,13 +133,13 @@ def test_equals_transformers(
     sizes = {"kv_tokens": 2048, "max_prefill_tokens": 48, "max_context_len": 520}
     engine = Engine.from_pretrained(path, device=device, page_size=page_size, **sizes)
     poison(engine)
-    # a state goes through every token
+    # shorter prompts for linear layers, whose states pass through every token
     prompts = random_prompts(LENGTHS if kind != NEXT else (*LENGTHS[:-2], 150))
     out = answer(engine, prompts)
     check(theirs, prompts, out)
-    for (each,) in out:
-        assert (each.finish_reason, each.score) == ("length", None)
-        assert each.weight_versions == [0] * GREEDY.max_tokens
+    for (sample,) in out:
+        assert (sample.finish_reason, sample.score) == ("length", None)
+        assert sample.weight_versions == [0] * GREEDY.max_tokens
     linear = kind == NEXT and not alone
     captures = device != "cpu" and not linear
     assert (engine.graphs is not None) == engine.runner.capturable == captures
@@ -150,10 +147,10 @@ def test_equals_transformers(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_samples_share_their_prompt_and_part_from_it(make: Make, name: str, device: str) -> None:
-    """At another time each, where answers end early; log-probabilities are those of a trainer's
-    forward.
-    """
+def test_samples_that_share_a_prompt_have_log_probs_of_transformers(
+    make: Make, name: str, device: str
+) -> None:
+    # the samples of a prompt differ, and some end early
     engine, model = make(name, device=device, max_prefill_tokens=16)
     prompts, ends = random_prompts((3, 40, 90)), tuple(range(12))
     params = SamplingParams(
@@ -175,10 +172,10 @@ def test_samples_share_their_prompt_and_part_from_it(make: Make, name: str, devi
         ("states", {"kv_tokens": 128}),
     ],
 )
-def test_preempted_requests_begin_again(
+def test_preempted_requests_have_log_probs_of_transformers(
     make: Make, name: str, fields: dict[str, Any], device: str
 ) -> None:
-    """Pools that hold a few of the samples at a time."""
+    # the pools have room for a few of the samples
     engine, model = make(name, device=device, max_prefill_tokens=16, **fields)
     prompts = random_prompts((2, 3, 1, 4, 60, 2, 5, 90, 1, 3))
     out = answer(engine, prompts, SamplingParams(max_tokens=30, temperature=1.0, n=2))
@@ -187,10 +184,11 @@ def test_preempted_requests_begin_again(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_sleep_between_and_amid_calls(make: Make, name: str, device: str) -> None:
-    """Preempted by sleep, recomputed in memory whose content was lost but for padding, which is
-    zero.
-    """
+def test_answers_equal_transformers_after_sleep_between_and_during_calls(
+    make: Make, name: str, device: str
+) -> None:
+    # Sleep preempts the requests. They are recomputed in memory that lost its content, except
+    # padding, which is zero.
     engine, model = make(name, device=device)
     prompts, naps = random_prompts((3, 50, 20)), [["kv_cache"], None]
 
@@ -217,8 +215,9 @@ def test_sleep_between_and_amid_calls(make: Make, name: str, device: str) -> Non
 
 
 class Unrecorded:
-    """In place of CUDA graphs: decode from device tensors alone, the batch padded with row 0, but
-    run each time.
+    """Substitute for CUDA graphs that runs the decode step each time.
+
+    As with graphs, decode reads device tensors only, and row 0 pads the batch.
     """
 
     max_batch = 4
@@ -230,7 +229,7 @@ class Unrecorded:
     def replay(self, *lists: list[int]) -> torch.Tensor:
         device = self.runner.device
         inputs = torch.tensor(
-            [each + [0] * (self.max_batch - len(each)) for each in lists], device=device
+            [row + [0] * (self.max_batch - len(row)) for row in lists], device=device
         )
         logits = torch.zeros((self.max_batch, self.runner.config.vocab_size), device=device)
         self.runner.decode(*inputs, logits)
@@ -250,9 +249,8 @@ class Unrecorded:
 def test_triton_path_equals_transformers(
     saved: Saved, kind: str, overrides: dict[str, Any], graphs: bool
 ) -> None:
-    """Interpreted here, compiled where there is a GPU. Chunks and mixed steps, a fork in the middle
-    of a page, then decode as a CUDA graph records it, or by plans of each step.
-    """
+    # The kernels are interpreted without a GPU. The run has chunks, mixed steps, a fork in the
+    # middle of a page, then decode as a CUDA graph records it or with a plan for each step.
     path, model = saved(kind, **overrides)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     sizes = {"kv_tokens": 256, "page_size": 4, "max_prefill_tokens": 32}
@@ -275,27 +273,27 @@ def across(tokens: int, page_size: int) -> int:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(("name", "window"), [("window", 8), ("pools", 13)])
-def test_pools_of_sliding_layers_hold_windows_only(
+def test_sliding_layers_free_pages_behind_the_window(
     make: Make, name: str, window: int, page_size: int
 ) -> None:
-    """Prompts far longer than the pool: what has left the window makes room."""
+    # the prompts are far longer than the pool
     tokens = {"kv_tokens": 64} if name == "window" else {"window_tokens": 64}
     engine, model = make(name, page_size=page_size, max_prefill_tokens=16, **tokens)
     used: list[list[int]] = []
 
     def look(*_: int) -> None:
         poison(engine)
-        used.append([each.total - each.available for each in engine.prefixes.ledgers])
+        used.append([ledger.total - ledger.available for ledger in engine.prefixes.ledgers])
 
     prompts = random_prompts((200, 150))
     check(model, prompts, engine.generate(prompts, GREEDY, on_progress=look))
-    *every, sliding = (max(pages) for pages in zip(*used, strict=True))
+    *full, sliding = (max(pages) for pages in zip(*used, strict=True))
     assert sliding <= 2 * across(window - 1, page_size) + 1
-    assert len(every) == (name == "pools") and min(every, default=200) >= 200 // page_size
+    assert len(full) == (name == "pools") and min(full, default=200) >= 200 // page_size
     check_idle(engine)
 
 
-def test_what_can_never_fit_is_refused(make: Make) -> None:
+def test_engine_refuses_window_tokens_that_are_too_few_or_invalid(make: Make) -> None:
     engine, _ = make("pools", window_tokens=32, max_prefill_tokens=64)
     with pytest.raises(ValueError, match="needs 80 window tokens .*has 32; raise window_tokens or"):
         engine.generate([[1], [1] * 100], GREEDY)
@@ -312,10 +310,10 @@ def test_what_can_never_fit_is_refused(make: Make) -> None:
 # ---------------------------------------------------------------- latent rows and states
 
 
-def test_new_weights_are_used_in_place(saved: Saved, make: Make, device: str) -> None:
-    """The halves of kv_b_proj are views of the store: nothing is derived from the weights of
-    before.
-    """
+def test_latent_attention_uses_new_weights_after_load(
+    saved: Saved, make: Make, device: str
+) -> None:
+    # the halves of kv_b_proj are views of the store, so no stale copy of the old weights remains
     engine, _ = make("latent", device=device)
     prompts = random_prompts((9, 30))
     before = ids(answer(engine, prompts))
@@ -327,10 +325,10 @@ def test_new_weights_are_used_in_place(saved: Saved, make: Make, device: str) ->
 
 
 @pytest.mark.parametrize("name", ["latent", "states"])
-def test_all_bytes_of_the_cache_are_on_its_tag(make: Make, name: str, device: str) -> None:
+def test_cache_with_all_its_bytes_is_on_its_tag(make: Make, name: str, device: str) -> None:
     engine, _ = make(name, device=device, kv_tokens=512, page_size=16, max_running=5)
     cache, tag = engine.cache, engine.report().tags["kv_cache"]
-    # beside states: the full layer's only
+    # the model with states has one layer with pages
     assert cache.pool.nbytes == (512 + 16) * cache.layout.bytes_per_token
     wanted = cache.pool.nbytes
     if cache.states is not None:
@@ -343,10 +341,10 @@ def test_all_bytes_of_the_cache_are_on_its_tag(make: Make, name: str, device: st
 @pytest.mark.parametrize(
     ("chunk", "running", "taken"), some((1, 8, 2), (5, 3, 0), whole=[(64, 8, 2)])
 )
-def test_few_states_are_used_again_and_advanced_in_chunks(
+def test_answers_equal_transformers_when_few_states_are_reused(
     make: Make, chunk: int, running: int, taken: int, device: str
 ) -> None:
-    """taken: by somebody else, so that a request's row and its slot are different numbers."""
+    # `taken` slots are allocated first, so that a request's row and its slot have different numbers
     engine, model = make("states", device=device, max_prefill_tokens=chunk, max_running=running)
     assert engine.cache.states is not None
     mine = [engine.cache.states.alloc() for _ in range(taken)]
@@ -358,12 +356,10 @@ def test_few_states_are_used_again_and_advanced_in_chunks(
     check_idle(engine)
 
 
-def test_a_failed_step_leaves_no_state_half_advanced(
+def test_requests_continue_correctly_after_failed_step_of_nested_call(
     make: Make, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """A call inside a call fails between two linear layers; the requests of the outer one go on,
-    and right.
-    """
+    # a nested call fails between two linear layers; the states of the outer call must be intact
     engine, model = make("states", device=device, max_prefill_tokens=16)
     prompts, due = random_prompts((3, 50, 20)), [4, 5, 12]
 
@@ -382,6 +378,3 @@ def test_a_failed_step_leaves_no_state_half_advanced(
     check(model, prompts, engine.generate(prompts, GREEDY, on_progress=meddle))
     assert not due
     check_idle(engine)
-
-
-# ---------------------------------------------------------------- end tokens

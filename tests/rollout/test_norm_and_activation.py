@@ -1,6 +1,4 @@
-"""RMS norm, and silu(gate) * up: the Triton kernels against the references, the norm's against
-transformers.
-"""
+"""RMS norm and silu(gate) * up: Triton kernels against references, references against libraries."""
 
 from typing import Any
 
@@ -18,17 +16,16 @@ pytestmark = pytest.mark.usefixtures("triton_device")
 
 
 def randn(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Rows of very different size."""
+    """Draw rows of very different magnitude."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
     return (x * torch.logspace(-3, 3, shape[0]).view(-1, *[1] * (len(shape) - 1))).to(device, dtype)
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """fp32: the order of a sum of positive squares moves it by a few 2**-24, its root by half of
-    that, then three
-    products: below 16 roundings, 1e-6. bf16: it may move both roundings by an ulp, and the
-    interpreter truncates.
-    """
+    """Compare a norm with its reference, up to the order of the sum of squares."""
+    # fp32: the order changes a sum of positive squares by a few 2**-24 and its root by half of
+    # that, then three products: below 16 roundings, 1e-6. bf16: the order may change both roundings
+    # by an ulp, and the interpreter truncates.
     assert out.dtype == expected.dtype and out.shape == expected.shape and out.is_contiguous()
     rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[out.dtype]
     torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=0)
@@ -37,7 +34,7 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("centred", [False, True])
-def test_kernel_equals_the_reference(
+def test_norm_kernel_equals_reference(
     shape: tuple[int, int], dtype: torch.dtype, centred: bool, device: str
 ) -> None:
     x = randn(*shape, device=device, dtype=dtype)
@@ -50,7 +47,7 @@ def test_kernel_equals_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sum_is_rounded_once_and_then_normed(
+def test_residual_sum_is_rounded_before_its_norm(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     x, residual = (randn(*shape, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
@@ -70,7 +67,7 @@ def test_sum_is_rounded_once_and_then_normed(
 
 
 @pytest.mark.parametrize("head", [0, 3, 5])
-def test_heads_of_a_fused_product(head: int, device: str) -> None:
+def test_norm_of_heads_in_fused_product_equals_norm_of_copy(head: int, device: str) -> None:
     fused = randn(9, 7, 24, device=device, dtype=torch.float32)
     view = fused[:, head : head + 2]
     weight = torch.linspace(-1, 2, 24, device=device)
@@ -84,7 +81,7 @@ def test_heads_of_a_fused_product(head: int, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("theirs", "centred"), [(Qwen2RMSNorm, False), (Qwen3NextRMSNorm, True)])
-def test_reference_is_that_of_transformers(
+def test_norm_reference_equals_transformers(
     theirs: Any, centred: bool, dtype: torch.dtype, device: str
 ) -> None:
     x = randn(5, 896, device=device, dtype=dtype)
@@ -103,7 +100,7 @@ def gate_up(tokens: int, size: int, dtype: torch.dtype, device: str) -> torch.Te
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(3, 4864), (2, 100), (17, 1), (0, 64)])
-def test_fp32_equals_the_reference(tokens: int, size: int, device: str) -> None:
+def test_fp32_activation_equals_reference(tokens: int, size: int, device: str) -> None:
     x = gate_up(tokens, size, torch.float32, device)
     out = silu_mul(x, "triton")
     assert out.is_contiguous() and out.shape == (tokens, size)
@@ -111,16 +108,15 @@ def test_fp32_equals_the_reference(tokens: int, size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("size", [4864, 100])
-def test_bf16_rounds_where_torch_does(size: int, device: str) -> None:
-    """To an ulp for each of the two roundings: exp may differ in its last bit, and the interpreter
-    truncates.
-    """
+def test_bf16_activation_rounds_at_same_points_as_torch(size: int, device: str) -> None:
+    # Each of the two roundings may differ by an ulp, because exp may differ in its last bit and the
+    # interpreter truncates.
     x = gate_up(2, size, torch.bfloat16, device)
     torch.testing.assert_close(silu_mul(x, "triton"), silu_mul(x, "torch"), rtol=2**-6, atol=0)
 
 
-def test_exponential_is_accurate_over_its_whole_range(device: str) -> None:
-    """Against double: at gate -80 a plain exp2(x * log2(e)) would be off by 40 ulp."""
+def test_activation_is_accurate_over_whole_range_of_gates(device: str) -> None:
+    # at gate -80, exp2(x * log2(e)) would be off by 40 ulp
     gate = torch.linspace(-86, 100, 4099)
     out = silu_mul(torch.cat([gate, torch.ones(4099)]).view(1, -1).to(device), "triton")[0].cpu()
     exact = gate.double() / (1 + (-gate.double()).exp())
@@ -128,7 +124,7 @@ def test_exponential_is_accurate_over_its_whole_range(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy divides inf by inf
-def test_extreme_gates(device: str) -> None:
+def test_activation_of_extreme_gates_equals_reference(device: str) -> None:
     gate = torch.tensor(
         [0.0, -0.0, 1e30, -1e30, -1000.0, -89.0, float("inf"), float("-inf"), float("nan")]
     )

@@ -1,6 +1,4 @@
-"""fp8 and FP4 pools driven by the engine: the answers of an engine over plain rows that went
-through such a pool.
-"""
+"""fp8 and FP4 caches: answers equal those of an engine whose rows went through such a pool."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +21,15 @@ from tests.helpers.rollout.saved import Saved
 from tests.helpers.triton_kernels import decode_fp8_bytes
 
 DTYPES = ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
-# fp8 is one kernel, and every byte of both is decoded below
+# both fp8 dtypes use one kernel, and a test below decodes every byte of both
 KERNELS = some("fp8_e4m3", "fp4_e2m1", whole=["fp8_e5m2"])
 FLIP = 2e-2
-"""Of log-probabilities, where kernels or shapes differ: what they store may differ by 2**-23, and
-then, one element in a million, is rounded to the next number, a quarter (or with FP4 a third) away.
-That moves one of at least 20 scores by about 0.06, its weight by 0.003, a logit by 0.005; room for
-a few of them. Rows that were not rounded are 0.1 off.
+"""Tolerance of log-probabilities if kernels or shapes differ.
+
+Stored elements may then differ by 2**-23, and one in a million is rounded to the next number, which
+is a quarter (with FP4 a third) away. That changes one of at least 20 scores by about 0.06, its
+weight by 0.003 and a logit by 0.005. The tolerance allows a few of these changes. Rows that are not
+rounded are off by 0.1.
 """
 MODELS: dict[str, dict[str, Any]] = {"llama": {"head_dim": 16}, "qwen3": {"head_dim": 32}}
 MLA: dict[str, Any] = {  # latent rows of whole FP4 blocks
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 @pytest.fixture
 def make(saved: Saved) -> Callable[..., Engine]:
-    """make(device, dtype, kind): an engine. kind: of `MODELS`, or "latent"."""
+    """Return a function that builds an engine for a kind of `MODELS` or "latent"."""
 
     def make(device: str, dtype: str, kind: str = "llama", **config: Any) -> Engine:
         path, _ = saved("deepseek_v3", **MLA) if kind == "latent" else saved(kind, **MODELS[kind])
@@ -69,8 +69,9 @@ SHAPE = BatchShape(rows=[3, 1, 2, 4], q_lens=[1, 1, 5, 70], kv_lens=[300, 3, 33,
 def random_layer(
     dtype: str, device: str
 ) -> tuple[Any, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A pool with scattered rows and NaN patterns in the other slots: it, its layer, table, q, and
-    the slots in use.
+    """Return a pool with scattered rows, its layer, the table, q, and the slots in use.
+
+    Other slots have bit patterns of NaN.
     """
     generator = torch.Generator().manual_seed(1)
     stored = kv_dtype(dtype, torch.float32)
@@ -93,8 +94,10 @@ def random_layer(
 
 
 @pytest.mark.parametrize("dtype", KERNELS)
-def test_equals_attention_over_dequantised_rows(dtype: str, impl: Any, device: str) -> None:
-    """And reads no foreign slot: those are NaN, or enormous (FP4)."""
+def test_attention_equals_attention_over_dequantized_rows(
+    dtype: str, impl: Any, device: str
+) -> None:
+    # slots of no request are NaN, or very large with FP4
     pool, layer, table, q, slots = random_layer(dtype, device)
     k, v = (torch.full((512 + 16, 2, 32), float("nan"), device=device) for _ in range(2))
     k[slots], v[slots] = pool.get_rows(0, slots)
@@ -107,8 +110,8 @@ def test_equals_attention_over_dequantised_rows(dtype: str, impl: Any, device: s
 
 
 @pytest.mark.parametrize("dtype", KERNELS)
-def test_half_precision_queries(dtype: str, triton_device: str) -> None:
-    """On a GPU products are those of bf16, which holds every fp8 value."""
+def test_attention_of_bf16_queries_is_close_to_fp32(dtype: str, triton_device: str) -> None:
+    # on a GPU, products are bf16, which represents every fp8 value
     _, layer, table, q, _ = random_layer(dtype, triton_device)
     q = q.bfloat16()
     exact = layer.attend(q.float(), plan_attention(SHAPE, table, "torch"), 0.2)
@@ -119,17 +122,19 @@ def test_half_precision_queries(dtype: str, triton_device: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "mantissa"), [(torch.float8_e4m3fn, 3), (torch.float8_e5m2, 2)])
-def test_kernels_decode_every_byte(dtype: torch.dtype, mantissa: int, triton_device: str) -> None:
-    """NaN, infinity, -0 and subnormal numbers, too."""
-    every = torch.arange(256, dtype=torch.uint8, device=triton_device)
+def test_kernel_decodes_every_fp8_byte(
+    dtype: torch.dtype, mantissa: int, triton_device: str
+) -> None:
+    # including NaN, infinity, -0 and subnormal numbers
+    codes = torch.arange(256, dtype=torch.uint8, device=triton_device)
     out = torch.empty(256, device=triton_device)
-    decode_fp8_bytes[(1,)](every, out, MANTISSA=mantissa)
-    torch.testing.assert_close(out, every.view(dtype).float(), atol=0, rtol=0, equal_nan=True)
-    assert torch.equal(out.signbit(), every >= 128)
+    decode_fp8_bytes[(1,)](codes, out, MANTISSA=mantissa)
+    torch.testing.assert_close(out, codes.view(dtype).float(), atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(out.signbit(), codes >= 128)
 
 
-def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:
-    """Not when it is launched first: a captured graph sees new ones."""
+def test_fp8_scales_are_read_when_kernel_runs(triton_device: str) -> None:
+    # a captured graph must see scales that are set later
     pool, layer, table, q, _ = random_layer("fp8_e4m3", triton_device)
     plan = plan_attention(SHAPE, table, "triton")
     before = layer.attend(q, plan, 0.2)
@@ -144,19 +149,19 @@ def test_fp8_scales_are_read_when_the_kernel_runs(triton_device: str) -> None:
 
 @pytest.fixture
 def rounded(make: Make) -> Make:
-    """rounded(device, dtype, kind, scales): a plain engine whose rows go through a quantised pool
-    before they are
-    stored: what a quantised engine must equal.
+    """Return a function that builds the reference engine.
+
+    It is a plain engine whose rows go through a quantized pool before they are stored.
     """
 
     def rounded(
         device: str, dtype: str, kind: str = "llama", scales: tuple[float, ...] = (), **config: Any
     ) -> Engine:
-        # graphs keep what they call
+        # without graphs, which would keep the original methods
         engine = make(device, "auto", kind, cuda_graphs=False, **config)
         plain: Any = engine.kv_pool
-        kept = layout(engine.model.hf_config, dtype, torch.float32)
-        pool: Any = kept.build(size=512, page_size=16, device=plain.device)
+        quantized = layout(engine.model.hf_config, dtype, torch.float32)
+        pool: Any = quantized.build(size=512, page_size=16, device=plain.device)
         for layer in range(2) if scales else ():
             pool.set_scales(layer, *scales)
         write_latent = plain.set_mla_kv_buffer if kind == "latent" else None
@@ -186,10 +191,10 @@ def rounded(make: Make) -> Make:
 
 @pytest.mark.parametrize("kind", [*MODELS, "latent"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_a_plain_engine_with_rounded_rows(
+def test_answers_equal_plain_engine_with_rounded_rows(
     make: Make, rounded: Make, kind: str, dtype: str, device: str
 ) -> None:
-    """Prefill in chunks, which read their own tokens from the pool, beside decode."""
+    # chunks of prefill, which read their own tokens from the pool, share steps with decode
     engine = make(device, dtype, kind, max_prefill_tokens=16)
     plain = rounded(device, dtype, kind, max_prefill_tokens=16)
     assert engine.kv_pool.bytes_per_token < plain.kv_pool.bytes_per_token / 3
@@ -201,10 +206,10 @@ def test_equals_a_plain_engine_with_rounded_rows(
 
 @pytest.mark.parametrize("kind", ["qwen3", "latent"])
 @pytest.mark.parametrize("dtype", KERNELS)
-def test_triton_equals_a_plain_engine_with_rounded_rows(
+def test_triton_answers_equal_plain_engine_with_rounded_rows(
     make: Make, rounded: Make, kind: str, dtype: str
 ) -> None:
-    """Interpreted, compiled where there is a GPU; fp8 decodes by CUDA graphs there, FP4 can't."""
+    # the kernels are interpreted without a GPU; with one, fp8 decodes by CUDA graphs, FP4 cannot
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     engine = make(device, dtype, kind, attention="triton", max_prefill_tokens=24)
     assert (engine.graphs is not None) == (device != "cpu" and dtype != "fp4_e2m1")
@@ -213,12 +218,13 @@ def test_triton_equals_a_plain_engine_with_rounded_rows(
         engine.kv_pool.set_scales(layer, *scales)  # after the graphs were captured
     plain = rounded("cpu", dtype, kind, scales, attention="torch")
     params, prompts = SamplingParams(max_tokens=3, temperature=0), random_prompts((3, 40))
-    assert_same(*(firsts(each.generate(prompts, params)) for each in (engine, plain)), atol=FLIP)
+    mine, its = (firsts(side.generate(prompts, params)) for side in (engine, plain))
+    assert_same(mine, its, atol=FLIP)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dtype: str) -> None:
-    """Sampled answers that part in a copied page: it holds bytes and block scales."""
+def test_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dtype: str) -> None:
+    # a copied page has bytes and block scales
     engine, plain = make("cpu", dtype), rounded("cpu", dtype)
     copied: list[int] = []
     move = engine.kv_pool.move_kv_cache
@@ -229,9 +235,9 @@ def test_a_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dty
 
     engine.kv_pool.move_kv_cache = count  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=12, n=4, seed=5)
-    (mine,), (its,) = (each.generate([PROMPTS[1]], params) for each in (engine, plain))
+    (mine,), (its,) = (side.generate([PROMPTS[1]], params) for side in (engine, plain))
     assert copied == [3 * (len(PROMPTS[1]) % 16)]
-    assert len({tuple(each.token_ids) for each in mine}) == 4
+    assert len({tuple(sample.token_ids) for sample in mine}) == 4
     assert_same(mine, its)
     engine.check_integrity()
 
@@ -240,7 +246,7 @@ def test_a_group_shares_pages_and_copies_on_write(make: Make, rounded: Make, dty
 def test_sleep_keeps_answers_and_scales(
     make: Make, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory comes back dirty; page 0 is zeroed."""
+    # resumed memory has arbitrary content, and the engine zeroes page 0
     engine = make(device, dtype)
     resume = engine.saver.resume
 
@@ -263,6 +269,6 @@ def test_sleep_keeps_answers_and_scales(
     assert_same(answers(engine), before)
 
 
-def test_a_dtype_that_is_not_the_models_is_refused(make: Make) -> None:
+def test_engine_refuses_plain_cache_dtype_other_than_the_models(make: Make) -> None:
     with pytest.raises(ValueError, match="'bf16' with a model in torch.float32 is not supported"):
         make("cpu", "bf16")

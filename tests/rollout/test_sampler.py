@@ -1,6 +1,4 @@
-"""Sampling: distribution, filters, independence of the batch; the fused kernels against the torch
-path.
-"""
+"""Sampling of tokens: distribution, filters, batch invariance, and fused kernels against torch."""
 
 from itertools import product
 
@@ -24,7 +22,7 @@ def batch(rows: list[Row], device: str = "cpu") -> SamplingBatch:
 
 
 def plain(temperatures: list[float], device: str, seed: int = 7) -> SamplingBatch:
-    """Rows without filters."""
+    """Build a batch without filters."""
     return batch([(t, 0, 1.0, (seed, i, 3 * i)) for i, t in enumerate(temperatures)], device)
 
 
@@ -32,7 +30,7 @@ def logits(rows: int, vocab: int = 50) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)) * 3
 
 
-def test_uniform_is_uniform_and_every_counter_matters() -> None:
+def test_uniform_has_uniform_distribution_and_depends_on_every_counter() -> None:
     grid = torch.cartesian_prod(torch.arange(20), torch.arange(10), torch.arange(100))
     u = uniform(grid)
     assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
@@ -40,8 +38,8 @@ def test_uniform_is_uniform_and_every_counter_matters() -> None:
     counts = torch.histc(u.float(), bins=50, min=0, max=1)
     assert ((counts - 400) ** 2 / 400).sum() < 110  # chi-square, 49 degrees of freedom, p = 1e-6
     by_seed = u.view(20, 10, 100)
-    for other in (by_seed.roll(1, 0), by_seed.roll(1, 1), by_seed.roll(1, 2)):
-        assert abs(torch.corrcoef(torch.stack([by_seed.flatten(), other.flatten()]))[0, 1]) < 0.04
+    for moved in (by_seed.roll(1, 0), by_seed.roll(1, 1), by_seed.roll(1, 2)):
+        assert abs(torch.corrcoef(torch.stack([by_seed.flatten(), moved.flatten()]))[0, 1]) < 0.04
 
 
 @triton.jit
@@ -50,9 +48,9 @@ def _uniform_of_rows(counters, out):  # type: ignore[no-untyped-def]
     tl.store(out + row, uniform_at(counters + 3 * row, 3))
 
 
-# NumPy's remark on wrapping products of scalars
+# NumPy warns about integer overflow of scalars
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_uniform_in_the_kernel_has_the_same_bits(triton_device: str) -> None:
+def test_uniform_in_kernel_has_same_bits_as_in_torch(triton_device: str) -> None:
     extremes = torch.tensor([[0, 0, 0], [-1, -1, -1], [2**63 - 1, 1, 2**40], [-(2**63), 5, 0]])
     random = torch.randint(-(2**62), 2**62, (30, 3), generator=torch.Generator().manual_seed(1))
     counters = torch.cat([extremes, random]).to(triton_device)
@@ -61,10 +59,10 @@ def test_uniform_in_the_kernel_has_the_same_bits(triton_device: str) -> None:
     assert torch.equal(out, uniform(counters))
 
 
-def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, device: str) -> None:
+def test_logprob_is_of_scaled_logits_before_filters(impl: str, device: str) -> None:
     x = logits(4).to(device)
     filters = [(0.5, 3, 0.9), (2.0, 0, 1.0), (0.0, 0, 1.0), (1.0, 1, 1.0)]
-    rows: list[Row] = [(*each, (1, i, 0)) for i, each in enumerate(filters)]
+    rows: list[Row] = [(*options, (1, i, 0)) for i, options in enumerate(filters)]
     tokens, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
     temperature = torch.tensor([[0.5], [2.0], [1.0], [1.0]], device=device)
     expected = torch.log_softmax(x / temperature, -1).gather(1, tokens[:, None]).squeeze(1)
@@ -73,14 +71,14 @@ def test_logprob_is_before_the_filters_and_of_the_scaled_logits(impl: str, devic
     assert tokens[2] == x[2].argmax() and tokens[3] == x[3].argmax()
 
 
-def test_a_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
-    """A filtered neighbour does not send the other rows another way."""
+def test_row_has_same_bits_alone_and_in_batch(impl: str, device: str) -> None:
+    # some rows have filters, which must not change the path of the other rows
     filters = [
         (1, 0, 1.0), (0.7, 9, 1.0), (0, 0, 1.0), (2, 0, 1.0),
         (5, 1000, 0.5), (0.3, 3, 0.99), (0, 1, 0.01),
     ]  # fmt: skip
     x = logits(len(filters), 3000).to(device)
-    rows: list[Row] = [(*each, (3, i, 0)) for i, each in enumerate(filters)]
+    rows: list[Row] = [(*options, (3, i, 0)) for i, options in enumerate(filters)]
     together, logprobs = sample(x, batch(rows, device), impl)  # type: ignore[arg-type]
     for i, row in enumerate(rows):
         alone, logprob = sample(x[i : i + 1], batch([row], device), impl)  # type: ignore[arg-type]
@@ -96,7 +94,7 @@ def test_a_row_does_not_depend_on_its_batch(impl: str, device: str) -> None:
 def test_keep_top_is_the_smallest_sufficient_set(
     weights: list[int], top_k: int, top_p: float
 ) -> None:
-    """Integer weights: ties are common, and sums are exact."""
+    # with integer weights, ties are common and sums are exact
     probs = torch.tensor([weights], dtype=torch.float32)
     kept = keep_top(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))[0]
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
@@ -129,8 +127,9 @@ def test_filtered_tokens_are_never_drawn(top_k: int, top_p: float, impl: str, de
 def assert_drawn_by_the_inverse_cdf(
     x: torch.Tensor, made: SamplingBatch, tokens: torch.Tensor
 ) -> None:
-    """u lies between the exact cumulative probabilities before and after the token, to the rounding
-    of fp32 masses.
+    """Check that u is between the cumulative probabilities before and after the token.
+
+    The tolerance is the rounding of fp32 masses.
     """
     cdf = torch.softmax((x.float() / made.temperature).double(), -1).cumsum(-1)
     u = uniform(made.counters)
@@ -148,8 +147,10 @@ FUSED = some((1, FP32), (199, BF16), (2048, FP16), (5000, FP32), whole=EVERY)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), FUSED)
-def test_fused_equals_torch(vocab: int, dtype: torch.dtype, impl: str, device: str) -> None:
-    x = logits(12, vocab + 8).to(device, dtype)[:, :vocab]  # a row stride of its own
+def test_unfiltered_sampling_equals_torch(
+    vocab: int, dtype: torch.dtype, impl: str, device: str
+) -> None:
+    x = logits(12, vocab + 8).to(device, dtype)[:, :vocab]  # rows with a stride
     made = plain([0.0, 0.3, 1.0, 3.0] * 3, device)
     tokens, logprobs = sample(x, made, impl)  # type: ignore[arg-type]
     exact = (
@@ -157,17 +158,17 @@ def test_fused_equals_torch(vocab: int, dtype: torch.dtype, impl: str, device: s
         .gather(1, tokens[:, None])
         .squeeze(1)
     )
-    # Masses of blocks are positive sums in a tree, of at most 13 roundings, and exponentials of 2
-    # ulp: 2**-20 of a mass, so of a logarithm as much absolutely.
+    # Masses are tree sums of positive terms with at most 13 roundings, and exponentials have an
+    # error of 2 ulp: a relative error of 2**-20 of a mass is an absolute one of its logarithm.
     torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=1e-6)
     assert torch.equal(tokens[::4], x[::4].float().argmax(-1))
     assert_drawn_by_the_inverse_cdf(x, made, tokens)
     reference, _ = sample(x, made, "torch")
-    assert (tokens != reference).sum() <= 1  # a draw on the very border may fall to either side
+    assert (tokens != reference).sum() <= 1  # a draw at the border of two tokens may select either
 
 
 @pytest.mark.parametrize("vocab", [199, 5000])
-def test_ties_go_to_the_lowest_token(vocab: int, impl: str, device: str) -> None:
+def test_greedy_selects_lowest_token_of_a_tie(vocab: int, impl: str, device: str) -> None:
     x = torch.zeros(4, vocab, device=device)
     x[1, [50, 120, vocab - 1]] = 2.0
     x[2, [120, vocab - 1]] = 2.0
@@ -177,7 +178,9 @@ def test_ties_go_to_the_lowest_token(vocab: int, impl: str, device: str) -> None
 
 
 @pytest.mark.parametrize("vocab", some(199, 5000, whole=[2048]))
-def test_all_mass_on_one_token(vocab: int, impl: str, device: str) -> None:
+def test_token_with_all_mass_is_drawn_with_log_prob_zero(
+    vocab: int, impl: str, device: str
+) -> None:
     ends = [0, vocab - 1, vocab // 2, min(2047, vocab - 1)]
     for low in (float("-inf"), -1e4):
         x = torch.full((8, vocab), low, device=device)
@@ -189,7 +192,7 @@ def test_all_mass_on_one_token(vocab: int, impl: str, device: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_poisoned_rows_stay_in_the_vocabulary_and_to_themselves(
+def test_rows_with_nan_or_infinity_stay_in_vocabulary_and_do_not_change_other_rows(
     value: float, impl: str, device: str
 ) -> None:
     clean = logits(8, 4096).to(device)

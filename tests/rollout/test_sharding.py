@@ -1,6 +1,4 @@
-"""What a tensor-parallel rank stores: every element of the model in the right ranks, and manifests
-that say where.
-"""
+"""Division of parameters among tensor-parallel ranks, and their places in manifests."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ from tests.helpers.rollout.tp_splits import decoder_splits
 def pieces(
     name: str, shape: tuple[int, ...], size: int, head_dim: int = 2, experts: int = 1
 ) -> list[list[tuple[tuple[int, ...], Any]]]:
-    """For every rank the (start, shape) of what it stores."""
-    found = []
+    """Return the (start, shape) of every stored piece, by rank."""
+    by_rank = []
     for rank in range(size):
         (group,) = shard_groups(
             [one(name, *shape)], decoder_splits(head_dim, size, experts), rank, size
         )
-        found.append([(piece.start, piece.shape) for piece in group.params[0].pieces])
-    return found
+        by_rank.append([(piece.start, piece.shape) for piece in group.params[0].pieces])
+    return by_rank
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,9 @@ def pieces(
         ("mlp.gate.weight", (5, 3), [[((0, 0), (5, 3))], [((0, 0), (5, 3))]]),
     ],
 )
-def test_two_ranks(name: str, shape: tuple[int, ...], expected: object) -> None:
+def test_two_ranks_store_expected_pieces(
+    name: str, shape: tuple[int, ...], expected: object
+) -> None:
     assert pieces(name, shape, 2) == expected
 
 
@@ -64,12 +64,14 @@ def test_two_ranks(name: str, shape: tuple[int, ...], expected: object) -> None:
     ("experts", "held"),
     [
         (1, [(0, 5)] * 4),
-        (2, [(0, 3), (0, 3), (3, 2), (3, 2)]),  # neighbours have the same ones
+        (2, [(0, 3), (0, 3), (3, 2), (3, 2)]),  # adjacent ranks have the same experts
         (4, [(0, 2), (2, 2), (4, 1), None]),
     ],
 )
-def test_experts_in_parts(experts: int, held: list[tuple[int, int] | None]) -> None:
-    """Five experts over four ranks; inner channels over the ranks of a part."""
+def test_ranks_divide_experts_into_parts_and_inner_channels_within_a_part(
+    experts: int, held: list[tuple[int, int] | None]
+) -> None:
+    # five experts over four ranks
     inner = 2 * experts
     gate_up = pieces("mlp.experts.gate_up_proj", (5, 16, 3), 4, experts=experts)
     down = pieces("mlp.experts.down_proj", (5, 3, 8), 4, experts=experts)
@@ -85,7 +87,7 @@ def test_experts_in_parts(experts: int, held: list[tuple[int, int] | None]) -> N
         assert down[rank] == columns
 
 
-def test_ranks_beyond_the_kv_heads_hold_copies_in_order() -> None:
+def test_adjacent_ranks_store_copies_of_a_kv_head_when_heads_are_few() -> None:
     starts = [rank[0][0][0] for rank in pieces("self_attn.k_proj.weight", (4, 3), 8)]
     assert starts == [0, 0, 0, 0, 2, 2, 2, 2], "query heads 0..3 share KV head 0"
 
@@ -108,7 +110,7 @@ def test_ranks_beyond_the_kv_heads_hold_copies_in_order() -> None:
         ),
     ],
 )
-def test_what_cannot_be_shared_evenly_is_named(
+def test_parameter_that_ranks_cannot_share_evenly_is_refused_by_name(
     name: str, shape: tuple[int, ...], size: int, message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -130,17 +132,17 @@ def test_one_rank_stores_the_whole_model() -> None:
     assert shard_groups(groups, decoder_splits(2, 1), 0, 1) == groups
 
 
-def test_halves_of_a_fused_tensor_lie_in_one_stored_tensor() -> None:
-    found = layout("mlp.experts.gate_up_proj", (5, 8, 3), 1, 2)
-    gate, up = (s for s in found.slices if s.name == "mlp.experts.gate_up_proj")
+def test_halves_of_fused_tensor_are_slices_of_one_stored_tensor() -> None:
+    manifest = layout("mlp.experts.gate_up_proj", (5, 8, 3), 1, 2)
+    gate, up = (s for s in manifest.slices if s.name == "mlp.experts.gate_up_proj")
     assert gate.strides == up.strides == (12, 3, 1)
     assert (gate.offset, up.offset) == (256, 256 + 2 * 3 * 2)
-    stored = found.modules["mlp.experts.gate_up_proj"]
+    stored = manifest.modules["mlp.experts.gate_up_proj"]
     assert (stored.offset, stored.shape) == (256, (5, 4, 3))
-    assert found.slices[-1].index_base == 7 + 5 * 8 * 3, "numbers count whole parameters"
+    assert manifest.slices[-1].index_base == 7 + 5 * 8 * 3, "numbers count whole parameters"
 
 
-def test_padded_rows_are_zeros_of_the_manifest() -> None:
+def test_manifest_lists_padded_rows_as_zeros() -> None:
     first, second, third = (
         layout("model.embed_tokens.weight", (4, 3), rank, 3) for rank in range(3)
     )
@@ -152,17 +154,17 @@ def test_padded_rows_are_zeros_of_the_manifest() -> None:
     assert first.nbytes == third.nbytes
 
 
-def test_every_element_is_stored_by_somebody() -> None:
+def test_every_element_is_stored_by_exactly_one_rank() -> None:
     for shape, split in (((12, 4), Split(dim=0, units=(2,))), ((7, 4), Split(dim=0, padded=True))):
-        seen = torch.zeros(shape, dtype=torch.int64)
+        owners = torch.zeros(shape, dtype=torch.int64)
         for rank in range(3):
             (group,) = shard_groups([one("p", *shape)], {"p": [split]}, rank, 3)
             assert math.prod(group.params[0].shape) == -(-shape[0] // 3) * 4
             for piece in group.params[0].pieces:
-                seen[
+                owners[
                     tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))
                 ] += 1
-        assert (seen == 1).all()
+        assert (owners == 1).all()
 
 
 SHAPES = [
@@ -177,7 +179,7 @@ SHAPES = [
 
 
 def numbered(store: WeightStore, whole: dict[str, torch.Tensor]) -> int:
-    """Digest of what a rank should hold, element by element from the whole parameters."""
+    """Compute the digest of a rank's elements from the whole parameters, element by element."""
     total = 0
     for piece in store.manifest.slices:
         box = tuple(
@@ -195,10 +197,10 @@ def numbered(store: WeightStore, whole: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_digests_number_elements_of_whole_parameters(
+def test_digest_of_rank_numbers_elements_as_in_whole_parameters(
     size: int, impl: Impl, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices of columns and of experts, padding left out; by the kernels, too."""
+    # with slices of columns and of experts; padding is not part of a digest
     made = weights_module.RowCopies
     monkeypatch.setattr(weights_module, "RowCopies", lambda segments, on: made(segments, on, impl))
     generator = torch.Generator().manual_seed(size)

@@ -1,5 +1,6 @@
-"""Engines of two and four ranks give transformers' greedy answers and one rank's sampled ones,
-log-probabilities in fp32; with experts divided by inner channels, by expert, and both.
+"""Engines of two and four ranks: answers equal transformers' (greedy) and one rank's (sampled).
+
+Models compute in fp32. Ranks divide experts by inner channels, by expert, and both.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ V2, V3, NEXT, MOE = "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_moe"
 LATENT = {"num_key_value_heads": 8, "num_attention_heads": 8}
 LINEAR: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 Model = tuple[str, dict[str, Any], tuple[int, int]]
-"""What a tiny model differs in, and `expert_parallel` on two ranks and on four."""
+"""Kind and overrides of a tiny model, and `expert_parallel` on two and on four ranks."""
 
 
-# Two KV heads (copied where there are four ranks), 199 tokens of vocabulary (padded), biases, tied
-# and sliding; latent rows; linear layers; experts that the ranks do not divide evenly, or not at
-# all (the last of four ranks has none of five).
+# The models have two KV heads (copied for four ranks), 199 tokens of vocabulary (padded), biases,
+# tied embeddings, sliding layers, latent rows, linear layers, and numbers of experts that the ranks
+# do not divide (the last of four ranks has none of five).
 LAYERS = {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 12}
 EIGHT = {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
 INNER = {"moe_intermediate_size": 13, "shared_expert_intermediate_size": 12}
@@ -68,7 +69,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.3, top_p=0.95, n=2, seed=5)
 
 
-PROMPTS = random_prompts((90, 1, 17, 60))  # the first step ends no prompt
+PROMPTS = random_prompts((90, 1, 17, 60))  # no prompt is complete after the first step
 
 
 def config(path: str) -> dict[str, Any]:
@@ -76,39 +77,39 @@ def config(path: str) -> dict[str, Any]:
 
 
 def answers(engine: Engine) -> list[Completion]:
-    """Asleep once amid the greedy ones, which are preempted and begin again."""
+    """Generate greedy and sampled answers; a sleep preempts the greedy requests once."""
 
     def nap(done: int, total: int, tokens: int) -> None:
         if tokens >= 9 and not engine.scheduler.preemptions:
             engine.sleep(unfinished="preempt", tags=["kv_cache"])
             engine.wake_up()
 
-    found = [engine.generate(PROMPTS, GREEDY, on_progress=nap), engine.generate(PROMPTS, SAMPLED)]
+    calls = [engine.generate(PROMPTS, GREEDY, on_progress=nap), engine.generate(PROMPTS, SAMPLED)]
     assert engine.scheduler.preemptions
     engine.check_integrity()
-    return [sample for out in found for request in out for sample in request]
+    return [sample for call in calls for request in call for sample in request]
 
 
 def groups(rank: int) -> dict[int, dist.ProcessGroup]:
-    """This rank's group of each size; made in one order on all ranks."""
-    found: dict[int, dist.ProcessGroup] = {4: dist.group.WORLD}  # type: ignore[dict-item]
+    """Return this rank's group of each size; all ranks create groups in the same order."""
+    by_size: dict[int, dist.ProcessGroup] = {4: dist.group.WORLD}  # type: ignore[dict-item]
     for pair in ([0, 1], [2, 3]):
-        made = dist.new_group(pair)
+        group = dist.new_group(pair)
         if rank in pair:
-            found[2] = made
-    return found
+            by_size[2] = group
+    return by_size
 
 
 def generate(rank: int, paths: list[str], divided: list[tuple[int, int]]) -> dict[int, Any]:
-    """By size: the answers of every model. divided: `expert_parallel` of each."""
-    found: dict[int, Any] = {}
+    """Return the answers of every model by size; `divided` has each model's `expert_parallel`."""
+    by_size: dict[int, Any] = {}
     for size, group in groups(rank).items():
-        found[size] = []
+        by_size[size] = []
         for path, parts in zip(paths, divided, strict=True):
             sizes = {"tensor_parallel_size": size, "expert_parallel": parts[SIZES.index(size)]}
             engine = Engine.from_pretrained(path, group=group, **sizes, **config(path))
-            found[size].append(answers(engine))
-    return found
+            by_size[size].append(answers(engine))
+    return by_size
 
 
 @pytest.fixture(scope="module")
@@ -117,38 +118,36 @@ def paths(saved: Saved) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
+def by_rank(paths: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, Any]]:
     store, divided = tmp_path_factory.mktemp("meet") / "store", [parts for _, _, parts in MODELS]
     return results(start_ranks(generate, 4, store, paths, divided), 400)
 
 
 @pytest.mark.parametrize("model", range(len(MODELS)), ids=[kind for kind, _, _ in MODELS])
-def test_answers_are_those_of_one_rank(
-    paths: list[str], found: list[dict[int, Any]], model: int, saved: Saved
+def test_answers_equal_those_of_single_rank_with_same_bits_on_all_ranks(
+    paths: list[str], by_rank: list[dict[int, Any]], model: int, saved: Saved
 ) -> None:
     kind, overrides, _ = MODELS[model]
     alone = answers(Engine.from_pretrained(paths[model], **config(paths[model])))
-    check(saved(kind, **overrides)[1], PROMPTS, [[each] for each in alone[: len(PROMPTS)]])
+    check(saved(kind, **overrides)[1], PROMPTS, [[sample] for sample in alone[: len(PROMPTS)]])
     for size in SIZES:
         for rank in range(4):
-            mine = found[rank][size][model]
+            mine = by_rank[rank][size][model]
             assert_same(mine, alone, STATES_GAP if kind == NEXT else GAP)
-            for one, other in zip(mine, alone, strict=True):
-                assert np.array_equal(one.routed_experts, other.routed_experts)
+            for sample, expected in zip(mine, alone, strict=True):
+                assert np.array_equal(sample.routed_experts, expected.routed_experts)
             pairs = zip(mine, alone, strict=True)
             gap = torch.cat(
                 [torch.tensor(a.logprobs) - torch.tensor(b.logprobs) for a, b in pairs]
             ).abs()
             assert gap.mean() <= MEAN_GAP
-        assert found[0][size][model] == found[1][size][model], (
+        assert by_rank[0][size][model] == by_rank[1][size][model], (
             "ranks differ in the bits of log-probabilities"
         )
 
 
 def staged(rank: int) -> list[bool]:
-    """Whether what captured collectives do through the staging memory is what the others do, bit
-    for bit.
-    """
+    """Return whether captured collectives, which use staging memory, equal plain ones bitwise."""
     ranks = TensorParallel(2, dist.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
     width = 151_936
@@ -157,18 +156,18 @@ def staged(rank: int) -> list[bool]:
     columns = torch.randn(130, width // 2, generator=generator).bfloat16()
     ids, rows = torch.randint(0, 14, (50,)), torch.randn(7, 33, generator=generator)
 
-    def all_of_it() -> list[torch.Tensor]:
+    def run_collectives() -> list[torch.Tensor]:
         return [ranks.sum(hidden.clone(), "x"), ranks.join(columns, width), ranks.embed(ids, rows)]
 
-    plain = all_of_it()
+    plain = run_collectives()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        captured = all_of_it()
-    return [torch.equal(one, other) for one, other in zip(plain, captured, strict=True)]
+        captured = run_collectives()
+    return [torch.equal(left, right) for left, right in zip(plain, captured, strict=True)]
 
 
-def test_captured_collectives_work_on_memory_of_their_own(tmp_path: Path) -> None:
+def test_captured_collectives_through_staging_memory_equal_plain_ones(tmp_path: Path) -> None:
     assert results(start_ranks(staged, 2, tmp_path / "store")) == [[True] * 3] * 2
 
 
@@ -176,7 +175,7 @@ def test_captured_collectives_work_on_memory_of_their_own(tmp_path: Path) -> Non
 
 
 def lose_one(rank: int, path: str, how: str) -> str:
-    # for what both do at once; a busy machine starts them apart
+    # the timeout is for simultaneous work, after the barrier; a busy machine starts ranks apart
     group = dist.new_group(timeout=timedelta(seconds=2))
     engine = Engine.from_pretrained(path, tensor_parallel_size=2, group=group, **CONFIG)
     dist.barrier()
@@ -199,7 +198,7 @@ def lose_one(rank: int, path: str, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "named"), [("raise", "rank 1 failed: OSError: cosmic ray"), ("die", "rank 1 is silent")]
 )
-def test_a_lost_rank_is_named_with_the_stage(
+def test_rank_error_names_lost_rank_and_stage(
     paths: list[str], tmp_path: Path, how: str, named: str
 ) -> None:
     ranks: list[Peer] = start_ranks(lose_one, 2, tmp_path / "store", paths[0], how)
@@ -213,20 +212,22 @@ def test_a_lost_rank_is_named_with_the_stage(
     ranks[1].kill()
 
 
-def unlike(rank: int, path: str) -> None:
+def build_with_different_seeds(rank: int, path: str) -> None:
     sizes = CONFIG | {"seed": rank, "tensor_parallel_size": 2}
     Engine.from_pretrained(path, group=dist.group.WORLD, load_weights=False, **sizes)
 
 
-def test_ranks_of_another_configuration_are_refused(paths: list[str], tmp_path: Path) -> None:
+def test_engine_refuses_ranks_with_different_configuration(
+    paths: list[str], tmp_path: Path
+) -> None:
     with pytest.raises(Failed, match=r"the model or EngineConfig of .* ranks \[1\] differs"):
-        results(start_ranks(unlike, 2, tmp_path / "store", paths[0]))
+        results(start_ranks(build_with_different_seeds, 2, tmp_path / "store", paths[0]))
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- invalid options
 
 
-def test_what_ranks_cannot_do_is_refused(paths: list[str]) -> None:
+def test_engine_refuses_invalid_parallel_sizes(paths: list[str]) -> None:
     sizes = {"tensor_parallel_size": 2, "expert_parallel": 2}
     with pytest.raises(ValueError, match="expert_parallel=2 is for mixtures of experts"):
         Engine.from_pretrained(paths[0], **sizes, **CONFIG)

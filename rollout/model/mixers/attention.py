@@ -1,5 +1,6 @@
-"""Grouped-query attention with rotary positions (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next), and one
-layer of the KV cache as every kind of attention reads it.
+"""Grouped-query attention with rotary positions, and the KV cache of one layer.
+
+Serves Llama, Mistral, Qwen2, Qwen3 and Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -25,11 +26,20 @@ from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
-    """qkv_bias, o_bias: biases. qk_norm: RMSNorm of every query and key head (Qwen3). window: keys
-    that a query sees, its own included; None: all up to its own.
+    """Grouped-query attention of one layer.
 
-    output_gate: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's
-    output. rotary_dim: how much of a head is rotated, None: all (both Qwen3-Next).
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys and values.
+        head_dim: Elements of a head.
+        rope: Rotary embedding.
+        qkv_bias: Whether q_proj, k_proj and v_proj have biases.
+        o_bias: Whether o_proj has a bias.
+        qk_norm: Apply an RMSNorm to every query and key head (Qwen3).
+        output_gate: Multiply each head's output by the sigmoid of a gate, whose rows follow the
+            head's query in q_proj (Qwen3-Next).
+        rotary_dim: Number of rotated elements of a head; None for all (Qwen3-Next rotates some).
+        window: Number of keys that a query sees, including its own; None for all up to its own.
     """
 
     num_heads: int
@@ -55,7 +65,7 @@ class AttentionConfig(MixerConfig):
 
     @property
     def query_rows(self) -> int:
-        """Rows of q_proj in heads: a query each, and a gate behind it where outputs are gated."""
+        """Return the rows of q_proj in heads: one per query, another per output gate."""
         return self.num_heads * (2 if self.output_gate else 1)
 
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
@@ -79,10 +89,10 @@ class AttentionConfig(MixerConfig):
         queries = [Split(dim=0, units=(self.query_rows // self.num_heads * dim,))]
         keys = [Split(dim=0, units=(dim,), copies=True)]
         rows = {"q": queries, "k": keys, "v": keys}
-        found: dict[str, list[Split]] = {"self_attn.o_proj.weight": [Split(dim=1, units=(dim,))]}
+        splits: dict[str, list[Split]] = {"self_attn.o_proj.weight": [Split(dim=1, units=(dim,))]}
         for kind in ("weight", "bias"):
-            found |= {f"self_attn.{name}_proj.{kind}": split for name, split in rows.items()}
-        return found
+            splits |= {f"self_attn.{name}_proj.{kind}": split for name, split in rows.items()}
+        return splits
 
     def of_rank(self, size: int) -> AttentionConfig:
         kv_heads = heads_per_rank(size, self.num_kv_heads)
@@ -93,10 +103,13 @@ class AttentionConfig(MixerConfig):
 
 
 class LayerKV:
-    """One layer of the KV cache as attention reads it: plain rows, scaled fp8 or FP4.
+    """The KV cache of one layer, as attention reads it: plain rows, scaled fp8 or FP4.
 
-    stored: the rows as they lie in the pool, read in place; None (FP4): kernels read a dequantized
-    copy of the batch's rows, which lives as long as the layer is computed.
+    Attributes:
+        pool: Pool that has the layer.
+        layer: Number of the layer in that pool.
+        stored: Rows in the pool, which kernels read in place. None for FP4: kernels read a
+            dequantized copy of the batch's rows, which is freed after the layer.
     """
 
     def __init__(self, pool: KVPool, layer: int) -> None:
@@ -118,10 +131,10 @@ class LayerKV:
         return keys.float(), values.float()
 
     def attend(self, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """Compute causal attention of q [T, Hq, D] over the cache -> [T, Hq, Dv], of q's dtype.
+        """Compute causal attention of q [T, Hq, D] over the cache, [T, Hq, Dv] of q's dtype.
 
-        Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan says how far
-        back queries see.
+        Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan has the
+        window.
         """
         out = q.new_empty((*q.shape[:2], self.pool.config.value_dim))
         if isinstance(plan, TorchPlan):
@@ -131,7 +144,7 @@ class LayerKV:
         return out
 
     def _for_kernels(self, plan: TritonPlan) -> tuple[StoredKV, TritonPlan]:
-        """Return tensors that a kernel can read, and the plan over them."""
+        """Return tensors that a kernel can read, and the plan over these tensors."""
         if self.stored is not None:
             return self.stored, plan
         slots, gathered = plan.gathered
@@ -139,13 +152,11 @@ class LayerKV:
         return StoredKV(k=keys, v=values), gathered
 
     def label(self, slots: Tensor) -> None:
-        """Keep what decode chooses tokens by, once their rows are stored in `slots`."""
+        """Store labels for sparse decode, once the rows of `slots` are stored."""
 
 
 class SparseKV(LayerKV):
-    """Keeps labels beside plain rows, by which decode chooses its tokens; prefill is full
-    attention.
-    """
+    """KV cache of one layer with labels, by which decode chooses tokens. Prefill reads all."""
 
     def __init__(self, pool: KVPool, layer: int, sparsity: DoubleSparsity) -> None:
         super().__init__(pool, layer)
@@ -164,7 +175,7 @@ class SparseKV(LayerKV):
 
 
 class Attention:
-    """Weights are views; they stay valid over pause and resume."""
+    """Grouped-query attention over views of the weight store, valid across pause and resume."""
 
     def __init__(self, config: AttentionConfig, index: int, parts: LayerParts) -> None:
         self.config = config

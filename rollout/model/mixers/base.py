@@ -1,5 +1,6 @@
-"""Defines what mixes tokens in a layer, one config class and one computing class a kind, each in a
-file of its own; and how heads are rotated: what a config says, and the tables made from that.
+"""Interface of token mixers, and rotary embeddings: their configuration and tables.
+
+Each kind of mixer has a file with two classes: the configuration and the computation.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one forward, packed: int64 [T] `positions` and pool `slots`, and how attention
-    finds the rest.
+    """The packed tokens of a forward pass: T tokens of B requests.
 
-    shape: the same in plain numbers; None in a decode step that a CUDA graph records. rows: int64
-    [B], each request's row of the request table, on the device. sliding: the same batch with
-    the slots and plan of sliding layers; None where all layers see the same. loads: a layer's rows
-    are there once it waited for each of these.
+    Attributes:
+        positions: Position of each token in its request, int64 [T].
+        slots: Slot of each token in the KV pool, int64 [T].
+        rows: Row of each request in the request table, int64 [B], on the device.
+        plan: Index tensors with which attention finds cached tokens.
+        shape: Sizes of the batch on the host; None in a decode step that a CUDA graph captures.
+        sliding: The same batch with slots and plan of sliding-window layers; None if all layers
+            use the same.
+        loads: Transfers from the host that a layer waits for before it reads cached rows.
     """
 
     positions: Tensor
@@ -50,38 +55,44 @@ class Batch:
 
 
 Mixer = Callable[[Tensor, Batch], Tensor]
-"""(x [T, hidden], batch) -> [T, hidden]. Stores what later tokens need of these in the cache."""
+"""Map (x [T, hidden], batch) to [T, hidden], and store keys and values or states in the cache."""
 
 
 class MixerConfig(ABC):
-    """One layer's mixer, before it has weights."""
+    """Base class of mixer configurations, which have no weights yet."""
 
-    capturable = True  # whether a CUDA graph can hold a decode step
+    capturable = True  # whether a CUDA graph can capture a decode step
 
     @abstractmethod
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
-        """Its parameters in memory order; names begin with `layer`, "model.layers.3." say."""
+        """Return the parameters in memory order; `layer` is a prefix such as "model.layers.3."."""
 
     @abstractmethod
     def splits(self) -> Splits:
-        """Returns how tensor-parallel ranks share its parameters: by heads."""
+        """Return how tensor-parallel ranks share the parameters, which is by heads."""
 
     @abstractmethod
     def of_rank(self, size: int) -> Self:
-        """Returns it with the heads of one of `size` ranks, which `splits` can share."""
+        """Return the mixer with the heads of a single rank of `size` ranks."""
 
     @abstractmethod
     def build(self, index: int, parts: LayerParts) -> Mixer:
-        """The mixer of layer `index`, over views of the weight store."""
+        """Build the mixer of layer `index` over views of the weight store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """Holds what mixers are built from.
+    """The parts of an engine from which it builds mixers and MLPs.
 
-    store: the weights. layout: what each layer keeps; tokens in `pool`, states of linear layers in
-    `table`. sparsity: what decode attends to, None for all. norm_eps, zero_centred_norms: see
-    `ModelConfig`.
+    Attributes:
+        store: Weights.
+        layout: Cache layout of each layer.
+        pool: Pool of keys and values.
+        table: Request table, with the states of linear layers.
+        sparsity: Options of double sparsity; None for full attention in decode.
+        ranks: Tensor-parallel group.
+        norm_eps: See `ModelConfig.rms_norm_eps`.
+        zero_centred_norms: See `ModelConfig`.
     """
 
     store: WeightStore
@@ -95,7 +106,7 @@ class LayerParts:
     _tables: dict[tuple[RopeConfig, int], RotaryTables] = field(default_factory=dict)
 
     def rotary(self, rope: RopeConfig, dim: int) -> RotaryTables:
-        """Return tables for heads of which `dim` elements are rotated: layers share them."""
+        """Return tables for heads with `dim` rotated elements; layers share the tables."""
         if (rope, dim) not in self._tables:
             longest, device = self.table.max_context_len, self.table.device
             self._tables[rope, dim] = rotary_tables(rope, dim, longest, device)
@@ -104,10 +115,22 @@ class LayerParts:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. factor: of all but default; low_freq_factor, high_freq_factor: llama3 only,
-    original_max_position_embeddings: yarn's, too; the fields after it: yarn only.
-    attention_factor: of rotated queries and keys, each; None: as yarn's paper has it, or by mscale.
-    mscale_all_dim: where it is not 0, latent attention scales its scores by it, without default.
+    """Rotary embedding; field names are the keys of `rope_parameters` in Hugging Face configs.
+
+    Attributes:
+        theta: Base of the wavelengths.
+        rope_type: One of `ROPE_TYPES`.
+        factor: Stretching of wavelengths; all types but default.
+        low_freq_factor: llama3 only.
+        high_freq_factor: llama3 only.
+        original_max_position_embeddings: Context length before stretching; llama3 and yarn.
+        beta_fast: yarn only: rotations in the original context above which a wavelength is kept.
+        beta_slow: yarn only: rotations below which a wavelength is stretched by `factor`.
+        mscale: yarn only: scale of the tables, with `mscale_all_dim`.
+        mscale_all_dim: If not 0, latent attention scales its scores by it (all types but default).
+        attention_factor: yarn only: factor of rotated queries and of rotated keys; None derives it
+            from `mscale`, or as in the YaRN paper.
+        truncate: yarn only: round the borders of the ramp to whole dimensions.
     """
 
     theta: float
@@ -131,7 +154,7 @@ class RopeConfig:
 
     @property
     def table_scale(self) -> float:
-        """Returns what cosines and sines are multiplied by."""
+        """Return the factor of cosines and sines."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -142,7 +165,7 @@ class RopeConfig:
 
     @property
     def score_scale(self) -> float:
-        """Returns what scores of latent attention are multiplied by, beside 1 / sqrt(width)."""
+        """Return the factor of latent attention's scores, in addition to 1 / sqrt(width)."""
         if self.rope_type == "default" or not self.mscale_all_dim:
             return 1.0
         return self._mscale(self.mscale_all_dim) ** 2
@@ -152,7 +175,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """fp32 [dim / 2] on the CPU, in transformers' order of operations."""
+    """Return fp32 [dim / 2] on the CPU, computed in transformers' order of operations."""
     wavelengths = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     inv_freq = 1.0 / wavelengths
     if rope.rope_type == "linear":
@@ -165,9 +188,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between
-    interpolated.
-    """
+    """Stretch long wavelengths by `factor`, keep short ones, interpolate in between (Llama 3.1)."""
     context = rope.original_max_position_embeddings
     low_wavelen, high_wavelen = context / rope.low_freq_factor, context / rope.high_freq_factor
     wavelen = 2 * math.pi / inv_freq
@@ -180,8 +201,10 @@ def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, rope: RopeConfig, dim: int) -> Tensor:
-    """Kept where a frequency turns more than `beta_fast` times in the original context, stretched
-    by `factor` where less than `beta_slow` times, a ramp in between.
+    """Stretch low frequencies by `factor`, keep high ones, and blend in between (YaRN).
+
+    High frequencies rotate more than `beta_fast` times in the original context, low frequencies
+    less than `beta_slow` times.
     """
 
     def rotations_at(count: float) -> float:
@@ -198,9 +221,9 @@ def _yarn(wavelengths: Tensor, rope: RopeConfig, dim: int) -> Tensor:
 
 
 def rotary_tables(rope: RopeConfig, dim: int, positions: int, device: torch.device) -> RotaryTables:
-    """The tables of positions 0..positions - 1 for heads of which `dim` elements are rotated.
+    """Compute the tables of positions 0..positions - 1 for heads with `dim` rotated elements.
 
-    They are plain torch memory outside every tag: they survive any sleep.
+    The tables are plain torch memory outside every tag, so they survive any sleep.
     """
     inv_freq = inverse_frequencies(rope, dim).to(device)
     angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * inv_freq

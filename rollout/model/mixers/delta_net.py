@@ -1,6 +1,4 @@
-"""Gated delta nets (linear layers of Qwen3-Next): a convolution and a recurrent state instead of
-keys and values.
-"""
+"""Gated delta nets (linear layers of Qwen3-Next): a convolution and a recurrent state."""
 
 from __future__ import annotations
 
@@ -20,12 +18,17 @@ from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig(MixerConfig):
-    """Value heads share key heads, `num_value_heads / num_key_heads` each.
+    """A gated delta net of one layer.
 
-    kernel: of the convolution, in tokens.
+    Attributes:
+        num_key_heads: Heads of queries and keys.
+        num_value_heads: Heads of values, a multiple of `num_key_heads`.
+        key_dim: Elements of a query or key head.
+        value_dim: Elements of a value head.
+        kernel: Length of the convolution in tokens.
     """
 
-    capturable = False  # a step's tokens are cut into requests on the CPU
+    capturable = False  # the CPU splits a step's tokens by request
 
     num_key_heads: int
     num_value_heads: int
@@ -42,13 +45,13 @@ class DeltaNetConfig(MixerConfig):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values, all of which are convolved."""
+        """Return the channels of queries, keys and values, all of which are convolved."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
 
     @property
     def shared(self) -> int:
-        """Value heads a key head."""
+        """Return the number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
@@ -65,7 +68,7 @@ class DeltaNetConfig(MixerConfig):
         ]
 
     def splits(self) -> Splits:
-        """Shares by key heads, each with the value heads that share it."""
+        """Return how ranks share the parameters: by key heads, with the value heads of each."""
         keys, values = self.key_dim, self.shared * self.value_dim
         units = {
             "in_proj_qkvz.weight": (2 * keys + 2 * values,),
@@ -74,8 +77,8 @@ class DeltaNetConfig(MixerConfig):
             "dt_bias": (self.shared,),
             "A_log": (self.shared,),
         }
-        found = {f"linear_attn.{name}": [Split(dim=0, units=each)] for name, each in units.items()}
-        return {**found, "linear_attn.out_proj.weight": [Split(dim=1, units=(values,))]}
+        splits = {f"linear_attn.{name}": [Split(dim=0, units=unit)] for name, unit in units.items()}
+        return {**splits, "linear_attn.out_proj.weight": [Split(dim=1, units=(values,))]}
 
     def of_rank(self, size: int) -> DeltaNetConfig:
         keys, values = self.num_key_heads // size, self.num_value_heads // size
@@ -86,10 +89,9 @@ class DeltaNetConfig(MixerConfig):
 
 
 class DeltaNet:
-    """Weights and states are views; they stay valid over pause and resume.
+    """Gated delta net over views of weights and states, valid across pause and resume.
 
-    A request's states are those after its last computed token: zeros at admission, advanced by each
-    of its tokens once.
+    A request's states are zeros at admission, and each of its tokens advances them once.
     """
 
     def __init__(self, config: DeltaNetConfig, index: int, parts: LayerParts) -> None:
@@ -109,13 +111,13 @@ class DeltaNet:
         (self._conv_states,), self._states = table.mamba.states(nth)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        assert batch.shape is not None, "not capturable"
+        assert batch.shape is not None, "not capturable by a CUDA graph"
         mixed, z, beta, decay = self._project(x)
         slots = self._slot_of[batch.rows].long()
         out = torch.empty_like(z)
         for requests, tokens, length in _segments(batch.shape):
-            inputs = (each[tokens].unflatten(0, (-1, length)) for each in (mixed, beta, decay))
-            channels, betas, decays = inputs
+            packed = (mixed, beta, decay)
+            channels, betas, decays = (part[tokens].unflatten(0, (-1, length)) for part in packed)
             advanced = self._advance(channels, betas, decays, slots[requests])
             out[tokens] = advanced.flatten(0, 1).to(x.dtype)
         out = rms_norm(out, self._norm, self._eps) * F.silu(z.float())
@@ -123,8 +125,11 @@ class DeltaNet:
         return self._ranks.sum(out, self._stage)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [T, hidden] -> what is convolved [T, channels], gate [T, Hv, Dv], beta and decay [T,
-        Hv], the last fp32.
+        """Project x [T, hidden].
+
+        Returns:
+            Input of the convolution [T, channels], gate [T, Hv, Dv], beta [T, Hv], and decay fp32
+            [T, Hv].
         """
         config = self.config
         ba_width = 2 * config.num_value_heads
@@ -133,29 +138,35 @@ class DeltaNet:
         by_key_head = qkvz.unflatten(1, (config.num_key_heads, -1))
         *qkv, z = by_key_head.split((config.key_dim, config.key_dim, values, values), dim=2)
         halves = ba.unflatten(1, (config.num_key_heads, -1)).chunk(2, dim=2)
-        b, a = (each.flatten(1) for each in halves)
+        b, a = (half.flatten(1) for half in halves)
         decay = -self._a_log.float().exp() * F.softplus(a.float() + self._dt_bias)
         gate = z.reshape(len(x), config.num_value_heads, config.value_dim)
-        return torch.cat([each.flatten(1) for each in qkv], dim=1), gate, b.sigmoid(), decay
+        return torch.cat([part.flatten(1) for part in qkv], dim=1), gate, b.sigmoid(), decay
 
     def _advance(self, mixed: Tensor, beta: Tensor, decay: Tensor, slots: Tensor) -> Tensor:
-        """The next n tokens of B requests, [B, n, channels], [B, n, Hv] twice -> fp32 [B, n, Hv,
-        Dv]; states in `slots` (int64 [B]) are those after these tokens then.
+        """Advance the states of B requests by n tokens each.
+
+        Args:
+            mixed: Input of the convolution, [B, n, channels].
+            beta: [B, n, Hv].
+            decay: [B, n, Hv].
+            slots: Slots of the states, which are overwritten, int64 [B].
+
+        Returns:
+            Outputs, fp32 [B, n, Hv, Dv].
         """
         config = self.config
         mixed, self._conv_states[slots] = causal_conv(mixed, self._conv_states[slots], self._conv)
         dims = config.key_dim, config.key_dim, config.value_dim
         parts = zip(mixed.split(config.widths, dim=2), dims, strict=True)
-        q, k, v = (each.unflatten(2, (-1, dim)) for each, dim in parts)
-        q, k = (each.repeat_interleave(config.shared, dim=2) for each in (q, k))
+        q, k, v = (part.unflatten(2, (-1, dim)) for part, dim in parts)
+        q, k = (heads.repeat_interleave(config.shared, dim=2) for heads in (q, k))
         out, self._states[slots] = gated_delta_rule(q, k, v, decay, beta, self._states[slots])
         return out
 
 
 def _segments(shape: BatchShape) -> Iterator[tuple[slice, slice, int]]:
-    """(requests, their tokens, tokens of each request): all decode requests at once, then each
-    prefill chunk.
-    """
+    """Yield (requests, tokens, tokens per request) for all decode requests, then for each chunk."""
     start = shape.num_decode
     if start:
         yield slice(0, start), slice(0, start), 1
@@ -164,12 +175,19 @@ def _segments(shape: BatchShape) -> Iterator[tuple[slice, slice, int]]:
         start += length
 
 
-BLOCK = 64  # tokens solved at once, as in transformers
+BLOCK = 64  # tokens solved together, as in transformers
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """SiLU of a depthwise convolution: x [B, n, C], state [B, C, K - 1] (the inputs before x),
-    weight [C, 1, K], one dtype -> ([B, n, C], state).
+    """Compute a causal depthwise convolution and SiLU.
+
+    Args:
+        x: [B, n, C].
+        state: The K - 1 inputs before x, [B, C, K - 1], of x's dtype.
+        weight: [C, 1, K], of x's dtype.
+
+    Returns:
+        Outputs [B, n, C], and the next state.
     """
     window = torch.cat((state, x.transpose(1, 2)), dim=2)
     out = F.silu(F.conv1d(window, weight, groups=len(weight)))
@@ -179,17 +197,26 @@ def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For every token, `state *= exp(decay); state += k (beta (v - k state)); out = q state`, in
-    fp32.
+    """Apply the gated delta rule in fp32, a block of tokens at a time.
 
-    q, k [B, n, H, D], normalised and q scaled here; v [B, n, H, Dv]; decay (a logarithm, <= 0) and
-    beta [B, n, H]; state fp32 [B, H, D, Dv] -> (fp32 [B, n, H, Dv], state).
+    For every token: `state *= exp(decay); state += k (beta (v - k state)); out = q state`.
+
+    Args:
+        q: Queries [B, n, H, D]; normalized and scaled here.
+        k: Keys [B, n, H, D]; normalized here.
+        v: Values [B, n, H, Dv].
+        decay: Logarithm of the decay, at most 0, [B, n, H].
+        beta: [B, n, H].
+        state: State before the tokens, fp32 [B, H, D, Dv].
+
+    Returns:
+        Outputs fp32 [B, n, H, Dv], and the state after the tokens.
     """
     q, k = _l2norm(q.float()) * q.shape[-1] ** -0.5, _l2norm(k.float())
-    tokens = [each.float().transpose(1, 2) for each in (q, k, v, decay, beta)]
+    tokens = [part.float().transpose(1, 2) for part in (q, k, v, decay, beta)]
     outs = []
     for first in range(0, v.shape[1], BLOCK):
-        out, state = _solve_block([each[:, :, first : first + BLOCK] for each in tokens], state)
+        out, state = _solve_block([part[:, :, first : first + BLOCK] for part in tokens], state)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2), state
 
@@ -199,14 +226,20 @@ def _l2norm(x: Tensor) -> Tensor:
 
 
 def _solve_block(tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-    """The next n <= BLOCK tokens: q, k [B, H, n, D], v [B, H, n, Dv], decay, beta [B, H, n], all
-    fp32.
+    """Apply the gated delta rule to n <= BLOCK tokens.
 
-    What token i writes is beta_i (v_i - k_i state_i), and state_i holds what tokens before i wrote,
-    decayed: a triangular system in the writes.
+    Token i writes beta_i (v_i - k_i state_i) to the state, and state_i contains the decayed writes
+    of the tokens before i. The writes are therefore the solution of a triangular system.
+
+    Args:
+        tokens: q, k [B, H, n, D], v [B, H, n, Dv], decay and beta [B, H, n], all fp32.
+        state: fp32 [B, H, D, Dv].
+
+    Returns:
+        Outputs [B, H, n, Dv], and the state after the tokens.
     """
     q, k, v, decay, beta = tokens
-    total = decay.cumsum(-1)  # since the block began
+    total = decay.cumsum(-1)  # since the start of the block
     future = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=q.device).triu(1)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()
     kept = total.exp().unsqueeze(-1)
@@ -214,6 +247,6 @@ def _solve_block(tokens: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tenso
     system = (k * beta.unsqueeze(-1)) @ k.transpose(-1, -2) * between
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = (q * kept) @ state + (q @ k.transpose(-1, -2) * between) @ written
-    # what is left of each token's write at the end of the block
+    # decay of each token's write until the end of the block
     left = (total[..., -1:] - total).exp().unsqueeze(-1)
     return out, state * kept[:, :, -1:] + (k * left).transpose(-1, -2) @ written

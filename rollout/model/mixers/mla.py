@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, V3): a token keeps one latent row for all heads.
 
-Keys and values of a head are products of the latent and `kv_b_proj`. They are never made: the key
-half multiplies the query before attention, the value half what attention gives, and attention sees
-one KV head that all query heads share. Tensor-parallel ranks share the heads; each keeps all latent
-rows.
+A head's keys and values are products of the latent row and `kv_b_proj`. They are never computed:
+the key half of `kv_b_proj` multiplies the query before attention, and the value half multiplies the
+output of attention. Attention therefore sees one KV head that all query heads share. Ranks of a
+tensor-parallel engine divide the query heads; each rank keeps all latent rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from rollout.ops.row_wise import linear, rms_norm
 from rollout.weights.params import ParamGroup, Split, Splits, one, stack
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
-_EPS = 1e-6  # transformers gives the norms inside attention no eps of the config
+_EPS = 1e-6  # transformers does not use the config's eps for the norms inside attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig(MixerConfig):
-    """q_rank: width of the query's own latent, None: queries are projected at once. nope_dim,
-    rope_dim: a query head's elements without and with position. kv_rank, rope_dim: what a token
-    keeps. value_dim: of a head.
-    interleaved: rotary pairs are neighbours, not halves. bias: of the projections from and to the
-    hidden size.
+    """Latent attention of one layer.
+
+    Attributes:
+        num_heads: Query heads.
+        q_rank: Width of the query's latent; None projects queries directly.
+        kv_rank: Width of the latent part of a cached row.
+        nope_dim: Elements of a query head without position.
+        rope_dim: Rotated elements of a query head and of a cached row.
+        value_dim: Elements of a head's value.
+        rope: Rotary embedding.
+        interleaved: Rotary pairs are adjacent elements, not halves.
+        bias: Whether the projections from and to the hidden size have biases.
     """
 
     num_heads: int
@@ -69,12 +76,12 @@ class MLAConfig(MixerConfig):
 
     @property
     def query_width(self) -> int:
-        """Elements of all query heads of a token."""
+        """Return the elements of all query heads of a token."""
         return self.num_heads * (self.nope_dim + self.rope_dim)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Columns of the first product: queries or their latent, the latent row, the rotary key."""
+        """Return the columns of the first product: query or its latent, latent row, rotary key."""
         return self.q_rank or self.query_width, self.kv_rank, self.rope_dim
 
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
@@ -116,7 +123,7 @@ class MLAConfig(MixerConfig):
 
 
 class LatentAttention:
-    """Weights are views, the halves of `kv_b_proj` too; they stay valid over pause and resume."""
+    """Latent attention over views of the weight store, valid across pause and resume."""
 
     def __init__(self, config: MLAConfig, index: int, parts: LayerParts) -> None:
         self.config = config
@@ -152,8 +159,9 @@ class LatentAttention:
         return self._ranks.sum(out, self._stage)
 
     def _absorb(self, queries: Tensor, batch: Batch) -> Tensor:
-        """[T, heads * (nope + rope)] -> [T, heads, rank + rope]: what meets latent rows, beside
-        what meets their rotary keys.
+        """Map queries [T, heads * (nope + rope)] to queries of cached rows [T, heads, rank + rope].
+
+        The first `rank` elements multiply latent rows, the others rotary keys.
         """
         config = self.config
         heads = queries.unflatten(1, (config.num_heads, -1))
@@ -165,7 +173,7 @@ class LatentAttention:
         return out
 
     def _expand(self, out: Tensor) -> Tensor:
-        """Expands what heads saw of latent rows, [T, heads, rank] -> [T, heads * value_dim]."""
+        """Map outputs over latent rows [T, heads, rank] to values [T, heads * value_dim]."""
         values = out.new_empty((*out.shape[:2], self.config.value_dim))
         torch.bmm(out.transpose(0, 1), self._to_values.transpose(1, 2), out=values.transpose(0, 1))
         return values.flatten(1)

@@ -1,4 +1,4 @@
-"""Ranks find each other past strangers, notice each other's end, and wait for nobody too long."""
+"""Control sockets: ranks connect despite foreign connections, detect losses, and time out."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def dial(
 
 
 def hear(peers: RankPeers) -> list[tuple[int, Message]]:
-    """What comes until something has, or a peer is lost."""
+    """Wait until messages arrive or a peer is lost; return the messages."""
     end = time.monotonic() + 30
-    while not (found := list(peers.receive(0.05))) and peers.lost is None:
+    while not (messages := list(peers.receive(0.05))) and peers.lost is None:
         assert time.monotonic() < end
-    return found
+    return messages
 
 
-def talks(address: str) -> None:
+def send_garbage(address: str) -> None:
     kind, _, place = address.partition("://")
     host, _, port = place.partition(":")
     where: Any = place if kind == "ipc" else (host, int(port))
@@ -58,46 +58,48 @@ def talks(address: str) -> None:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100 + pickle.dumps(Path("/")) * 10)
 
 
-def has_another_key(address: str) -> None:
+def dial_with_wrong_key(address: str) -> None:
     far = Far(address, b"another", HELLO)
     time.sleep(0.1)
     far.close()
 
 
 @contextlib.contextmanager
-def pestered(address: str, stranger: Callable[[str], None]) -> Iterator[None]:
-    """By a stranger, again and again, from before the ranks meet until they have."""
+def disturbed(address: str, intrude: Callable[[str], None]) -> Iterator[None]:
+    """Call `intrude` again and again inside the block."""
     over = threading.Event()
 
-    def pester() -> None:
+    def repeat() -> None:
         while not over.wait(0.005):
             with contextlib.suppress(OSError):
-                stranger(address)
+                intrude(address)
 
-    thread = threading.Thread(target=pester, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     yield
     over.set()
     thread.join()
 
 
-@pytest.mark.parametrize("stranger", [talks, has_another_key])
-def test_ranks_meet_past_strangers(address: str, stranger: Callable[[str], None]) -> None:
-    with pestered(address, stranger):
-        one, *others = at_once(
+@pytest.mark.parametrize("intrude", [send_garbage, dial_with_wrong_key])
+def test_ranks_connect_despite_foreign_connections(
+    address: str, intrude: Callable[[str], None]
+) -> None:
+    with disturbed(address, intrude):
+        listener, *dialers = at_once(
             lambda: listen(address, 2),
             *[lambda rank=rank: dial(address, rank, 2) for rank in (1, 0)],
         )
-        one.send_all(REFUSED)
-        assert [hear(each) for each in others] == [[(0, REFUSED)]] * 2
-        for rank, each in zip((1, 0), others, strict=True):
-            each.send(0, REFUSED)
-            assert hear(one) == [(rank, REFUSED)]
-    for each in (*others, one):
-        each.close()
+        listener.send_all(REFUSED)
+        assert [hear(dialer) for dialer in dialers] == [[(0, REFUSED)]] * 2
+        for rank, dialer in zip((1, 0), dialers, strict=True):
+            dialer.send(0, REFUSED)
+            assert hear(listener) == [(rank, REFUSED)]
+    for peers in (*dialers, listener):
+        peers.close()
 
 
-def test_ranks_time_out_without_peer_with_another_key_and_without_greeting(address: str) -> None:
+def test_connect_times_out_without_peer_or_matching_key_or_greeting(address: str) -> None:
     def refused(meet: Callable[[], RankPeers]) -> None:
         with pytest.raises(TimeoutError, match="met 0 of 1 .* start all, with the same key"):
             meet()
@@ -118,7 +120,9 @@ def pair(address: str) -> tuple[RankPeers, Far]:
     return listen(address), far
 
 
-def test_last_words_are_heard_before_the_end_is_noticed(pair: tuple[RankPeers, Far]) -> None:
+def test_last_message_of_dead_peer_is_received_before_its_loss(
+    pair: tuple[RankPeers, Far],
+) -> None:
     peers, far = pair
     far.send(REFUSED)
     time.sleep(0.1)
@@ -130,7 +134,7 @@ def test_last_words_are_heard_before_the_end_is_noticed(pair: tuple[RankPeers, F
     peers.close()
 
 
-def test_the_end_of_who_listens_is_noticed_unless_it_has_closed(address: str) -> None:
+def test_listener_that_ends_is_lost_unless_it_has_closed(address: str) -> None:
     for closes in (False, True):
         far = Far(address, KEY, HELLO, listens=True)
         peers = dial(address)
@@ -144,7 +148,7 @@ def test_the_end_of_who_listens_is_noticed_unless_it_has_closed(address: str) ->
         peers.close()
 
 
-def test_a_peer_that_talks_rubbish_is_lost(pair: tuple[RankPeers, Far]) -> None:
+def test_peer_that_sends_invalid_message_is_lost(pair: tuple[RankPeers, Far]) -> None:
     peers, far = pair
     far.send(b'{"Hello')
     assert hear(peers) == [] and "prefill rank 0 is gone" in str(peers.lost)
@@ -152,7 +156,7 @@ def test_a_peer_that_talks_rubbish_is_lost(pair: tuple[RankPeers, Far]) -> None:
     far.close()
 
 
-def test_a_peer_that_reads_nothing_is_lost_in_time(pair: tuple[RankPeers, Far]) -> None:
+def test_peer_that_reads_nothing_is_lost_after_timeout(pair: tuple[RankPeers, Far]) -> None:
     peers, far = pair
     started = time.monotonic()
     while peers.lost is None:

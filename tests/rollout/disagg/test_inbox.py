@@ -1,4 +1,4 @@
-"""What comes for a prompt goes into its pages, unless they are not its own any more."""
+"""The inbox writes transferred prompts into their pages, unless a sample has lost its pages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FIRST = First(tokens=(9,), logprobs=(-1.0,), version=0)
 
 
 class World:
-    """An inbox of zeroed pages, and the ends of its prefill ranks."""
+    """An inbox with zeroed pages, and the sockets of its prefill ranks."""
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         address = f"ipc://{folder}/line"
         hello = Hello(tp_size=1, tp_rank=0, geometry="equal", ring_bytes=40 * TOKEN)
         greetings = [Hello(tp_size=ranks, tp_rank=i, geometry="equal") for i in range(ranks)]
-        self.theirs = [Far(address, KEY, each) for each in greetings]
+        self.theirs = [Far(address, KEY, greeting) for greeting in greetings]
         self.k, self.v = (torch.zeros(2, 8, 4, 16) for _ in range(2))
         ring = torch.full((40 * TOKEN,), 0x40, dtype=torch.uint8)
         peers = RankPeers("prefill", hello, KEY, 5.0, 5.0, listen=(address, ranks))
         self.inbox = Inbox(StagedCache(self.k, self.v, 4), peers, MappedTransport(), ring)
-        assert [each.recv() for each in self.theirs] == [hello] * ranks
+        assert [far.recv() for far in self.theirs] == [hello] * ranks
 
     def ask(self, request: int = 0) -> Sample:
         sample = Sample(
@@ -40,20 +40,22 @@ class World:
             handle=ReqHandle(1 + request, 0), remote=True,
         )  # fmt: skip
         self.inbox.ask(Chunk(sample=sample, start=0, length=3, slots=torch.tensor(SLOTS)))
-        for each in self.theirs:
-            ask = each.recv()
+        for far in self.theirs:
+            ask = far.recv()
             assert isinstance(ask, Ask) and ask.prompt == [5, 6, 7] and ask.number == request
         return sample
 
 
-@pytest.mark.parametrize("lost", [None, "preempted", "admitted anew", "recomputed"])
-def test_late_bytes_are_left_in_the_ring(tmp_path: Path, lost: str | None) -> None:
+@pytest.mark.parametrize("lost", [None, "preempted", "admitted again", "recomputed"])
+def test_late_bytes_stay_in_ring_when_sample_has_lost_its_pages(
+    tmp_path: Path, lost: str | None
+) -> None:
     world = World(tmp_path)
     sample = world.ask()
     if lost == "recomputed":
         sample.remote = False
     elif lost:
-        sample.handle = ReqHandle(1, 1) if lost == "admitted anew" else None
+        sample.handle = ReqHandle(1, 1) if lost == "admitted again" else None
     world.theirs[0].send(Filled(number=0, nth=0, first=FIRST))
     world.inbox.receive(5)
     for part in (world.k, world.v):
@@ -64,27 +66,26 @@ def test_late_bytes_are_left_in_the_ring(tmp_path: Path, lost: str | None) -> No
     assert world.inbox.allocator.outstanding == 0
 
 
-def test_what_overtakes_is_counted_when_all_before_it_are_there(tmp_path: Path) -> None:
-    """Two prefill ranks refuse the second of three prompts: the first rank before the other has
-    sent the first prompt, the other when the decode engine is done with both.
-    """
+def test_early_refusal_counts_as_arrived_only_after_all_earlier_prompts(tmp_path: Path) -> None:
+    # Both prefill ranks refuse the second of three prompts: the early rank before the late one has
+    # sent the first prompt, the late rank when the decode engine has finished both.
     world = World(tmp_path, ranks=2)
     for request in range(3):
         world.ask(request)
-    inbox, (one, other) = world.inbox, world.theirs
+    inbox, (early, late) = world.inbox, world.theirs
 
     def hear(rank: Far, *messages: Filled | Refused) -> int:
-        for each in messages:
-            rank.send(each)
+        for message in messages:
+            rank.send(message)
             inbox.receive(5)
         return inbox.arrived
 
     refusal = Refused(number=1, reason="too long")
-    assert hear(one, Filled(number=0, nth=0, first=FIRST), refusal) == 0
-    assert hear(other, Filled(number=0, nth=0, first=FIRST)) == 2
+    assert hear(early, Filled(number=0, nth=0, first=FIRST), refusal) == 0
+    assert hear(late, Filled(number=0, nth=0, first=FIRST)) == 2
     first, second = inbox.transfers.pop(0), inbox.transfers.pop(1)
     assert (first.refusal, second.refusal) == (None, "too long")
-    assert hear(other, refusal) == 0 and inbox.transfers[2].refusal is None
+    assert hear(late, refusal) == 0 and inbox.transfers[2].refusal is None
     third = Filled(number=2, nth=0, first=FIRST)
-    assert hear(one, third) == 0 and hear(other, third) == 1
+    assert hear(early, third) == 0 and hear(late, third) == 1
     assert inbox.allocator.outstanding == 0

@@ -1,5 +1,6 @@
-"""Prefill ranks that die, refuse, fall silent or have other weights: answers are right, or refused
-with a reason.
+"""Prefill ranks that die, refuse, fall silent or have other weights.
+
+Answers are correct, or refused with a reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CALLS = [(random_prompts((9, 30, 50, 21)), GREEDY), (random_prompts((12,), seed=
 
 
 class HalfMapped(CountedMapped):
-    """Dies in its third transfer, half of which is in the ring."""
+    """Transport whose process dies in its third transfer, with half of it in the ring."""
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
         if self.requests < 2:
@@ -57,7 +58,7 @@ class HalfMapped(CountedMapped):
 
 
 class DyingGroup(CountedGroup):
-    """Dies when its third transfer was announced, or is about to be."""
+    """Transport whose process dies instead of sending its third transfer."""
 
     def put(self, peer: int, staged: Tensor, offset: int) -> None:
         if self.requests == 2:
@@ -66,7 +67,7 @@ class DyingGroup(CountedGroup):
 
 
 class Unheard(GroupTransport):
-    """To a rank that is in no group with this one; nothing is put."""
+    """Transport to a rank that shares no group with this one; sends nothing."""
 
     def open(self, *_: Any) -> None:
         return
@@ -94,9 +95,9 @@ CASES = {
 
 
 def lose(rank: int, path: str, sockets: str) -> Any:
-    """Ranks 0 and 1 decode, case after case; each case has a prefill rank of its own."""
+    """Run all cases on decode ranks 0 and 1; each further rank is the prefill rank of a case."""
     groups = [dist.new_group([0, 1]) for _ in CASES]
-    dist.barrier()  # nobody dies while others still connect to it
+    dist.barrier()  # no rank dies while other ranks still connect to it
     splits = [
         Split(
             path=path,
@@ -110,15 +111,15 @@ def lose(rank: int, path: str, sockets: str) -> Any:
     if rank > 1:
         nth = rank - 2
         return prefill(splits[nth], addresses(sockets, nth), list(CASES.values())[nth].how)
-    found = []
+    reports = []
     for nth, (split, group) in enumerate(zip(splits, groups, strict=True)):
         patience = 3 if nth == list(CASES).index("silent") else 60
-        found.append(
+        reports.append(
             generate(
                 split, group, f"ipc://{sockets}/{nth}.{rank}", sources=[nth + 2], timeout=patience
             )
         )
-    return found
+    return reports
 
 
 def addresses(sockets: str, nth: int) -> list[str]:
@@ -129,7 +130,7 @@ def prefill(split: Split, addresses: list[str], how: str) -> Any:
     if how == "silent":
         engine = PrefillEngine.from_pretrained(split.path, **CONFIG)
         engine.connect(addresses, KEY, MappedTransport())
-        time.sleep(60)  # until it is killed
+        time.sleep(60)  # until the process is killed
     transport: Counted = make_transport(split, [0, 1])
     if how == "dies":
         transport = HalfMapped() if split.mapped else DyingGroup([0, 1])
@@ -142,8 +143,8 @@ def path(saved: Saved) -> str:
 
 
 @pytest.fixture(scope="module")
-def seen(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case, what both decode ranks saw."""
+def reports(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return the reports of both decode ranks by case."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks = start_ranks(lose, 2 + len(CASES), folder / "store", path, str(folder), seconds=30)
     try:
@@ -153,7 +154,7 @@ def seen(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
             rank.kill()
 
 
-Seen = dict[str, list[dict[str, Any]]]
+Reports = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def expected(path: str) -> Any:
     [
         ("mapped", range(5), "the prefill engine is lost: prefill rank 0 is "),
         ("gloo", range(5), "the prefill engine is lost: prefill rank 0 is "),
-        ("silent", range(6), "sent nothing for 3 s|says another rank"),
+        ("silent", range(6), "rank sent nothing for 3 s|reported by another rank"),
         ("newer", [0], "^the prefill engine has weights 1, this one 0$"),
         (
             "small",
@@ -176,32 +177,32 @@ def expected(path: str) -> Any:
         ),
     ],
 )
-def test_what_does_not_come_is_computed_here(
-    seen: Seen, expected: Any, case: str, arrived: Any, reason: str
+def test_decode_engine_recomputes_prompts_that_prefill_engine_does_not_deliver(
+    reports: Reports, expected: Any, case: str, arrived: Any, reason: str
 ) -> None:
-    for each in seen[case]:
-        assert tokens(each["answers"]) == expected
-        assert each["split"].arrived in arrived and each["reason"] is None
-        assert each["split"].recomputed > 0 or case == "silent"
-        assert each["split"].arrived + each["split"].recomputed == 5 or case not in (
+    for report in reports[case]:
+        assert tokens(report["answers"]) == expected
+        assert report["split"].arrived in arrived and report["reason"] is None
+        assert report["split"].recomputed > 0 or case == "silent"
+        assert report["split"].arrived + report["split"].recomputed == 5 or case not in (
             "newer",
             "small",
         )
-        assert each["outstanding"] == 0 or case != "small"
-        assert re.search(reason, each["split"].reason)
+        assert report["outstanding"] == 0 or case != "small"
+        assert re.search(reason, report["split"].reason)
 
 
-def test_a_dead_prefill_rank_is_refused_with_the_reason(seen: Seen) -> None:
-    for each in seen["refuse"]:
-        assert each["answers"] == []
-        assert each["error"].startswith(
+def test_generate_raises_with_on_loss_refuse_when_prefill_rank_dies(reports: Reports) -> None:
+    for report in reports["refuse"]:
+        assert report["answers"] == []
+        assert report["error"].startswith(
             "PeerLostError: the prefill engine is lost: prefill rank 0 is "
         )
-        assert "the prefill engine is lost" in each["reason"]
+        assert "the prefill engine is lost" in report["reason"]
 
 
 def greeted(engine: Engine, address: str, listens: bool = False, **changes: Any) -> Far:
-    """A rank of the other engine that has greeted this one."""
+    """Return a rank of the peer engine that greets `engine`."""
     cache = StagedCache.of(engine.model, engine.cache, TensorParallel(1, None))
     told = {"tp_size": 1, "tp_rank": 0, "geometry": cache.geometry, **changes}
     return Far(address, KEY, Hello(**told), listens=listens)
@@ -224,7 +225,7 @@ def address(tmp_path: Path) -> str:
         (1 << 12, {"tp_size": 2}, "connect to every prefill rank once; these are 0 of 2"),
     ],
 )
-def test_engines_that_do_not_fit_are_refused(
+def test_connect_refuses_engines_that_do_not_match(
     path: str, address: str, ring_bytes: int, changes: dict[str, Any], message: str
 ) -> None:
     engine = DecodeEngine.from_pretrained(path, **CONFIG)
@@ -234,10 +235,8 @@ def test_engines_that_do_not_fit_are_refused(
     theirs.close()
 
 
-def test_a_dead_decode_rank_ends_serving_with_its_name(path: str, address: str) -> None:
-    """After it has asked for a prompt, and died before its ring was ready for it: no page stays
-    taken.
-    """
+def test_serve_raises_and_frees_pages_when_decode_rank_dies(path: str, address: str) -> None:
+    # the rank dies after it has requested a prompt, before its ring is ready for the prompt
     engine = PrefillEngine.from_pretrained(path, **CONFIG)
     theirs = greeted(engine, address, listens=True, ring_bytes=1 << 12)
     engine.connect([address], KEY, Unheard([0]))
@@ -249,10 +248,9 @@ def test_a_dead_decode_rank_ends_serving_with_its_name(path: str, address: str) 
     engine.check_integrity()
 
 
-def test_a_refusal_waits_for_the_prompts_before_it(path: str, address: str) -> None:
-    """The first one takes all pages and the ring is not ready for it: the third, which fits alone,
-    has to wait, too.
-    """
+def test_refusal_is_sent_in_order_of_requests(path: str, address: str) -> None:
+    # The first prompt takes all pages, and the ring is not ready for it. The third prompt would fit
+    # alone but has to wait too.
     engine = PrefillEngine.from_pretrained(path, **CONFIG | {"kv_tokens": 32})
     theirs = greeted(engine, address, listens=True, ring_bytes=1 << 16)
     engine.connect([address], KEY, Unheard([0]))
@@ -270,15 +268,15 @@ def test_a_refusal_waits_for_the_prompts_before_it(path: str, address: str) -> N
         heard.extend(theirs.recv() for _ in (engine, *prompts))
         theirs.send(Closed())
 
-    timer = threading.Timer(0.5, decode)  # after turns in which nothing can be sent
+    timer = threading.Timer(0.5, decode)  # after some turns without anything to send
     timer.start()
     engine.serve()
     timer.join()
-    assert [type(each) for each in heard] == [Hello, Filled, Refused, Filled]
+    assert [type(message) for message in heard] == [Hello, Filled, Refused, Filled]
     engine.check_integrity()
 
 
-def test_models_that_cannot_be_split_are_refused(saved: Saved) -> None:
+def test_connect_refuses_model_with_sliding_window(saved: Saved) -> None:
     engine = PrefillEngine.from_pretrained(saved("mistral", sliding_window=16)[0], **CONFIG)
     with pytest.raises(ValueError, match="needs full attention with heads in every layer"):
         engine.connect([], b"", MappedTransport())

@@ -1,5 +1,6 @@
-"""Two engines of different tensor-parallel sizes give one engine's answers, through rings that
-wrap.
+"""Prefill and decode engines of different tensor-parallel sizes: answers equal a single engine's.
+
+The rings are small, so allocation wraps around.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ SMALL: dict[str, Any] = {"kv_tokens": 160, "max_running": 12, "max_prefill_token
 
 
 def calls() -> list[tuple[list[list[int]], SamplingParams]]:
-    """Greedy, then prompts of which some begin like earlier ones, sampled."""
+    """Return a greedy call, then a sampled one in which some prompts share earlier prefixes."""
     prompts = random_prompts(LENGTHS)
     longer = [prompts[5] + tail for tail in random_prompts((3, 20), seed=1)]
     return [(prompts, GREEDY), (longer + random_prompts((5, 21), seed=2), SAMPLED)]
 
 
 def searches() -> list[tuple[list[list[int]], list[SamplingParams]]]:
-    """Beam searches beside prompts that are sent; then two that begin like what was sent, and like
-    a search.
+    """Return calls that mix beam searches with prompts that are sent.
+
+    In the second call, one search begins like a prompt that was sent, the other like a search.
     """
     prompts = random_prompts(LENGTHS)
     again = [prompts[6] + [3, 4], prompts[7][:50]]
@@ -56,8 +58,8 @@ def path(saved: Saved) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """[topology][rank]"""
+def reports(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """Run all topologies; return the ranks' reports as [topology][rank]."""
     splits = [
         Split(path=path, prefill=prefill, decode=decode, mapped=mapped, calls=calls())
         for prefill, decode, mapped in TOPOLOGIES
@@ -80,79 +82,80 @@ def found(path: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]
     by_rank = results(
         start_ranks(run, 6, folder / "store", splits, str(folder)), seconds=rounds(200, 1200)
     )
-    return [list(of) for of in zip(*by_rank, strict=True)]
+    return [list(topology) for topology in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize(
     "nth", range(len(TOPOLOGIES)), ids=[f"{a}to{b}{'' if m else '-gloo'}" for a, b, m in TOPOLOGIES]
 )
-def test_answers_are_one_engines(path: str, found: list[list[Any]], nth: int) -> None:
+def test_answers_equal_those_of_single_engine(
+    path: str, reports: list[list[Any]], nth: int
+) -> None:
     engine = Engine.from_pretrained(path, **CONFIG)
     alone = [engine.generate(prompts, params) for prompts, params in calls()]
     prefill, decode, _ = TOPOLOGIES[nth]
-    for seen in found[nth][prefill : prefill + decode]:
-        assert seen["error"] is None and seen["reason"] is None
-        assert tokens(seen["answers"]) == tokens(alone)
-        for mine, its in zip(chain(*seen["answers"]), chain(*alone), strict=True):
+    for report in reports[nth][prefill : prefill + decode]:
+        assert report["error"] is None and report["reason"] is None
+        assert tokens(report["answers"]) == tokens(alone)
+        for mine, its in zip(chain(*report["answers"]), chain(*alone), strict=True):
             assert_same(mine, its)
-        assert (seen["split"].arrived, seen["split"].recomputed) == (12, 0)
-        assert seen["outstanding"] == 0
+        assert (report["split"].arrived, report["split"].recomputed) == (12, 0)
+        assert report["outstanding"] == 0
         generated = sum(
             len(sample.token_ids) - 1 for call in alone for request in call for sample in request
         )
-        assert seen["stats"]["computed_tokens"] == generated, (
-            "prompts, and first tokens, are computed elsewhere"
+        assert report["stats"]["computed_tokens"] == generated, (
+            "the prefill engine computes prompts and first tokens"
         )
-        assert seen["stats"]["prefix_hit_tokens"] == 2 * 32, "what the decode side has is not sent"
+        assert report["stats"]["prefix_hit_tokens"] == 2 * 32, "cached prefixes are not sent"
 
 
 @pytest.mark.parametrize("nth", range(len(TOPOLOGIES)))
-def test_one_copy_a_transfer_and_peer(found: list[list[Any]], nth: int) -> None:
+def test_each_transfer_is_one_copy_per_peer(reports: list[list[Any]], nth: int) -> None:
     prefill, decode, _ = TOPOLOGIES[nth]
-    sent = [*LENGTHS, 11, 28, 5, 21]  # the two longer ones without the 32 tokens that are there
+    sent = [*LENGTHS, 11, 28, 5, 21]  # the two longer prompts without their 32 cached tokens
     ranges = sum(-(-n // 40) for n in sent)
     pairs = max(prefill, decode)  # each rank of the larger side has one peer
-    seen = found[nth][:prefill]
-    assert sum(each["requests"] for each in seen) == ranges * pairs
-    assert sum(each["bytes"] for each in seen) == sum(sent) * TOKEN
+    senders = reports[nth][:prefill]
+    assert sum(report["requests"] for report in senders) == ranges * pairs
+    assert sum(report["bytes"] for report in senders) == sum(sent) * TOKEN
 
 
 @pytest.mark.soak
-def test_a_burst_through_a_small_ring(path: str, found: list[list[Any]]) -> None:
-    """All requests in flight at once; a ring of 40 tokens."""
+def test_burst_of_requests_goes_through_small_ring(path: str, reports: list[list[Any]]) -> None:
+    # all requests are in flight together, and the ring has 40 tokens
     alone = Engine.from_pretrained(path, **CONFIG).generate(burst(), GREEDY)
-    for seen in found[BURST][1:3]:
-        assert tokens(seen["answers"]) == tokens([alone])
-        assert seen["in_flight"] == REQUESTS and seen["split"].rounds >= rounds(15, 50)
-        assert seen["split"].arrived == REQUESTS and seen["outstanding"] == 0
+    for report in reports[BURST][1:3]:
+        assert tokens(report["answers"]) == tokens([alone])
+        assert report["in_flight"] == REQUESTS and report["split"].rounds >= rounds(15, 50)
+        assert report["split"].arrived == REQUESTS and report["outstanding"] == 0
 
 
-def test_prompts_under_way_are_preempted(path: str, found: list[list[Any]]) -> None:
-    """By a sleep or a discard, after the first were asked for: what comes for a sample that has
-    lost its pages is left in the ring, and the sample is computed here; later ones as pages run
-    out.
-    """
+def test_preempted_prompts_in_flight_are_recomputed(path: str, reports: list[list[Any]]) -> None:
+    # A sleep or a discard preempts the first samples after their prompts were requested, and full
+    # pools preempt later ones. The decode side computes all of them itself.
     alone = Engine.from_pretrained(path, **CONFIG).generate(burst()[:TIGHTLY], LONG)
-    for seen in [*found[TIGHT][1:3], found[MEDDLED][1]]:
-        assert tokens(seen["answers"]) == tokens([alone])
-        assert seen["preemptions"] > 0 and seen["outstanding"] == 0
-        assert 0 < seen["split"].arrived < TIGHTLY
+    for report in [*reports[TIGHT][1:3], reports[MEDDLED][1]]:
+        assert tokens(report["answers"]) == tokens([alone])
+        assert report["preemptions"] > 0 and report["outstanding"] == 0
+        assert 0 < report["split"].arrived < TIGHTLY
 
 
-def test_beams_are_one_engines(path: str, found: list[list[Any]]) -> None:
-    """Searches are computed where they are decoded, prompts beside them are sent."""
+def test_beam_searches_equal_those_of_single_engine(path: str, reports: list[list[Any]]) -> None:
+    # the decode engine computes the prompts of searches; other prompts of the call are sent
     engine = Engine.from_pretrained(path, **CONFIG)
     alone = [engine.generate(prompts, params) for prompts, params in searches()]
-    assert any(len({tuple(each.token_ids) for each in request}) == 3 for request in alone[1]), (
-        "beams that differ"
+    assert any(len({tuple(beam.token_ids) for beam in request}) == 3 for request in alone[1]), (
+        "beams differ"
     )
-    for seen in found[SEARCH][1:3]:
-        assert seen["error"] is None and seen["reason"] is None
-        assert tokens(seen["answers"]) == tokens(alone)
-        for mine, theirs in zip(chain(*seen["answers"]), chain(*alone), strict=True):
-            assert [each.score for each in mine] == pytest.approx(
-                [each.score for each in theirs], abs=GAP
+    for report in reports[SEARCH][1:3]:
+        assert report["error"] is None and report["reason"] is None
+        assert tokens(report["answers"]) == tokens(alone)
+        for mine, theirs in zip(chain(*report["answers"]), chain(*alone), strict=True):
+            assert [beam.score for beam in mine] == pytest.approx(
+                [beam.score for beam in theirs], abs=GAP
             )
-        assert (seen["split"].arrived, seen["split"].recomputed, seen["outstanding"]) == (4, 0, 0)
-        assert seen["stats"]["prefix_hit_tokens"] == 64 + 48
-    assert found[SEARCH][0]["bytes"] == sum(LENGTHS[::2]) * TOKEN
+        split = report["split"]
+        assert (split.arrived, split.recomputed, report["outstanding"]) == (4, 0, 0)
+        assert report["stats"]["prefix_hit_tokens"] == 64 + 48
+    assert reports[SEARCH][0]["bytes"] == sum(LENGTHS[::2]) * TOKEN
