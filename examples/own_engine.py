@@ -1,7 +1,6 @@
-"""`memsaver` alone around another engine: here transformers' `generate`, its weights and its KV
-cache on tags.
+"""Pause and resume another engine with memsaver alone: here, transformers' `generate`.
 
-python examples/own_engine.py MODEL_DIR
+Usage: python examples/own_engine.py MODEL_DIR
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ PROMPT = [1, 2, 3, 4]
 
 
 class OtherEngine:
-    """An engine that knows nothing of memsaver, but for the two regions in which it makes what is
-    large.
-    """
+    """An engine whose weights and KV cache are allocated in regions; nothing else uses memsaver."""
 
     def __init__(self, path: str, saver: memsaver.MemorySaver) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = AutoConfig.from_pretrained(path)
-        # saved over a pause; "discard" if they are synced anew anyway
+        # A pause saves the weights. Use "discard" if they are synced again before their next use.
         with saver.region("weights", content="host"):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32
@@ -33,14 +30,12 @@ class OtherEngine:
         self.model.load_state_dict(loaded.state_dict())
         self.cache = StaticCache(config=config, max_cache_len=64)
         heads, width = config.num_key_value_heads, config.head_dim
-        # content "discard": given back without a copy, undefined after the resume
+        # The default content is "discard": a pause saves nothing, and a resume leaves it undefined.
         with saver.region("kv_cache"):
             self.cache.early_initialization(1, heads, width, torch.float32, torch.device(DEVICE))
 
     def generate(self, prompt: list[int], tokens: int = 8) -> list[int]:
-        """Greedy. The cache is emptied first: nothing of it is needed from call to call, so a pause
-        may lose it.
-        """
+        """Return a greedy answer; the cache starts empty, so a pause may discard it."""
         self.cache.reset()
         ids = torch.tensor([prompt], device=DEVICE)
         settings = {
@@ -60,7 +55,7 @@ class OtherEngine:
 
 
 def main(path: str) -> dict[str, object]:
-    """What was seen on the way."""
+    """Pause and resume an engine, and return the observations."""
     saver = memsaver.MemorySaver(device=DEVICE)
     engine = OtherEngine(path, saver)
     before, addresses = engine.generate(PROMPT), engine.addresses()
@@ -68,11 +63,11 @@ def main(path: str) -> dict[str, object]:
     held = saver.report().committed_bytes
     saver.pause()  # weights and KV cache: the trainer's turn
     paused = saver.report().committed_bytes
-    # staged: new weights may be written now, while the trainer still holds its own
+    # New weights can be written between the two calls, before the KV cache takes its memory.
     saver.resume("weights")
     kept = all(map(torch.equal, weights, engine.model.parameters()))
     saver.resume("kv_cache")
-    seen = {
+    results = {
         "bytes held": held,
         "bytes held while paused": paused,
         "bytes held afterwards": saver.report().committed_bytes,
@@ -80,10 +75,10 @@ def main(path: str) -> dict[str, object]:
         "weights were kept": kept,
         "answer is the same": engine.generate(PROMPT) == before,
     }
-    for what, value in seen.items():
-        print(f"{what}: {value}")
+    for name, value in results.items():
+        print(f"{name}: {value}")
     saver.close()
-    return seen
+    return results
 
 
 if __name__ == "__main__":

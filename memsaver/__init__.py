@@ -22,12 +22,14 @@ from memsaver.saver import MemorySaver
 from memsaver.sharing.lease import Lease, LeaseCache, attach
 from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.tickets import PoolTicket, Ticket
+from memsaver.types import Content, Operation, Release, TagState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
     "CompilerError",
+    "Content",
     "ContentWatch",
     "Event",
     "HostMemoryError",
@@ -37,13 +39,16 @@ __all__ = [
     "LockTimeout",
     "MemSaverError",
     "MemorySaver",
+    "Operation",
     "OutOfMemory",
     "PoolTicket",
     "Prefetch",
+    "Release",
     "Report",
     "StateError",
     "TagError",
     "TagReport",
+    "TagState",
     "Ticket",
     "Timeline",
     "Usage",

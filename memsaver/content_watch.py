@@ -1,4 +1,4 @@
-"""Notices that a tag's content was discarded by somebody else than the tag's owner."""
+"""Detect that a tag's content was discarded by other code than the tag's owner."""
 
 from __future__ import annotations
 
@@ -9,29 +9,43 @@ from memsaver.saver import MemorySaver
 
 
 class ContentWatch:
-    """Notes of how often the content of tags had been discarded when their owner last knew it.
+    """Record of how often the content of tags had been discarded when their owner last knew it.
 
-    The owner of a tag calls `note` when it has given the tag content, or has discarded the content
-    itself, and asks `lost` before it uses what lay there.
+    The owner of a tag calls `note` after it writes the tag's content or discards it, and calls
+    `lost` before it uses the content.
+
+    Args:
+        saver: The saver that has the tags.
+        *tags: Tags to note now.
     """
 
     def __init__(self, saver: MemorySaver, *tags: str) -> None:
-        """Note these tags."""
         self._saver = saver
         self._noted: dict[str, int] = {}
         self.note(*tags)
 
     def note(self, *tags: str) -> None:
-        """Take the content of the tags, or its absence, as known to their owner."""
+        """Record that the owner knows the present content of the tags, or its absence.
+
+        Args:
+            *tags: Tags to note.
+        """
         self._noted |= {tag: self._saver.discards(tag) for tag in tags}
 
     def lost(self, *tags: str) -> list[str]:
-        """Return the tags whose content was discarded since `note`."""
+        """Return the tags whose content was discarded since `note`.
+
+        Args:
+            *tags: Tags to compare.
+
+        Returns:
+            The tags whose present content their owner does not know.
+        """
         return [tag for tag in tags if self._saver.discards(tag) != self._noted.get(tag, 0)]
 
 
 def lost_by_others(tags: Iterable[str], owner: str) -> str:
-    """Say why `owner` does not use the content of these tags, which `ContentWatch.lost` found."""
+    """Return the error message for the tags that `ContentWatch.lost` reports to `owner`."""
     names = ", ".join(map(repr, tags))
     return (
         f"the content of tag {names} was discarded by a pause, swap, exchange or resize "
@@ -40,7 +54,7 @@ def lost_by_others(tags: Iterable[str], owner: str) -> str:
 
 
 def shortfall(saver: MemorySaver, tags: Iterable[str]) -> str | None:
-    """Say what of these tags, which are active, has no memory, and how it comes back."""
+    """Return the error message for the first active tag that lacks memory, or ``None``."""
     for tag in tags:
         if missing := saver.unbacked_bytes(tag):
             nbytes = saver.report(others=False).tags[tag].committed_bytes + missing

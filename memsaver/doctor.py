@@ -1,6 +1,6 @@
-"""Examine what this machine offers memsaver, what is in the way, and what to do about it.
+"""Check that this machine can run memsaver, and suggest a remedy for each problem.
 
-``memsaver doctor`` prints the table; `CHECKS` names every check, in the order of the table.
+``memsaver doctor`` prints the results as a table. `CHECKS` lists the checks in table order.
 """
 
 from __future__ import annotations
@@ -42,33 +42,42 @@ COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 Status = Literal["ok", "warn", "fail", "skip"]
 Finding = tuple[Status, str, str]
-"""Status, what was found, and what to do about it ("" for "ok" and "skip")."""
+"""Status, finding, and remedy ("" for "ok" and "skip")."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table; ``remedy`` says what to do where status is "warn" or "fail"."""
+    """One row of the table.
+
+    Attributes:
+        name: Name of the check, a key of `CHECKS`.
+        status: ``"ok"``, ``"warn"``, ``"fail"`` or ``"skip"``.
+        finding: What the check found.
+        remedy: What to do about a status of ``"warn"`` or ``"fail"``.
+    """
 
     name: str
     status: Status
-    found: str
+    finding: str
     remedy: str = ""
 
 
 def examine(device: str | torch.device | None = None) -> list[Check]:
-    """Make every check, in a fixed order. A check that breaks is a failed check.
+    """Run every check in a fixed order. A check that raises counts as failed.
+
+    All memory is released afterwards; the context on a GPU stays.
 
     Args:
-        device: The GPU to try; ``None``: the current GPU, if there is any; ``"cpu"``: no GPU.
+        device: GPU to try; ``None`` for the current GPU, if there is any; ``"cpu"`` for no GPU.
 
     Returns:
-        One `Check` for each entry of `CHECKS`. Memory is given back; a GPU's context stays.
+        One `Check` for each entry of `CHECKS`.
     """
     return [run_check(name, device) for name in CHECKS]
 
 
 def run_check(name: str, device: str | torch.device | None = None) -> Check:
-    """Make one check, whatever others found."""
+    """Run one check, independently of the others."""
     try:
         return Check(name, *CHECKS[name](device))
     except Exception as error:
@@ -78,7 +87,7 @@ def run_check(name: str, device: str | torch.device | None = None) -> Check:
 
 
 def report(device: str | None) -> int:
-    """Examine, print the table, and return the exit status: 1 if a check failed."""
+    """Run the checks, print the table, and return the exit status: 1 if a check failed."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -89,10 +98,10 @@ def report(device: str | None) -> int:
         table.add_column(column, overflow="fold")
     for check in checks:
         color = COLORS[check.status]
-        told = Text(check.found)
+        text = Text(check.finding)
         if check.remedy:
-            told.append(f"\n-> {check.remedy}", style=color)
-        table.add_row(Text(check.name), Text(check.status, style=color), told)
+            text.append(f"\n-> {check.remedy}", style=color)
+        table.add_row(Text(check.name), Text(check.status, style=color), text)
     console = Console(highlight=False)
     console.print(table)
     attention = sum(check.status in ("warn", "fail") for check in checks)
@@ -102,90 +111,92 @@ def report(device: str | None) -> int:
 
 def _versions(_: Any) -> Finding:
     """Compare installed packages with the oldest that work; all but torch may be missing."""
-    found, wrong = [f"Python {platform.python_version()}"], []
+    versions, outdated = [f"Python {platform.python_version()}"], []
     for name, oldest in {**OLDEST, **compat.OLDEST}.items():
         version = importlib.metadata.version(name) if importlib.util.find_spec(name) else "missing"
-        found.append(f"{name} {version}")
+        versions.append(f"{name} {version}")
         optional = name != "torch" and version == "missing"
         if not optional and tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
-            wrong.append(f"'{name}>={'.'.join(map(str, oldest))}'")
-    told = f"{', '.join(found)}; torch's CUDA: {torch.version.cuda or 'none'}"
-    return "fail" if wrong else "ok", told, f"pip install {' '.join(wrong)}" if wrong else ""
+            outdated.append(f"'{name}>={'.'.join(map(str, oldest))}'")
+    text = f"{', '.join(versions)}; torch's CUDA: {torch.version.cuda or 'none'}"
+    remedy = f"pip install {' '.join(outdated)}" if outdated else ""
+    return "fail" if outdated else "ok", text, remedy
 
 
 def _compilers(device: Any) -> Finding:
-    """Load the shim; look for what CPU regions and Triton's kernels are compiled with."""
-    path, wrong = build.shim_library(), []
+    """Load the shim, and look for the compilers of CPU regions and Triton's kernels."""
+    path, problems = build.shim_library(), []
     shim.library()
     try:
         build.cpu_hook_library()
     except CompilerError as error:
-        wrong.append(f"no region() on the CPU: {str(error).splitlines()[0]}")
+        problems.append(f"no region() on the CPU: {str(error).splitlines()[0]}")
     # Triton calls CC, gcc or clang, never cc.
     if "CC" not in os.environ and not (shutil.which("gcc") or shutil.which("clang")):
-        wrong.append("no C compiler for Triton's kernels")
+        problems.append("no C compiler for Triton's kernels")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        wrong.append("no Python.h for Triton's kernels")
+        problems.append("no Python.h for Triton's kernels")
     came = "came with the package" if path.parent == build.HERE else f"compiled, in {path.parent}"
-    told = "; ".join([f"memory shim {came}", *wrong])
-    status: Status = "fail" if wrong and _gpu(device) else "warn" if wrong else "ok"
-    return status, told, "install gcc, g++ and Python's headers (python3-dev)" if wrong else ""
+    text = "; ".join([f"memory shim {came}", *problems])
+    status: Status = "fail" if problems and _gpu(device) else "warn" if problems else "ok"
+    return status, text, "install gcc, g++ and Python's headers (python3-dev)" if problems else ""
 
 
 def _conflicts(_: Any) -> Finding:
     """Find settings that keep allocations off tags, or registrations that outlive a pause."""
-    found: list[tuple[str, str]] = []
+    conflicts: list[tuple[str, str]] = []
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "cudaMallocAsync" in os.environ.get(name, ""):
-            found.append((name, "cudaMallocAsync ignores memory pools: regions catch nothing"))
+            conflicts.append((name, "cudaMallocAsync ignores memory pools: regions catch nothing"))
     if (name := "PYTORCH_NO_CUDA_MEMORY_CACHING") in os.environ:
-        found.append((name, "torch uses no memory pools: regions catch nothing"))
+        conflicts.append((name, "torch uses no memory pools: regions catch nothing"))
     if "torch_memory_saver" in os.environ.get("LD_PRELOAD", ""):
-        found.append(("LD_PRELOAD", "torch_memory_saver takes cudaMalloc over"))
+        conflicts.append(("LD_PRELOAD", "torch_memory_saver takes cudaMalloc over"))
     if hook := torch_allocator.registering_hook():
-        found.append((hook, "torch registers tags' pages with NCCL, which uses them after a pause"))
+        why = "torch registers tags' pages with NCCL, which uses them after a pause"
+        conflicts.append((hook, why))
     if (
         name := torch_allocator.GRAPH_REGISTER
     ) in os.environ and torch_allocator.registers_graphs():
-        found.append((name, "NCCL registers the buffers of captured graphs, tags' too"))
+        conflicts.append((name, "NCCL registers the buffers of captured graphs, tags' too"))
     if os.environ.get(compat.IN_PROCESS, "0") != "0":
-        found.append((compat.IN_PROCESS, "vLLM's engine would be a process of its own"))
-    if not found:
+        conflicts.append((compat.IN_PROCESS, "vLLM's engine would run in a separate process"))
+    if not conflicts:
         return "ok", "no setting of torch, NCCL or vLLM is in the way", ""
-    told = "\n".join(f"{name}={os.environ[name]}: {why}" for name, why in found)
-    return "warn", told, f"unset {', '.join(name for name, _ in found)}"
+    text = "\n".join(f"{name}={os.environ[name]}: {why}" for name, why in conflicts)
+    return "warn", text, f"unset {', '.join(name for name, _ in conflicts)}"
 
 
 def _limits(_: Any) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     maps = int(MAX_MAP_COUNT.read_text()) if MAX_MAP_COUNT.exists() else MEMORY_MAPS
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
-    found = f"{soft} open files (hard limit {hard}), {maps} memory maps in a process"
+    text = f"{soft} open files (hard limit {hard}), {maps} memory maps in a process"
     remedies = ["run `ulimit -n 65536` before the program; each tag takes some"] * few
     if maps < MEMORY_MAPS:
         remedies.append(f"run `sysctl -w vm.max_map_count={MEMORY_MAPS}` as root, on the host")
-    return "warn" if remedies else "ok", found, "; ".join(remedies)
+    return "warn" if remedies else "ok", text, "; ".join(remedies)
 
 
 def _host_memory(_: Any) -> Finding:
     free, total, group = available_memory(), psutil.virtual_memory().total, container_memory()
-    found = f"{format_bytes(free)} of {format_bytes(total)} may be taken"
+    text = f"{format_bytes(free)} of {format_bytes(total)} are available"
     if group is not None and group.limit < total:
-        found += f"; the container is limited to {format_bytes(group.limit)}, and killed beyond"
+        text += f"; the container is limited to {format_bytes(group.limit)}, and killed beyond that"
         limit = "give MemorySaver('cpu') a limit_bytes below it, or raise it (docker run --memory)"
-        return "warn", found, limit
+        return "warn", text, limit
     if free < LITTLE_MEMORY:
-        return "warn", found, "end other programs: content='host' and CPU tags live in this memory"
-    return "ok", found, ""
+        return "warn", text, "end other programs: content='host' and CPU tags use this memory"
+    return "ok", text, ""
 
 
 def _room(_: Any) -> Finding:
     shared, disk = Path("/dev/shm"), default_directory()
     free = {path: shutil.disk_usage(path).free for path in (shared, disk) if path.exists()}
-    found = ", ".join(f"{format_bytes(nbytes)} free in {path}" for path, nbytes in free.items())
+    text = ", ".join(f"{format_bytes(nbytes)} free in {path}" for path, nbytes in free.items())
     if free.get(shared, 0) < LITTLE_SHARED:
-        return "warn", found, "docker run --shm-size=16g: NCCL, Ray and data loaders use /dev/shm"
-    return "ok", f"{found} (content='disk')", ""
+        return "warn", text, "docker run --shm-size=16g: NCCL, Ray and data loaders use /dev/shm"
+    return "ok", f"{text} (content='disk')", ""
 
 
 def _driver(_: Any) -> Finding:
@@ -193,17 +204,17 @@ def _driver(_: Any) -> Finding:
         return "skip", f"no NVIDIA driver (no {DEVICE_FILE}): memsaver works on the CPU", ""
     driver = importlib.import_module("cuda.bindings.driver")
     version, code = driver.cuDriverGetVersion()[1], int(driver.cuInit(0)[0])
-    found = f"serves CUDA {version // 1000}.{version % 1000 // 10}"
+    text = f"serves CUDA {version // 1000}.{version % 1000 // 10}"
     if code:
         restart = "restart the container (--gpus all) or the machine, or reinstall the driver"
-        return "fail", f"{found}; cuInit failed with error {code}", restart
+        return "fail", f"{text}; cuInit failed with error {code}", restart
     if torch.version.cuda and version // 1000 < int(torch.version.cuda.split(".")[0]):
-        return "fail", f"{found}, older than torch's CUDA {torch.version.cuda}", "update the driver"
-    return "ok", found, ""
+        return "fail", f"{text}, older than torch's CUDA {torch.version.cuda}", "update the driver"
+    return "ok", text, ""
 
 
 def _gpu(device: str | torch.device | None) -> torch.device | None:
-    """Return the GPU to examine; raise for a device that cannot be used."""
+    """Return the GPU to examine, if any; raise ``ValueError`` for an unsupported device."""
     if device is None and not torch.cuda.is_available():
         return None
     chosen = as_device("cuda" if device is None else device)
@@ -211,32 +222,32 @@ def _gpu(device: str | torch.device | None) -> torch.device | None:
 
 
 def _try(device: torch.device) -> Finding:
-    """Make a tensor in a region, pause and resume it, and map it as another process would."""
+    """Allocate a tensor in a region, pause and resume it, and map it as another process would."""
     with contextlib.closing(MemorySaver(device)) as saver:
         with saver.region("doctor", content="host"):
             tensor = torch.arange(SAMPLE_BYTES, device=device) % 251
-        expected, place = tensor.cpu().clone(), saver.offset_of(tensor)  # raises off the tag
+        expected, offset = tensor.cpu().clone(), saver.offset_of(tensor)  # raises off the tag
         saver.pause()
         kept = saver.report(others=False).committed_bytes
         saver.resume()
         same = torch.equal(tensor.cpu(), expected)
         with attach(saver.share("doctor")) as lease:
-            shared = torch.equal(lease.tensor((9,), tensor.dtype, place).cpu(), expected[:9])
+            shared = torch.equal(lease.tensor((9,), tensor.dtype, offset).cpu(), expected[:9])
         holders = saver.report().others
         del tensor
-    held = ", ".join(f"{who} {format_bytes(nbytes)}" for who, nbytes in holders.items() if nbytes)
+    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in holders.items() if nbytes)
     if same and shared and not kept:
         return "ok", "tags work" + (f"; other memory: {held}" if held else ""), ""
-    found = f"{kept} bytes stayed while paused, content restored: {same}, shared: {shared}"
-    return "fail", found, "report it with the whole table"
+    text = f"{kept} bytes stayed while paused, content restored: {same}, shared: {shared}"
+    return "fail", text, "report it with the whole table"
 
 
 def _try_gpu(device: Any) -> Finding:
     if (gpu := _gpu(device)) is None:
         return "skip", "no GPU to examine", ""
     name, (free, total) = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
-    status, found, remedy = _try(gpu)
-    return status, f"{name}, {format_bytes(free)} free of {format_bytes(total)}; {found}", remedy
+    status, text, remedy = _try(gpu)
+    return status, f"{name}, {format_bytes(free)} free of {format_bytes(total)}; {text}", remedy
 
 
 CHECKS: dict[str, Callable[[Any], Finding]] = {

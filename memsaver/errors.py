@@ -1,6 +1,6 @@
-"""Defines what memsaver raises.
+"""Errors that memsaver raises.
 
-Every message names the cause and the next step; nothing ever exits the process.
+Every message names the cause and a remedy. No error exits the process.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from collections.abc import Mapping
 
 
 class MemSaverError(RuntimeError):
-    """Base of every error of this package."""
+    """Base class of all errors of this package."""
 
 
 class TagError(MemSaverError):
-    """Unknown tag, or a content policy that contradicts the one the tag has."""
+    """A tag is unknown, or has a different content policy than requested."""
 
 
 class StateError(MemSaverError):
-    """The operation does not fit the state of the tag (paused, in use, undefined content)."""
+    """An operation does not fit the state of a tag (paused, in use, undefined content)."""
 
 
 class LeaseError(MemSaverError):
-    """A lease is in the way, was refused, or its owner is gone."""
+    """A lease blocks an operation, was refused, or has lost its owner."""
 
 
 class LockTimeout(MemSaverError):
-    """Another process, or thread, that maps or unmaps memory of the same GPU took too long."""
+    """Another process or thread held the lock for mapping memory of the same GPU for too long."""
 
 
 class CompilerError(MemSaverError):
@@ -33,17 +33,19 @@ class CompilerError(MemSaverError):
 
 
 class BackendError(MemSaverError):
-    """The driver or the kernel refused a call; the message carries its name for the error."""
+    """The driver or the kernel refused a call; the message contains its name for the error."""
 
 
 class OutOfMemory(MemSaverError, MemoryError):
-    """Memory is short; nothing was changed.
+    """Device memory is short. Nothing was changed.
+
+    Args:
+        message: Text that names the cause and a remedy.
 
     Attributes:
-        requested_bytes: what the failed operation needed.
-        missing_bytes: how much more would have been enough (0 when the driver does not say).
-        holders: who holds the rest, bytes by name (tags, and on a GPU torch's cache and other
-            processes).
+        requested_bytes: Bytes that the failed operation needed.
+        missing_bytes: Additional bytes that would have been enough; 0 if the driver does not say.
+        holders: Bytes by holder: tags, the page pool, and on a GPU torch and other processes.
     """
 
     def __init__(
@@ -59,11 +61,11 @@ class OutOfMemory(MemSaverError, MemoryError):
 
 
 class HostMemoryError(OutOfMemory):
-    """Host memory for saved content is short; nothing was changed."""
+    """Host memory for saved content is short. Nothing was changed."""
 
 
 def format_bytes(nbytes: int) -> str:
-    """``1536`` -> ``"1.5 KiB"``."""
+    """Format a number of bytes for people, such as ``"1.5 KiB"`` for 1536."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

@@ -1,4 +1,4 @@
-"""Defines what a saver tells about itself, in bytes and seconds; and a timeline, a Chrome trace."""
+"""Reports and events of a saver, in bytes and seconds, and a timeline in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -10,50 +10,65 @@ from typing import Any
 
 from memsaver.errors import format_bytes
 from memsaver.system.files import replace_text
+from memsaver.types import Content, Operation, TagState
 
 
 @dataclass(frozen=True, kw_only=True)
 class TagReport:
-    """One tag on one device."""
+    """State of one tag on one device.
 
-    state: str
-    """``"active"`` or ``"paused"``."""
-    content: str
-    """``"discard"``, ``"host"`` or ``"disk"``: what a pause does with the content."""
-    reserved_bytes: int
-    """Addresses, for life."""
-    committed_bytes: int
-    """Physical memory behind the tag now, page-rounded."""
-    aliased_bytes: int
-    """Of another saver's tag, behind this one in place of its own memory: committed there, not
-    here.
+    Attributes:
+        state: ``"active"`` or ``"paused"``.
+        content: Where a pause keeps the content; ``"discard"`` keeps none.
+        reserved_bytes: Address space, constant for the life of the tag.
+        committed_bytes: Physical memory behind the tag now, rounded up to pages.
+        aliased_bytes: Memory of another saver's tag behind this tag's addresses. It counts as
+            committed there, not here.
+        live_bytes: Allocations in use, by their requested sizes.
+        backup_bytes: Host memory that holds the content of the paused tag, or reads it back from
+            disk.
+        disk_bytes: Size of the file that holds the content of the paused tag.
+        extents: Number of pieces of physical memory behind the tag.
+        leases: Number of leases and aliases of the tag.
     """
+
+    state: TagState
+    content: Content
+    reserved_bytes: int
+    committed_bytes: int
+    aliased_bytes: int
     live_bytes: int
-    """Allocations in use, as asked for."""
     backup_bytes: int
-    """Host memory that holds the content, or serves to read it back, while it is paused."""
     disk_bytes: int
-    """Of the file that holds the content while it is paused."""
     extents: int
     leases: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One saver: its tags, its limit, and who else holds memory of its device (GPU only)."""
+    """State of one saver: its tags, its limit, and other holders of the device's memory.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda:N"``.
+        limit_bytes: Maximum of `committed_bytes`; ``None`` for no limit.
+        committed_bytes: Physical memory of all tags and of the page pool.
+        pool_bytes: Physical memory that the page pool retains.
+        backup_bytes: Host memory for the content of paused tags.
+        tags: Reports by tag, in the order of first use.
+        others: Bytes of the device that stay in use while all tags are paused, by holder: torch,
+            this process and other processes. Empty on the CPU, and where it was not asked for.
+    """
 
     device: str
     limit_bytes: int | None
     committed_bytes: int
-    """Of all tags, and what the page pool retains."""
     pool_bytes: int
     backup_bytes: int
     tags: dict[str, TagReport]
     others: dict[str, int] = field(default_factory=dict)
-    """What stays while all tags are asleep, of this process and others, by name (GPU only)."""
 
     def __str__(self) -> str:
-        """Return a table: a line a tag, then who else holds memory."""
+        """Return a table with one line per tag, followed by the other holders of memory."""
         rows: list[tuple[str, ...]] = [("tag", "state", "content", "committed", "live", "saved")]
         for name, tag in self.tags.items():
             sizes = tag.committed_bytes, tag.live_bytes, tag.backup_bytes + tag.disk_bytes
@@ -71,11 +86,20 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An operation on a tag: when it ended (``time.time()``), its length, the tag's bytes then."""
+    """Record of one operation on one tag.
+
+    Attributes:
+        time: When the operation ended, by ``time.time()``.
+        seconds: Duration. An operation on several tags is divided equally among them.
+        op: The operation. A region or a new tensor is recorded as ``"grow"`` if the tag grew.
+        tag: The tag.
+        committed_bytes: Physical memory behind the tag after the operation.
+        backup_bytes: Host memory that holds the tag's content after the operation.
+    """
 
     time: float
     seconds: float
-    op: str
+    op: Operation
     tag: str
     committed_bytes: int
     backup_bytes: int
@@ -83,40 +107,67 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tells what one process holds of a saver's device; on the CPU the tags only."""
+    """Memory that one process uses on a saver's device.
+
+    Attributes:
+        tags: Committed bytes by tag; the page pool's are under ``"the page pool"``.
+        torch_bytes: Bytes that torch's own allocator has reserved outside of every tag; 0 on the
+            CPU.
+        torch_peak_bytes: Maximum of `torch_bytes` since the last `MemorySaver.take_usage`.
+        device_used_bytes: Used bytes of the whole device, by all processes, including contexts and
+            libraries; ``None`` on the CPU.
+        host_bytes: Host memory for the content of paused tags.
+    """
 
     tags: dict[str, int]
-    """Committed bytes, the page pool's under ``"the page pool"``."""
     torch_bytes: int
-    """Reserved by torch's own allocator, outside of every tag."""
     torch_peak_bytes: int
-    """The most of these since the last ``take_usage``."""
     device_used_bytes: int | None
-    """Of the whole device, by all processes, contexts and libraries included."""
     host_bytes: int
-    """Saved content of paused tags."""
 
 
 class Timeline:
-    """Collects spans and counters at ``time.time()`` seconds: a machine's processes line up."""
+    """Collection of spans and counters, written as a Chrome trace.
+
+    Times are ``time.time()`` seconds, so that the processes of one machine line up.
+    """
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
         self._processes: dict[str, int] = {}
 
     def span(self, name: str, start: float, end: float, process: str = "main", **args: Any) -> None:
-        """A named piece of work of ``process``."""
+        """Add a named span of work.
+
+        Args:
+            name: Label of the span.
+            start: Start of the span, in seconds.
+            end: End of the span, in seconds.
+            process: Process row that shows the span.
+            **args: Details to show with the span.
+        """
         times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
         self._add({"ph": "X", "name": name, **times, "tid": 1, "args": args}, process)
 
     def counter(
         self, name: str, time: float, values: Mapping[str, float], process: str = "main"
     ) -> None:
-        """Values (bytes by tag) that hold from ``time`` on."""
+        """Add counter values that apply from a time on.
+
+        Args:
+            name: Label of the counter.
+            time: When the values begin to apply, in seconds.
+            values: Value by series, such as bytes by tag.
+            process: Process row that shows the counter.
+        """
         self._add({"ph": "C", "name": name, "ts": time * 1e6, "args": dict(values)}, process)
 
     def write(self, path: str | Path) -> None:
-        """Write all events in order of time; the file is replaced as a whole."""
+        """Write all events in order of time, and replace the file atomically.
+
+        Args:
+            path: JSON file, for chrome://tracing or Perfetto.
+        """
         path = Path(path)
         names = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""``MemorySaver``: tags of memory that can be given back and put back behind the same addresses."""
+"""Pause tagged memory and resume it at the same addresses."""
 
 from __future__ import annotations
 
@@ -36,23 +36,36 @@ from memsaver.tag.saving import read_saved
 from memsaver.tag.tags import Accounts, Tags, check_content
 from memsaver.tag.tickets import PoolTicket, Ticket
 from memsaver.tag.transaction import Transactions
+from memsaver.types import Content, Release
 
-_PUT_OFF = 256 << 20  # bytes worth a warning
+_PUT_OFF = 256 << 20  # bytes of dead tensors that are worth a warning
 _log = logging.getLogger("memsaver")
 
 
 class MemorySaver:
-    """Tagged memory of one device. Several savers may live in one process.
+    """Owner of the tagged memory of one device.
+
+    `region`, `empty` and `mem_pool` place tensors on a *tag*. `pause` releases the physical memory
+    of tags, and `resume` maps memory at the same addresses, so that tensors, views and captured
+    CUDA graphs stay valid. A process may have several savers.
+
+    Operations are atomic. A failed operation raises an error that names the cause and a remedy, and
+    leaves the saver unchanged. Methods may be called from any thread, and operations run one at a
+    time. After `close`, operations on tags raise ``StateError``.
 
     Args:
         device: ``"cpu"`` (memfd and mmap) or ``"cuda:N"`` (CUDA virtual memory).
-        limit_bytes: the most physical memory that all tags together may hold; ``None``: what the
-            device has.
-        reserve_bytes: addresses reserved for each tag; ``None``: as many as the device has memory.
-        disk_dir: where content ``"disk"`` is saved, in nameless files; ``None``: /var/tmp, else the
-            temporary folder.
+        limit_bytes: Maximum physical memory of all tags and the page pool together; ``None`` for
+            the memory of the device.
+        reserve_bytes: Address space to reserve for each tag; ``None`` for the size of the device's
+            memory.
+        disk_dir: Directory for content ``"disk"``, which is saved in unnamed files; ``None`` for
+            /var/tmp, or the temporary directory where /var/tmp is not writable.
 
-    Every operation raises with cause and next step, and leaves the state it found when it fails.
+    Raises:
+        ValueError: The device is not supported, or a size is not positive.
+        BackendError: The device or its Python bindings are missing.
+        StateError: A setting makes torch register tagged memory with NCCL.
     """
 
     @held()
@@ -85,20 +98,24 @@ class MemorySaver:
         self._closed = False
 
     def __repr__(self) -> str:
-        held = (
+        states = (
             f"{arena.tag} {'paused' if arena.paused else format_bytes(arena.stats.committed)}"
             for arena in self._tags
         )
-        tags = "closed" if self._closed else ", ".join(held) or "no tags"
+        tags = "closed" if self._closed else ", ".join(states) or "no tags"
         return f"MemorySaver({str(self.device)!r}: {tags})"
 
     @property
     def device(self) -> torch.device:
+        """Return the device whose memory this saver manages."""
         return self.backend.device
 
     @property
     def limit_bytes(self) -> int | None:
-        """May be set at any time; below what is held, nothing more is taken until it fits."""
+        """Return the maximum physical memory of all tags and the page pool together.
+
+        May be set at any time. While the saver holds more than the limit, it obtains no memory.
+        """
         return self.backend.limit_bytes
 
     @limit_bytes.setter
@@ -107,14 +124,15 @@ class MemorySaver:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that tags can get now, as device and limit tell; what torch's cache gives back is
-        free.
+        """Return how many bytes tags can obtain now, by the device's free memory and the limit.
+
+        Blocks that torch caches count as free.
         """
         return self.backend.free_bytes
 
     @property
     def disk_dir(self) -> Path:
-        """The folder that content ``"disk"`` is saved in, from the next pause on."""
+        """Return the directory in which the next pause saves content ``"disk"``."""
         return self._transactions.saving.disk_dir
 
     @disk_dir.setter
@@ -123,74 +141,147 @@ class MemorySaver:
 
     @property
     def pinned_arena(self) -> PinnedArena:
-        """The arena content is saved in; one for all savers of the process on a kind of device."""
+        """Return the host memory in which content is saved.
+
+        All savers of the process for the same type of device share one arena.
+        """
         return self.backend.pinned_arena
 
     @held()
     def reserve_host(self, sizes: Mapping[str, int]) -> None:
-        """Begin to obtain the host memory of so many bytes of saved content by tag, in threads, and
-        return. Pinning takes some tenths of a second a GiB, for which the first pause would wait.
+        """Begin to allocate and pin host memory for saved content, in background threads.
 
-        What other savers of the process reserved comes on top, as the arena is theirs, too; the
-        same tag again is not counted twice, nor is what is saved of it now. A pause meanwhile uses
-        what is there and waits for the rest. More than may be had is not refused here, but to the
-        pause that needs it. ``close`` ends what this saver began.
+        Pinning takes some tenths of a second per GiB, and the first pause would otherwise wait for
+        it. A pause in the meantime uses the memory that is ready and waits for the rest.
+
+        Reservations of other savers of the process add up with this one, because they share
+        `pinned_arena`. A tag counts once, with its latest size, and content that is saved now needs
+        no second reservation. A reservation that exceeds the available host memory raises nothing
+        here; the pause that needs the memory fails. `close` cancels the reservation.
+
+        Args:
+            sizes: Bytes of saved content by tag.
         """
         saved = {arena.tag: arena.host_bytes for arena in self._tags}
         self.pinned_arena.reserve(self, sizes, self.backend.bind_thread, saved)
 
     @property
     def tags(self) -> list[str]:
-        """Tags in the order of their first use."""
+        """Return the tags in the order of their first use."""
         return [arena.tag for arena in self._tags]
 
     def is_paused(self, tag: str) -> bool:
+        """Return whether the tag is paused.
+
+        Args:
+            tag: Tag to look up.
+
+        Returns:
+            False also while a prefetch is restoring the tag's content.
+
+        Raises:
+            TagError: The tag is unknown.
+        """
         self._require_open()
         return self._tags.get(tag).paused
 
     def discards(self, tag: str) -> int:
-        """Count how often so far the content of the tag was discarded, or another's took its place.
+        """Return how often the tag's content has been discarded or replaced by another tag's.
 
-        A pause without a copy does so (alone, by ``swap``, with a hand-over), an exchange, an alias
-        and its end, and a resize that takes memory from tensors. The owner of a tag notes the count
-        and compares it before it uses what lay there (``ContentWatch``); no lock is taken.
+        The count grows with each pause that saves no copy (alone, in `swap`, or with a hand-over),
+        each `exchange`, each beginning and end of an `alias`, and each `resize` that takes memory
+        from tensors. The owner of a tag compares counts before it uses the content; see
+        `ContentWatch`. The call takes no lock.
+
+        Args:
+            tag: Tag to look up.
+
+        Returns:
+            The count since the tag was created.
+
+        Raises:
+            TagError: The tag is unknown.
         """
         self._require_open()
         return self._tags.get(tag).discards
 
     def unbacked_bytes(self, tag: str) -> int:
-        """Return how many bytes of the tag's tensors have no memory behind them: all while it is
-        paused, else what a ``resize`` or ``resume(at_least=)`` left out at the end.
+        """Return how many bytes, up to the end of the tag's last tensor, have no memory.
+
+        Args:
+            tag: Tag to look up.
+
+        Returns:
+            The size of the tag while it is paused; otherwise the bytes at its end that a `resize`
+            or a partial `resume` left without memory.
+
+        Raises:
+            TagError: The tag is unknown.
         """
         self._require_open()
         return self._tags.get(tag).unbacked
 
     def tag_of(self, tensor: torch.Tensor) -> str:
-        """The tag that a tensor is on; ``TagError`` if on none."""
+        """Return the tag that holds a tensor.
+
+        Args:
+            tensor: Tensor to look up by its address.
+
+        Returns:
+            The name of the tag.
+
+        Raises:
+            TagError: No tag of this saver holds the tensor.
+        """
         return self._tags.at(tensor.data_ptr()).tag
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Byte offset of a tensor's first element in its tag's arena."""
+        """Return where a tensor lies in its tag's arena.
+
+        Args:
+            tensor: Tensor to look up by its address.
+
+        Returns:
+            The byte offset of the tensor's first element.
+
+        Raises:
+            TagError: No tag of this saver holds the tensor.
+        """
         with self._lock:
             return tensor.data_ptr() - self._tags.at(tensor.data_ptr()).address
 
     # ---------------------------------------------------------------- tensors on tags
 
     def region(
-        self, tag: str = "default", content: str | None = None
+        self, tag: str = "default", content: Content | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Place this thread's torch allocations on ``tag``; the innermost region wins.
+        """Place the torch allocations of this thread on a tag.
 
-        ``content``: what a pause does with the content: ``"discard"`` (default for a new tag),
-        ``"host"``, ``"disk"``. Allocations of other threads (autograd's, loaders') are not caught.
-        Any thread may leave it, which ends it for the thread that entered it.
-        Raises ``StateError`` on a paused tag, ``OutOfMemory`` where torch's own error would say
-        less, ``CompilerError`` on the CPU without a C++ compiler.
+        Of nested regions the innermost one applies. Allocations of other threads, such as
+        autograd's and data loaders', stay in torch's own memory. Any thread may exit the region,
+        which ends it for the thread that entered it.
+
+        Args:
+            tag: Tag to allocate on, created on first use.
+            content: Where a pause keeps the content: ``"discard"`` (the default for a new tag)
+                leaves it undefined after the resume, ``"host"`` keeps it in host memory and
+                ``"disk"`` in a file. ``None`` accepts the policy of an existing tag.
+
+        Returns:
+            A context manager that can be entered once.
+
+        Raises:
+            ValueError: `content` is none of the three policies.
+            TagError: The tag has a different content policy.
+            StateError: The tag is paused.
+            LeaseError: The tag's pages are aliased.
+            OutOfMemory: An allocation inside failed; names the missing bytes and the holders.
+            CompilerError: On the CPU, the C++ compiler is missing or failed.
         """
         return Unbroken(self._region(tag, content))
 
     @contextlib.contextmanager
-    def _region(self, tag: str, content: str | None) -> Iterator[None]:
+    def _region(self, tag: str, content: Content | None) -> Iterator[None]:
         arena = self._open_for_use(tag, content, enter=True)
         before, thread = arena.stats.committed, threading.get_ident()
         try:
@@ -199,43 +290,47 @@ class MemorySaver:
                 try:
                     yield
                 finally:
-                    self._tell_put_off(arena, before)
+                    self._warn_put_off(arena, before)
         except torch.OutOfMemoryError as error:
             cause, hint = arena.cause(), ""
             if not cause.code:
                 raise
-            # before version 2.13 torch keeps its cache while a region is open
+            # Before version 2.13, torch does not empty its cache while a region is open.
             if cause.code == shim.E_DRIVER and (cache := self.backend.cached_bytes):
                 with self._operation():
                     self._transactions.make_room(cause)
-                hint = f"{format_bytes(cache)} of torch's cache were given back: enter it again"
-            what = f"region {tag!r}"
-            raise shortage(self._accounts, what, [arena], cause, hint=hint) from error
+                hint = (
+                    f"{format_bytes(cache)} of torch's cache were released: enter the region again"
+                )
+            operation = f"region {tag!r}"
+            raise shortage(self._accounts, operation, [arena], cause, hint=hint) from error
         finally:
             arena.leave()
-            # a collector may end a generator that is in here, in any thread and under any lock:
-            # the unused end stays until the next trim then
+            # The garbage collector may close this generator in any thread and under any lock. The
+            # unused end of the tag then stays until the next trim.
             if threading.get_ident() == thread:
                 self._settle(arena, before)
 
     def _make_room(self, slot: int) -> bool:
-        """Give up what is kept and cached for a region's allocation that failed; False: it lacks
-        something else.
+        """Release retained and cached memory after an allocation in a region failed.
+
+        Returns:
+            Whether to retry: the allocation was short of device memory.
         """
         with self._operation():
             if again := self._transactions.make_room(shim.cause(slot)):
                 shim.cause(slot, clear=True)
             return again
 
-    def _tell_put_off(self, arena: Arena, before: int) -> None:
-        """Warn where torch kept much of what died in a region that grew, because it was open."""
+    def _warn_put_off(self, arena: Arena, before: int) -> None:
+        """Warn if a region grew while torch could not reuse the memory of dead tensors."""
         if arena.stats.committed - before < _PUT_OFF:
             return
         if (nbytes := self.backend.put_off_bytes) >= _PUT_OFF:
             _log.warning(
-                "region %r: %s of tensors that were used on a second stream have died, and could "
-                "not be used again: before version 2.13 torch looks for them where no region is "
-                "open; leave the region at each step",
+                "region %r: %s of dead tensors that a second stream used were not reused: before "
+                "version 2.13 torch reuses them only while no region is open; leave the region at "
+                "each step",
                 arena.tag,
                 format_bytes(nbytes),
             )
@@ -245,28 +340,45 @@ class MemorySaver:
         shape: tuple[int, ...] | list[int] | int,
         dtype: torch.dtype = torch.float32,
         tag: str = "default",
-        content: str | None = None,
+        content: Content | None = None,
         elastic: bool = False,
     ) -> torch.Tensor:
-        """An uninitialised tensor at a fixed place on ``tag``, freed when its storage dies. Needs
-        no compiler.
+        """Allocate an uninitialized tensor on a tag.
 
-        elastic: its memory comes in pieces of at most 1 GiB, now and at each resume, so that
-        ``resize`` can give some back; on a GPU the memory of other tensors is one piece each.
+        The tensor is freed when its storage dies. Unlike `region`, this needs no C++ compiler.
+
+        Args:
+            shape: Shape of the tensor.
+            dtype: Data type of the tensor.
+            tag: Tag to allocate on, created on first use.
+            content: Where a pause keeps the content; see `region`.
+            elastic: Obtain the tag's memory in pieces of at most 1 GiB, now and at each resume, so
+                that `resize` can release some of it. On a GPU, a tensor otherwise gets its memory
+                in one piece.
+
+        Returns:
+            A contiguous tensor on this saver's device.
+
+        Raises:
+            ValueError: A length is negative, or `content` is none of the three policies.
+            TagError: The tag has a different content policy.
+            StateError: The tag is paused.
+            LeaseError: The tag's pages are aliased.
+            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(length < 0 for length in size):
             raise ValueError(f"empty: no length of the shape {list(size)} may be negative")
-        # more does not go through C as it is
+        # C takes no larger number; an allocation of this size fails with a proper message.
         nbytes = min(math.prod(size) * dtype.itemsize, sys.maxsize)
         first = tag not in self.tags
         arena = self._open_for_use(tag, content)
         if not nbytes:
             return torch.empty(size, dtype=dtype, device=self.device)
-        before, what = arena.stats.committed, f"empty({list(size)}, {dtype}) on tag {tag!r}"
+        before, operation = arena.stats.committed, f"empty({list(size)}, {dtype}) on tag {tag!r}"
         more = self.backend.round_up(arena.stats.top + nbytes) - before if elastic else 0
         try:
-            with self._operation(), explained(self._accounts, what, [arena], more):
+            with self._operation(), explained(self._accounts, operation, [arena], more):
                 if elastic:
                     self._transactions.commit_pieces(self._active(tag, "empty"), nbytes)
                 tensor = self._transactions.empty(arena, nbytes)
@@ -277,9 +389,22 @@ class MemorySaver:
         self._settle(arena, before, trim=False)
         return tensor.view(dtype).view(size)
 
-    def mem_pool(self, tag: str, content: str | None = None) -> torch.cuda.MemPool:
-        """A pool for ``torch.cuda.use_mem_pool`` and ``torch.cuda.graph(pool=...)`` whose memory is
-        on ``tag``.
+    def mem_pool(self, tag: str, content: Content | None = None) -> torch.cuda.MemPool:
+        """Create a torch memory pool whose memory is on a tag.
+
+        Args:
+            tag: Tag to allocate on, created on first use.
+            content: Where a pause keeps the content; see `region`.
+
+        Returns:
+            A pool for ``torch.cuda.use_mem_pool`` and, by its ``id``, for
+            ``torch.cuda.graph(pool=...)``.
+
+        Raises:
+            ValueError: The device is the CPU, or `content` is none of the three policies.
+            TagError: The tag has a different content policy.
+            StateError: The tag is paused.
+            LeaseError: The tag's pages are aliased.
         """
         if self.device.type != "cuda":
             raise ValueError("mem_pool needs a CUDA device; on the CPU use region() or empty()")
@@ -290,23 +415,40 @@ class MemorySaver:
     def pause(
         self,
         *tags: str,
-        content: str | None = None,
-        release: str = "driver",
+        content: Content | None = None,
+        release: Release = "driver",
         to: PoolTicket | None = None,
         streams: Sequence[torch.cuda.Stream] | None = None,
     ) -> None:
-        """Take the memory of the tags away (no tag: all). Paused tags are skipped; all or nothing.
+        """Release the physical memory of the given tags and keep their addresses.
 
-        content: overrides the tags' policy for this pause: ``"host"`` keeps the live bytes in host
-        memory, ``"disk"`` in a file, and the next resume restores them; after ``"discard"`` they
-        are undefined.
-        release: where the memory goes. ``"driver"``; ``"retain"``: into this saver's page pool,
-        from which any of its tags is resumed without the driver; ``"hand_over"``: into the page
-        pool of the saver whose ticket is ``to``. Aliased pages go back to their owner, whatever
-        ``release`` says; their content cannot be kept (``ValueError``). streams: wait for the work
-        on these only, not for all of the device's; the caller answers for the rest. Raises
-        ``TagError`` (unknown tag), ``StateError`` (a region is open), ``LeaseError`` (another
-        process maps the tag, or does not let go of it, or does not take it over).
+        Tensors on a paused tag must not be accessed. Tags that are paused already are skipped.
+        Aliased pages return to their owner, whichever `release` is given, and their content cannot
+        be kept here.
+
+        Args:
+            *tags: Tags to pause; all tags if empty.
+            content: Override the tags' policy for this pause. ``"host"`` keeps the live bytes in
+                host memory and ``"disk"`` in a file until the next resume restores them. After
+                ``"discard"`` they are undefined.
+            release: Where the memory goes. ``"driver"`` frees it. ``"retain"`` puts it into this
+                saver's page pool, from which any of its tags resumes without a driver allocation.
+                ``"hand_over"`` puts it into the page pool of the saver that issued `to`.
+            to: Ticket of the receiving saver (`pool_ticket`); required for ``"hand_over"``, and
+                not allowed otherwise.
+            streams: Wait only for the work on these streams instead of all work on the device. The
+                caller guarantees that no other work uses the tags.
+
+        Raises:
+            TagError: A tag is unknown.
+            StateError: A region of a tag is open. Nothing has changed.
+            LeaseError: Another process maps a tag, does not release its import of it, or refuses
+                the hand-over. Nothing has changed, unless the message says that the receiver fell
+                silent during the hand-over; then the tags are paused.
+            HostMemoryError: Host memory for the content is short. Nothing has changed.
+            BackendError: The file for the content could not be written. Nothing has changed.
+            ValueError: The arguments contradict each other, or would keep the content of aliased
+                pages. Nothing has changed.
         """
         check_content(content)
         self._transactions.check_release(release, to)
@@ -318,28 +460,47 @@ class MemorySaver:
                 raise lost
 
     def resume(self, *tags: str, at_least: int | None = None) -> None:
-        """Put memory behind the tags again (no tag: all), at the same addresses. Active tags are
-        skipped.
+        """Map physical memory behind the given tags at their original addresses.
 
-        All or nothing: when memory is short, nothing changes and ``OutOfMemory`` says how much was
-        missing and who holds the rest. Content saved by the pause is restored bit for bit, other
-        content is undefined.
+        The operation is atomic: if not all of the memory is available, nothing is mapped. Content
+        that the pause saved is restored bit for bit; other content is undefined. Tags that are
+        active already are skipped.
 
-        at_least: of one tag without saved content, take what fits now if that is so many bytes from
-        its start; ``backed_view`` tells what of a tensor may be used, ``resize`` or the next pause
-        and resume bring the rest.
+        Args:
+            *tags: Tags to resume; all tags if empty.
+            at_least: Accept a partial resume that maps at least this many bytes from the start of
+                the tag. Requires exactly one tag, without saved content. `backed_view` returns the
+                usable part of a tensor; `resize`, or the next pause and resume, maps the rest.
+
+        Raises:
+            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            TagError: A tag is unknown.
+            BackendError: The content could not be restored. The tags stay paused, and their content
+                is kept.
+            ValueError: `at_least` is given for several tags, or for a tag with saved content.
         """
         with self._operation():
             with self._resuming(tags) as arenas:
                 self._transactions.resume(arenas, at_least)
 
     def begin_resume(self, *tags: str, order: Sequence[torch.Tensor] = ()) -> Prefetch:
-        """Put memory behind the tags (no tag: all) as ``resume`` does, and return while content
-        that is saved in host memory is on its way: first that of the tensors in ``order``.
+        """Map memory behind the given tags as `resume` does, and restore content in the background.
 
-        Whoever touches a tensor on one of the tags waits for its bytes (``Prefetch.wait``). Every
-        operation on one of them waits for all of it, a second ``begin_resume`` too, and raises
-        ``BackendError`` where content did not come. Until then ``mem_pool`` cannot allocate there.
+        The call returns when the memory is mapped, while content is still being copied from host
+        memory. Call `Prefetch.wait` for a tensor before using it. Every later operation on these
+        tags waits for the whole prefetch, and raises ``BackendError`` if it failed. Until then, a
+        `mem_pool` of the tags cannot allocate.
+
+        Args:
+            *tags: Tags to resume; all tags if empty.
+            order: Tensors whose content to restore first, in this order.
+
+        Returns:
+            The prefetch, which waits for single tensors or for all content.
+
+        Raises:
+            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            TagError: A tag is unknown.
         """
         with self._operation(), self._resuming(tags) as arenas:
             done = partial(self._recorder.record_all, "prefetch", arenas)
@@ -361,15 +522,28 @@ class MemorySaver:
         with self._operation():
             self._transactions.settle(prefetch)
 
-    def swap(self, *, pause: str, resume: str, content: str | None = None) -> None:
-        """Pause one tag and resume another at once: the memory of the first serves the second.
+    def swap(self, *, pause: str, resume: str, content: Content | None = None) -> None:
+        """Pause one tag and resume another with the memory of the first, in one operation.
 
-        Content goes to the host and comes from it at the same time, extent by extent, with at most
-        1 GiB of the device beside what the first tag holds. Memory that the second does not need
-        stays in the page pool. content: overrides the first tag's policy, ``"host"`` or
-        ``"discard"``. All or nothing, as ``pause`` and ``resume``. An extent goes over as a whole:
-        for one that is larger than what is missing, as much new memory is taken (tags made with
-        ``elastic=True`` have small ones); ``OutOfMemory`` where there is none.
+        Both tags' content is copied at the same time, one to the host and one from it, extent by
+        extent. The operation uses at most 1 GiB of device memory in addition to the first tag's.
+        Memory that the second tag does not need stays in the page pool.
+
+        An extent moves as a whole. If it is larger than the memory that the second tag still lacks,
+        new memory is allocated instead. Tags made with ``elastic=True`` have small extents.
+
+        Args:
+            pause: Active tag to pause.
+            resume: Paused tag to resume.
+            content: Override the first tag's policy: ``"host"`` or ``"discard"``.
+
+        Raises:
+            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            StateError: `pause` is paused already, `resume` is not paused, or a region of `pause` is
+                open.
+            LeaseError: Another process maps `pause`, or its pages are aliased.
+            TagError: A tag is unknown.
+            ValueError: The content of `pause` would go to disk.
         """
         check_content(content)
         with self._operation():
@@ -386,23 +560,45 @@ class MemorySaver:
     # ---------------------------------------------------------------- content
 
     def mark_clean(self, tag: str, version: Hashable) -> None:
-        """Say that the content of an active tag is, until its next pause, what the owner calls
-        ``version``.
+        """Declare that the content of an active tag is `version` until its next pause.
 
-        If that pause finds the copy of the same version from an earlier pause or ``save``, on the
-        same allocations, it copies nothing. It compares a digest first, so a write that the owner
-        does not know of is never lost. To be said anew before each pause; the copy stays in host
-        memory meanwhile, unless another tag needs the room.
+        If a copy of the same version exists from an earlier pause or `save`, with the same
+        allocations, that pause copies nothing. The pause compares a digest first, so it never loses
+        a write that the owner does not know of. Repeat the call before each pause. The copy stays
+        in host memory in the meantime, unless another tag needs the space.
+
+        Args:
+            tag: Active tag.
+            version: Name of the content, chosen by the caller; equal content has an equal version.
+
+        Raises:
+            TagError: The tag is unknown.
+            StateError: The tag is paused.
+            LeaseError: The tag's pages are aliased.
         """
         with self._lock:
             self._active(tag, "mark_clean").mark_clean(version)
 
     def save(self, tag: str, version: Hashable) -> Waitable | None:
-        """Begin to copy an active tag's content to host memory, behind the work that is queued on
-        the current stream.
+        """Begin to copy an active tag's content to host memory, after queued work.
 
-        Work that only reads the tag may go on meanwhile. The next pause finds the copy as after
-        ``mark_clean``. Returns an event to wait for; None where it is done at once (CPU).
+        The copy follows the work that is queued on the current stream. Work that only reads the tag
+        may continue during the copy. The next pause uses the copy as if `mark_clean` had been
+        called with the same version.
+
+        Args:
+            tag: Active tag.
+            version: Name of the content, chosen by the caller; see `mark_clean`.
+
+        Returns:
+            An event whose ``synchronize()`` waits for the copy, or ``None`` if the copy is complete
+            (CPU).
+
+        Raises:
+            TagError: The tag is unknown.
+            StateError: The tag is paused.
+            LeaseError: The tag's pages are aliased.
+            HostMemoryError: Host memory for the copy is short.
         """
         with self._operation():
             arena = self._active(tag, "save")
@@ -410,10 +606,20 @@ class MemorySaver:
             return self._transactions.saving.start(arena, version, done)
 
     def saved(self, tensor: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
-        """The saved content of a contiguous tensor on a paused tag, on the CPU.
+        """Return the saved content of a tensor on a paused tag.
 
-        zero_copy: the memory that it is saved in, which is someone else's after the tag's next
-        resume; ``ValueError`` where it lies on disk or in several pieces.
+        Args:
+            tensor: Contiguous tensor on a paused tag.
+            zero_copy: Return a view of the saved bytes instead of a copy. The view is valid until
+                the tag's next resume. Requires content in host memory, in one piece.
+
+        Returns:
+            A CPU tensor with the shape and dtype of `tensor`.
+
+        Raises:
+            TagError: No tag of this saver holds the tensor.
+            StateError: The tag has no saved content, or the tensor was not part of it.
+            ValueError: The tensor is not contiguous, or `zero_copy` is not possible.
         """
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -424,13 +630,25 @@ class MemorySaver:
     # ---------------------------------------------------------------- size
 
     def resize(self, tag: str, nbytes: int) -> int:
-        """Put memory behind the first ``nbytes`` of a tag and take it away from the rest; bytes
-        that are backed now.
+        """Grow or shrink the memory behind an active tag to its first `nbytes` bytes.
 
-        Content of what stays is kept; tensors that reach beyond must not be touched there
-        (``backed_view``). Sizes are rounded up to pages, on a GPU to whole extents: what was put
-        there in one piece is given back in one. Raises ``StateError`` (paused), ``LeaseError``
-        (another process maps it), ``OutOfMemory``; nothing was changed then.
+        Remaining content is kept. The part of a tensor beyond the memory must not be accessed; see
+        `backed_view`. The size is rounded up to pages, and on a GPU to whole extents, because an
+        extent is released as a whole.
+
+        Args:
+            tag: Active tag.
+            nbytes: Bytes to back with memory, from the start of the tag.
+
+        Returns:
+            The number of bytes that are backed now.
+
+        Raises:
+            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            StateError: The tag is paused.
+            LeaseError: Another process maps the tag, or its pages are aliased. Nothing has changed.
+            TagError: The tag is unknown.
+            ValueError: `nbytes` is negative or exceeds the tag's reserved addresses.
         """
         with self._operation():
             arena = self._active(tag, "resize")
@@ -443,7 +661,18 @@ class MemorySaver:
             return arena.stats.committed
 
     def backed_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The leading rows of a contiguous tensor on a tag that have memory behind them now."""
+        """Return the leading rows of a tensor that have memory behind them.
+
+        Args:
+            tensor: Contiguous tensor on a tag, with at least one dimension.
+
+        Returns:
+            A view of the first rows, which is empty while the tag is paused.
+
+        Raises:
+            ValueError: The tensor is not contiguous, or has no dimension.
+            TagError: No tag of this saver holds the tensor.
+        """
         if not tensor.is_contiguous() or not tensor.ndim:
             raise ValueError(
                 f"backed_view needs a contiguous tensor with rows, got {tuple(tensor.shape)}"
@@ -455,23 +684,37 @@ class MemorySaver:
         return tensor[: max(0, min(len(tensor), backed // row))] if row else tensor
 
     def trim(self, tag: str | None = None) -> int:
-        """Give memory that no tensor uses back to the driver: kept extents and the tags' unused
-        ends; returns bytes.
+        """Release memory that no tensor uses to the driver.
 
-        A paused tag's unused end is not put back by the next resume. tag: only this one's unused
-        end.
+        This covers the page pool and the unused end of each tag, except of tags that a region or a
+        lease is using. The next resume of a paused tag does not map its unused end.
+
+        Args:
+            tag: Trim only the unused end of this tag; ``None`` for all tags and the page pool.
+
+        Returns:
+            The number of bytes that were released.
+
+        Raises:
+            TagError: The tag is unknown.
+            LeaseError: Another process does not release its import of the memory.
         """
         with self._operation():
             arenas = self._select(() if tag is None else (tag,))
             return self._transactions.trim(arenas, pool=tag is None)
 
     def release_retained(self, to: PoolTicket | None = None, most: int | None = None) -> None:
-        """Give away what the page pool retains: at most ``most`` bytes (None: all) to the saver
-        whose ticket is ``to``, into its page pool; the rest to the driver, and all of it where
-        there is no ``to``, or where that refuses or is gone.
+        """Release the page pool's memory, to another saver's page pool or to the driver.
 
-        Raises ``ValueError`` (``to`` is of another device) and ``LeaseError`` (a process does not
-        let go of what it has imported): the memory is still kept then.
+        Args:
+            to: Ticket of the receiving saver (`pool_ticket`). If it refuses or is gone, the driver
+                gets all of the memory, as it does for ``None``.
+            most: Maximum number of bytes to hand over; ``None`` for all. The driver gets the rest.
+
+        Raises:
+            ValueError: `to` belongs to another device. The memory is still retained.
+            LeaseError: Another process does not release its import of the memory, which is still
+                retained.
         """
         with self._operation():
             self._require_open()
@@ -480,14 +723,22 @@ class MemorySaver:
     # ---------------------------------------------------------------- pages of other tags
 
     def exchange(self, one: str, other: str) -> None:
-        """Two active tags swap their memory: what the tensors of each showed, those of the other
-        show from here on.
+        """Exchange the memory, and with it the content, of two active tags.
 
-        Addresses stay, so tensors and captured CUDA graphs do; nothing is copied. Both must have as
-        many bytes committed. Waits for the device. What ``mark_clean`` said goes with the content;
-        copies that were kept of it are dropped. Raises ``ValueError`` (sizes, or twice the same
-        tag), ``StateError`` (paused, or a region is open), ``LeaseError`` (another process maps one
-        of them, or one is aliased); nothing was changed then.
+        The tensors of each tag then show the content of the other tag. Nothing is copied, and
+        addresses stay the same, so tensors and captured CUDA graphs stay valid. The operation waits
+        for the device. The version declared by `mark_clean` moves with the content; clean copies
+        are dropped.
+
+        Args:
+            one: Active tag.
+            other: Active tag with the same number of committed bytes.
+
+        Raises:
+            ValueError: The sizes differ, or the tags are the same. Nothing has changed.
+            StateError: A tag is paused, or a region of it is open. Nothing has changed.
+            LeaseError: Another process maps a tag, or its pages are aliased. Nothing has changed.
+            TagError: A tag is unknown.
         """
         with self._operation():
             arenas = [self._active(tag, "exchange") for tag in (one, other)]
@@ -495,24 +746,31 @@ class MemorySaver:
                 self._transactions.exchange(*arenas)
 
     def alias(self, tag: str, ticket: Ticket) -> None:
-        """Make a paused tag active with the pages of another saver's tag, whose ``share`` gave the
-        ticket.
+        """Map the pages of another saver's tag behind a paused tag, which becomes active.
 
-        Byte i of the tag is byte i of the other one: two tags, one memory, which stays the owner's
-        and counts there. ``pause(tag)`` gives it back; until then the owner cannot pause, and this
-        tag cannot be allocated on, resized, exchanged, swapped, saved or shared (``LeaseError``).
-        The tag's own content, if it was saved, comes back with the ``resume`` after that. Writable
-        as the ticket says. The pages stay if the owner dies.
+        Byte i of this tag is then byte i of the owner's tag: two tags show one memory, which the
+        owner still owns and accounts for. ``pause(tag)`` returns the pages. Until then the owner
+        cannot pause its tag, and this tag cannot be allocated on, resized, exchanged, swapped,
+        saved or shared. A later `resume` restores the tag's own saved content. The pages stay
+        mapped if the owner dies.
 
-        Raises ``StateError`` (the tag is not paused), ``ValueError`` (another device, a ticket of
-        this saver, or the tag's tensors need more bytes than the other tag has), ``LeaseError``
-        (the owner refuses or is gone); nothing was changed then.
+        Args:
+            tag: Paused tag of this saver.
+            ticket: Ticket for the owner's tag (`share`), which also decides whether the pages are
+                writable here.
+
+        Raises:
+            StateError: The tag is not paused. Nothing has changed.
+            ValueError: The ticket is for another device or for a tag of this saver, or the owner's
+                tag is too small for the tensors of this one. Nothing has changed.
+            LeaseError: The owner refuses or is gone. Nothing has changed.
+            TagError: The tag is unknown.
         """
         with self._lock:
             self._transactions.check_alias(self._arena(tag), ticket)
         started = time.perf_counter()
         with held(), contextlib.ExitStack() as undo:
-            # without the lock: the owner may be waiting for this saver
+            # Not under the lock: the owner may be waiting for this saver.
             aliased = alias_pages(ticket, self.device, undo)
             with self._operation():
                 arena = self._arena(tag)
@@ -523,57 +781,106 @@ class MemorySaver:
     # ---------------------------------------------------------------- sharing
 
     def share(self, tag: str, writable: bool = False) -> Ticket:
-        """A ticket with which another process of this user maps the tag (``memsaver.attach``)."""
+        """Return a ticket with which other processes of this user map a tag.
+
+        Args:
+            tag: Tag to share; it must be active when it is mapped.
+            writable: Whether holders of the ticket may write to the tag.
+
+        Returns:
+            A picklable ticket for `memsaver.attach` and `alias`; the same one for equal arguments.
+
+        Raises:
+            TagError: The tag is unknown.
+            LeaseError: The tag's pages are aliased; share them at their owner.
+        """
         with held(), self._lock:
             arena = self._arena(tag)
             arena.require_own(f"share({tag!r}): share it at its owner")
             return self._peers.ticket(arena, writable)
 
     def pool_ticket(self) -> PoolTicket:
-        """A ticket with which a saver of this user hands memory to this one (``pause(to=)``)."""
+        """Return a ticket with which other savers of this user hand memory to this one.
+
+        Returns:
+            A picklable ticket for ``pause(to=...)`` and ``release_retained(to=...)``.
+        """
         with held(), self._lock:
             self._require_open()
             return self._peers.pool_ticket()
 
-    # ---------------------------------------------------------------- what it holds, and its end
+    # ---------------------------------------------------------------- reports, and closing
 
     def report(self, *, others: bool = True) -> Report:
-        """Returns what every tag holds now.
+        """Report the state and memory of every tag.
 
-        others: False leaves out `Report.others`, which takes milliseconds where torch holds much.
+        Args:
+            others: Fill `Report.others`, which takes milliseconds where torch holds much memory.
+
+        Returns:
+            A report, whose ``str`` is a table.
         """
         with self._lock:
             self.backend.free_put_off()
             return self._accounts.report(self._peers.holders, others)
 
     def leases(self, tag: str) -> int:
-        """Counts how often leases and aliases map the tag now; much cheaper than ``report``."""
+        """Return how many leases and aliases of a tag exist now.
+
+        Much cheaper than `report`.
+
+        Args:
+            tag: Tag to look up.
+
+        Returns:
+            The number of leases and aliases.
+
+        Raises:
+            TagError: The tag is unknown.
+        """
         with self._lock:
             self._require_open()
             return len(self._peers.holders(self._tags.get(tag).tag))
 
     def take_usage(self) -> Usage:
-        """Tells what this process holds of the device now, and torch's most since the last call.
+        """Return this process's use of the device, with torch's peak since the last call.
 
-        Takes some 0.1 ms, and waits for no operation of another thread: it may see its middle.
+        Takes about 0.1 ms. The call does not wait for operations of other threads, so it may
+        observe an operation that is half done.
+
+        Returns:
+            Bytes by tag, of torch, of the device, and of saved content.
         """
         return self._accounts.usage()
 
     def drain_events(self) -> list[Event]:
-        """The operations since the last call, oldest first."""
+        """Return and forget the recorded operations.
+
+        Returns:
+            The operations since the last call, oldest first; at most the latest 10,000.
+        """
         with self._lock:
             return self._recorder.drain()
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` where the tables contradict each other; callable at any time."""
+        """Check that the tables of tags, extents and page pool agree.
+
+        May be called at any time.
+
+        Raises:
+            AssertionError: The tables contradict each other.
+        """
         with self._lock:
             check_tables(self._tags, self._pool, self.backend)
 
     def close(self) -> None:
-        """Give everything back. Tensors still alive must not be touched: their addresses stay
-        without memory.
+        """Release all memory for good.
 
-        Does nothing in a forked child, which has none of it.
+        Tensors that are still alive must not be accessed: their addresses stay reserved, without
+        memory. In a forked child, which owns none of the memory, the call does nothing.
+
+        Raises:
+            LeaseError: Another process maps a tag. Nothing was released.
         """
         if self.backend.forked:
             return
@@ -586,11 +893,11 @@ class MemorySaver:
             self._closed = True
             self.backend.close()
 
-    # ---------------------------------------------------------------- for the operations
+    # ---------------------------------------------------------------- internals
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
-        """Runs one at a time, no interrupt in the middle, and its driver calls go to the log."""
+        """Run the body as one operation: under the lock, without interrupts, and logged."""
         with held(), self._lock, self.backend.allow_captures(), self._recorder.logged():
             call_due()
             yield
@@ -604,20 +911,20 @@ class MemorySaver:
         self._require_open()
         return self._transactions.settled(self._tags.get(tag))
 
-    def _active(self, tag: str, what: str) -> Arena:
-        """A tag with memory of its own; ``StateError``, ``LeaseError``."""
+    def _active(self, tag: str, operation: str) -> Arena:
+        """Return the tag's arena; raise an error unless the tag is active with its own memory."""
         arena = self._arena(tag)
         if arena.paused:
-            raise StateError(f"{what}({tag!r}): the tag is paused; resume it first")
-        arena.require_own(f"{what}({tag!r})")
+            raise StateError(f"{operation}({tag!r}): the tag is paused; resume it first")
+        arena.require_own(f"{operation}({tag!r})")
         return arena
 
     def _select(self, tags: tuple[str, ...]) -> list[Arena]:
         self._require_open()
         return [*map(self._transactions.settled, self._tags.select(tags))]
 
-    def _open_for_use(self, tag: str, content: str | None, enter: bool = False) -> Arena:
-        """The tag's arena, made on first use; ``enter``: with one more region, before any pause."""
+    def _open_for_use(self, tag: str, content: Content | None, enter: bool = False) -> Arena:
+        """Return the tag's arena, created on first use, and with `enter` open a region of it."""
         with held(), self._lock:
             self._require_open()
             arena = self._transactions.settled(self._tags.open(tag, content))
@@ -626,14 +933,14 @@ class MemorySaver:
         return arena
 
     def _forget(self, arena: Arena) -> None:
-        """A tag whose first tensor could not be made, unless another thread found it meanwhile."""
+        """Remove a tag whose first tensor failed, unless another thread uses it by now."""
         with self._operation():
             if not arena.open_regions and not arena.stats.blocks and not arena.paused:
                 self._tags.forget(arena.tag)
                 arena.close()
 
     def _settle(self, arena: Arena, before: int, trim: bool = True) -> None:
-        """Gives back the unused tail after allocating, never under a lease; tells the timeline."""
+        """Trim the tag after allocations, unless a region or lease uses it; record its growth."""
         with self._operation():
             if trim and not arena.open_regions and not self._peers.holders(arena.tag):
                 arena.trim()

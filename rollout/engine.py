@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from kvcache import KVPool
 from kvcache.config import check_option
-from memsaver import ContentWatch, MemorySaver, StateError, Ticket
+from memsaver import Content, ContentWatch, MemorySaver, StateError, Ticket
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import deliver, held
@@ -328,7 +328,7 @@ class Engine(EngineBase):
             if WEIGHTS in chosen:
                 self._update.before_sleep()
                 keep = level == 1 and self._update.keepable
-                content = "host" if keep else "discard"
+                content: Content = "host" if keep else "discard"
                 self.saver.pause(WEIGHTS, content=content, release=release)
                 self._update.on_sleep(level)
             with self._own_discards():

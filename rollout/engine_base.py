@@ -11,7 +11,7 @@ from typing import Self
 
 from torch import Tensor
 
-from memsaver import Event, MemorySaver, PoolTicket, Report, Usage
+from memsaver import Event, MemorySaver, PoolTicket, Release, Report, Usage
 from memsaver.system.devices import place_of
 from memsaver.system.interrupts import held
 from rollout.tag_names import TAGS
@@ -48,7 +48,7 @@ def check_sleep_level(level: int) -> None:
 
 
 @contextlib.contextmanager
-def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[str]:
+def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[Release]:
     """Gives the `release` of pauses in the block. What they free goes to the peer, as far as its
     tag `into`, which gets memory next, can use it; the rest, and all where the peer is gone or
     there is none, to the driver. So no more is kept than what takes its place.

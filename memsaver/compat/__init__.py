@@ -1,5 +1,6 @@
-"""Drop-in replacements for two other memory savers, under their own names where a program asks for
-that, and which versions of other projects' engines are known.
+"""Drop-in replacements for two other memory savers, and the supported versions of engines.
+
+`install` makes a replacement importable under the other saver's name.
 
 >>> import memsaver.compat
 >>> memsaver.compat.install("torch_memory_saver")  # before anything imports the real one
@@ -28,7 +29,17 @@ _OURS = {
 
 
 def require(package: str) -> str:
-    """Returns the version; ``ValueError`` without the package, or with one older than was read."""
+    """Return the installed version of an engine's package.
+
+    Args:
+        package: A key of `OLDEST`.
+
+    Returns:
+        The version.
+
+    Raises:
+        ValueError: The package is missing, or older than the oldest supported version.
+    """
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f"engine.kind={package} needs the package {package}; run: pip install {package}"
@@ -43,15 +54,21 @@ def require(package: str) -> str:
 
 
 def install(*names: str) -> None:
-    """Put our modules under these import names, for this process: all or none; twice is no error.
+    """Install memsaver's replacements under the import names of other savers, in this process.
 
-    Names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"``. ``StateError`` when the real
-    module is imported already: somebody may hold objects of it, and two memory savers in one
-    process do not know of each other.
+    Either all names are installed or none. Installing a name twice is not an error.
 
-    Engines capture graphs. So it sets ``NCCL_GRAPH_REGISTER=0`` where the variable is not set: NCCL
-    would go on using the pages that collectives' buffers had before a pause. And from then on
-    cuBLAS's workspaces of this process are kept, whoever of ours empties torch's cache.
+    Because engines capture graphs, the call also sets ``NCCL_GRAPH_REGISTER=0`` unless the variable
+    is set. Otherwise NCCL would continue to use the pages that collectives' buffers had before a
+    pause. From then on, memsaver also keeps cuBLAS's workspaces when it empties torch's cache.
+
+    Args:
+        *names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"`` or both.
+
+    Raises:
+        ValueError: No name is given, or a name is unknown.
+        StateError: The real module is imported already. Its objects may be in use, and two memory
+            savers in one process do not know of each other.
     """
     if not names or any(name not in _OURS for name in names):
         raise ValueError(
@@ -72,16 +89,23 @@ def install(*names: str) -> None:
 
 
 def hook_sglang() -> None:
-    """Have SGLang put its memory onto our tags in this process, by its own registry of hooks.
+    """Register a hook with which SGLang places its memory on tags, in this process.
 
-    It applies them when it loads its plugins. ``SGLANG_PLUGINS=memsaver`` does the same in each of
-    its processes. ``ImportError`` without the package.
+    SGLang applies its hooks when it loads its plugins. ``SGLANG_PLUGINS=memsaver`` does the same in
+    each of SGLang's processes.
+
+    Raises:
+        ImportError: SGLang is not installed.
     """
     importlib.import_module("memsaver.compat.sglang_plugin").put_in_place()
 
 
 def uninstall(*names: str) -> None:
-    """Take our modules out again (no name: all). What was imported from them stays what it is."""
+    """Undo `install`. Objects that were imported from the replacements stay valid.
+
+    Args:
+        *names: Names to uninstall; all if empty.
+    """
     for name in names or _OURS:
         if _installed(name):
             del sys.modules[name]

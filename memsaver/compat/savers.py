@@ -1,4 +1,4 @@
-"""Parts of the drop-ins: a saver a device, regions that a thread can leave, graphs on a tag."""
+"""Parts of the drop-ins: one saver per device, regions that a thread can leave, graph pools."""
 
 from __future__ import annotations
 
@@ -17,27 +17,35 @@ from memsaver.memory.torch_allocator import check_capture
 from memsaver.native import cuda_hook
 from memsaver.saver import MemorySaver
 from memsaver.system.interrupts import Finalizer
+from memsaver.types import Content
 
-_thread = threading.local()  # .regions: those that the thread is in, outermost first
+_thread = threading.local()  # .regions: the regions that the thread is in, outermost first
 Handle = tuple[int, int]
 Key = tuple[object, ...]  # (device, tag, the caller's handle), or (our own handle,)
 
 
 def current_device() -> torch.device:
-    """The current CUDA device; the CPU where there is none."""
+    """Return the current CUDA device, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class Savers:
-    """One ``MemorySaver`` a device, made when asked for. A forked child begins with none."""
+    """Owner of one ``MemorySaver`` per device, created on first use.
+
+    A forked child starts without savers. Iteration yields the savers of this process, in the order
+    of their creation.
+
+    Args:
+        device: Returns the current device.
+        **options: Arguments for every ``MemorySaver``.
+    """
 
     def __init__(self, device: Callable[[], torch.device] = current_device, **options: Any) -> None:
-        """device: tells which is the current one. options: of every ``MemorySaver``."""
         self._device = device
         self._options = options
-        # a child must not drop its parent's
+        # Keyed by process, because a forked child must not drop its parent's savers.
         self._made: dict[tuple[int, torch.device], MemorySaver] = {}
 
     def current(self) -> MemorySaver:
@@ -47,11 +55,10 @@ class Savers:
         return self._made[key]
 
     def __iter__(self) -> Iterator[MemorySaver]:
-        """Those of this process, in the order in which they were made."""
         return iter([saver for (pid, _), saver in list(self._made.items()) if pid == os.getpid()])
 
     def set_disk_dir(self, path: Path) -> None:
-        """Sets where content ``"disk"`` is saved from now on."""
+        """Set the directory for content ``"disk"`` from the next pause on."""
         self._options["disk_dir"] = path
         for saver in self:
             saver.disk_dir = path
@@ -63,12 +70,12 @@ def _regions() -> list[Region]:
 
 
 class Region:
-    """A saver's region that can be left, and entered anew, before it ends."""
+    """A saver's region that its thread can leave and enter again before the region ends."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
         self._inside: contextlib.ExitStack | None = None
-        self._among: list[Region] = []  # those of the thread that entered it
+        self._among: list[Region] = []  # the regions of the thread that entered this one
 
     def enter(self) -> None:
         inside = contextlib.ExitStack()
@@ -76,7 +83,7 @@ class Region:
         self._inside = inside
 
     def leave(self, *error: Any) -> bool:
-        """``error`` goes through the saver's region, which may have a better one to raise."""
+        """Leave the saver's region, which may raise a better error than the given one."""
         inside, self._inside = self._inside, None
         return inside is not None and bool(inside.__exit__(*(error or (None, None, None))))
 
@@ -92,22 +99,23 @@ class Region:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Lets what this thread allocates inside be torch's own; its regions go on afterwards.
+    """Suspend this thread's regions: allocations inside are torch's own.
 
-    Raises ``StateError`` at the end if a region's tag was paused meanwhile, and is not resumed.
+    Raises:
+        StateError: At the end, the tag of a region is paused.
     """
     left = _regions()
     with contextlib.ExitStack() as back:
         for region in reversed(left):
             region.leave()
-            back.callback(region.enter)  # the outermost first: it was left last
+            back.callback(region.enter)  # runs in reverse order: the outermost region first
         _thread.regions = []
         back.callback(setattr, _thread, "regions", left)
         yield
 
 
 class GraphPools:
-    """Pools of captured graphs. One lives as long as a graph that was captured with it."""
+    """Memory pools of captured graphs, each kept alive by the graphs captured with it."""
 
     def __init__(self) -> None:
         self._pools: weakref.WeakValueDictionary[Key, torch.cuda.MemPool] = (
@@ -120,32 +128,42 @@ class GraphPools:
         graph: torch.cuda.CUDAGraph,
         saver: MemorySaver,
         tag: str,
-        content: str,
+        content: Content,
         pool: Handle | None,
         stream: torch.cuda.Stream | None,
         capture_error_mode: str,
     ) -> Iterator[None]:
-        """Like ``torch.cuda.graph``, on ``tag``.
+        """Capture a graph like ``torch.cuda.graph``, with its memory on a tag.
 
-        pool: from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``: graphs captured
-        with the same one share a pool of the tag. Memory that lies behind such a handle elsewhere
-        is not used. ``StateError`` where NCCL would register the tag's pages with other ranks.
+        Args:
+            graph: Graph to capture into.
+            saver: Saver that has the tag.
+            tag: Tag for the graph's memory.
+            content: Where a pause keeps the tag's content.
+            pool: Handle from ``torch.cuda.graph_pool_handle()`` or another graph's ``pool()``.
+                Graphs with the same handle share a pool on the tag. Memory that torch has behind
+                the handle is not used.
+            stream: See ``torch.cuda.graph``.
+            capture_error_mode: See ``torch.cuda.graph``.
+
+        Raises:
+            StateError: NCCL would register the tag's pages with other ranks.
         """
         check_capture(tag)
         memory = self._pool(saver, tag, content, pool)
-        identity: Any = memory.id  # typed as torch.cuda.graph's own kind of pool
+        identity: Any = memory.id  # torch.cuda.graph has its own type for pool handles
         mode: Any = capture_error_mode
         capturing = torch.cuda.graph(graph, pool=identity, stream=stream, capture_error_mode=mode)
         with torch.cuda.stream(capturing.capture_stream):
-            # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+            # Creates cuBLAS's workspace, which torch keeps forever, outside of the tag.
             torch.cuda.current_blas_handle()
-        # torch aborts if a pool goes while a region is open
+        # torch aborts if a pool is dropped while a region is open.
         Finalizer(graph, cuda_hook.retire, memory)
         with capturing:
             yield
 
     def _pool(
-        self, saver: MemorySaver, tag: str, content: str, handle: Handle | None
+        self, saver: MemorySaver, tag: str, content: Content, handle: Handle | None
     ) -> torch.cuda.MemPool:
         keys: list[Key] = [] if handle is None else [(saver.device, tag, handle), (handle,)]
         for key in keys:

@@ -1,4 +1,4 @@
-"""The plugin that SGLang loads in each of its processes (entry point ``sglang.srt.plugins``).
+"""Plugin that SGLang loads in each of its processes (entry point ``sglang.srt.plugins``).
 
 It does nothing unless ``SGLANG_PLUGINS``, SGLang's own variable, names it:
 ``SGLANG_PLUGINS=memsaver``.
@@ -22,38 +22,40 @@ _MAKER = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.cr
 
 
 class SglangAdapter(TorchMemorySaver):
-    """Offers what SGLang asks of its ``TorchMemorySaverAdapter``, on our tags."""
+    """Replacement for SGLang's ``TorchMemorySaverAdapter`` that places memory on tags."""
 
     @property
     def saver(self) -> MemorySaver:
-        """Returns the saver that has the tags of the current device."""
+        """Return the saver of the current device."""
         return self._savers.current()
 
     def check_validity(self, caller_name: str) -> None:
-        """Does nothing: memory is always on tags here."""
+        """Pass without a check, because memory is always on tags here."""
 
     def configure_subprocess(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: there is no library to preload, the subprocess loads this plugin."""
+        """Do nothing: no library is preloaded, because the subprocess loads this plugin."""
         return configure_subprocess()
 
     def cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the drop-in's, with the content kept: graphs replay over what they have there."""
+        """Capture a graph like the drop-in, and keep its content for the replay after a pause."""
         return super().cuda_graph(*args, **{**kwargs, "enable_cpu_backup": True})
 
 
 def register() -> None:
-    """Put SGLang's memory onto our tags, where it is started with ``enable_memory_saver=True``:
-    weights, KV cache, and the graphs' with ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1``.
+    """Place SGLang's memory on tags if ``SGLANG_PLUGINS`` names memsaver.
+
+    SGLang must be started with ``enable_memory_saver=True``. The tags hold its weights and KV cache
+    and, with ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1``, its graphs.
     """
     if NAME in map(str.strip, os.environ.get("SGLANG_PLUGINS", "").split(",")):
         put_in_place()
 
 
 def put_in_place() -> None:
-    """Tell SGLang's registry of hooks to make our adapter; SGLang applies its hooks afterwards.
+    """Register the adapter with SGLang's registry of hooks, which SGLang applies afterwards.
 
-    Sets ``NCCL_GRAPH_REGISTER=0`` and keeps cuBLAS's workspaces as ``memsaver.compat.install``
-    does.
+    Like `memsaver.compat.install`, the call sets ``NCCL_GRAPH_REGISTER=0`` and keeps cuBLAS's
+    workspaces.
     """
     keep_graphs_unregistered()
     hold_workspaces()
@@ -67,5 +69,5 @@ def _hook(registry: Any, around: Any) -> None:
 
 
 def make(original: Callable[[bool], Any], enable: bool) -> Any:
-    """Make the adapter; SGLang's own, which does nothing, where no saver is enabled."""
+    """Create the adapter, or SGLang's own inactive one if no saver is enabled."""
     return SglangAdapter() if enable else original(enable)

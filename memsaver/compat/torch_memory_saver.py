@@ -1,8 +1,8 @@
-"""Offers what ``torch_memory_saver`` 0.0.10 does, on memsaver. docs/compat.md tells what differs.
+"""The interface of ``torch_memory_saver`` 0.0.10 on memsaver; docs/compat.md lists differences.
 
-A tag of that library may hold memory with and without a backup. Here such a tag has one part for
-each content, a tag of the saver by the name ``tag:content``; ``pause`` and ``resume`` take the
-parts of a tag together.
+A tag of that library may hold memory with and without a backup. Here, such a tag has one part for
+each content policy, which is the saver's tag ``tag:content``. `TorchMemorySaver.pause` and
+`TorchMemorySaver.resume` handle all parts of a tag together.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from memsaver.compat.savers import GraphPools, Handle, Region, Savers, outside
 from memsaver.errors import StateError, TagError
 from memsaver.saver import MemorySaver
+from memsaver.types import Content
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
@@ -26,19 +27,21 @@ logger = logging.getLogger("memsaver")
 
 _DEFAULT = "default"
 _CPU_BACKENDS = ("mmap", "pinned")
-_SAVERS = Savers()  # of the process: several TorchMemorySaver have the same tags, as in the library
+_SAVERS = Savers()  # shared by all TorchMemorySaver of the process, as in the library
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 
 
 class TorchMemorySaver:
-    """Pausable memory by tags, on the current CUDA device, or on the CPU where there is no GPU.
+    """Pausable memory by tags, on the current CUDA device, or on the CPU if there is no GPU.
+
+    Args:
+        savers: Savers to use instead of the ones that all instances of this process share.
 
     Attributes:
-        hook_mode: without effect; memory is always placed through torch's memory pools.
-        memory_margin_bytes: without effect; ``MemorySaver(limit_bytes=)`` keeps memory free.
-        retain_cpu_backup: without effect; host memory for backups is always kept for the next
-            pause.
+        hook_mode: Has no effect; memory is always placed through torch's memory pools.
+        memory_margin_bytes: Has no effect; ``MemorySaver(limit_bytes=)`` keeps memory free.
+        retain_cpu_backup: Has no effect; host memory for backups is always kept for the next pause.
     """
 
     __slots__ = (
@@ -47,7 +50,6 @@ class TorchMemorySaver:
     )
 
     def __init__(self, savers: Savers | None = None) -> None:
-        """savers: for memory apart from the process's other ``TorchMemorySaver``."""
         self._savers = _SAVERS if savers is None else savers
         self._graphs = GraphPools()
         self._unused: set[str] = set()
@@ -60,7 +62,11 @@ class TorchMemorySaver:
         return True
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Sets where content of regions with ``enable_disk_backup`` is saved; made if missing."""
+        """Set the directory for the content of regions with `enable_disk_backup`.
+
+        Args:
+            path: Directory, created if missing.
+        """
         os.makedirs(path, exist_ok=True)
         self._savers.set_disk_dir(Path(path))
 
@@ -74,11 +80,18 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Place what this thread allocates on ``tag``; the innermost region wins.
+        """Place the allocations of this thread on a tag; of nested regions the innermost applies.
 
-        A pause keeps the content in host memory, in a file, or not at all. Both kinds of
-        ``cpu_backup_backend`` are the same pinned memory. Raises ``StateError`` (the tag is
-        paused), ``OutOfMemory``, ``ValueError``.
+        Args:
+            tag: Tag to allocate on, created on first use.
+            enable_cpu_backup: Keep the content in host memory during a pause.
+            enable_disk_backup: Keep the content in a file during a pause.
+            cpu_backup_backend: Accepted for compatibility; both kinds are the same pinned memory.
+
+        Raises:
+            StateError: The tag is paused.
+            OutOfMemory: An allocation inside failed.
+            ValueError: The arguments contradict each other.
         """
         content = _content(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         saver = self._saver_to_place(tag)
@@ -96,7 +109,21 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Like ``torch.cuda.graph``, with the graph's memory on ``tag``."""
+        """Capture a graph like ``torch.cuda.graph``, with its memory on a tag.
+
+        Args:
+            cuda_graph: Graph to capture into.
+            pool: Handle that graphs share to share memory.
+            stream: See ``torch.cuda.graph``.
+            capture_error_mode: See ``torch.cuda.graph``.
+            tag: Tag for the graph's memory.
+            enable_cpu_backup: Keep the content in host memory during a pause.
+            cpu_backup_backend: Accepted for compatibility.
+
+        Raises:
+            StateError: The tag is paused, or NCCL would register its pages with other ranks.
+            ValueError: There is no GPU, or the arguments contradict each other.
+        """
         content = _content(enable_cpu_backup, False, cpu_backup_backend)
         saver = self._saver_to_place(tag)
         if saver.device.type != "cuda":
@@ -107,7 +134,11 @@ class TorchMemorySaver:
             yield
 
     def disable(self) -> contextlib.AbstractContextManager[None]:
-        """Lets what this thread allocates inside a region be torch's own memory."""
+        """Suspend this thread's regions: allocations inside are torch's own.
+
+        Returns:
+            A context manager. Its exit raises ``StateError`` if the tag of a region is paused.
+        """
         return outside()
 
     def _saver_to_place(self, tag: str) -> MemorySaver:
@@ -120,21 +151,31 @@ class TorchMemorySaver:
     # ---------------------------------------------------------------- pause and resume
 
     def pause(self, tag: str | None = None) -> None:
-        """Give the memory of a tag back, on every device (no tag: all memory).
+        """Release the memory of a tag on every device.
 
-        A tag that no region was entered with is let pass, as engines pause all tags that they know
-        of. ``StateError``, with nothing changed: the tag is paused already, or a region of it is
-        open. When a second device fails, the first stays paused, as its content may be gone;
-        pausing again takes the rest.
+        A tag without any region is accepted, because engines pause every tag that they know. If a
+        second device fails, the first one stays paused, because its content may be gone; another
+        call pauses the rest.
+
+        Args:
+            tag: Tag to pause; ``None`` for all tags.
+
+        Raises:
+            StateError: The tag is paused already, or a region of it is open. Nothing has changed.
         """
         _refuse_whole_process()
         for saver, parts in self._select(tag, paused=False):
             saver.pause(*parts)
 
     def resume(self, tag: str | None = None) -> None:
-        """Put memory behind the same addresses again, on every device or none (no tag: all).
+        """Map memory behind the tag's addresses again, on every device or on none.
 
-        ``StateError`` (not paused) and ``OutOfMemory`` have changed nothing.
+        Args:
+            tag: Tag to resume; ``None`` for all tags.
+
+        Raises:
+            StateError: The tag is not paused. Nothing has changed.
+            OutOfMemory: Memory is short. Nothing has changed.
         """
         with contextlib.ExitStack() as undo:
             for saver, parts in self._select(tag, paused=True):
@@ -143,7 +184,7 @@ class TorchMemorySaver:
             undo.pop_all()
 
     def _select(self, tag: str | None, paused: bool) -> list[tuple[MemorySaver, list[str]]]:
-        """Returns each device's parts that are ``paused``; ``StateError``: a tag has others."""
+        """Return the parts in this state by saver; raise ``StateError`` if a tag has none."""
         states: dict[str, set[bool]] = {}
         chosen: dict[MemorySaver, list[str]] = {}
         for saver, part in self._parts(tag):
@@ -152,8 +193,8 @@ class TorchMemorySaver:
             if is_paused == paused:
                 chosen.setdefault(saver, []).append(part)
         if tag and not states:
-            self._tell_unused(tag)
-        if wrong := [name for name, found in states.items() if paused not in found]:
+            self._warn_unused(tag)
+        if wrong := [name for name, present in states.items() if paused not in present]:
             state, call = ("not paused", "pause") if paused else ("paused already", "resume")
             names = ", ".join(map(repr, wrong))
             raise StateError(
@@ -162,13 +203,13 @@ class TorchMemorySaver:
         return list(chosen.items())
 
     def _parts(self, tag: str | None = None) -> Iterator[tuple[MemorySaver, str]]:
-        """The parts of a tag, or of all tags, on every device."""
+        """Yield the parts of a tag, or of all tags, on every device."""
         for saver in self._savers:
             for part in saver.tags:
                 if not tag or _tag_of(part) == tag:
                     yield saver, part
 
-    def _tell_unused(self, tag: str) -> None:
+    def _warn_unused(self, tag: str) -> None:
         if tag not in self._unused:
             self._unused.add(tag)
             known = {repr(_tag_of(part)) for _, part in self._parts()}
@@ -181,10 +222,19 @@ class TorchMemorySaver:
     # ---------------------------------------------------------------- saved content
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
-        """The content of a paused tensor, on the CPU; ``None`` if it is active, or in no region.
+        """Return the saved content of a paused tensor.
 
-        zero_copy: the saved bytes themselves where they are in host memory in one piece, good until
-        the tag is resumed; else a copy. ``StateError``: nothing was saved.
+        Args:
+            x: Contiguous tensor.
+            zero_copy: Return the saved bytes themselves if they are in host memory in one piece.
+                They are valid until the tag is resumed.
+
+        Returns:
+            A CPU tensor, or ``None`` if `x` is active or in no region.
+
+        Raises:
+            StateError: The pause discarded the content.
+            ValueError: `x` is not contiguous.
         """
         if not x.is_contiguous():
             raise ValueError(
@@ -203,7 +253,7 @@ class TorchMemorySaver:
         if content == "discard":
             raise StateError(
                 f"the pause of {tag!r} discarded this tensor; "
-                "make it in a region with enable_cpu_backup=True"
+                "allocate it in a region with enable_cpu_backup=True"
             )
         if zero_copy:
             with contextlib.suppress(ValueError):  # on disk, or in several pieces
@@ -213,13 +263,13 @@ class TorchMemorySaver:
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Does nothing: a subprocess needs its own ``memsaver.compat.install``, no library."""
+    """Do nothing: a subprocess calls its own `memsaver.compat.install` and preloads no library."""
     yield
 
 
 def _content(
     enable_cpu_backup: bool, enable_disk_backup: bool, cpu_backup_backend: str | None
-) -> str:
+) -> Content:
     if enable_cpu_backup and enable_disk_backup:
         raise ValueError("enable_cpu_backup and enable_disk_backup exclude each other")
     if cpu_backup_backend is not None and not enable_cpu_backup:
@@ -232,7 +282,7 @@ def _content(
     return "host" if enable_cpu_backup else "disk" if enable_disk_backup else "discard"
 
 
-def _part(tag: str, content: str) -> str:
+def _part(tag: str, content: Content) -> str:
     return f"{tag}:{content}"
 
 
@@ -247,12 +297,11 @@ def _part_at(saver: MemorySaver, x: torch.Tensor) -> str | None:
 
 
 def _refuse_whole_process() -> None:
-    """Refuses the variable by which the library, preloaded, catches every allocation."""
+    """Refuse the variable with which the preloaded library catches every allocation."""
     if os.environ.get("TMS_INIT_ENABLE", "").lower() in ("1", "true", "yes"):
         raise StateError(
-            "TMS_INIT_ENABLE asks for every allocation of this process; "
-            "memsaver only takes what is made in region(). Unset it, "
-            "and make what is to be paused in a region"
+            "TMS_INIT_ENABLE requests every allocation of this process, but memsaver places only "
+            "allocations in region() on tags; unset it, and allocate pausable memory in a region"
         )
 
 

@@ -1,8 +1,8 @@
-"""Offers what ``vllm.device_allocator.cumem`` of vLLM 0.24 and 0.33 does, on memsaver.
+"""The interface of ``vllm.device_allocator.cumem`` of vLLM 0.24 and 0.33 on memsaver.
 
-docs/compat.md tells what differs. A tag of that module may be asleep in part: what is allocated on
-it while it is asleep is awake. Here such a tag has several tags of the saver, by the names ``tag``
-and ``tag again, 2``; each is awake or asleep as a whole.
+docs/compat.md lists the differences. A tag of that module may be partly asleep, because new
+allocations on a sleeping tag are awake. Here, such a tag consists of several tags of the saver,
+named ``tag``, ``tag again, 2`` and so on. Each of them is awake or asleep as a whole.
 """
 
 from __future__ import annotations
@@ -25,40 +25,49 @@ __all__ = ["CuMemAllocator", "cumem_available"]
 
 cumem_available = True
 
-_DEFERRABLE = ("weights", "kv_cache")  # all other tags come back with any wake-up
+_DEFERRABLE = ("weights", "kv_cache")  # every wake-up resumes all other tags
 _GRAPHS = "cudagraph"
 _AGAIN = " again, "
 
 
 class CuMemAllocator:
-    """Memory by tags that can be put to sleep; ``sleep`` says whose content is kept on the host."""
+    """Allocator of memory by tags, which can sleep with or without their content.
+
+    Programs obtain the instance of their process from `get_instance`.
+
+    Args:
+        savers: Savers to use instead of new ones.
+    """
 
     instance: ClassVar[CuMemAllocator | None] = None
     default_tag: ClassVar[str] = "default"
 
     def __init__(self, savers: Savers | None = None) -> None:
-        """Programs call ``get_instance``; savers: for memory of one's own."""
         self._savers = Savers() if savers is None else savers
         self._graph_pools: dict[tuple[torch.device, str], torch.cuda.MemPool] = {}
         self.current_tag = self.default_tag
 
     @staticmethod
     def get_instance() -> CuMemAllocator:
-        """The one of this process."""
+        """Return the allocator of this process."""
         if CuMemAllocator.instance is None:
             CuMemAllocator.instance = CuMemAllocator()
-            # torch may abort where a pool goes only with the interpreter
+            # torch may abort if a pool is dropped only when the interpreter exits.
             atexit.register(CuMemAllocator.instance.release_pools)
         return CuMemAllocator.instance
 
     @property
     def saver(self) -> MemorySaver:
-        """Returns the saver that has the tags of the current device."""
+        """Return the saver of the current device."""
         return self._savers.current()
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Place what this thread allocates on ``tag``. What of the tag is asleep stays asleep."""
+        """Place the allocations of this thread on a tag; sleeping memory of the tag stays asleep.
+
+        Args:
+            tag: Tag to allocate on; ``None`` for the default tag.
+        """
         chosen = self.default_tag if tag is None else tag
         saver = self._savers.current()
         with saver.region(_awake(saver, chosen)), self._current(chosen):
@@ -66,17 +75,22 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """The handle of a pool on the tag "cudagraph", for ``torch.cuda.graph(pool=...)`` inside.
+        """Provide a graph pool on the tag "cudagraph".
 
-        The same one until ``release_pools``. ``StateError`` where NCCL would register the tag's
-        pages with other ranks, ``ValueError`` without a GPU.
+        Yields:
+            The pool's handle for ``torch.cuda.graph(pool=...)``; the same one until
+            `release_pools`.
+
+        Raises:
+            StateError: NCCL would register the tag's pages with other ranks.
+            ValueError: There is no GPU.
         """
         check_capture(_GRAPHS)
         saver = self._savers.current()
         tag = _awake(saver, _GRAPHS)
         if (key := (saver.device, tag)) not in self._graph_pools:
             self._graph_pools[key] = saver.mem_pool(tag)
-        # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+        # Creates cuBLAS's workspace, which torch keeps forever, outside of the tag.
         torch.cuda.current_blas_handle()
         with self._current(_GRAPHS):
             yield self._graph_pools[key].id
@@ -95,21 +109,25 @@ class CuMemAllocator:
         *,
         tags: Collection[str] | str | None = None,
     ) -> None:
-        """Give memory back: of ``tags``, or of all. Memory that is asleep stays as it is.
+        """Release the memory of tags; memory that is asleep already is not changed.
 
-        offload_tags: their content is kept and comes back (``None``: the default tag's); other
-        content is undefined after ``wake_up``. A failure has changed nothing on its device.
+        If the call fails on a device, nothing has changed on that device.
+
+        Args:
+            offload_tags: Tags whose content is kept on the host and restored by `wake_up`; ``None``
+                for the default tag. Other content is undefined after `wake_up`.
+            tags: Tags to put to sleep; ``None`` for all tags.
         """
         kept = {self.default_tag} if offload_tags is None else _names(offload_tags)
         chosen = None if tags is None else _names(tags)
-        gc.collect()  # dead tensors are not worth saving
+        gc.collect()  # frees dead tensors, so that they are not saved
         for saver in self._savers:
             awake = [tag for tag in saver.tags if not saver.is_paused(tag)]
             awake = [tag for tag in awake if chosen is None or _name(tag) in chosen]
             saved = [tag for tag in awake if _name(tag) in kept]
             lost = [tag for tag in awake if _name(tag) not in kept]
             with contextlib.ExitStack() as undo:
-                if saved:  # first: only what was saved can be brought back
+                if saved:  # before the others, because a failure can undo only saved content
                     saver.pause(*saved, content="host")
                     undo.callback(saver.resume, *saved)
                 if lost:
@@ -118,14 +136,22 @@ class CuMemAllocator:
             saver.backend.reclaim()
 
     def discard(self, tags: Collection[str] | str) -> None:
-        """Give the memory of these tags back, without their content."""
+        """Release the memory of tags without keeping their content.
+
+        Args:
+            tags: Tags to put to sleep.
+        """
         self.sleep((), tags=tags)
 
     def wake_up(self, tags: Collection[str] | str | None = None) -> None:
-        """Put memory behind the same addresses again. Memory that is awake stays as it is.
+        """Map memory behind the addresses of sleeping tags; memory that is awake is not changed.
 
-        tags: which of "weights" and "kv_cache"; ``None``: both. All other tags come back each time.
-        ``OutOfMemory``, a ``RuntimeError``, has changed nothing on its device.
+        Args:
+            tags: Which of "weights" and "kv_cache" to resume; ``None`` for both. Every call resumes
+                all other tags.
+
+        Raises:
+            OutOfMemory: Memory is short; a ``RuntimeError``. Nothing has changed on that device.
         """
         left = set() if tags is None else {*_DEFERRABLE} - _names(tags)
         for saver in self._savers:
@@ -134,14 +160,14 @@ class CuMemAllocator:
                 saver.resume(*asleep)
 
     def get_current_usage(self) -> int:
-        """Bytes of all tensors on the tags, asleep or not."""
+        """Return the bytes of all tensors on the tags, asleep or awake."""
         tags = (saver.report(others=False).tags.values() for saver in self._savers)
         return sum(tag.live_bytes for tag in itertools.chain.from_iterable(tags))
 
     def release_pools(self) -> None:
-        """Give back memory that no tensor and no graph uses, as an engine does before it ends.
+        """Release memory that no tensor and no graph uses, as an engine does before it ends.
 
-        Tensors and graphs stay valid; the next ``cudagraph_pool`` is another one. May be repeated.
+        Tensors and graphs stay valid. The next `cudagraph_pool` is a new pool. May be repeated.
         """
         while self._graph_pools:
             cuda_hook.retire(self._graph_pools.popitem()[1])
@@ -152,14 +178,14 @@ class CuMemAllocator:
 
 
 def _awake(saver: MemorySaver, name: str) -> str:
-    """The saver's tag to allocate on for ``name``: the first that is not asleep, else a new one."""
+    """Return the saver's first tag for this name that is awake, or the name of a new tag."""
     more = (f"{name}{_AGAIN}{number}" for number in itertools.count(2))
     tags = itertools.chain([name], more)
     return next(tag for tag in tags if tag not in saver.tags or not saver.is_paused(tag))
 
 
 def _name(tag: str) -> str:
-    """Returns what a tag of the saver is called here."""
+    """Return vLLM's name for a tag of the saver."""
     return tag.partition(_AGAIN)[0]
 
 

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes (entry point ``vllm.general_plugins``).
+"""Plugin that vLLM loads in each of its processes (entry point ``vllm.general_plugins``).
 
 It does nothing unless ``VLLM_PLUGINS``, vLLM's own variable, names it: ``VLLM_PLUGINS=memsaver``.
 """
@@ -16,10 +16,13 @@ _BACKENDS = "vllm.device_allocator.sleep_mode_backend"  # not in 0.24
 
 
 def register() -> None:
-    """Put vLLM's memory onto our tags: weights, KV cache and, from 0.33 on, the graphs' pool.
+    """Place vLLM's memory on tags: weights, KV cache and, from 0.33 on, the graphs' pool.
 
-    Called more than once it does no more. ``StateError`` where vLLM's own allocator is imported
-    already. From 0.33 on ``sleep_mode_backend="memsaver"`` is known, too, and is what ``cumem`` is.
+    Further calls have no effect. From 0.33 on, ``sleep_mode_backend="memsaver"`` is another name
+    for ``cumem``.
+
+    Raises:
+        StateError: vLLM's own allocator is imported already.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return

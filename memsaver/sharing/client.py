@@ -1,8 +1,7 @@
-"""The peer's connections to owners of memory, what owners ask of it, and the backends that map
-their memory here.
+"""The peer's connections to owners of memory, and the backends that map their memory here.
 
-On GPUs that is always the backend of the current one: so no context and no stream appears on a GPU
-because its memory is mapped, and it need not be visible here.
+Memory of any GPU is mapped by the backend of the current GPU. Mapping therefore creates no context
+and no stream on the owner's GPU, which need not even be visible to this process.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ _CONNECT_SECONDS = 5.0
 
 
 class Owner:
-    """The one connection of this process to a saver, here or in another process.
+    """The only connection of this process to a saver in this or another process.
 
-    ``granting``: held from asking for a lease until what came with it is imported, for the next
-    answer builds on that.
-    ``recalls``: leases (`CachedLease`) that stay mapped until their owner asks for them back, by
-    number.
+    Attributes:
+        granting: Lock held from the request for a lease until its extents are imported, because
+            the next answer assumes that they are.
+        recalls: Cached leases by number, which stay mapped until their owner recalls them.
+        endpoint: The connection.
     """
 
     def __init__(self, socket_name: str) -> None:
@@ -47,10 +47,11 @@ class Owner:
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(_CONNECT_SECONDS)
         )
         try:
-            # waits where strangers fill the queue of one that is stopped
+            # Waits while other users' connections fill the queue of a stopped owner.
             connection.connect("\0" + socket_name)
             _, uid = rpc.credentials(connection)
-            # who would not answer; or who has taken a dead saver's name, to be told tokens
+            # Another user's saver would not answer. Another user's process may also have taken a
+            # dead saver's name to collect tokens.
             if uid != os.getuid():
                 raise rpc.CallRefused(
                     f"its saver is user {uid}'s, this process is user {os.getuid()}'s"
@@ -68,11 +69,11 @@ class Owner:
         with _lock:
             if owners.get(self._socket_name) is self:
                 del owners[self._socket_name]
-        with contextlib.suppress(MemSaverError):  # the next use tries again
+        with contextlib.suppress(MemSaverError):  # the next use retries
             self._recall(list(self.recalls))
 
     def _late(self, answer: dict[str, Any]) -> None:
-        """Give back a lease that nobody waits for; what came with it, the next one asks for."""
+        """End a lease whose caller gave up; the next lease requests its extents again."""
         if "lease" in answer:
             self.endpoint.tell("unlease", lease=answer["lease"], forgotten=[])
 
@@ -86,10 +87,10 @@ class Owner:
         return {}, []
 
     def _recall(self, numbers: Sequence[int]) -> None:
-        """Those that are not here yet, the owner asks for again; others have ended."""
+        """Recall leases by number; the owner repeats the call for leases still being set up."""
         for number in numbers:
             if (lease := self.recalls.get(number)) is not None:
-                lease.recall_beside()
+                lease.recall_in_thread()
 
 
 owners: dict[str, Owner] = {}
@@ -97,7 +98,11 @@ _lock = forkable(threading.Lock())
 
 
 def owner_of(socket_name: str) -> Owner:
-    """The connection to that saver, made anew when it was lost. OSError: nobody listens."""
+    """Return the connection to a saver, and reconnect if it was lost.
+
+    Raises:
+        OSError: No saver listens on the socket.
+    """
     with _lock:
         owner = owners.get(socket_name)
         if owner is None or owner.endpoint.closed:
@@ -106,7 +111,15 @@ def owner_of(socket_name: str) -> Owner:
 
 
 def peer_backend(key: str, device: torch.device | None = None) -> Backend:
-    """Returns the backend for memory of ``key``; ``LeaseError`` if ``device`` cannot reach it."""
+    """Return the backend that maps memory of another device.
+
+    Args:
+        key: Device key of the memory.
+        device: GPU that is to use the memory; ``None`` for the current one.
+
+    Raises:
+        LeaseError: The GPU cannot reach the memory.
+    """
     if key == "cpu":
         return backend_of(torch.device("cpu"))
     if not torch.cuda.is_available():
@@ -124,12 +137,12 @@ def backend_of(device: torch.device) -> Backend:
     return make_backend(device)
 
 
-os.register_at_fork(after_in_child=backend_of.cache_clear)  # it is the parent's
+os.register_at_fork(after_in_child=backend_of.cache_clear)  # the backends are the parent's
 
 
 @cache
 def check_reach(here: int, key: str) -> None:
-    """Raises ``LeaseError`` for a visible GPU out of reach; the driver tells of hidden ones."""
+    """Raise ``LeaseError`` for a visible GPU out of reach; the driver reports hidden ones."""
     for index in range(torch.cuda.device_count()):
         there = device_key(torch.device("cuda", index)) == key
         if there and index != here and not torch.cuda.can_device_access_peer(here, index):

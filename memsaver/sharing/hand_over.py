@@ -1,6 +1,4 @@
-"""The giver's side of a hand-over: extents that become another saver's, without a copy and without
-the driver.
-"""
+"""The giver's side of a hand-over, which makes another saver the owner of extents."""
 
 from __future__ import annotations
 
@@ -21,10 +19,21 @@ from memsaver.tag.tickets import PoolTicket
 def hand_over(
     extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend
 ) -> LeaseError | None:
-    """Make the saver of ``to`` the owner of unmapped extents; their handles become imports.
+    """Hand unmapped extents over to another saver, without copying and without the driver.
 
-    Raises ``LeaseError`` when it refuses (nothing was changed). Returns the one to raise when all
-    is done: the peer fell silent while they changed hands. It may own them, so we must not.
+    The giver's handles become imports.
+
+    Args:
+        extents: Unmapped extents of this saver.
+        to: Ticket of the receiving saver.
+        backend: Backend of this saver.
+
+    Returns:
+        An error to raise once the caller has finished, if the receiver fell silent during the
+        transfer. The receiver may own the extents then, so this saver no longer does.
+
+    Raises:
+        LeaseError: The receiver refuses. Nothing has changed.
     """
     lost = None
     _giving[threading.get_ident()] = time.monotonic()
@@ -42,7 +51,7 @@ def hand_over(
     except (rpc.ConnectionClosed, TimeoutError) as error:
         lost = LeaseError(
             f"the memory was given to process {to.pid}, which fell silent ({error}): "
-            "the tags are paused, and what it did not take is the driver's again"
+            "the tags are paused, and the driver frees the memory that it did not take"
         )
         for extent in extents:
             backend.release(extent.handle, 0)
@@ -52,18 +61,18 @@ def hand_over(
     return lost
 
 
-_giving: dict[int, float] = {}  # by thread: when its hand-over began
+_giving: dict[int, float] = {}  # start time of each thread's hand-over
 
 
 def gives_for(seconds: float) -> bool:
-    """Tells whether a hand-over of this process has waited for its receiver that long."""
+    """Return whether a hand-over of this process has waited for its receiver that long."""
     return any(time.monotonic() - began > seconds for began in tuple(_giving.values()))
 
 
 def _give(
     owner: Owner, extents: Sequence[shim.Extent], to: PoolTicket, backend: Backend, need: list[int]
 ) -> None:
-    """need: ids of those that the receiver has not imported."""
+    """Send the extents; `need` has the ids that the receiver has not imported."""
     fds: list[int] = []
     wanted = [(extent.id, extent.nbytes) for extent in extents]
     try:

@@ -1,11 +1,9 @@
-"""The peer's side of sharing: leases of owners' tags.
+"""The peer's side of sharing: leases of other savers' tags, and a cache of leases.
 
-Leases that stay mapped between uses, until their owner asks for them back.
-
-Mapping costs milliseconds, also at the peer's other GPUs, so who uses the same tag again and again
-keeps its lease. The owner's pause, or whatever else moves the tag's pages, recalls it first: an
-idle lease is unmapped at once, by a thread of this process; one in use ends with the use. So a
-lease that is mapped always shows the tag's own pages.
+Mapping costs milliseconds, also on the peer's other GPUs, so a cache keeps leases mapped between
+uses. Before the owner pauses the tag or moves its pages otherwise, it recalls cached leases. A
+thread of this process unmaps an idle lease immediately; a lease in use ends with the use. A mapped
+lease therefore always shows the tag's present pages.
 """
 
 from __future__ import annotations
@@ -33,17 +31,29 @@ TIMEOUT_SECONDS = 10.0
 
 
 class Lease(contextlib.AbstractContextManager["Lease"]):
-    """A tag of another saver, mapped at an address of this process.
+    """Mapping of another saver's tag at an address of this process.
 
-    On GPUs the one that is current now can use the address, and no other; tensors say that they are
-    on it. If it is not the tag's, the two must reach each other; the tag's may be hidden, and this
-    process has no context there. Tensors from ``tensor`` dangle after ``close``; a lease that
-    nobody closes ends with itself and the last of them.
-    Errors: ``LeaseError`` when the owner refuses or is gone, or the current GPU does not reach the
-    tag's.
+    A lease of GPU memory can be used on the GPU that is current when the lease is made, and its
+    tensors report that device. If the tag is on a different GPU, the two GPUs must reach each
+    other. The tag's GPU may be hidden, and this process creates no context there.
+
+    Tensors from `tensor` must not be used after `close`. A lease that is never closed ends when the
+    lease and all of its tensors are dropped.
+
+    Args:
+        ticket: Ticket for the tag, from `MemorySaver.share`.
+
+    Attributes:
+        ticket: The ticket.
+        nbytes: Bytes of the tag that are mapped.
+        owner: Connection to the saver that owns the tag.
+        number: The owner's number for the lease.
+
+    Raises:
+        LeaseError: The owner refuses or is gone, or the current GPU cannot reach the memory.
     """
 
-    _kept = False  # the owner may ask for it back
+    _kept = False  # whether the owner may recall it
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
@@ -66,7 +76,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
             self._mapped = _Mapped(
                 self._backend, ticket.device_key, self._address, self.nbytes, undo.pop_all()
             )
-            # it may run under any lock, so another thread talks to the owner
+            # The finalizer may run under any lock, so another thread talks to the owner.
             Finalizer(self, endings().put, self._mapped.end_dropped)
 
     def _open_access(self) -> None:
@@ -83,12 +93,27 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
     @property
     def closed(self) -> bool:
+        """Return whether the lease has ended."""
         return self._mapped.closed
 
     def tensor(
         self, shape: tuple[int, ...], dtype: torch.dtype, byte_offset: int = 0
     ) -> torch.Tensor:
-        """Tensor over the tag's pages, ``byte_offset`` bytes from the start of the tag's arena."""
+        """Return a tensor over the tag's pages.
+
+        Args:
+            shape: Shape of the tensor.
+            dtype: Data type of the tensor.
+            byte_offset: Offset of the tensor from the start of the tag's arena; see
+                `MemorySaver.offset_of`.
+
+        Returns:
+            A contiguous tensor that shares memory with the owner's tag.
+
+        Raises:
+            LeaseError: The lease is closed.
+            ValueError: The tensor would exceed the mapped bytes.
+        """
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if self.closed:
             raise LeaseError(f"the lease of {self.ticket.tag!r} is closed; attach again")
@@ -105,9 +130,12 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
     @held()
     def close(self) -> None:
-        """Unmap, and tell the owner; when this returns, the owner knows that the lease has ended.
+        """Unmap the tag and notify the owner.
 
-        May be tried again when the driver refused (``BackendError``).
+        When the call returns, the owner knows that the lease has ended.
+
+        Raises:
+            BackendError: The driver refused; the call may be repeated.
         """
         if not self.closed:
             self._backend.synchronize()
@@ -119,7 +147,16 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
 @dataclass
 class _Mapped:
-    """Holds a lease's things for a finalizer. ``undo``: when nothing is mapped any more."""
+    """Resources of a lease, for its finalizer.
+
+    Attributes:
+        backend: Backend that mapped the memory.
+        device_key: Device of the memory.
+        address: Start of the mapping.
+        nbytes: Size of the mapping.
+        undo: Steps to run after the memory is unmapped.
+        closed: Whether the lease has ended.
+    """
 
     backend: Backend
     device_key: str
@@ -130,7 +167,7 @@ class _Mapped:
 
     @held()
     def end(self) -> None:
-        """Unmap, and tell the owner; not in a forked child, where the lease is the parent's."""
+        """Unmap and notify the owner, except in a forked child: the lease is the parent's."""
         if not self.closed and not self.backend.forked:
             with device_lock(self.device_key):
                 if self.nbytes:
@@ -139,7 +176,7 @@ class _Mapped:
             self.undo.close()
 
     def end_dropped(self) -> None:
-        """Ends a lease that nobody closed, in a thread of our own."""
+        """End a lease that was dropped without `close`, in a thread of memsaver."""
         if not self.closed:
             self.backend.bind_thread()
             self.backend.synchronize()
@@ -147,15 +184,39 @@ class _Mapped:
 
 
 def attach(ticket: Ticket) -> Lease:
-    """Map the ticket's tag into this process (also into the owner's, at a second address)."""
+    """Map a shared tag into this process.
+
+    Works in the owner's process, too, where it maps the tag at a second address.
+
+    Args:
+        ticket: Ticket for the tag, from `MemorySaver.share`.
+
+    Returns:
+        The lease, which is also a context manager.
+
+    Raises:
+        LeaseError: The owner refuses or is gone, or the current GPU cannot reach the memory.
+    """
     return Lease(ticket)
 
 
 def lease_extents(
     ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool = False
 ) -> tuple[Owner, int, list[shim.Extent]]:
-    """Return a lease of the tag as its owner knows it, the connection to that and the lease's
-    number, and the tag's extents, by handles of this process, until ``undo`` (empty) unwinds.
+    """Obtain a lease of a tag and import the tag's extents.
+
+    Args:
+        ticket: Ticket for the tag.
+        backend: Backend that imports the extents.
+        undo: Empty stack; unwinding it ends the lease.
+        kept: Whether the lease may stay mapped until the owner recalls it.
+
+    Returns:
+        The connection to the owner, the lease's number, and the extents with handles of this
+        process.
+
+    Raises:
+        LeaseError: The owner refuses or is gone.
     """
     with _explained(ticket):
         owner = owner_of(ticket.socket_name)
@@ -163,7 +224,7 @@ def lease_extents(
     with owner.granting:
         number, granted, forgotten = ask()
         if lost := imports.missing([extent_id for extent_id, _, _ in granted]):
-            forgotten += lost  # with an answer that came too late
+            forgotten += lost  # they came with an answer that was too late
             undo.close()
             number, granted, _ = ask()
     ids = [extent_id for extent_id, _, _ in granted]
@@ -177,7 +238,10 @@ def lease_extents(
 
 
 def alias_pages(ticket: Ticket, device: torch.device, undo: contextlib.ExitStack) -> AliasedPages:
-    """A lease of the tag for a tag on ``device``, until that ends it, or ``undo`` unwinds."""
+    """Obtain the pages of another saver's tag for an alias on a device.
+
+    The alias ends the lease, or `undo` does when it unwinds.
+    """
     ends = contextlib.ExitStack()
     undo.callback(ends.close)
     _, _, extents = lease_extents(ticket, peer_backend(ticket.device_key, device), ends)
@@ -187,8 +251,11 @@ def alias_pages(ticket: Ticket, device: torch.device, undo: contextlib.ExitStack
 def _ask(
     owner: Owner, ticket: Ticket, backend: Backend, undo: contextlib.ExitStack, kept: bool
 ) -> tuple[int, list[tuple[int, int, int]], list[int]]:
-    """The lease's number; (id, offset, nbytes) of its extents, which are imported then; and which
-    of them the owner wrongly believes to be here: to be told when the lease ends.
+    """Request a lease and import its new extents.
+
+    Returns:
+        The lease's number, its extents as (id, offset, nbytes), and a list of ids that the owner
+        must be told to forget when the lease ends, because they were not imported.
     """
     with _explained(ticket):
         answer, fds = owner.endpoint.call(
@@ -209,13 +276,24 @@ def import_all(
     owner: Owner,
     left: list[int],
 ) -> None:
-    """Import (id, nbytes) each from its descriptor, closing all; what succeeds leaves ``left``."""
+    """Import extents from their file descriptors, and close all descriptors.
+
+    Args:
+        extents: (id, nbytes) of each extent.
+        fds: One descriptor per extent.
+        backend: Backend that imports them.
+        owner: Connection to their owner.
+        left: Ids that are not imported yet; each successful import removes its id.
+
+    Raises:
+        LeaseError: Fewer descriptors than extents arrived.
+    """
     pending = list(fds)
     try:
-        # the kernel leaves out those that would pass the limit of open files
+        # The kernel drops descriptors that would exceed the limit of open files.
         if len(extents) != len(fds):
             raise LeaseError(
-                f"{len(fds)} of {len(extents)} descriptors came; raise the limit of open files"
+                f"{len(fds)} of {len(extents)} descriptors arrived; raise the limit of open files"
             )
         for extent_id, nbytes in extents:
             handle = backend.import_fd(pending.pop(0))
@@ -226,8 +304,8 @@ def import_all(
 
 
 def _end_lease(owner: Owner, lease: int, forgotten: list[int]) -> None:
-    """forgotten: ids that the owner believes this process to have, but it has not."""
-    # an owner that is gone needs no telling
+    """Report to the owner that a lease has ended, and which ids were not imported."""
+    # An owner that is gone needs no message.
     with contextlib.suppress(rpc.ConnectionClosed, TimeoutError, rpc.CallRefused):
         owner.endpoint.call("unlease", timeout=TIMEOUT_SECONDS, lease=lease, forgotten=forgotten)
 
@@ -237,14 +315,15 @@ def _explained(ticket: Ticket) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def explained(what: str, who: str) -> Iterator[None]:
+def explained(failure: str, owner: str) -> Iterator[None]:
+    """Convert errors of a request to ``LeaseError``s that name the failure and the owner."""
     try:
         yield
     except rpc.CallRefused as error:
-        raise LeaseError(f"{what}: {error}") from error
+        raise LeaseError(f"{failure}: {error}") from error
     except (OSError, TimeoutError) as error:
         raise LeaseError(
-            f"{what}: {who} does not answer ({error}); is its process alive?"
+            f"{failure}: {owner} does not answer ({error}); is its process alive?"
         ) from error
 
 
@@ -252,8 +331,9 @@ _Key = tuple[Ticket, torch.device]
 
 
 class CachedLease(Lease):
-    """A lease that stays mapped between uses, born in use. Whoever finds it recalled and unused
-    ends it.
+    """Lease that stays mapped between uses; it starts with one use.
+
+    The thread that finds the lease both recalled and unused ends it.
     """
 
     _kept = True
@@ -266,7 +346,7 @@ class CachedLease(Lease):
         self.owner.recalls[self.number] = self
 
     def enter(self, at_least: int) -> bool:
-        """Begin a use; False: it is on its way back, its owner is gone, or it is too small."""
+        """Begin a use; return False if the lease is recalled, orphaned or too small."""
         with self._lock:
             gone = self._recalled or self.owner.endpoint.closed
             good = not gone and self.nbytes >= at_least
@@ -274,7 +354,10 @@ class CachedLease(Lease):
             return good
 
     def leave(self) -> None:
-        """Wait for the device: a recall must not, it may come while a graph is captured."""
+        """End a use after waiting for the device.
+
+        A recall cannot wait for the device, because a graph capture may be active then.
+        """
         try:
             self._backend.synchronize()
         finally:
@@ -284,16 +367,17 @@ class CachedLease(Lease):
                     self._end()
 
     def recall(self) -> None:
-        """Allow no further use; end it if there is none.
+        """Refuse further uses, and end the lease if it is not in use.
 
-        May be tried again when the driver refused (``BackendError``).
+        Raises:
+            BackendError: The driver refused; the call may be repeated.
         """
         with self._lock:
             self._recalled = True
             self._end()
 
-    def recall_beside(self) -> None:
-        """Recall, in a thread of our own."""
+    def recall_in_thread(self) -> None:
+        """Recall from a thread of memsaver, which must first select the device."""
         self._backend.bind_thread()
         self.recall()
 
@@ -304,9 +388,10 @@ class CachedLease(Lease):
 
 
 class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
-    """Leases by ticket and, on GPUs, current device. Thread-safe; a forked child's begins anew.
+    """Cache of leases that stay mapped between uses, by ticket and current GPU.
 
-    Where it is dropped without ``close``, its leases end all the same.
+    Thread-safe. In a forked child, the cache maps tags again. Dropping a cache without `close`
+    ends its leases, too.
     """
 
     def __init__(self) -> None:
@@ -315,11 +400,22 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
         self._closed = False
 
     def use(self, ticket: Ticket, at_least: int = 0) -> contextlib.AbstractContextManager[Lease]:
-        """Return a lease of the tag, mapped now or before; its use makes the owner's pause fail.
+        """Return a context manager that provides a lease of the tag, mapped now or earlier.
 
-        Tensors of it must not be used afterwards. Waits for the device's work when it is left.
-        at_least: bytes that it must have; a tag that has grown since it was mapped is mapped anew
-        only if this says so. Raises ``LeaseError`` (as ``attach``) and ``StateError`` (closed).
+        The owner cannot pause the tag inside the context. The exit waits for the device's work, and
+        tensors of the lease must not be used after it.
+
+        Args:
+            ticket: Ticket for the tag, from `MemorySaver.share`.
+            at_least: Bytes that the lease must cover. A tag that has grown since it was mapped is
+                mapped again only if this requires it.
+
+        Returns:
+            A context manager whose value is the lease.
+
+        Raises:
+            LeaseError: The owner refuses or is gone, or the current GPU cannot reach the memory.
+            StateError: The cache is closed.
         """
         return Unbroken(self._use(ticket, at_least))
 
@@ -335,11 +431,11 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
         key = ticket, peer_backend(ticket.device_key).device
         with self._lock:
             if self._closed:
-                raise StateError("these LeaseCache are closed; make new ones")
+                raise StateError("this LeaseCache is closed; make a new one")
             known = self._leases.get(key)
         if known is not None and known.enter(at_least):
             return known
-        # without the lock: the owner may be waiting for another use here
+        # Not under the lock: the owner may be waiting for another use in this process.
         fresh = CachedLease(ticket)
         with self._lock:
             replaced, closed = self._leases.get(key), self._closed
@@ -348,7 +444,8 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
             self._leases[key] = fresh
         with contextlib.ExitStack() as undo:
             undo.callback(fresh.leave)
-            # smaller, of a dead owner, of the parent, or of another thread that was as fast
+            # The replaced lease is too small, orphaned, the parent's, or was made by another
+            # thread at the same time.
             if replaced is not None:
                 replaced.recall()
             if closed:
@@ -357,13 +454,17 @@ class LeaseCache(contextlib.AbstractContextManager["LeaseCache"]):
         return fresh
 
     def close(self) -> None:
-        """End all, those in use with their use. May be tried again (``BackendError``)."""
+        """End all leases; a lease in use ends with the use.
+
+        Raises:
+            BackendError: The driver refused; the call may be repeated.
+        """
         with self._lock:
             self._closed = True
             leases = list(self._leases.values())
-        with contextlib.ExitStack() as all_of_them:
+        with contextlib.ExitStack() as recalls:
             for lease in leases:
-                all_of_them.callback(lease.recall)
+                recalls.callback(lease.recall)
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -1,7 +1,7 @@
-"""Requests both ways, with file descriptors, over one local socket of two processes of a user.
+"""Requests in both directions, with file descriptors, over one local socket of two processes.
 
-Each end has a thread that reads, so that an answer gets through while a request is being worked on,
-and a thread that works on the other's requests, one at a time.
+Each end has two threads. One reads, so that answers arrive while a request is being served. The
+other serves the requests of the peer, one at a time.
 """
 
 from __future__ import annotations
@@ -21,33 +21,40 @@ from typing import Any
 from memsaver.errors import MemSaverError
 from memsaver.system.threads import forkable
 
-_FDS = 200  # in a message; the kernel takes 253
+_FDS = 200  # descriptors in a message; the kernel accepts 253
 _TEXT = 1 << 15  # bytes in a message
-HEADER = struct.Struct("<?Q?")  # is it an answer, its number, do more parts follow
-_SEND_SECONDS = 5.0  # the other end always reads, unless it is stopped
+HEADER = struct.Struct("<?Q?")  # whether it is an answer, its number, whether more parts follow
+_SEND_SECONDS = 5.0  # the peer always reads, unless its process is stopped
 
 Reply = tuple[dict[str, Any], Sequence[int]]
 Serve = Callable[[str, dict[str, Any], list[int]], Reply]
-"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close). What it
-raises reaches the caller as ``CallRefused``; received descriptors are the callee's to close.
+"""(operation, arguments, descriptors) -> (answer, descriptors to send and then close).
+
+Its exceptions reach the caller as ``CallRefused``. It must close the descriptors that it receives.
 """
 
 _endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
 class ConnectionClosed(ConnectionError):
-    """The other end is gone."""
+    """The peer is gone."""
 
 
 class CallRefused(Exception):
-    """The other end refused the request; the text says why."""
+    """The peer refused the request; the text names the reason."""
 
 
 class Endpoint:
-    """One end. ``on_close`` is called once, from the reading thread, when the other end is gone or
-    this one closed. ``on_late`` gets, from the same thread, an answer that came when its caller had
-    given up; it must not ``call``. ``prompt``: operations that wait for nothing, served by that
-    thread meanwhile.
+    """One end of a connection between two processes.
+
+    Args:
+        connection: Connected socket, which the endpoint closes.
+        serve: Serves the peer's requests, in the working thread.
+        on_close: Called once, in the reading thread, when either end has closed.
+        name: Prefix for the names of the two threads.
+        on_late: Called in the reading thread with an answer whose caller has given up. It must not
+            use `call`.
+        prompt: Operations that never wait, served in the reading thread.
     """
 
     def __init__(
@@ -78,9 +85,10 @@ class Endpoint:
         _endpoints.add(self)
 
     def start(self) -> None:
-        """Begin to read: from here on ``serve`` and ``on_close`` are called.
+        """Start the threads, which call `serve` and `on_close`.
 
-        RuntimeError where there are no threads to be had; the connection has ended then.
+        Raises:
+            RuntimeError: No thread can be started. The connection has ended.
         """
         work = threading.Thread(target=self._work, name=f"{self._name}-work", daemon=True)
         read = threading.Thread(target=self._read, name=f"{self._name}-read", daemon=True)
@@ -96,8 +104,21 @@ class Endpoint:
     def call(
         self, op: str, *, timeout: float, fds: Sequence[int] = (), **arguments: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        """The answer; ``fds`` stay the caller's. Raises ``CallRefused``, ``ConnectionClosed``,
-        TimeoutError.
+        """Send a request and wait for its answer.
+
+        Args:
+            op: Name of the operation.
+            timeout: Seconds to wait.
+            fds: Descriptors to send; the caller still has to close them.
+            **arguments: JSON-serializable arguments of the operation.
+
+        Returns:
+            The answer and the received descriptors, which the caller has to close.
+
+        Raises:
+            CallRefused: The peer refused the request.
+            ConnectionClosed: The peer is gone.
+            TimeoutError: No answer arrived in time.
         """
         number = next(self._numbers)
         answers: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
@@ -110,7 +131,7 @@ class Endpoint:
             with contextlib.suppress(queue.Empty):
                 return self._accepted(*answers.get(timeout=timeout))
         finally:
-            with self._lock:  # an answer after this is late
+            with self._lock:  # an answer after this point is late
                 self._waiting.pop(number, None)
         with contextlib.suppress(queue.Empty):
             return self._accepted(*answers.get_nowait())
@@ -126,17 +147,17 @@ class Endpoint:
         return answer, received
 
     def tell(self, op: str, **arguments: Any) -> None:
-        """Request something whose answer nobody waits for."""
+        """Send a request without waiting for its answer."""
         with contextlib.suppress(ConnectionClosed, TimeoutError):
             self._send(False, next(self._numbers), {"op": op, **arguments}, ())
 
     def close(self) -> None:
-        """End the connection; the other end notices."""
+        """End the connection; the peer notices."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def abandon(self) -> None:
-        """Forgets the connection in a forked child: it stays the parent's."""
+        """Drop the connection in a forked child, because it stays the parent's."""
         self.closed = True
         self._socket.close()
 
@@ -153,13 +174,13 @@ class Endpoint:
                     )
                 except OSError as error:
                     if part:
-                        self.close()  # half a message cannot be taken back
+                        self.close()  # the rest of a half-sent message cannot follow
                     if isinstance(error, BlockingIOError):
                         raise TimeoutError(f"process {self.peer_pid} reads nothing") from error
                     raise ConnectionClosed(f"process {self.peer_pid} is gone ({error})") from error
 
     def _receive(self) -> tuple[bool, int, dict[str, Any], list[int]] | None:
-        """The next message; None when the other end is gone, or sends what is none."""
+        """Return the next message, or ``None`` if the peer is gone or sends an invalid one."""
         text, fds, more = b"", [], True
         try:
             while more:
@@ -186,7 +207,7 @@ class Endpoint:
                 else:
                     self._requests.put((number, content, fds))
                 continue
-            # a caller that gives up meanwhile finds the answer, or leaves it to us
+            # A caller that is giving up either finds the answer or leaves it to this thread.
             with self._lock:
                 waiting = self._waiting.get(number)
                 if waiting is not None:
@@ -199,8 +220,8 @@ class Endpoint:
             for waiting in self._waiting.values():
                 waiting.put(({"closed": True}, []))
         self._requests.put(None)
-        self.close()  # ends a send that is under way
-        with self._sending:  # else its descriptor could be another one's by then
+        self.close()  # ends a send in progress
+        with self._sending:  # a send must not find its descriptor reused for another file
             self._socket.close()
         self._on_close()
 
@@ -219,7 +240,7 @@ class Endpoint:
             return self._serve(content.pop("op", None), content, fds)
         except (MemSaverError, CallRefused, MemoryError) as error:
             return {"refused": str(error)}, []
-        except Exception as error:  # a bug here must not leave the other end waiting
+        except Exception as error:  # a bug here must not leave the peer waiting
             return {"refused": f"{type(error).__name__}: {error}"}, []
 
 
@@ -230,12 +251,15 @@ def close_all(fds: Sequence[int]) -> None:
 
 
 def send_timeout(seconds: float) -> bytes:
-    """Packs what the socket option wants; unlike Python's timeout, it leaves receiving alone."""
+    """Pack the value of SO_SNDTIMEO, which unlike Python's timeout does not limit receiving."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end; for one that connected, of the process that listens."""
+    """Return the process id and the user id of the peer.
+
+    For a connecting socket, these are the ids of the process that listens.
+    """
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

@@ -1,8 +1,8 @@
-"""The owner's side of sharing: who may map which tag, who does, and who has imported which extent.
+"""The owner's side of sharing: tickets, leases, and the peers' imports of extents.
 
-The owner listens on an abstract unix socket (nothing in the file system to leave behind). A
-connection must come from the same user, a request must carry the token of a ticket. What a
-connection was granted ends with it, so a dead peer holds nothing.
+The owner listens on an abstract Unix socket, which leaves nothing behind in the file system. A
+connection must come from the same user, and a request must carry the token of a ticket. Leases end
+with their connection, so a dead peer holds none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memsaver.tag.arena import Arena
 from memsaver.tag.tickets import PoolTicket, Ticket
 
 REVOKE_SECONDS = 5.0
-_AGAIN_SECONDS = 0.05  # a recall that was faster than the lease's own answer is not heard
+_AGAIN_SECONDS = 0.05  # between recalls; one may overtake the answer that grants the lease
 BUSY_SECONDS = TIMEOUT_SECONDS - 2  # a request is refused before its caller gives up
 _CROSSING_SECONDS = 0.2  # a hand-over takes milliseconds
 _SCARCE_SECONDS = 0.1
@@ -43,8 +43,13 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(eq=False)
 class Link:
-    """One connection of a peer process: the extents it has imported, the leases it holds (number ->
-    tag), and which of them it may keep mapped while it does not use them.
+    """One connection of a peer process.
+
+    Attributes:
+        endpoint: The connection.
+        imported: Ids of the extents that the peer has imported.
+        leases: Tag by number of each lease that the peer holds.
+        kept: Numbers of the leases that the peer may keep mapped between uses.
     """
 
     endpoint: rpc.Endpoint = field(init=False)
@@ -54,7 +59,17 @@ class Link:
 
 
 class ShareServer:
-    """Grants leases and takes extents over, from threads of its own, once a ticket was given."""
+    """Server of one saver that grants leases and accepts extents.
+
+    Its threads start with the first ticket.
+
+    Args:
+        backend: Backend of the saver.
+        lock: Lock of the saver, held while a request reads tags and extents.
+        pool: Page pool of the saver.
+        find_arena: Method of the saver that returns a tag's arena. It is held weakly, so that the
+            server's threads do not keep an unused saver alive.
+    """
 
     def __init__(
         self,
@@ -63,9 +78,6 @@ class ShareServer:
         pool: PagePool,
         find_arena: Callable[[str], Arena],
     ) -> None:
-        """lock: the saver's; held while tags and extents are looked at. find_arena: a method of it,
-        held weakly, so that the threads here do not keep a saver alive that nobody else uses.
-        """
         self._backend = backend
         self._lock = lock
         self._pool = pool
@@ -90,7 +102,7 @@ class ShareServer:
             self._listener = listener
 
     def ticket(self, arena: Arena, writable: bool) -> Ticket:
-        """Return the ticket for a tag and right, the same one each time."""
+        """Return the ticket for a tag; the same one for equal arguments."""
         self._listen()
         for known in self._tickets.values():
             if (known.tag, known.writable) == (arena.tag, writable):
@@ -106,7 +118,7 @@ class ShareServer:
         return ticket
 
     def made(self, ticket: Ticket) -> bool:
-        """Return whether the ticket is for a tag of this saver."""
+        """Return whether this server issued the ticket."""
         return ticket.socket_name == self._socket_name
 
     def pool_ticket(self) -> PoolTicket:
@@ -119,9 +131,9 @@ class ShareServer:
         )
 
     def holders(self, tag: str) -> list[int]:
-        """Process ids that hold a lease of the tag."""
+        """Return the process ids of the tag's leases, one per lease."""
         with self._changed:
-            return [link.endpoint.peer_pid for held, link in self._leased() if held == tag]
+            return [link.endpoint.peer_pid for leased, link in self._leased() if leased == tag]
 
     def _leased(self) -> Iterator[tuple[str, Link]]:
         for link in self._links:
@@ -129,7 +141,11 @@ class ShareServer:
                 yield tag, link
 
     def wait_free(self, tags: Sequence[str], timeout: float) -> None:
-        """Have kept leases of the tags ended; ``LeaseError`` names who still holds one."""
+        """Recall cached leases of the tags, and wait until no lease is left.
+
+        Raises:
+            LeaseError: A lease is left after `timeout` seconds; names the holders.
+        """
         deadline = time.monotonic() + timeout
         while True:
             self.recall(tags)
@@ -143,51 +159,56 @@ class ShareServer:
                         f"{tag!r} by process {link.endpoint.peer_pid}" for tag, link in held
                     )
                     raise LeaseError(
-                        f"leased: {names}; close the Lease there, or pause what "
-                        f"aliased the pages, before pausing (nothing was changed)"
+                        f"leased: {names}; close the Lease there, or pause the tag that "
+                        "aliases the pages (nothing was changed)"
                     )
                 self._changed.wait(min(left, _AGAIN_SECONDS))
             deliver()
 
     def recall(self, tags: Sequence[str]) -> None:
-        """Peers end leases of the tags that they keep: at once, or with the use that is under way.
+        """Ask peers to end cached leases of the tags, immediately or with the present use.
 
-        The caller may hold the saver's lock, but not the device's: peers unmap meanwhile.
+        The caller may hold the saver's lock, but not the device lock, which peers need to unmap.
         """
         for link in list(self._links):
             with self._changed:
                 wanted = [number for number in link.kept if link.leases[number] in tags]
             if wanted:
-                # then the lease is still there
+                # A lease of a peer that does not answer stays.
                 with contextlib.suppress(rpc.ConnectionClosed, rpc.CallRefused, TimeoutError):
                     link.endpoint.call("recall", timeout=REVOKE_SECONDS, leases=wanted)
 
     def revoke(self, ids: Sequence[int], except_pid: int | None) -> None:
-        """Have every peer release what it imported of these extents, which no lease maps.
+        """Revoke the peers' imports of extents that no lease maps.
 
-        ``LeaseError`` names a peer that does not let go; the others have.
+        Args:
+            ids: Ids of the extents.
+            except_pid: Process that may keep its imports.
+
+        Raises:
+            LeaseError: A peer does not release its imports. Other peers may have released theirs.
         """
         for link in list(self._links):
             wanted = sorted(link.imported.intersection(ids))
             if not wanted or link.endpoint.peer_pid == except_pid:
                 continue
             try:
-                with contextlib.suppress(rpc.ConnectionClosed):  # then the kernel has taken them
+                with contextlib.suppress(rpc.ConnectionClosed):  # imports end with their process
                     link.endpoint.call("revoke", timeout=REVOKE_SECONDS, ids=wanted)
             except (rpc.CallRefused, TimeoutError) as error:
                 pid = link.endpoint.peer_pid
                 raise LeaseError(
-                    f"process {pid} does not let go of {len(wanted)} extents: {error}; "
-                    "end it, or pause with release='keep' (nothing was changed)"
+                    f"process {pid} does not release {len(wanted)} imported extents: {error}; "
+                    "end it, or pause with release='retain' (nothing was changed)"
                 ) from error
             link.imported.difference_update(wanted)
         if except_pid is None:
             self._pool.mark_shared(ids, False)
 
     def hand_over(self, extents: Sequence[shim.Extent], to: PoolTicket) -> LeaseError | None:
-        """Make the saver of ``to`` the owner of unmapped extents; see `hand_over`."""
+        """Hand unmapped extents over to the saver of `to`; see `hand_over`."""
         lost = hand_over(extents, to, self._backend)
-        for link in list(self._links):  # who has imported them is no longer our affair
+        for link in list(self._links):  # imports are now the new owner's concern
             link.imported.difference_update(extent.id for extent in extents)
         return lost
 
@@ -213,7 +234,7 @@ class ShareServer:
                 time.sleep(_SCARCE_SECONDS)
                 continue
             if rpc.credentials(connection)[1] != os.getuid():
-                connection.close()  # a stranger costs no thread
+                connection.close()  # another user's connection gets no thread
                 continue
             link = Link()
             serve, gone = partial(self.serve, link), partial(self._gone, link)
@@ -225,7 +246,7 @@ class ShareServer:
             try:
                 link.endpoint.start()
             except RuntimeError:
-                # no thread to be had: this peer is turned away, later ones perhaps not
+                # No thread can be started: this peer is refused, later ones may be accepted.
                 self._gone(link)
                 time.sleep(_SCARCE_SECONDS)
 
@@ -238,12 +259,12 @@ class ShareServer:
     # ---------------------------------------------------------------- requests
 
     def serve(self, link: Link, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
-        """Serves a request of one connection, by its name."""
+        """Serve one request of a connection."""
         try:
             if op not in ("lease", "unlease", "offer", "give"):
                 raise rpc.CallRefused(f"unknown operation {op!r}")
             if op == "give":
-                arguments["fds"] = fds  # those that it takes leave the list
+                arguments["fds"] = fds  # `give` removes the descriptors that it uses
             reply: rpc.Reply = getattr(self, op)(link, **arguments)
             return reply
         finally:
@@ -253,7 +274,7 @@ class ShareServer:
         ticket = self._tickets.get(token)
         if ticket is None:
             raise rpc.CallRefused("unknown ticket")
-        with self._locked():  # no pause between looking and sending
+        with self._locked():  # no pause between the lookup and the answer
             find_arena = self._find_arena()
             if find_arena is None:
                 raise rpc.CallRefused("the saver is gone")
@@ -262,7 +283,7 @@ class ShareServer:
                 raise rpc.CallRefused(f"tag {ticket.tag!r} is paused; resume it first")
             if arena.aliased is not None:
                 raise rpc.CallRefused(
-                    f"tag {ticket.tag!r} has aliased its pages; share them at their owner"
+                    f"tag {ticket.tag!r} aliases another saver's pages; share them at their owner"
                 )
             arena.backend.bind_thread()
             extents = shim.extents(arena.slot)
@@ -302,12 +323,13 @@ class ShareServer:
     def give(
         self, link: Link, fds: list[int], token: str, extents: list[list[int]], need: list[int]
     ) -> rpc.Reply:
-        """Take ownership of all or none; the giver keeps its handles, as imports."""
+        """Take ownership of all extents or none; the giver keeps its handles as imports."""
         self._check_pool_token(token)
-        # the kernel leaves out those that would pass the limit of open files
+        # The kernel drops descriptors that would exceed the limit of open files.
         if len(fds) != len(need):
             raise rpc.CallRefused(
-                f"{len(fds)} of {len(need)} descriptors came; raise the limit of open files there"
+                f"{len(fds)} of {len(need)} descriptors arrived; "
+                "raise the receiver's limit of open files"
             )
         pending = dict(zip(need, fds, strict=True))
         fds.clear()
@@ -327,10 +349,14 @@ class ShareServer:
 
     @contextlib.contextmanager
     def _locked(self, giver: Link | None = None) -> Iterator[None]:
-        """The saver's lock. What cannot have it in time is refused, before its caller gives up.
+        """Acquire the saver's lock, or refuse the request before its caller gives up.
 
-        Savers that hand over to each other, or in a ring, would wait for each other, for each holds
-        its lock. So a process that waits as a giver lets only those of smaller numbers wait.
+        Savers that hand memory over to each other, or in a ring, would wait for each other, because
+        each of them holds its own lock. While this process waits as a giver, it therefore refuses
+        givers with an equal or larger process id.
+
+        Args:
+            giver: Connection of the process that hands memory over, if the request is a hand-over.
         """
         deadline = time.monotonic() + BUSY_SECONDS
         while not self._lock.acquire(timeout=0.05):
@@ -340,11 +366,11 @@ class ShareServer:
                 and gives_for(_CROSSING_SECONDS)
             ):
                 raise rpc.CallRefused(
-                    f"process {os.getpid()} hands memory over itself at this moment; try again"
+                    f"process {os.getpid()} is handing memory over itself; try again"
                 )
             if time.monotonic() > deadline:
                 raise rpc.CallRefused(
-                    f"the saver of process {os.getpid()} is busy for {BUSY_SECONDS:g} s; try again"
+                    f"the saver of process {os.getpid()} was busy for {BUSY_SECONDS:g} s; try again"
                 )
         try:
             yield

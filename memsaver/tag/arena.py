@@ -1,19 +1,19 @@
-"""One tag's memory on one device: an address range for life, and the extents behind it while the
-tag is active.
+"""The memory of one tag on one device: a fixed address range and the extents behind it.
 
-A tag's states, and the methods that lead from one to the next. No other file assigns a tag's
+The table lists the states of a tag and the methods that change them. No other file assigns a tag's
 fields.
 
-| state | behind the addresses | leaves it by |
+| state | memory behind the addresses | next states |
 |---|---|---|
 | active | the tag's own extents | `freeze` to frozen |
-| frozen | the same; nobody allocates or changes them | `thaw` to active, `end_pause` to paused |
-| paused | nothing | `end_resume` to active, `begin_prefetch` to prefetching, `alias` to aliased |
-| prefetching | its own extents, frozen; content comes | `end_resume` to active, `lose` to paused |
+| frozen | its own extents, which cannot change | `thaw` to active, `end_pause` to paused |
+| paused | none | `end_resume` to active, `begin_prefetch` to prefetching, `alias` to aliased |
+| prefetching | its own frozen extents, being filled | `end_resume` to active, `lose` to paused |
 | aliased | pages of another saver's tag, frozen | `end_pause` to paused |
 
-`discards` counts the steps that made content undefined, or another tag's: the way to paused without
-a copy, the way to aliased and back, an exchange, and a shrink that took memory from tensors.
+`discards` counts the steps that made content undefined or replaced it by another tag's: a pause
+without a copy, the beginning and end of an alias, an exchange, and a shrink that took memory from
+tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import gc
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -34,8 +34,9 @@ from memsaver.memory.backend import Backend, Reservation
 from memsaver.native import shim
 from memsaver.system.interrupts import Finalizer, held
 from memsaver.tag.tickets import AliasedPages
+from memsaver.types import Content
 
-CONTENTS = ("discard", "host", "disk")
+CONTENTS: tuple[Content, ...] = get_args(Content)
 _NEXT = {
     ("active", "freeze"): "frozen",
     ("frozen", "thaw"): "active",
@@ -54,12 +55,12 @@ _NEXT = {
 class Arena:
     """Owner of one reservation and of the extents mapped into its prefix ``[0, committed)``.
 
-    The table of extents and blocks lives in the shim under this arena's ``slot``, where torch's
-    allocator callbacks use it too. Methods change one thing each; `Transactions` composes them into
-    all-or-nothing operations.
+    The shim keeps the table of extents and blocks under this arena's ``slot``, because torch's
+    allocator callbacks use it too. Each method makes one change; `Transactions` composes them into
+    atomic operations.
     """
 
-    def __init__(self, tag: str, content: str, backend: Backend, reserve_bytes: int) -> None:
+    def __init__(self, tag: str, content: Content, backend: Backend, reserve_bytes: int) -> None:
         self.tag = tag
         self.content = content
         self.backend = backend
@@ -67,7 +68,8 @@ class Arena:
         self.reservation = Reservation(backend, reserve_bytes)
         place = backend.phys, self.reservation.address, reserve_bytes, backend.unit
         self.slot: int = shim.library().ms_arena_new(*place)
-        if self.slot < 0 and gc.collect():  # savers that only cycles keep have slots, too
+        # Savers that only reference cycles keep alive occupy slots, too.
+        if self.slot < 0 and gc.collect():
             self.slot = shim.library().ms_arena_new(*place)
         if self.slot < 0:
             self.reservation.close()
@@ -76,17 +78,17 @@ class Arena:
             )
         self._state = "active"
         self.committed_when_paused = 0
-        self.missing = 0  # bytes at the end that the last resume had no memory for
+        self.missing = 0  # bytes at the end that a partial resume left without memory
         self.discards = 0
-        self.whole = True  # resume with one extent: another tag is not to use it
-        self.elastic = False  # never with one extent
+        self.whole = True  # resume with one extent, because no other tag will reuse it
+        self.elastic = False  # never resume with one extent
         self.backup: Backup | None = None
-        # what the owner calls the content, until the next pause
+        # The owner's name for the content, until the next pause.
         self.version: Hashable | None = None
         self.clean_copy: CleanCopy | None = None
-        self.open_regions: deque[None] = deque()  # any thread may leave one, and takes no lock
+        self.open_regions: deque[None] = deque()  # threads leave regions without a lock
         self._settled_frees = 0
-        self._aliased: list[AliasedPages] = []  # one at most; the finalizer's, too
+        self._aliased: list[AliasedPages] = []  # at most one; shared with the finalizer
         self._parts = ArenaParts(backend, self.reservation, self.slot, self._aliased)
         self._finalizer = Finalizer(self, forget, self._parts)
 
@@ -100,25 +102,25 @@ class Arena:
 
     @property
     def aliased(self) -> AliasedPages | None:
-        """Pages of another saver's tag, behind this one's addresses in place of its own."""
+        """Return the pages of another saver's tag that are mapped here, if any."""
         return next(iter(self._aliased), None)
 
     @property
     def backed(self) -> int:
-        """Bytes, from the first on, with memory behind them, the tag's own or aliased."""
+        """Return how many leading bytes have memory behind them, own or aliased."""
         aliased = self.aliased
         return self.stats.committed if aliased is None else aliased.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena that its content, or a kept copy of it, lies in."""
+        """Return the host arena's bytes that hold the content or a clean copy of it."""
         copy = self.clean_copy
         backup = copy.backup if self.backup is None and copy is not None else self.backup
         return 0 if backup is None else backup.host_bytes
 
     @property
     def unbacked(self) -> int:
-        """Bytes, up to the end of the last tensor, without memory behind them."""
+        """Return how many bytes, up to the end of the last tensor, have no memory."""
         return max(0, self.stats.top - self.backed)
 
     @property
@@ -128,23 +130,26 @@ class Arena:
     def _step(self, name: str) -> None:
         self._state = _NEXT[self._state, name]
 
-    def require_own(self, what: str) -> None:
-        """Raises ``LeaseError`` while the tag's pages are aliased."""
+    def require_own(self, operation: str) -> None:
+        """Raise ``LeaseError`` while the tag's pages are aliased."""
         if (aliased := self.aliased) is not None:
             raise LeaseError(
-                f"{what}: the pages of tag {self.tag!r} are aliased, "
-                f"they are those of another saver's tag {aliased.ticket.tag!r}; "
-                f"pause({self.tag!r}) gives them back (nothing was changed)"
+                f"{operation}: tag {self.tag!r} aliases the pages of another saver's tag "
+                f"{aliased.ticket.tag!r}; pause({self.tag!r}) returns them (nothing was changed)"
             )
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 tensor ``[nbytes]``, freed with its storage; ``None``: failed (see ``cause``)."""
+        """Allocate a uint8 tensor ``[nbytes]``, freed with its storage.
+
+        Returns:
+            The tensor, or ``None`` if the allocation failed; `cause` then says why.
+        """
         self.settle_frees()
         address = shim.library().ms_alloc(self.slot, nbytes)
         if not address:
             return None
         tensor, owner = self.backend.view(address, nbytes)
-        # so the tensor keeps the arena alive, too
+        # The bound method keeps the arena alive as long as the tensor.
         Finalizer(owner, self._free, address)
         return tensor
 
@@ -152,22 +157,26 @@ class Arena:
         shim.library().ms_free(self.slot, address)
 
     def cause(self) -> shim.Cause:
-        """Tells why the last allocation failed (code 0: none did); clears it."""
+        """Return and clear the cause of the last failed allocation (code 0: none failed)."""
         return shim.cause(self.slot, clear=True)
 
     def unused(self) -> list[shim.Extent]:
-        """Extents, or their ends, that a trim would give back."""
+        """Return the extents that a trim would release, wholly or in part."""
         top = self.stats.top
         return [extent for extent in shim.extents(self.slot) if extent.offset + extent.nbytes > top]
 
     def settle_frees(self) -> None:
-        """Wait for work that may use what was freed, on any stream: others get it from here on."""
+        """Wait for work on any stream that may use freed blocks, before they are reused."""
         if (frees := self.stats.frees) != self._settled_frees:
             self.backend.synchronize()
             self._settled_frees = frees
 
     def trim(self) -> int:
-        """Give back the unused tail; its bytes. If paused: not to be put back any more."""
+        """Release the unused end of an active tag, or drop it from a paused tag's next resume.
+
+        Returns:
+            The number of bytes that were released.
+        """
         stats = self.stats
         if self.paused:
             self.committed_when_paused = min(
@@ -180,42 +189,42 @@ class Arena:
         trimmed: int = shim.library().ms_trim(self.slot)
         return trimmed
 
-    def require_no_region(self, what: str) -> None:
-        """Raises ``StateError`` while a region of the tag is open."""
+    def require_no_region(self, operation: str) -> None:
+        """Raise ``StateError`` while a region of the tag is open."""
         if self.open_regions:
             raise StateError(
-                f"cannot {what} {self.tag!r}: a region of it is open; leave the region first"
+                f"cannot {operation} {self.tag!r}: a region of it is open; leave the region first"
             )
 
     def enter(self) -> None:
-        """A region of the tag is open from here on."""
+        """Count one more open region."""
         self.open_regions.append(None)
 
     def leave(self) -> None:
         self.open_regions.pop()
 
     def freeze(self) -> None:
-        """Makes allocations fail from here on, and extents stay as they are; frees still work."""
+        """Block allocations and keep the extents unchanged; tensors can still be freed."""
         self._step("freeze")
         shim.library().ms_set_state(self.slot, shim.PAUSED)
 
     def thaw(self) -> None:
-        """Undo `freeze`. Aliased pages stay frozen: nothing is to grow behind them."""
+        """Undo `freeze`; an aliased tag stays frozen, because it must not grow."""
         self._step("thaw")
         if self.aliased is None:
             shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
     def end_pause(self, own: Sequence[shim.Extent], backup: Backup | None, whole: bool) -> None:
-        """Nothing is behind the tag any more.
+        """Enter the paused state, after the tag's memory was unmapped.
 
         Args:
-            own: the extents of the tag until now.
-            backup: where its content is kept.
-            whole: the next resume asks for one extent, unless the tag is elastic.
+            own: The tag's own extents before the pause.
+            backup: The saved content; ``None`` if it was discarded.
+            whole: Request one extent at the next resume, unless the tag is elastic.
         """
         self._step("end_pause")
         if self.aliased is not None:
-            self.end_alias()  # what it had of its own, it has still
+            self.end_alias()  # the tag's own saved content stays
             self.discards += 1
             return
         self.discards += backup is None
@@ -225,21 +234,25 @@ class Arena:
         self.missing = 0
 
     def end_resume(self, missing: int = 0) -> None:
-        """Memory and content are there again, but for ``missing`` bytes at the end."""
+        """Enter the active state, after memory and content were restored.
+
+        Args:
+            missing: Bytes at the end of the tag without memory.
+        """
         self.backup, self.missing = None, missing
         self._step("end_resume")
         shim.library().ms_set_state(self.slot, shim.ACTIVE)
 
     def begin_prefetch(self) -> None:
-        """Memory is there again, and content on its way; frees still work, allocations do not."""
+        """Enter the prefetching state, after the memory was mapped; allocations still fail."""
         self._step("begin_prefetch")
 
     def lose(self) -> None:
-        """The prefetch has failed, and its memory is gone; the content is still kept."""
+        """Return to the paused state after a failed prefetch; the saved content is kept."""
         self._step("lose")
 
     def in_pieces(self, elastic: bool = False) -> None:
-        """The next resume may take several extents. elastic: all later ones, too."""
+        """Allow the next resume, or with `elastic` all later ones, to use several extents."""
         self.whole = False
         self.elastic |= elastic
 
@@ -247,34 +260,33 @@ class Arena:
         self.version = version
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 ``[nbytes]`` where they are."""
+        """Return a uint8 view ``[nbytes]`` of the tag's memory."""
         return self.backend.view(self.address + offset, nbytes)[0]
 
     def keep_clean_copy(
         self, backup: Backup, version: Hashable, ranges: Sequence[tuple[int, int]]
     ) -> CleanCopy:
-        """Keep a backup of content called ``version``, for the next pause; begins its digest."""
+        """Keep a backup as the clean copy of `version`, and begin to compute its digest."""
         self.version = version
         self.clean_copy = CleanCopy(backup, version, fingerprint(ranges, self.bytes_at))
         self.clean_copy.digest.start()
         return self.clean_copy
 
     def finish_copy(self) -> None:
-        """Waits for a copy that was begun while the tag is used."""
+        """Wait for a clean copy that is still being written."""
         if self.clean_copy is not None:
             self.clean_copy.finish()
 
     def forget_clean_copy(self) -> None:
         copy, self.clean_copy = self.clean_copy, None
         if copy is not None:
-            with contextlib.suppress(BackendError):  # of no interest any more
+            with contextlib.suppress(BackendError):  # the copy is dropped in any case
                 copy.finish()
 
-    def trade_content(self, other: Arena) -> None:
-        """Two tags have exchanged their extents: what is known of the content goes along.
+    def exchange_versions(self, other: Arena) -> None:
+        """Exchange the content's versions with another tag, after the extents were exchanged.
 
-        CleanCopy copies do not: they are numbered and checked by the place that the content has
-        left.
+        Clean copies are dropped, because they are identified by the content's former addresses.
         """
         self.version, other.version = other.version, self.version
         for arena in (self, other):
@@ -282,10 +294,10 @@ class Arena:
             arena.discards += 1
 
     def unmap(self, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Take all extents from behind the tag, in one call; they keep their content until they are
-        released.
+        """Unmap all extents in one driver call; they keep their content until they are released.
 
-        Returns those that are the tag's own.
+        Returns:
+            The tag's own extents.
         """
         extents, backed = shim.extents(self.slot), self.backed
         if backed:
@@ -298,7 +310,7 @@ class Arena:
         return extents
 
     def alias(self, aliased: AliasedPages, undo: contextlib.ExitStack) -> None:
-        """Map another saver's pages behind the tag, which is paused and stays frozen."""
+        """Map another saver's pages behind this paused tag, which stays frozen."""
         self._map_aliased(aliased, undo)
         self._aliased.append(aliased)
         self._step("alias")
@@ -308,19 +320,16 @@ class Arena:
         self.map(aliased.extents, 0, undo, aliased.ticket.writable)
 
     def end_alias(self) -> None:
-        """Tell the owner of aliased pages, which are unmapped by now."""
+        """End the lease of aliased pages, which are already unmapped."""
         self._aliased.pop().end()
 
     def put(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
-        """Map extents, one after the other, from the tag's first byte on; the tag has none."""
+        """Map extents consecutively from the tag's first byte; the tag has no extents."""
         shim.set_extents(self.slot, self.map(extents, 0, undo))
         undo.callback(shim.set_extents, self.slot, [])
 
     def extend(self, extents: Sequence[shim.Extent], undo: contextlib.ExitStack) -> None:
-        """Map extents, one after the other, behind what the tag has.
-
-        The tag is frozen meanwhile.
-        """
+        """Map extents consecutively after the tag's present ones; the tag is frozen."""
         shim.extend(self.slot, self.map(extents, self.stats.committed, undo))
         self.missing = 0
 
@@ -331,7 +340,11 @@ class Arena:
         undo: contextlib.ExitStack,
         writable: bool = True,
     ) -> list[shim.Extent]:
-        """Put extents behind the addresses from byte ``first`` on; as the shim's table has them."""
+        """Map extents consecutively from byte `first` on.
+
+        Returns:
+            The extents with their offsets, for the shim's table.
+        """
         placed, end = [], first
         for extent in extents:
             self.backend.map(self.address + end, extent.nbytes, extent.handle, writable)
@@ -343,9 +356,9 @@ class Arena:
         return placed
 
     def shrink(self, keep: int) -> None:
-        """Give back the extents after the first ``keep`` bytes, also where tensors lie.
+        """Release the extents after the first `keep` bytes, even under tensors.
 
-        No peer has imported them.
+        No peer may have imported them.
         """
         before = self.unbacked
         shim.library().ms_shrink(self.slot, keep)
@@ -353,21 +366,25 @@ class Arena:
         self.missing = 0
 
     def close(self) -> None:
-        """Give all memory back.
-
-        Addresses of living tensors stay reserved, so that nothing reuses them.
-        """
+        """Release all memory; addresses stay reserved while tensors on them are alive."""
         shim.library().ms_set_state(self.slot, shim.PAUSED)
         if self.aliased is not None:
             self.unmap(contextlib.ExitStack())
             self.end_alias()
         decommit(self._parts)
         if not self.stats.blocks:
-            self._finalizer()  # else when the last tensor dies
+            self._finalizer()  # otherwise it runs when the last tensor dies
 
 
 class ArenaParts(NamedTuple):
-    """An arena's own; ``aliased`` has one entry at most."""
+    """Resources of an arena that outlive it until its finalizer has run.
+
+    Attributes:
+        backend: Backend that made the memory.
+        reservation: The arena's address range.
+        slot: Number of the arena's table in the shim.
+        aliased: Aliased pages, at most one entry.
+    """
 
     backend: Backend
     reservation: Reservation
@@ -375,11 +392,11 @@ class ArenaParts(NamedTuple):
     aliased: list[AliasedPages]
 
 
-_forgotten: deque[ArenaParts] = deque()  # not given back yet
+_forgotten: deque[ArenaParts] = deque()  # resources that wait for their release
 
 
 def decommit(parts: ArenaParts) -> None:
-    """Gives an arena's extents to the driver."""
+    """Release an arena's extents to the driver."""
     if committed := shim.stats(parts.slot).committed:
         parts.backend.unmap(parts.reservation.address, committed)
     extents = shim.extents(parts.slot)
@@ -390,15 +407,16 @@ def decommit(parts: ArenaParts) -> None:
 
 @held()
 def forget(parts: ArenaParts) -> None:
-    """Undo of an arena that nobody refers to: now, or later where a graph capture forbids to wait,
-    or where a region's tensors live on.
+    """Release an unreferenced arena's resources, now or as soon as possible.
+
+    The release waits while a graph capture forbids it, and while tensors of a region are alive.
     """
     _forgotten.append(parts)
     give_back_forgotten()
 
 
 def give_back_forgotten() -> None:
-    """Gives back those arenas that nobody refers to and no tensor lies on any more."""
+    """Release the resources of unreferenced arenas that have no tensors any more."""
     _retry(list(_forgotten))
 
 
@@ -406,7 +424,7 @@ def give_back_forgotten() -> None:
 def _retry(items: Sequence[ArenaParts]) -> None:
     for item in items:
         if _may_end(item):
-            # finalizers run in any thread: another one took it
+            # Finalizers run in any thread, so another thread may have removed the item.
             with contextlib.suppress(ValueError):
                 _forgotten.remove(item)
                 _undo(item)
@@ -415,9 +433,9 @@ def _retry(items: Sequence[ArenaParts]) -> None:
 
 
 def _retry_on_host(phase: str, info: object) -> None:
-    """Tries again, on the host, when garbage is collected.
+    """Retry the release of CPU arenas after each garbage collection.
 
-    GPUs are left out: waiting for one would break a graph that another thread captures.
+    GPUs are left out, because waiting for a GPU would break a graph capture of another thread.
     """
     if phase == "stop":
         _retry([item for item in _forgotten if item.backend.device.type == "cpu"])
@@ -437,8 +455,8 @@ def _may_end(item: ArenaParts) -> bool:
 
 def _undo(item: ArenaParts) -> None:
     if item.backend.forked:
-        return  # nothing of it came along
-    item.backend.synchronize(copies=False)  # kernels that use it may be queued on any stream
+        return  # the memory is the parent's
+    item.backend.synchronize(copies=False)  # kernels on any stream may still use the memory
     while item.aliased:
         item.aliased.pop().drop(item.backend, item.reservation.address)
     decommit(item)

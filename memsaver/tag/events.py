@@ -1,9 +1,8 @@
-"""Record what a saver has done: its operations for the timeline, these and its driver calls for the
-log; check that its tables agree.
+"""Recorder of a saver's operations and driver calls, and the check that its tables agree.
 
-Driver calls are recorded in the shim, so those that torch's allocator makes without Python are
-among them. Loggers, at level DEBUG: ``memsaver`` has a line for each operation on a tag,
-``memsaver.driver`` one for each driver call.
+At level DEBUG, the logger ``memsaver`` gets one line per operation on a tag, and the logger
+``memsaver.driver`` one line per driver call. The shim records driver calls, so they include the
+calls that torch's allocator makes without Python.
 """
 
 from __future__ import annotations
@@ -21,24 +20,30 @@ from memsaver.memory.page_pool import PagePool, imports
 from memsaver.native import shim
 from memsaver.report import Event
 from memsaver.tag.arena import Arena
+from memsaver.types import Operation
 
 
 class _Tables(NamedTuple):
-    """Read one after the other: regions may grow meanwhile."""
+    """Tables, read one after the other: a region may grow between two readings.
 
-    kept: list[shim.Extent]
-    of_tags: list[tuple[list[shim.Extent], int]]
-    """Extents, and committed bytes."""
-    made: int
+    Attributes:
+        pool: Extents of the page pool.
+        tags: Extents and committed bytes of each tag.
+        committed: Bytes that the backend has committed.
+    """
+
+    pool: list[shim.Extent]
+    tags: list[tuple[list[shim.Extent], int]]
+    committed: int
 
 
 def _read(arenas: Sequence[Arena], pool: PagePool, backend: Backend) -> _Tables:
-    of_tags = [(shim.extents(arena.slot), arena.stats.committed) for arena in arenas]
-    return _Tables(pool.extents, of_tags, backend.committed_bytes)
+    tags = [(shim.extents(arena.slot), arena.stats.committed) for arena in arenas]
+    return _Tables(pool.extents, tags, backend.committed_bytes)
 
 
 def check_tables(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> None:
-    """Raise ``AssertionError`` where the tables of extents, tags and page pool keep disagreeing."""
+    """Raise ``AssertionError`` if two readings of the tables show the same contradiction."""
     arenas = [*arenas]
     tables = _read(arenas, pool, backend)
     while True:
@@ -51,22 +56,22 @@ def check_tables(arenas: Iterable[Arena], pool: PagePool, backend: Backend) -> N
 
 
 def _check(arenas: Sequence[Arena], tables: _Tables) -> None:
-    found, aliased = [*tables.kept], set[int]()
-    for arena, (extents, committed) in zip(arenas, tables.of_tags, strict=True):
+    known, aliased = [*tables.pool], set[int]()
+    for arena, (extents, committed) in zip(arenas, tables.tags, strict=True):
         end = 0
         for extent in extents:
             assert extent.offset == end, f"{arena.tag}: extents have a hole at {end}"
             end += extent.nbytes
         assert end == committed, f"{arena.tag}: {end} bytes of extents, {committed} committed"
         assert not (arena.paused and end), f"{arena.tag} is paused with {end} bytes committed"
-        found += extents
+        known += extents
         if arena.aliased is not None:
             _check_aliased(arena)
             aliased |= {extent.id for extent in arena.aliased.extents}
-    total = sum(extent.nbytes for extent in found)
-    assert total == tables.made, f"{total} bytes known, {tables.made} made"
-    assert len(found) == len({extent.id for extent in found}), "an extent is in two places"
-    assert aliased.isdisjoint(extent.id for extent in found), (
+    total = sum(extent.nbytes for extent in known)
+    assert total == tables.committed, f"{total} bytes in tables, {tables.committed} committed"
+    assert len(known) == len({extent.id for extent in known}), "an extent is in two places"
+    assert aliased.isdisjoint(extent.id for extent in known), (
         "an extent is aliased from the saver itself"
     )
 
@@ -87,21 +92,21 @@ def _check_aliased(arena: Arena) -> None:
     )
 
 
-_EVENTS_KEPT = 10_000  # some 5 MB: those that nobody drains must not look like a leak
+_EVENTS_KEPT = 10_000  # about 5 MB; a limit, so that undrained events do not leak
 _log = logging.getLogger("memsaver")
 _driver_log = logging.getLogger("memsaver.driver")
 
 
 class Recorder:
-    """Records for one saver, which holds its lock around every call that does not record."""
+    """Recorder of one saver, which holds its lock around `drain` and `logged`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
-        self._seen = 0
+        self._logged = 0  # number of driver calls that the log has covered
 
-    def record(self, op: str, arena: Arena, seconds: float) -> None:
-        """Record one operation on one tag, which has ended."""
+    def record(self, op: Operation, arena: Arena, seconds: float) -> None:
+        """Record an operation on one tag that has ended."""
         event = Event(
             time=time.time(),
             seconds=seconds,
@@ -112,33 +117,32 @@ class Recorder:
         )
         self._events.append(event)
         if _log.isEnabledFor(logging.DEBUG):
-            held = (
+            sizes = (
                 f"{format_bytes(event.committed_bytes)}, {format_bytes(event.backup_bytes)} saved"
             )
-            _log.debug(
-                "%s %r on %s: %s, %.3f ms", op, arena.tag, self._backend.device, held, 1e3 * seconds
-            )
+            device = self._backend.device
+            _log.debug("%s %r on %s: %s, %.3f ms", op, arena.tag, device, sizes, 1e3 * seconds)
 
     @contextmanager
-    def timed(self, op: str, arenas: Sequence[Arena]) -> Iterator[None]:
-        """Record an operation on these tags, an equal share of its time each, unless it fails."""
+    def timed(self, op: Operation, arenas: Sequence[Arena]) -> Iterator[None]:
+        """Time the body and record it as one operation on these tags, unless it fails."""
         started = time.perf_counter()
         yield
         self.record_all(op, arenas, time.perf_counter() - started)
 
-    def record_all(self, op: str, arenas: Sequence[Arena], seconds: float) -> None:
-        """Record one operation on these tags, an equal share of its time each."""
+    def record_all(self, op: Operation, arenas: Sequence[Arena], seconds: float) -> None:
+        """Record one operation on several tags, with an equal share of its time for each."""
         for arena in arenas:
             self.record(op, arena, seconds / len(arenas))
 
     def drain(self) -> list[Event]:
         """Return the operations since the last call, oldest first."""
-        # threads record meanwhile: what they add stays for the next call
+        # Other threads may record in the meantime; the next call returns their events.
         return [self._events.popleft() for _ in range(len(self._events))]
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """Send an operation's driver calls to the log, whether it fails or not."""
+        """Log the driver calls of the body, even if it fails."""
         try:
             yield
         finally:
@@ -146,10 +150,10 @@ class Recorder:
                 self._log_calls()
 
     def _log_calls(self) -> None:
-        count, calls = shim.recent_calls(self._backend.phys, self._seen)
-        if lost := count - self._seen - len(calls):
+        count, calls = shim.recent_calls(self._backend.phys, self._logged)
+        if lost := count - self._logged - len(calls):
             _driver_log.debug("%d calls are not shown", lost)
-        self._seen = count
+        self._logged = count
         for call in calls:
             name = shim.Operation(call.operation).name.lower()
             size, outcome = format_bytes(call.nbytes), self._outcome(call)

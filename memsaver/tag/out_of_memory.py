@@ -1,4 +1,4 @@
-"""Explain why memory was short, and who holds it."""
+"""Explanations of a shortage of memory: the cause, the holders and a remedy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from memsaver.tag.tags import PAGE_POOL, Accounts
 
 @contextlib.contextmanager
 def explained(
-    accounts: Accounts, what: str, arenas: Sequence[Arena], needed: int = 0
+    accounts: Accounts, operation: str, arenas: Sequence[Arena], needed: int = 0
 ) -> Iterator[None]:
-    """Turn ``ShortOfMemory`` into an error that says what was missing, and who holds it."""
+    """Convert ``ShortOfMemory`` in the body to an error that explains it; see `shortage`."""
     try:
         yield
     except ShortOfMemory as short:
-        raise shortage(accounts, what, arenas, short.cause, needed) from None
+        raise shortage(accounts, operation, arenas, short.cause, needed) from None
 
 
 def shortage(
     accounts: Accounts,
-    what: str,
+    operation: str,
     arenas: Sequence[Arena],
     cause: shim.Cause,
     needed: int = 0,
@@ -34,49 +34,50 @@ def shortage(
     """Return the exception for an operation that was short of memory.
 
     Args:
-        accounts: The saver's.
-        what: The operation, as the message names it.
-        arenas: The tags that it is about.
-        cause: The failed call's.
-        needed: Bytes; 0: those of the paused arenas, or what the failed call asked for.
-        hint: What helps first.
+        accounts: Accounts of the saver.
+        operation: The operation, as the message names it.
+        arenas: Arenas of the operation.
+        cause: Cause of the failed call.
+        needed: Bytes that the operation needs; 0 for the size of the paused arenas, or else the
+            size of the failed call.
+        hint: Remedy to name first.
     """
     away = sum(arena.committed_when_paused for arena in arenas if arena.paused)
     needed = needed or away or cause.requested
     if cause.code == shim.E_PAUSED:
-        return StateError(f"{what}: the tag is paused; resume it first")
+        return StateError(f"{operation}: the tag is paused; resume it first")
     if cause.code == shim.E_FORKED:
         return StateError(
-            f"{what}: this is a forked child, where the saver is inert; make a saver of its own"
+            f"{operation}: this is a forked child, where the saver is inert; make a new MemorySaver"
         )
     if cause.code == shim.E_RESERVATION:
         reserved, missing = accounts.tags.reserve_bytes, format_bytes(cause.missing)
         message = (
-            f"{what} outgrows the {format_bytes(reserved)} of addresses reserved for each tag: "
-            f"{missing} are missing. Pass a larger reserve_bytes; nothing was changed."
+            f"{operation} outgrows the {format_bytes(reserved)} of addresses reserved for each "
+            f"tag: {missing} are missing. Pass a larger reserve_bytes; nothing was changed."
         )
         return OutOfMemory(message, cause.requested, cause.missing, {})
     if cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
-        return BackendError(f"{what} failed: no host memory for the tables")
+        return BackendError(f"{operation} failed: no host memory for the tables")
     if cause.code == shim.E_LIMIT:
         limit = accounts.backend.limit_bytes or 0
-        kept = accounts.pool.held_bytes  # would have served
+        kept = accounts.pool.held_bytes  # was available to the operation
         more = max(accounts.backend.committed_bytes - kept + needed - limit, cause.missing)
         why = f"{format_bytes(more)} are missing under the limit of {format_bytes(limit)}"
         advice = "Have another tag paused by its owner or raise limit_bytes"
     else:
         more = 0
         why = f"the driver refused with {accounts.backend.error_name(cause.driver)}"
-        advice = "Have another tag paused by its owner, or end what holds the memory"
+        advice = "Have another tag paused by its owner, or free memory of the holders"
     holders = accounts.holders()
     if holders[PAGE_POOL]:
-        advice = f"trim() gives the page pool's memory back. {advice}"
+        advice = f"trim() releases the page pool's memory. {advice}"
     if hint:
         advice = f"{hint}. {advice}"
     everyone = {**holders, **accounts.backend.other_holders()}
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in everyone.items() if size)
     message = (
-        f"{what} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. "
+        f"{operation} needs {format_bytes(needed)}: {why}. Held by: {held or 'nobody'}. "
         f"{advice}; nothing was changed."
     )
     return OutOfMemory(message, needed, more, everyone)

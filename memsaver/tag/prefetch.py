@@ -1,4 +1,4 @@
-"""Content that comes back behind work, in the order in which that needs it."""
+"""Restore of saved content in the background, in the order in which the caller needs it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,23 @@ _POLL_SECONDS = 0.1
 
 
 class Prefetch:
-    """Content on its way into tags that have memory again (``MemorySaver.begin_resume``).
+    """Background restore of tags whose memory is mapped, returned by `MemorySaver.begin_resume`.
 
-    Nobody may touch a tensor of theirs before ``wait`` has returned for it. An operation of the
-    saver on one of the tags waits for all of it.
+    A tensor on these tags must not be used before `wait` has returned for it. Operations of the
+    saver on the tags wait for the whole prefetch.
+
+    Args:
+        backend: Backend of the arenas.
+        arenas: Arenas to restore.
+        order: Tensors whose content to restore first.
+        settle: `Transactions.settle`, under the saver's lock.
+        done: Called with the seconds that all copies took, unless they fail.
+
+    Attributes:
+        arenas: Arenas of the tags.
+        undo: Steps that unmap the memory again after a failure.
+        failure: Error of the copies, once an operation has waited for them.
+        arrived: Whether all copies are complete.
     """
 
     def __init__(
@@ -38,15 +51,12 @@ class Prefetch:
         settle: Callable[[Prefetch], None],
         done: Callable[[float], None],
     ) -> None:
-        """order: what is to come first. settle: `Transactions.settle`, under the saver's lock.
-        done: is told the seconds that all copies took, unless they fail.
-        """
         self.arenas = tuple(arenas)
-        self.undo = contextlib.ExitStack()  # takes the memory away again
+        self.undo = contextlib.ExitStack()
         self.failure: Exception | None = None
-        self.arrived = False  # all copies are done
+        self.arrived = False
         self._backend, self._settle, self._done = backend, settle, done
-        wanted = [(each.data_ptr(), each.nbytes) for each in order]
+        wanted = [(tensor.data_ptr(), tensor.nbytes) for tensor in order]
         saved = sorted(chain.from_iterable(map(_saved, arenas)))
         self._pieces = [parts for _, parts in cut(_in_order(saved, wanted), PIECE)]
         self._queued: list[Future[Any]] = [Future() for _ in self._pieces]
@@ -57,7 +67,7 @@ class Prefetch:
         self._spans.sort()
 
     def start(self) -> None:
-        """Has a thread begin."""
+        """Begin the copies in a background thread."""
         workers("prefetches", 1).submit(self._copy)
 
     def wait(
@@ -65,20 +75,26 @@ class Prefetch:
         tensors: Sequence[torch.Tensor] | None = None,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
-        """Waits until the bytes of these tensors (None: of everything) are there, and no others'.
+        """Wait until the content of the given tensors is restored.
 
-        streams: of a GPU: they wait, and the caller only until the copies are queued. Raises
-        ``BackendError`` where a copy failed, with its cause: the tags are paused again then, their
-        content is kept, and ``resume`` brings it.
+        Args:
+            tensors: Tensors on the tags; ``None`` for all content.
+            streams: GPU streams that wait for the copies. The caller then waits only until the
+                copies are queued.
+
+        Raises:
+            BackendError: A copy failed. The tags are paused again and their content is kept, so
+                that `MemorySaver.resume` restores it.
+            StateError: The process is a forked child.
         """
-        self._backend.require_own_process()  # the thread that copies is not there in a child
+        self._backend.require_own_process()  # a forked child has no copying thread
         if tensors is None:
             self._settle(self)
         elif not self.arrived:
             try:
-                events = _results([self._queued[each] for each in self._numbers(tensors)])
+                events = _results([self._queued[number] for number in self._numbers(tensors)])
             except Exception:
-                self._settle(self)  # raises it
+                self._settle(self)  # raises the error of the copies
                 raise
             with self._backend.allow_captures():
                 for event in events:
@@ -88,24 +104,28 @@ class Prefetch:
                         event.synchronize()
 
     def join(self) -> None:
-        """Waits for the copies; raises what became of them."""
+        """Wait for all copies and re-raise their error, if any."""
         _results([self._copied])
 
     def error(self) -> BackendError:
-        """Returns what is raised for `failure`."""
+        """Build the exception to raise for `failure`.
+
+        Returns:
+            An error that names the tags and the cause.
+        """
         tags = ", ".join(repr(arena.tag) for arena in self.arenas)
         why = f"content did not come back to {tags}: {self.failure}"
-        return BackendError(f"{why}; it is kept, and the memory is given up: resume again")
+        return BackendError(f"{why}; it is kept, and the memory is released: resume again")
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Returns the pieces that these lie in."""
-        found = set[int]()
-        for each in tensors:
-            first, end = each.data_ptr(), each.data_ptr() + each.nbytes
+        """Return the numbers of the pieces that hold the tensors."""
+        numbers = set[int]()
+        for tensor in tensors:
+            first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             begin = max(0, bisect_right(self._spans, (first,)) - 1)
             spans = self._spans[begin : bisect_left(self._spans, (end,))]
-            found |= {number for at, until, number in spans if at < end and until > first}
-        return sorted(found)
+            numbers |= {number for at, until, number in spans if at < end and until > first}
+        return sorted(numbers)
 
     def _copy(self) -> None:
         started, rest = time.perf_counter(), iter(self._queued)
@@ -117,8 +137,8 @@ class Prefetch:
             self.arrived = True
             self._copied.set_result(None)
         except BaseException as error:
-            for each in (*rest, self._copied):
-                each.set_exception(error)
+            for future in (*rest, self._copied):
+                future.set_exception(error)
 
     def _transfers(self, parts: Ranges) -> list[Transfer]:
         return [*chain.from_iterable(map(self._from_host, parts))]
@@ -134,16 +154,18 @@ class Prefetch:
 
 @held()
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Waits for all; returns what is not None. An interrupt comes between two looks: in the middle
-    of one it would leave a future locked.
+    """Wait for all futures and return their results, without ``None``.
+
+    Interrupts are delivered between two polls, because an interrupted poll would leave a future
+    locked.
     """
     while wait(futures, _POLL_SECONDS).not_done:
         deliver()
-    return [value for each in futures if (value := each.result()) is not None]
+    return [value for future in futures if (value := future.result()) is not None]
 
 
 def _saved(arena: Arena) -> Iterator[Range]:
-    """Yields (address, nbytes) of what the host keeps; what was trimmed meanwhile has no memory."""
+    """Yield (address, nbytes) of content in host memory, except in ends that were trimmed since."""
     if isinstance(arena.backup, HostBackup):
         for offset, nbytes in arena.backup.ranges:
             if (size := min(nbytes, arena.committed_when_paused - offset)) > 0:
@@ -151,8 +173,15 @@ def _saved(arena: Arena) -> Iterator[Range]:
 
 
 def _in_order(ranges: Ranges, wanted: Ranges) -> list[Range]:
-    """Returns sorted ``ranges``, cut where those wanted begin and end: what is wanted comes first,
-    in its order, then the rest in its own.
+    """Order ranges by when they are wanted.
+
+    Args:
+        ranges: Sorted (address, nbytes) ranges.
+        wanted: Ranges to put first, in this order.
+
+    Returns:
+        The ranges, cut at the edges of the wanted ones: first the wanted parts, then the others in
+        order of address.
     """
     edges = sorted({*chain.from_iterable((at, at + nbytes) for at, nbytes in wanted)})
     parts: list[Range] = []

@@ -1,5 +1,7 @@
-"""A paused tag's memory coming back piece by piece, each filled while the next is fetched; one tag
-out and another in, extent by extent into the first's memory, both directions busy.
+"""Refill of a paused tag with memory and content, and the swap of two tags.
+
+A refill copies content into one extent while the next one is obtained. A swap moves one tag's
+extents to another, and copies content in both directions at the same time.
 """
 
 from __future__ import annotations
@@ -16,19 +18,31 @@ from memsaver.tag.arena import Arena
 
 
 class Refill:
-    """Extents mapped behind a paused tag one by one, each filled from the host once it is there."""
+    """Restore of one paused tag: extents are mapped one by one and filled with saved content.
+
+    Attributes:
+        placed: Extents that are mapped, with their offsets.
+        missing: Bytes that still lack memory.
+    """
 
     def __init__(
         self, backend: Backend, into: Arena, undo: contextlib.ExitStack, late: bool = False
     ) -> None:
-        """late: the content comes, and is checked, when the memory is there (`Prefetch`)."""
+        """Begin a refill that maps nothing yet.
+
+        Args:
+            backend: Backend of the arena.
+            into: Paused arena to refill.
+            undo: Receives the steps that undo the refill.
+            late: Leave the content to a `Prefetch`.
+        """
         self._backend, self._into, self._undo, self._late = backend, into, undo, late
         self._events: list[Waitable] = []
         self.placed: list[shim.Extent] = []
         self.missing = into.committed_when_paused
 
     def put(self, extents: Sequence[shim.Extent]) -> None:
-        """Put extents of at most ``missing`` bytes behind those that are there."""
+        """Map extents of at most `missing` bytes after the mapped ones, and begin to fill them."""
         at = self._into.committed_when_paused - self.missing
         self.placed += self._into.map(extents, at, self._undo)
         nbytes = sum(extent.nbytes for extent in extents)
@@ -41,10 +55,10 @@ class Refill:
             return
         if event := backup.fill(self._backend, self._into.address, at, nbytes):
             self._events.append(event)
-            self._undo.callback(event.synchronize)  # before the unmapping
+            self._undo.callback(event.synchronize)  # on undo, wait before unmapping
 
     def finish(self) -> None:
-        """Conclude: all memory is there, and the content unless it is late."""
+        """Enter the extents into the shim's table, and wait for the content unless it is late."""
         shim.set_extents(self._into.slot, self.placed)
         self._undo.callback(shim.set_extents, self._into.slot, [])
         for event in self._events:
@@ -54,17 +68,18 @@ class Refill:
 
 
 def _unserved(sizes: Sequence[int], needed: int) -> int:
-    """Return what is left of ``needed`` if whole extents of these sizes serve it in order."""
+    """Return how many of the needed bytes remain after whole extents are used in order."""
     for size in sizes:
         needed -= size if size <= needed else 0
     return needed
 
 
 class Swap:
-    """``out`` is active and frozen, ``into`` is paused; the device has nothing to do with either.
+    """Swap of two tags of one saver: one leaves the device, and another takes over its memory.
 
-    What ``run`` raises has changed nothing: extents that had gone over come back, their content
-    from the copy.
+    The leaving tag is frozen, the entering tag is paused, and the device uses neither of them. If
+    `run` raises, nothing has changed: extents that had moved are mapped back, and their content is
+    restored from the copy.
     """
 
     def __init__(
@@ -75,17 +90,24 @@ class Swap:
     def run(
         self, out: Arena, copy: HostBackup | None, fresh: bool, into: Arena
     ) -> list[shim.Extent]:
-        """copy: for the content of ``out``, which is not in it yet if it is ``fresh``.
+        """Move the memory of one tag to another.
 
-        Returns the extents of ``out`` that ``into`` had no use for; nothing maps them.
+        Args:
+            out: Frozen arena that leaves.
+            copy: Backup for the content of `out`; ``None`` to discard the content.
+            fresh: Whether the content must still be copied into `copy`.
+            into: Paused arena that enters.
+
+        Returns:
+            The unmapped extents of `out` that `into` did not need.
         """
         leaving = shim.extents(out.slot)
         with undone_under(self._lock) as undo:
-            undo.callback(self._backend.synchronize)  # whatever is still being copied
+            undo.callback(self._backend.synchronize)  # wait for copies before undoing
             copied = [self._start_out(out, copy if fresh else None, extent) for extent in leaving]
             refill = Refill(self._backend, into, undo)
             with self._lock:
-                # first: short of memory, nothing was changed
+                # New memory comes first: a shortage then has nothing to undo.
                 head, tail = self._own(leaving, refill.missing, undo)
                 refill.put(head)
             left = []
@@ -119,10 +141,21 @@ class Swap:
     def _own(
         self, leaving: Sequence[shim.Extent], needed: int, undo: contextlib.ExitStack
     ) -> tuple[list[shim.Extent], list[shim.Extent]]:
-        """Obtain what ``into`` gets beside the extents of ``out``, to be put before and after them.
+        """Obtain the memory that the entering tag needs in addition to the leaving extents.
 
-        That is what the extents cannot serve; and at most LARGEST bytes for a head start, so that
-        the way in need not wait for the way out, if they are there. Raises ``ShortOfMemory``.
+        This is the memory that the extents cannot provide. If available, at most LARGEST bytes come
+        on top as a head start, so that copies to the device need not wait for copies from it.
+
+        Args:
+            leaving: Extents of the leaving tag.
+            needed: Bytes that the entering tag needs.
+            undo: Receives the steps that release the memory.
+
+        Returns:
+            Extents to map before the leaving ones, and extents to map after them.
+
+        Raises:
+            ShortOfMemory: The memory is not available.
         """
         sizes = [extent.nbytes for extent in leaving]
         head = self._pool.obtain(_unserved(sizes, needed), undo)

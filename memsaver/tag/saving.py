@@ -1,4 +1,4 @@
-"""Content on its way out of a tag, to host memory or a file, unless a kept copy still holds it."""
+"""Save of tags' content to host memory or a file, unless a clean copy still holds it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from memsaver.errors import BackendError, HostMemoryError, StateError
 from memsaver.memory.backend import Backend, Waitable
 from memsaver.native import shim
 from memsaver.tag.arena import Arena
+from memsaver.types import Content
 
 
 class Saving:
-    """Saves for one saver, which holds its lock around every call."""
+    """Component that saves the content of one saver's tags, under the saver's lock.
+
+    Args:
+        backend: Backend of the saver.
+        disk_dir: Directory for content "disk".
+        tags: All arenas of the saver.
+    """
 
     def __init__(self, backend: Backend, disk_dir: Path, tags: Iterable[Arena]) -> None:
-        """disk_dir: for content "disk". tags: all of the saver's."""
         self.disk_dir = disk_dir
         self._backend = backend
         self._tags = tags
 
-    def save(self, arena: Arena, content: str) -> Backup:
+    def save(self, arena: Arena, content: Content) -> Backup:
         backup, fresh = self.prepare(arena, content)
         if fresh:
             try:
@@ -35,17 +41,18 @@ class Saving:
                 raise
         return backup
 
-    def prepare(self, arena: Arena, content: str) -> tuple[Backup, bool]:
-        """Tells where the content goes, and whether it must be copied there: not if a clean copy
-        still holds it.
+    def prepare(self, arena: Arena, content: Content) -> tuple[Backup, bool]:
+        """Return the backup for a tag's content, and whether the content must be copied into it.
+
+        A clean copy that still holds the content needs no copying.
         """
         copy, claim = arena.clean_copy, (arena.version, content, arena.stats.committed)
         try:
             if copy is not None and not copy.begin_check(*claim):
                 copy = None
-        except BackendError:  # it was not made
+        except BackendError:  # the copy failed while it was made
             copy = None
-        ranges = _saved_ranges(arena)  # while the check runs
+        ranges = _saved_ranges(arena)  # overlaps with the check
         if copy is not None and copy.holds(ranges):
             return copy.backup, False
         arena.forget_clean_copy()
@@ -54,8 +61,8 @@ class Saving:
             arena.keep_clean_copy(backup, arena.version, ranges).settle()
         return backup, True
 
-    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: str) -> Backup:
-        """Makes room for it, before anything is copied; clean copies give way."""
+    def _new_backup(self, ranges: Sequence[tuple[int, int]], content: Content) -> Backup:
+        """Allocate a backup, and drop clean copies if host memory is short."""
         host = self._backend.pinned_arena
         for last in (False, True):
             try:
@@ -70,17 +77,24 @@ class Saving:
         raise AssertionError
 
     def _drop_clean_copies(self) -> bool:
-        """Drops the clean copies of active tags; True if there was one."""
-        found = [arena for arena in self._tags if arena.clean_copy is not None and not arena.paused]
-        for arena in found:
+        """Drop the clean copies of active tags, and return whether there were any."""
+        clean = [arena for arena in self._tags if arena.clean_copy is not None and not arena.paused]
+        for arena in clean:
             arena.forget_clean_copy()
-        return bool(found)
+        return bool(clean)
 
     def start(
         self, arena: Arena, version: Hashable, done: Callable[[float], None]
     ) -> Waitable | None:
-        """Copy an active tag's content to the host while work goes on that does not write it.
-        done: see `Backend.copy_overlapped`.
+        """Begin to copy an active tag's content to the host, overlapped with work that reads it.
+
+        Args:
+            arena: Active arena.
+            version: The owner's name for the content.
+            done: See `Backend.copy_overlapped`.
+
+        Returns:
+            An event to wait for, or ``None`` if the copy is complete.
         """
         ranges = _saved_ranges(arena)
         arena.forget_clean_copy()
@@ -96,9 +110,9 @@ class Saving:
 
 
 def live_ranges(arena: Arena) -> list[tuple[int, int]]:
-    """(offset, nbytes) of what is in use.
+    """Return (offset, nbytes) of the allocations in use.
 
-    Under torch's caching allocator: the live blocks inside its segments.
+    On a GPU, these are the live blocks inside the segments of torch's caching allocator.
     """
     blocks = shim.blocks(arena.slot)
     if arena.backend.device.type != "cuda":
@@ -112,7 +126,7 @@ def live_ranges(arena: Arena) -> list[tuple[int, int]]:
 
 
 def _saved_ranges(arena: Arena) -> list[tuple[int, int]]:
-    """(offset, nbytes) of the live content, where there is memory behind it."""
+    """Return (offset, nbytes) of the live content that has memory behind it."""
     end = arena.stats.committed
     return [(at, min(nbytes, end - at)) for at, nbytes in live_ranges(arena) if at < end]
 
@@ -127,14 +141,14 @@ def _live_blocks(segment: dict, base: int) -> list[tuple[int, int]]:
 
 
 def read_saved(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
-    """Returns content on the CPU, of the tensor's dtype and shape; see ``MemorySaver.saved``."""
+    """Return a tensor's saved content on the CPU; see `MemorySaver.saved`."""
     if arena.backup is None:
         raise StateError(
             f"tag {arena.tag!r} holds no saved content; pause it with content='host' or 'disk'"
         )
     if not tensor.is_contiguous():
         raise ValueError(
-            "the saved content of a tensor that is not contiguous cannot be given; ask for its base"
+            "cannot return the saved content of a tensor that is not contiguous; pass its base"
         )
     views = arena.backup.views(tensor.data_ptr() - arena.address, tensor.nbytes)
     if sum(view.numel() for view in views) != tensor.nbytes:
@@ -143,12 +157,12 @@ def read_saved(arena: Arena, tensor: torch.Tensor, zero_copy: bool) -> torch.Ten
         raise ValueError(
             "zero_copy needs content that is saved in host memory in one piece; use zero_copy=False"
         )
-    flat = views[0] if zero_copy else _gathered(views, tensor.nbytes)
+    flat = views[0] if zero_copy else _joined(views, tensor.nbytes)
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
-def _gathered(views: list[torch.Tensor], nbytes: int) -> torch.Tensor:
-    """Copies one after the other, into memory that is on no tag even if a region is open."""
+def _joined(views: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+    """Concatenate views into memory that is on no tag, even if a region is open."""
     flat = torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
     done = 0
     for view in views:

@@ -1,4 +1,4 @@
-"""The tags of one saver, in the order of their first use; what they hold, for reports."""
+"""The tags of one saver, and the accounts of their memory for reports."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from memsaver.memory.torch_allocator import TorchUse
 from memsaver.report import Report, TagReport, Usage
 from memsaver.tag.arena import CONTENTS, Arena
 from memsaver.tag.saving import live_ranges
+from memsaver.types import Content
 
 
 class Tags:
-    """The saver holds its lock around what adds a tag; looking is safe at any time."""
+    """Arenas of one saver by tag, in the order of their first use.
+
+    The saver holds its lock around methods that add or remove a tag. Lookups are safe at any time.
+
+    Args:
+        backend: Backend of the saver.
+        reserve_bytes: Address space of each tag, which is rounded up to pages.
+    """
 
     def __init__(self, backend: Backend, reserve_bytes: int) -> None:
-        """reserve_bytes: of addresses for each tag, rounded up to pages."""
         self._backend = backend
         self.reserve_bytes = backend.round_up(reserve_bytes)
         self._arenas: dict[str, Arena] = {}
@@ -35,8 +42,8 @@ class Tags:
         """Return each tag's arena once; no tag means all."""
         return [self.get(tag) for tag in dict.fromkeys(tags or tuple(self._arenas))]
 
-    def open(self, tag: str, content: str | None) -> Arena:
-        """Return the tag's arena to allocate on, made on first use."""
+    def open(self, tag: str, content: Content | None) -> Arena:
+        """Return the tag's arena for an allocation; create it on first use."""
         check_content(content)
         arena = self._arenas.get(tag)
         if arena is None:
@@ -50,14 +57,14 @@ class Tags:
         if arena.paused:
             raise StateError(f"tag {tag!r} is paused; call resume({tag!r}) before allocating on it")
         arena.require_own(f"cannot allocate on {tag!r}")
-        arena.cause()  # forget an earlier failure
+        arena.cause()  # clear an earlier failure
         return arena
 
     def forget(self, tag: str) -> None:
         del self._arenas[tag]
 
     def at(self, address: int) -> Arena:
-        """Return the arena that has this address."""
+        """Return the arena whose address range contains an address."""
         for arena in self:
             if 0 <= address - arena.address < arena.reservation.nbytes:
                 return arena
@@ -66,7 +73,7 @@ class Tags:
         )
 
 
-def check_content(content: str | None) -> None:
+def check_content(content: Content | None) -> None:
     if content is not None and content not in CONTENTS:
         raise ValueError(f"content={content!r} must be one of {', '.join(map(repr, CONTENTS))}")
 
@@ -75,8 +82,9 @@ PAGE_POOL = "the page pool"
 
 
 class Accounts:
-    """Knows what a saver's tags and page pool hold; it holds its lock around every call but
-    `usage`.
+    """Accounts of the memory that a saver's tags and page pool hold.
+
+    The saver holds its lock around every call except `usage`.
     """
 
     def __init__(self, backend: Backend, pool: PagePool, tags: Tags) -> None:
@@ -84,7 +92,12 @@ class Accounts:
         self._torch_use = TorchUse(backend.device)
 
     def report(self, leases: Callable[[str], Collection[int]], others: bool) -> Report:
-        """leases: of a tag, those that map it. others: whether to ask who they are."""
+        """Build the saver's report.
+
+        Args:
+            leases: Returns the leases of a tag.
+            others: Whether to look up the other holders of the device's memory.
+        """
         tags = {arena.tag: _report(arena, len(leases(arena.tag))) for arena in self.tags}
         return Report(
             device=str(self.backend.device),
@@ -113,7 +126,7 @@ class Accounts:
         )
 
     def holders(self) -> dict[str, int]:
-        """Return the committed bytes by tag, and the page pool's."""
+        """Return the committed bytes by tag, including the page pool."""
         holders = {arena.tag: arena.stats.committed for arena in self.tags}
         return holders | {PAGE_POOL: self.pool.held_bytes}
 

@@ -1,6 +1,4 @@
-"""Permissions that one saver gives to others; pages of another saver's tag behind one of ours, and
-how they go back when nobody may wait for it.
-"""
+"""Tickets that permit other savers to use memory, and pages aliased with such a ticket."""
 
 from __future__ import annotations
 
@@ -20,7 +18,15 @@ from memsaver.native import shim
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """Permission to map one tag; plain data for the peer. Good as long as the saver lives."""
+    """Permission to map one tag: picklable data, valid as long as the issuing saver lives.
+
+    Attributes:
+        socket_name: Abstract Unix socket of the issuing saver.
+        token: Secret that identifies the ticket to the saver.
+        tag: Tag that the ticket is for.
+        device_key: Device of the tag: ``"cpu"`` or the identity of a GPU.
+        writable: Whether the holder may write to the tag.
+    """
 
     socket_name: str
     token: str
@@ -31,7 +37,14 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTicket:
-    """Permission to hand extents over to a saver; plain data, good as long as the saver lives."""
+    """Permission to hand memory over to a saver: picklable data, valid as long as it lives.
+
+    Attributes:
+        socket_name: Abstract Unix socket of the issuing saver.
+        token: Secret that identifies the ticket to the saver.
+        device_key: Device of the saver: ``"cpu"`` or the identity of a GPU.
+        pid: Process of the saver.
+    """
 
     socket_name: str
     token: str
@@ -40,52 +53,64 @@ class PoolTicket:
 
 
 class Peers(Protocol):
-    """Represents the other processes that share this saver's memory, to its operations."""
+    """The peers that share a saver's memory, as its operations see them."""
 
     def made(self, ticket: Ticket) -> bool:
-        """Return whether the ticket is for a tag of this saver."""
+        """Return whether this saver issued the ticket."""
 
     def holders(self, tag: str) -> list[int]:
-        """Return the processes that map the tag, once for each lease."""
+        """Return the process ids of the tag's leases, one per lease."""
 
     def wait_free(self, tags: Sequence[str], timeout: float) -> None:
-        """Wait until no lease maps the tags; ``LeaseError`` names who still does."""
+        """Wait until no lease maps the tags, or raise ``LeaseError`` naming the holders."""
 
     def recall(self, tags: Sequence[str]) -> None:
-        """Have peers end leases of the tags that they do not use."""
+        """Ask peers to end cached leases of the tags, immediately or with the present use."""
 
     def revoke(self, ids: Sequence[int], except_pid: int | None) -> None:
-        """Have peers release their imports of these extents; ``LeaseError`` names who does not."""
+        """Revoke the peers' imports of extents, or raise ``LeaseError`` naming a peer.
+
+        Args:
+            ids: Ids of the extents.
+            except_pid: Process that may keep its imports.
+        """
 
     def hand_over(self, extents: Sequence[shim.Extent], to: PoolTicket) -> LeaseError | None:
-        """Give unmapped extents to another saver; see `memsaver.sharing.hand_over`."""
+        """Hand unmapped extents over to another saver; see `memsaver.sharing.hand_over`."""
 
     def close(self) -> None:
-        """End all connections: peers let go of what they imported."""
+        """End all connections, after which peers release their imports."""
 
 
 _log = logging.getLogger("memsaver")
 
 
 class AliasedPages:
-    """The lease behind an aliased tag. Who maps the extents unmaps them, then calls ``end``."""
+    """Pages of another saver's tag, held by a lease for the arena that aliases them.
+
+    The arena that maps the extents unmaps them and then calls ``end``.
+    """
 
     def __init__(
         self, ticket: Ticket, extents: Sequence[shim.Extent], end: Callable[[], None]
     ) -> None:
-        """extents: gap-free from byte 0 on, by this process's handles.
+        """Record a lease's extents and how to end it.
 
-        end: lets go of them, and tells the owner.
+        Args:
+            ticket: Ticket for the owner's tag.
+            extents: Extents without gaps from byte 0 on, with handles of this process.
+            end: Releases the extents and tells the owner.
         """
         self.ticket = ticket
         self.extents = tuple(extents)
         self.nbytes = sum(extent.nbytes for extent in extents)
         self.end = end
-        self._endings = endings()  # now: a finalizer is not to start threads
+        self._endings = endings()  # here, because a finalizer must not start threads
 
     def drop(self, backend: Backend, address: int) -> None:
-        """Unmap and end, for a finalizer: it may run under any lock, so another thread talks to the
-        owner.
+        """Unmap the pages, and end the lease in another thread.
+
+        Finalizers call this under any lock, so they must not talk to the owner themselves.
         """
         if self.nbytes:
             backend.unmap(address, self.nbytes)
@@ -94,9 +119,9 @@ class AliasedPages:
 
 @cache
 def endings() -> queue.SimpleQueue[Callable[[], None]]:
-    """Return the queue of this process's thread that calls what finalizers put there, in order.
+    """Return the queue of callbacks from finalizers, which one thread of this process calls.
 
-    In a forked child nobody reads its parent's: the memory and connections there are not its own.
+    A forked child starts with a new queue, because the memory and connections are its parent's.
     """
     pending: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     name = f"memsaver-aliased-{os.getpid()}"
@@ -113,6 +138,6 @@ def _call_all(pending: queue.SimpleQueue[Callable[[], None]]) -> None:
             pending.get()()
         except Exception:
             _log.exception(
-                "aliased pages were not given back in order; "
-                "their owner may miss them until this ends"
+                "aliased pages were not returned to their owner, "
+                "which may count them as leased until this process ends"
             )

@@ -1,6 +1,4 @@
-"""Take the memory of tags away and put it back: all of them or none, and nothing unmapped while
-work is in flight.
-"""
+"""Atomic operations on the memory of tags: pause, resume, swap, exchange, alias and resize."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 
@@ -26,8 +24,9 @@ from memsaver.tag.prefetch import Prefetch
 from memsaver.tag.refill import Refill, Swap
 from memsaver.tag.saving import Saving
 from memsaver.tag.tickets import AliasedPages, Peers, PoolTicket, Ticket
+from memsaver.types import Content, Release
 
-RELEASES = ("driver", "retain", "hand_over")
+RELEASES: tuple[Release, ...] = get_args(Release)
 LEASE_GRACE_SECONDS = 1.0
 
 _log = logging.getLogger("memsaver")
@@ -37,10 +36,18 @@ _Result = TypeVar("_Result")
 
 
 class Transactions:
-    """Pauses and resumes for one saver, which holds its lock around every call.
+    """Atomic operations of one saver, which holds its lock around every call.
 
-    Between processes, mapping and unmapping on one GPU are serialised by the device lock; copies,
-    and waiting for another process, are not.
+    An operation that raises has changed nothing, unless its docstring says otherwise. Nothing is
+    unmapped while the device may use it. The device lock serializes mapping and unmapping on one
+    GPU between processes. It is not held during copies or while waiting for another process.
+
+    Args:
+        backend: Backend of the saver.
+        pool: Page pool of the saver.
+        disk_dir: Directory for content "disk".
+        tags: All arenas of the saver.
+        peers: Processes that share the saver's memory.
     """
 
     def __init__(
@@ -51,7 +58,6 @@ class Transactions:
         tags: Iterable[Arena],
         peers: Peers,
     ) -> None:
-        """disk_dir: for content "disk". tags: all of the saver's."""
         self.saving = Saving(backend, disk_dir, tags)
         self._peers = peers
         self._prefetches: list[Prefetch] = []
@@ -59,9 +65,9 @@ class Transactions:
         self._pool = pool
         self._device_lock = device_lock(backend.device_key)
 
-    # ---------------------------------------------------------------- away
+    # ---------------------------------------------------------------- pause
 
-    def check_release(self, release: str, to: PoolTicket | None) -> None:
+    def check_release(self, release: Release, to: PoolTicket | None) -> None:
         if release not in RELEASES:
             raise ValueError(f"release={release!r} must be one of {', '.join(map(repr, RELEASES))}")
         if (release == "hand_over") != (to is not None):
@@ -77,15 +83,23 @@ class Transactions:
     def pause(
         self,
         arenas: Sequence[Arena],
-        content: str | None,
-        release: str,
+        content: Content | None,
+        release: Release,
         to: PoolTicket | None,
         streams: Sequence[torch.cuda.Stream] | None,
     ) -> LeaseError | None:
-        """content: of all of them, ``None``: as each tag's policy says.
+        """Release the memory of active tags.
 
-        What it raises has changed nothing; the error that it returns is to be raised when the tags'
-        pause is recorded.
+        Args:
+            arenas: Arenas to pause.
+            content: Content policy for all of them; ``None`` for each tag's own policy.
+            release: Where the memory goes.
+            to: Ticket of the receiving saver; only for "hand_over".
+            streams: Streams to wait for instead of the whole device.
+
+        Returns:
+            The error of a hand-over whose receiver fell silent. The tags are paused then, and the
+            caller records the pause before it raises the error.
         """
         for arena in arenas:
             arena.require_no_region("pause")
@@ -93,8 +107,8 @@ class Transactions:
         saved = [(arena, where) for arena, where in kept if where != "discard"]
         if aliased := [arena.tag for arena, _ in saved if arena.aliased is not None]:
             raise ValueError(
-                f"the pages of {aliased} are aliased, their content is their owner's; "
-                "content='discard'"
+                f"cannot save the content of {aliased}: these tags alias other savers' pages; "
+                "pass content='discard'"
             )
         self._wait_unleased(arenas)
         if release != "retain":
@@ -111,7 +125,7 @@ class Transactions:
             with self._device_lock:
                 extents = {arena.tag: arena.unmap(undo) for arena in arenas}
                 if to is None:
-                    undo.pop_all()  # nothing is left that may fail
+                    undo.pop_all()  # no later step can fail
                     self._settle(arenas, extents, backups, whole=release == "driver")
                     self._put_away(extents, release)
                     return None
@@ -120,8 +134,8 @@ class Transactions:
         self._settle(arenas, extents, backups, whole=False)
         return lost
 
-    def _put_away(self, extents: Extents, release: str) -> None:
-        """Gives extents to the driver, or puts them into the page pool; the device lock is held."""
+    def _put_away(self, extents: Extents, release: Release) -> None:
+        """Release extents to the driver or the page pool, under the device lock."""
         for items in extents.values():
             if release == "driver":
                 self._pool.give_back(items)
@@ -143,12 +157,12 @@ class Transactions:
             stream.synchronize()
 
     def _revoke(self, extents: Sequence[shim.Extent], to: PoolTicket | None = None) -> None:
-        """Peers let go of what they imported of these; the one that gets them keeps it."""
+        """Revoke all peers' imports of the extents, except the receiver's."""
         if ids := [extent.id for extent in extents if extent.shared]:
             self._peers.revoke(ids, None if to is None else to.pid)
 
-    def swap(self, out: Arena, content: str | None, into: Arena) -> None:
-        """Pause one tag and resume another with its memory; what it raises has changed nothing."""
+    def swap(self, out: Arena, content: Content | None, into: Arena) -> None:
+        """Pause one tag and resume another with its memory."""
         if not into.paused:
             raise StateError(f"swap: tag {into.tag!r} is not paused")
         out.require_no_region("pause")
@@ -158,7 +172,7 @@ class Transactions:
             )
         self._with_room(partial(self._swap, out, content, into))
 
-    def _swap(self, out: Arena, content: str, into: Arena) -> None:
+    def _swap(self, out: Arena, content: Content, into: Arena) -> None:
         self._wait_unleased([out])
         leaving = shim.extents(out.slot)
         with contextlib.ExitStack() as undo:
@@ -177,7 +191,7 @@ class Transactions:
         into.end_resume()
 
     def exchange(self, one: Arena, other: Arena) -> None:
-        """Each gets the other's extents and content; what it raises has changed nothing."""
+        """Exchange the extents, and with them the content, of two active tags."""
         if one is other:
             raise ValueError(f"exchange needs two tags, got {one.tag!r} twice")
         for arena in (one, other):
@@ -199,24 +213,26 @@ class Transactions:
                 one.put(from_other, undo)
                 other.put(from_one, undo)
             undo.pop_all()
-        one.trade_content(other)
+        one.exchange_versions(other)
         for arena in (one, other):
             arena.thaw()
 
     def check_alias(self, arena: Arena, ticket: Ticket) -> None:
-        """Raises unless the tag may alias what the ticket is for."""
-        what = f"alias({arena.tag!r})"
-        arena.require_own(what)
+        """Raise an error unless the tag may alias the ticket's tag."""
+        operation = f"alias({arena.tag!r})"
+        arena.require_own(operation)
         if not arena.paused:
-            raise StateError(f"{what}: the tag is active; pause it first")
+            raise StateError(f"{operation}: the tag is active; pause it first")
         if ticket.device_key != (here := self._backend.device_key):
-            raise ValueError(f"{what}: pages of {ticket.device_key} cannot serve {here}")
+            raise ValueError(f"{operation}: pages of {ticket.device_key} cannot serve {here}")
         if self._peers.made(ticket):
-            raise ValueError(f"{what}: {ticket.tag!r} is a tag of the same saver; use exchange()")
+            raise ValueError(
+                f"{operation}: {ticket.tag!r} is a tag of the same saver; use exchange()"
+            )
 
     def alias(self, arena: Arena, aliased: AliasedPages) -> None:
-        """Put another saver's pages behind a paused tag; what it raises has changed nothing."""
-        self.check_alias(arena, aliased.ticket)  # again: nobody held the lock meanwhile
+        """Map another saver's pages behind a paused tag."""
+        self.check_alias(arena, aliased.ticket)  # again, because the lock was free in between
         needed = min(arena.committed_when_paused, self._backend.round_up(arena.stats.top))
         if not needed <= aliased.nbytes <= arena.reservation.nbytes:
             raise ValueError(
@@ -229,8 +245,12 @@ class Transactions:
             undo.pop_all()
 
     def trim(self, arenas: Sequence[Arena], pool: bool) -> int:
-        """Give the unused ends of tags that nobody uses now, and what the page pool retains if
-        ``pool``, back to the driver; bytes.
+        """Release the unused ends of tags, and with `pool` the page pool, to the driver.
+
+        Tags with an open region or a lease are skipped.
+
+        Returns:
+            The number of bytes that were released.
         """
         self._peers.recall([arena.tag for arena in arenas])
         arenas = [
@@ -248,14 +268,17 @@ class Transactions:
             )
 
     def release_retained(self, to: PoolTicket | None, most: int | None) -> None:
-        """Give what the page pool retains to the saver of ``to``, what that does not get to the
-        driver.
+        """Hand the page pool's memory to another saver, and release the rest to the driver.
+
+        Args:
+            to: Ticket of the receiving saver, if any.
+            most: Maximum number of bytes to hand over; ``None`` for all.
         """
         if to is not None and self._pool.extents:
             self.check_release("hand_over", to)
             try:
                 self._hand_over_retained(to, self._pool.held_bytes if most is None else most)
-            except LeaseError as error:  # the driver's then
+            except LeaseError as error:  # the driver gets the memory instead
                 _log.info("%s", error)
         if self._pool.extents:
             self.trim([], pool=True)
@@ -271,9 +294,9 @@ class Transactions:
             raise lost
 
     def close(self, arenas: Sequence[Arena]) -> None:
-        """Give everything back, for good."""
+        """Release all memory for good."""
         for prefetch in tuple(self._prefetches):
-            with contextlib.suppress(BackendError):  # of no interest any more
+            with contextlib.suppress(BackendError):  # the content is dropped in any case
                 self.settle(prefetch)
         self._wait_unleased(arenas)
         self._peers.close()
@@ -284,7 +307,7 @@ class Transactions:
             self._pool.mark_shared([extent.id for extent in self._pool.extents], False)
             self._pool.drop(self._pool.held_bytes)
 
-    # ---------------------------------------------------------------- back
+    # ---------------------------------------------------------------- resume
 
     def resume(
         self,
@@ -292,9 +315,17 @@ class Transactions:
         at_least: int | None = None,
         prefetch: Prefetch | None = None,
     ) -> None:
-        """Raises ``ShortOfMemory``, with nothing changed, when also torch's cache had no more to
-        give; at_least: when there are not even so many bytes for the one tag. prefetch: brings what
-        the host has of the content, beside what comes next.
+        """Map memory behind paused tags and restore their content.
+
+        If memory is short, retained and cached memory is released first.
+
+        Args:
+            arenas: Arenas to resume.
+            at_least: Accept at least this many bytes for the one tag; ``None`` for all of them.
+            prefetch: Restores content from host memory in the background.
+
+        Raises:
+            ShortOfMemory: The memory is not available. Nothing has changed.
         """
         try:
             self._with_room(partial(self._resume, arenas, prefetch))
@@ -303,15 +334,17 @@ class Transactions:
                 raise
 
     def settled(self, arena: Arena) -> Arena:
-        """Returns the arena when all that is on its way to it is there."""
+        """Wait for prefetches of the arena, and return it."""
         for prefetch in tuple(self._prefetches):
             if arena in prefetch.arenas:
                 self.settle(prefetch)
         return arena
 
     def settle(self, prefetch: Prefetch) -> None:
-        """Waits for a prefetch: the tags are active then, or paused as they
-        were, and ``BackendError`` is raised each time.
+        """Wait for a prefetch, which makes its tags active.
+
+        Raises:
+            BackendError: The prefetch failed, now or earlier. Its tags are paused as before.
         """
         if prefetch in self._prefetches:
             self._backend.require_own_process()
@@ -331,7 +364,8 @@ class Transactions:
             for arena in prefetch.arenas:
                 arena.end_resume()
         else:
-            self._backend.synchronize()  # kernels that were let at what had come may still run
+            # Kernels that were allowed to start early may still be running.
+            self._backend.synchronize()
             with self._device_lock, prefetch.undo as undo:
                 for arena in prefetch.arenas:
                     undo.callback(arena.lose)
@@ -339,7 +373,7 @@ class Transactions:
         prefetch.failure = failure
 
     def _resume_most(self, arenas: Sequence[Arena], at_least: int) -> bool:
-        """Resumes as much of the tag as fits; False, with nothing changed, below ``at_least``."""
+        """Resume as much of a tag as fits; return False, unchanged, if that is too little."""
         if len(arenas) != 1 or (arena := arenas[0]).backup is not None:
             raise ValueError("at_least takes one tag, whose content was discarded by its pause")
         with self._device_lock, contextlib.ExitStack() as undo:
@@ -353,7 +387,7 @@ class Transactions:
         return True
 
     def resize(self, arena: Arena, nbytes: int) -> None:
-        """Put memory behind the first ``nbytes``, in pages, and no more; ``ShortOfMemory``."""
+        """Grow or shrink the memory of an active tag to its first `nbytes`, rounded up to pages."""
         reserved, rounded = arena.reservation.nbytes, self._backend.round_up(nbytes)
         if nbytes < 0 or rounded > reserved:
             raise ValueError(
@@ -371,23 +405,23 @@ class Transactions:
     def _grow(self, arena: Arena, nbytes: int) -> None:
         with self._device_lock, contextlib.ExitStack() as undo:
             undo.callback(arena.thaw)
-            arena.freeze()  # nothing else grows the tag meanwhile
-            # a region of another thread may have been faster
+            arena.freeze()  # no other thread can grow the tag now
+            # A region of another thread may have grown the tag before the freeze.
             more = max(0, nbytes - arena.stats.committed)
             arena.extend(self._pool.obtain(more, undo), undo)
             undo.pop_all()
         arena.thaw()
 
     def commit_pieces(self, arena: Arena, nbytes: int) -> None:
-        """Put memory behind the next ``nbytes`` of the tag, in pieces, which it keeps to."""
+        """Map memory for the tag's next `nbytes` in pieces, and make the tag elastic."""
         arena.in_pieces(elastic=True)
         end = self._backend.round_up(arena.stats.top + nbytes)
-        # beyond what is reserved the allocation fails, and says why
+        # Beyond the reserved addresses, the allocation itself fails and names the cause.
         if arena.stats.committed < end <= arena.reservation.nbytes:
             self.resize(arena, end)
 
     def empty(self, arena: Arena, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor on the tag; ``ShortOfMemory`` has the cause, whatever it is."""
+        """Allocate a uint8 tensor on the tag; failures raise ``ShortOfMemory`` with their cause."""
 
         def attempt() -> torch.Tensor:
             if (tensor := arena.empty(nbytes)) is None:
@@ -397,8 +431,9 @@ class Transactions:
         return self._with_room(attempt)
 
     def _with_room(self, attempt: Callable[[], _Result]) -> _Result:
-        """Call what obtains memory, or changes nothing; where memory is short, once more when what
-        is kept and cached has been given up. The device lock is free: peers unmap meanwhile.
+        """Run an atomic attempt; if memory is short, release spare memory and retry once.
+
+        The device lock must be free, because peers unmap memory in the meantime.
         """
         try:
             return attempt()
@@ -408,8 +443,12 @@ class Transactions:
         return attempt()
 
     def make_room(self, cause: shim.Cause) -> bool:
-        """Make what the page pool retains, and torch's cache, available; a silent peer keeps its
-        imports. False: not for this cause.
+        """Release torch's cached memory, and revoke peers' imports of retained memory.
+
+        A peer that does not answer keeps its imports.
+
+        Returns:
+            Whether that may help against this cause.
         """
         if self._backend.forked or cause.code not in (shim.E_LIMIT, shim.E_DRIVER):
             return False
@@ -420,7 +459,7 @@ class Transactions:
 
     def _resume(self, arenas: Sequence[Arena], prefetch: Prefetch | None) -> None:
         with undone_under(self._device_lock) as undo:
-            # else two processes could take half each of what is enough for one
+            # Without the lock, two processes could each obtain half of the memory that one needs.
             with self._device_lock:
                 refills = [
                     self._begin_refill(arena, undo, prefetch is not None) for arena in arenas
@@ -437,8 +476,10 @@ class Transactions:
             self._prefetches.append(prefetch)
 
     def _begin_refill(self, arena: Arena, undo: contextlib.ExitStack, late: bool) -> Refill:
-        """Memory for all of the tag; content is on its way while the driver clears the rest, unless
-        it comes late: what is on the host.
+        """Map memory for a whole tag, and begin to restore its content.
+
+        The first piece is filled from the host while the driver clears the rest. With `late`,
+        content in host memory is left to a prefetch.
         """
         late &= isinstance(arena.backup, HostBackup)
         refill = Refill(self._backend, arena, undo, late)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memsaver import ContentWatch, MemorySaver, StateError
+from memsaver import Content, ContentWatch, MemorySaver, Release, StateError
 from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
@@ -217,18 +217,18 @@ class HostedRollout(EngineBase):
                 self._hosted.reset_prefix_cache()
             for tag in chosen:
                 if tag != WEIGHTS:  # graphs replay over what they have: it is kept at every level
-                    content = "host" if tag == CUDA_GRAPH else "discard"
+                    content: Content = "host" if tag == CUDA_GRAPH else "discard"
                     for name in self._hosted.tags_behind(tag):
                         self.saver.pause(name, content=content, release=release)
         if KV_CACHE in chosen:
             empty_torch_cache(self.saver.device)
 
-    def _sleep_weights(self, level: int, release: str) -> None:
+    def _sleep_weights(self, level: int, release: Release) -> None:
         self._update.before_sleep()
         keep = level == 1 and self._update.keepable
         if not keep and not self._sleeps(WEIGHTS) and not self._lost(WEIGHTS):
             self._save_buffers()
-        content = "host" if keep else "discard"
+        content: Content = "host" if keep else "discard"
         self.saver.pause(self.store.tag, content=content, release=release)
         self._update.on_sleep(level)
 

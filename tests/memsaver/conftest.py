@@ -1,5 +1,6 @@
-"""Tests here count descriptors, imports, maps and bytes exactly, whatever ran before them in the
-same process.
+"""Fixtures that let tests count descriptors, imports, maps and bytes exactly.
+
+The counts must not depend on earlier tests in the same process.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from tests.helpers.memsaver.savers import connections
 
 @pytest.fixture(scope="module", autouse=True)
 def settled() -> Iterator[None]:
-    """What other files left goes before the first count, not between two: gloo's process groups,
-    which only a collection of cycles ends, are the most of it. What lives on is left out of the
-    collections of this file, which then take a millisecond each instead of a hundred.
+    """Collect the garbage of other test files before the first count.
+
+    Most of it is gloo's process groups, which end only with a collection of cycles. The surviving
+    objects are frozen, so that a collection takes a millisecond here instead of a hundred.
     """
     settled_fds()
     gc.freeze()
@@ -29,9 +31,7 @@ def settled() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def collected(settled: None) -> None:
-    """The savers of the test before that only cycles keep, and what its connections hold until
-    threads close them, must not go while this one counts.
-    """
+    """Collect the previous test's savers, and wait until threads have closed its connections."""
     gc.collect()
     patience = time.monotonic() + 0.5
     while connections() and time.monotonic() < patience:
@@ -40,8 +40,9 @@ def collected(settled: None) -> None:
 
 @pytest.fixture
 def fds(collected: None) -> int:
-    """Descriptors that are open when those of earlier tests are closed, and those that the first
-    other process brings for good are there.
+    """Return the number of open descriptors before the test.
+
+    The descriptors that the first child process opens for good are included.
     """
     forkserver.ensure_running()
     return settled_fds()

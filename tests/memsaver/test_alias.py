@@ -1,6 +1,6 @@
-"""A tag shows another saver's pages: two tags, one memory; what it must not do with them, and that
-they go back however peer or owner ends: counted exactly. (Driver calls that fail:
-test_fault_injection.)
+"""Aliases: a tag shows another saver's pages, and returns them however peer or owner ends.
+
+Failing driver calls are in test_fault_injection.
 """
 
 from __future__ import annotations
@@ -23,22 +23,18 @@ from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
 from tests.helpers.memsaver.savers import MIB, until
 
 pytestmark = pytest.mark.alone
-SIZE = 6 * MIB  # the owner's: in pieces of 4 and 2 MiB
-THEIRS = [0, 1, 1, 2, 2, 3, 3]
-"""What the peer's tensors show of the owner's."""
+SIZE = 6 * MIB  # of the owner's tag, in pieces of 4 and 2 MiB
+ALIASED = [0, 1, 1, 2, 2, 3, 3]  # values that the peer's tensors show of the owner's
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause under a lease gives up at once."""
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a pause give up on a leased tag immediately."""
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
 
 
 class World:
-    """An owner whose tag "params" shows 0, 1, 2 ...
-
-    at every MiB, a peer whose paused tag "weights" is smaller.
-    """
+    """An owner whose tag "params" holds 0, 1, 2 ... by MiB, and a peer with a smaller tag."""
 
     def __init__(self, device: str, content: str = "discard", **options: Any) -> None:
         self.owner, self.saver = MemorySaver(device), MemorySaver(device, **options)
@@ -78,8 +74,8 @@ def world(device: str) -> Iterator[World]:
     world.close()
 
 
-def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str) -> None:
-    """Each with nothing changed, so that the same tag aliases after it."""
+def test_alias_is_refused_when_tag_or_ticket_does_not_fit(world: World, device: str) -> None:
+    # A refusal changes nothing: the same tag can be aliased afterwards.
     saver, ticket = world.saver, world.owner.share("params")
     little = world.owner.empty(2 * MIB, torch.uint8, tag="small").fill_(1)
     active = saver.empty(MIB, torch.uint8, tag="active").fill_(1)
@@ -89,7 +85,7 @@ def test_what_does_not_fit_the_owners_pages_is_refused(world: World, device: str
 
     small, lease = world.owner.share("small"), memsaver.LeaseError
     refusals: list[tuple[str, memsaver.Ticket, type[Exception], str]] = [
-        ("nobody's", ticket, memsaver.TagError, "unknown tag"),
+        ("unknown", ticket, memsaver.TagError, "unknown tag"),
         ("active", ticket, memsaver.StateError, "the tag is active; pause it first"),
         ("weights", changed(device_key="GPU-1"), ValueError, "pages of GPU-1 cannot serve"),
         ("weights", saver.share("active"), ValueError, "is a tag of the same saver; use exchange"),
@@ -129,32 +125,32 @@ REFUSED: dict[str, Callable[[MemorySaver], Any]] = {
 }
 
 
-def test_what_a_aliased_tag_refuses(world: World) -> None:
+def test_aliased_tag_refuses_operations_that_need_its_own_memory(world: World) -> None:
     for tag in ("spare", "asleep"):
         world.saver.empty(SIZE, torch.uint8, tag=tag).fill_(1)
     world.saver.pause("asleep")
     ticket = world.saver.share("weights")
     world.alias()
-    for what, do in REFUSED.items():
+    for name, operation in REFUSED.items():
         with pytest.raises(
-            memsaver.LeaseError, match=rf"{what}.*are aliased.*another saver's tag 'params'"
+            memsaver.LeaseError, match=rf"{name}.*aliases the pages of another saver's tag 'params'"
         ):
-            do(world.saver)
+            operation(world.saver)
         world.check()
-        assert world.seen() == THEIRS
-    with pytest.raises(memsaver.LeaseError, match="aliased its pages; share them at their owner"):
-        memsaver.attach(ticket)  # of before: no way round
+        assert world.seen() == ALIASED
+    with pytest.raises(memsaver.LeaseError, match="aliases another saver's pages; share them at"):
+        memsaver.attach(ticket)  # an earlier ticket does not help
     world.saver.trim()
     world.saver.resume()
-    assert world.seen() == THEIRS
+    assert world.seen() == ALIASED
     for end in (world.owner.pause, lambda: world.owner.resize("params", MIB), world.owner.close):
         with pytest.raises(
             memsaver.LeaseError,
-            match=f"'params' by process {os.getpid()}; .*what aliased the pages",
+            match=f"'params' by process {os.getpid()}; .*the tag that aliases the pages",
         ):
             end()
     world.check()
-    assert world.seen() == THEIRS
+    assert world.seen() == ALIASED
     world.saver.pause("weights")
     world.owner.pause()
 
@@ -166,19 +162,19 @@ def test_mappings_are_writable_as_the_ticket_says() -> None:
         start = f"{world.first.data_ptr():x}-"
         lines = Path("/proc/self/maps").read_text().splitlines()
         assert [line.split()[1] for line in lines if line.startswith(start)] == [rights]
-        assert world.seen() == THEIRS
+        assert world.seen() == ALIASED
         world.saver.pause()
     world.close()
 
 
 def _bytes(device: str) -> int:
-    """That are held, where they can be counted exactly whatever torch and other processes do."""
+    """Return the held bytes, where torch and other processes cannot disturb the count."""
     return family_bytes(device) if device == "cpu" else 0
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_saver_that_ends_gives_it_back(device: str, how: str) -> None:
-    World(device).close()  # loads what the first use loads
+def test_alias_ends_when_its_saver_ends(device: str, how: str) -> None:
+    World(device).close()  # the first use loads kernels
     gc.collect()
     floor = len(imports), _bytes(device)
     world = World(device)
@@ -199,7 +195,7 @@ def test_a_saver_that_ends_gives_it_back(device: str, how: str) -> None:
 
 @pytest.fixture
 def owner(device: str) -> Iterator[RemoteSaver]:
-    """The owner, in another process."""
+    """Return the owner, which is in another process."""
     with remote_saver(device, nbytes=SIZE, elastic=True) as owner:
         yield owner
 
@@ -216,7 +212,9 @@ def peer(device: str) -> Iterator[tuple[MemorySaver, torch.Tensor]]:
 AliasPeer = tuple[MemorySaver, torch.Tensor]
 
 
-def test_another_process_lends(fds: int, owner: RemoteSaver, peer: AliasPeer) -> None:
+def test_alias_of_another_process_shows_and_writes_its_pages(
+    fds: int, owner: RemoteSaver, peer: AliasPeer
+) -> None:
     floor, (saver, weights), resting, maps = len(imports), peer, set(), []
     for value in range(10, 15):
         owner.fill(value)
@@ -253,7 +251,7 @@ def test_another_process_lends(fds: int, owner: RemoteSaver, peer: AliasPeer) ->
     assert int(weights[-1]) == 3
 
 
-def test_the_pages_outlive_their_owner(device: str, fds: int, peer: AliasPeer) -> None:
+def test_aliased_pages_outlive_their_owner(device: str, fds: int, peer: AliasPeer) -> None:
     floor, held, (saver, weights) = len(imports), _bytes(device), peer
     with remote_saver(device, nbytes=SIZE, elastic=True) as owner:
         owner.fill(21)
@@ -276,8 +274,9 @@ def test_the_pages_outlive_their_owner(device: str, fds: int, peer: AliasPeer) -
     until(lambda: open_fds() <= fds)
 
 
-def test_a_peer_that_is_killed_has_given_it_back(device: str, world: World) -> None:
-    """And its forked child has nothing to give back."""
+def test_alias_ends_when_peer_is_killed_but_not_with_its_forked_child(
+    device: str, world: World
+) -> None:
     with remote_saver(device, nbytes=4 * MIB) as peer:
         assert peer.alias(world.owner.share("params")) == (0, 3)
         if device == "cpu":

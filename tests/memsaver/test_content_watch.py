@@ -1,5 +1,6 @@
-"""Whether the owner of a tag can tell that its content is gone. (Which operations discard content:
-test_stateful.)
+"""ContentWatch: the owner of a tag notices that its content was discarded.
+
+The operations that discard content are in test_stateful.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from tests.helpers.memsaver.savers import MIB
 
 
-def test_discarded_content_is_noticed_until_it_is_noted(device: str) -> None:
+def test_lost_lists_discarded_tags_until_they_are_noted(device: str) -> None:
     saver = MemorySaver(device)
     own, other = (saver.empty(4 * MIB, torch.uint8, tag=tag) for tag in ("own", "other"))
     watch = ContentWatch(saver, "own", "other")
@@ -28,7 +29,7 @@ def test_discarded_content_is_noticed_until_it_is_noted(device: str) -> None:
     del other
 
 
-def test_memory_that_a_resize_took_is_told_with_its_remedy() -> None:
+def test_shortfall_names_missing_bytes_and_resize() -> None:
     saver = MemorySaver()
     tensor = saver.empty(4 * MIB, torch.uint8, tag="own", elastic=True)
     assert shortfall(saver, ["own"]) is None

@@ -1,4 +1,4 @@
-"""The lock of a GPU between real processes; none of it needs a GPU."""
+"""The device lock between real processes, without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def key() -> str:
-    return f"GPU-{secrets.token_hex(8)}"  # nobody else's state
+    return f"GPU-{secrets.token_hex(8)}"  # a key that no other test uses
 
 
 def _there(pipe: Connection, folder: str, run: str, *arguments: object) -> None:
@@ -45,7 +45,7 @@ def _there(pipe: Connection, folder: str, run: str, *arguments: object) -> None:
 
 @contextlib.contextmanager
 def peer(run: Callable[..., None], *arguments: object) -> Iterator[Peer]:
-    """Another process that runs a function of this module; it is up when this returns."""
+    """Run a function of this module in another process, and wait until it has started."""
     process = Peer(_there, os.environ["XDG_RUNTIME_DIR"], run.__name__, *arguments)
     try:
         process.hear()
@@ -55,7 +55,7 @@ def peer(run: Callable[..., None], *arguments: object) -> Iterator[Peer]:
 
 
 def _count(pipe: Connection, key: str, counter: Path) -> None:
-    """In two threads."""
+    """Count up in two threads."""
     pipe.send("ready")
     pipe.recv()
 
@@ -68,9 +68,7 @@ def _count(pipe: Connection, key: str, counter: Path) -> None:
     pipe.send("done")
 
 
-def test_threads_of_three_processes_count_without_losing_one(
-    key: str, tmp_path: Path, runtime: Path
-) -> None:
+def test_lock_excludes_threads_of_three_processes(key: str, tmp_path: Path, runtime: Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
     with contextlib.ExitStack() as stack:
@@ -81,7 +79,7 @@ def test_threads_of_three_processes_count_without_losing_one(
     assert counter.read_text() == "900"
     assert stat.S_IMODE((runtime / "memsaver").stat().st_mode) == 0o700
     (file,) = (runtime / "memsaver").iterdir()
-    assert file.stat().st_size < 128, "it does not grow"
+    assert file.stat().st_size < 128, "the file grows"
 
 
 def _hold(pipe: Connection, key: str) -> None:
@@ -90,7 +88,7 @@ def _hold(pipe: Connection, key: str) -> None:
         pipe.recv()
 
 
-def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime: Path) -> None:
+def test_timeout_names_holder_and_kill_frees_lock(key: str, runtime: Path) -> None:
     with peer(_hold, key) as holder:
         started = time.monotonic()
         with pytest.raises(LockTimeout) as caught, DeviceLock(key, timeout=0.3):
@@ -115,12 +113,12 @@ def test_a_timeout_names_the_holder_and_a_killed_holder_frees(key: str, runtime:
         if link.is_symlink() and link.readlink() == file
     ]
     assert fds and not any(os.get_inheritable(int(fd)) for fd in fds)
-    file.unlink()  # as a cleaner of /tmp does
+    file.unlink()  # as a cleanup of /tmp does
     with peer(_hold, key), pytest.raises(LockTimeout), DeviceLock(key, timeout=0.1):
         raise AssertionError("two holders")
 
 
-def test_a_timeout_names_a_thread_of_this_process(key: str) -> None:
+def test_timeout_names_holding_thread_of_this_process(key: str) -> None:
     held, leave, lock = threading.Event(), threading.Event(), DeviceLock(key, timeout=0.1)
 
     def hold() -> None:
@@ -140,7 +138,7 @@ def test_a_timeout_names_a_thread_of_this_process(key: str) -> None:
         pass
 
 
-def test_the_lock_is_reentrant(key: str) -> None:
+def test_lock_is_reentrant(key: str) -> None:
     lock = DeviceLock(key, timeout=0.2)
     with lock:
         with lock:
@@ -153,7 +151,7 @@ def test_the_lock_is_reentrant(key: str) -> None:
 
 
 def _free_elsewhere(key: str) -> bool:
-    """Whether another file description, as another process has it, could lock."""
+    """Return whether another file description, as in another process, could take the lock."""
     fd = os.open(Path(os.environ["XDG_RUNTIME_DIR"]) / "memsaver" / f"{key}.lock", os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +163,7 @@ def _free_elsewhere(key: str) -> bool:
 
 
 def _in_child(action: Callable[[], int]) -> int:
-    """The exit status of a forked child."""
+    """Return the exit status of a forked child."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
@@ -188,12 +186,12 @@ def _fork(pipe: Connection, key: str) -> None:
         with lock:
             return 0
 
-    def let_go() -> int:
-        lock.__exit__(None, None, None)  # as at the end of the parent's with
+    def released() -> int:
+        lock.__exit__(None, None, None)  # as at the end of the parent's with block
         return 0
 
     with lock:
-        assert _in_child(refused) == _in_child(let_go) == 0
+        assert _in_child(refused) == _in_child(released) == 0
         assert _in_child(refused) == 0  # the child's exit freed nothing
     assert _in_child(taken) == 0
     with lock:
@@ -203,8 +201,8 @@ def _fork(pipe: Connection, key: str) -> None:
         os._exit(0)  # the parent dies as the holder; the child lives on
 
 
-def test_a_forked_child_holds_nothing(key: str) -> None:
-    with peer(_fork, key) as parent:  # who speaks is the last child
+def test_forked_child_does_not_hold_the_lock(key: str) -> None:
+    with peer(_fork, key) as parent:  # the last child sends the message
         assert parent.dies_within(60) and parent.process.exitcode == 0
         with DeviceLock(key, timeout=60):
             pass
@@ -226,19 +224,19 @@ UNSAFE: dict[str, tuple[Callable[[Path, str], object], str]] = {
 
 
 @pytest.mark.parametrize("wrong", UNSAFE)
-def test_an_unsafe_folder_is_refused(wrong: str, key: str, runtime: Path) -> None:
+def test_unsafe_lock_folder_is_refused(wrong: str, key: str, runtime: Path) -> None:
     folder, lock = runtime / "memsaver", DeviceLock(key, timeout=1)
     (runtime / "elsewhere").mkdir(0o700)
-    make, said = UNSAFE[wrong]
+    make, message = UNSAFE[wrong]
     make(folder, key)
-    with pytest.raises(BackendError, match=said), lock:
+    with pytest.raises(BackendError, match=message), lock:
         pass
     folder.rename(runtime / "away")
     with lock:  # a refusal leaves the lock usable
         pass
 
 
-def test_without_a_runtime_folder_the_temporary_one_serves(
+def test_lock_folder_is_temporary_without_runtime_folder(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -251,21 +249,21 @@ def test_without_a_runtime_folder_the_temporary_one_serves(
         assert (tmp_path / f"memsaver-{os.geteuid()}" / f"{key}.lock").exists()
 
 
-def test_a_stranger_who_takes_the_temporary_name_stops_nobody(
+def test_lock_folder_of_another_user_is_avoided(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    taken, looked = tmp_path / f"memsaver-{os.geteuid()}", os.lstat
+    taken, original = tmp_path / f"memsaver-{os.geteuid()}", os.lstat
     taken.mkdir(0o777)
 
     def lstat(path: Path) -> os.stat_result:
-        found = looked(path)
+        status = original(path)
         return (
-            os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+            os.stat_result([*status[:4], status.st_uid + 1, *status[5:]])
             if Path(path) == taken
-            else found
+            else status
         )
 
     monkeypatch.setattr(os, "lstat", lstat)
@@ -276,7 +274,7 @@ def test_a_stranger_who_takes_the_temporary_name_stops_nobody(
     assert not list(taken.iterdir())
 
 
-def test_the_host_has_no_lock(runtime: Path) -> None:
+def test_cpu_needs_no_lock_file(runtime: Path) -> None:
     lock = device_lock("cpu")
     with lock, lock:
         assert not list(runtime.iterdir())

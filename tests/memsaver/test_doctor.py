@@ -1,4 +1,4 @@
-"""The doctor: what it says about this machine, and about machines where something is in the way."""
+"""The doctor's findings on this machine, and on machines with problems."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def assert_tells(check: Check, status: str, *words: str) -> None:
     assert check.status == status, check
     assert bool(check.remedy) == (status in ("warn", "fail"))
     for word in words:
-        assert word in check.found + " -> " + check.remedy, check
+        assert word in check.finding + " -> " + check.remedy, check
 
 
-def test_examine_reports_this_machine_and_gives_everything_back() -> None:
-    examine("cpu")  # what is loaded once, is loaded
+def test_examine_reports_this_machine_and_releases_all_memory() -> None:
+    examine("cpu")  # the first run loads libraries
     before = process_bytes("cpu"), settled_fds()
     checks = {check.name: check for check in examine("cpu")}
-    # connections are closed by their own threads
+    # Threads close the connections.
     until(lambda: (process_bytes("cpu"), open_fds()) == before)
     assert list(checks) == list(CHECKS)
     assert {check.status for check in checks.values()} <= {"ok", "skip", "warn"}, checks
     assert [checks[name].status for name in ("versions", "CPU")] == ["ok", "ok"], checks
-    release = torch.__version__.split("+")[0]  # what is installed may not tell its build
-    assert f"torch {release}" in checks["versions"].found
+    release = torch.__version__.split("+")[0]  # the installed metadata may lack the build
+    assert f"torch {release}" in checks["versions"].finding
     assert checks["GPU"] == Check("GPU", "skip", "no GPU to examine")
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_examine_tries_a_gpu_and_gives_everything_back() -> None:
+def test_examine_tries_gpu_and_releases_all_memory() -> None:
     checks = {check.name: check for check in examine("cuda:0")}
     assert {check.status for check in checks.values()} <= {"ok", "warn"}, checks
     assert_tells(checks["GPU"], "ok", torch.cuda.get_device_name(0), " free of ", "tags work")
@@ -59,13 +59,13 @@ def test_examine_tries_a_gpu_and_gives_everything_back() -> None:
     assert process_bytes("cuda:0") - before <= 4 << 20
 
 
-def test_importing_the_doctor_is_cheap() -> None:
+def test_importing_doctor_loads_no_heavy_package() -> None:
     heavy = {"cuda", "rich", "triton", "ray", "transformers", "omegaconf"}
     code = f"import sys, torch; old = set(sys.modules); import memsaver.doctor; print({heavy} & "
     assert python(code + "set(sys.modules) - old)") == "set()"
 
 
-def test_a_check_that_breaks_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_raises_fails_without_affecting_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Any) -> Any:
         raise RuntimeError("two\nlines")
 
@@ -76,7 +76,7 @@ def test_a_check_that_breaks_fails_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", torch.device("meta")])
-def test_a_device_that_cannot_be_used_is_a_failed_check(device: str | torch.device) -> None:
+def test_unusable_device_fails_its_check(device: str | torch.device) -> None:
     assert_tells(run_check("GPU", device), "fail")
 
 
@@ -100,7 +100,7 @@ SETTINGS = (*SETTINGS, "LD_PRELOAD", IN_PROCESS, GRAPH_REGISTER, *ALLOCATOR_HOOK
 MEMORY = "memsaver.doctor.available_memory"
 GROUP = {"memsaver.doctor.container_memory": answer(SimpleNamespace(limit=1 << 20))}
 Case = tuple[str, dict[str, Any], str, tuple[str, ...]]
-"""The check; what is different, of the process (dotted) or of the environment; what it says."""
+"""Check, changes to attributes (dotted) or environment variables, status, words of the finding."""
 CASES: list[Case] = [
     ("versions", {"importlib.metadata.version": answer("2.9.1+cu126")}, "fail", ("torch>=2.11",)),
     ("settings", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok", ()),
@@ -127,7 +127,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join((case[0], *case[1])))
-def test_an_obstacle_is_told_with_its_remedy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problem_is_reported_with_its_remedy(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes, status, words = case
     for setting in SETTINGS:
         monkeypatch.delenv(setting, raising=False)
@@ -141,7 +141,9 @@ def test_an_obstacle_is_told_with_its_remedy(case: Case, monkeypatch: pytest.Mon
     assert_tells(check, status, *words)
 
 
-def test_few_memory_maps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limit_of_memory_maps_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "MAX_MAP_COUNT", tmp_path / "max_map_count")
     doctor.MAX_MAP_COUNT.write_text("65529\n")
     assert_tells(run_check("limits"), "warn", "65529", "sysctl -w vm.max_map_count=65530")
@@ -155,7 +157,7 @@ def test_few_memory_maps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (0, 12080, "fail", ("older than torch's CUDA 13.0", "update")),
     ],
 )
-def test_a_driver_is_compared_with_torch(
+def test_driver_is_compared_with_torchs_cuda(
     code: int, version: int, status: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, version), cuInit=lambda _: (code,))
@@ -167,9 +169,7 @@ def test_a_driver_is_compared_with_torch(
     assert_tells(check, status, *words)
 
 
-def test_doctor_tells_what_a_missing_compiler_prevents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memsaver").mkdir()
     shutil.copy(build.shim_library(), tmp_path / "memsaver")
     monkeypatch.setenv("PATH", "")

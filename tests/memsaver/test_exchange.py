@@ -1,5 +1,6 @@
-"""Two tags of one saver swap their memory: content goes over, addresses stay, and nothing is half
-done. (Driver calls that fail: test_fault_injection.)
+"""Exchange: two tags swap their memory and content, and keep their addresses.
+
+Failing driver calls are in test_fault_injection.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from tests.helpers.memory import settled_fds
 from tests.helpers.memsaver.savers import MIB, driver_calls
 
 pytestmark = pytest.mark.alone
-SIZE, FIRST = 6 * MIB, 4 * MIB  # on every backend pieces of 4 and 2 MiB, where it is in pieces
+SIZE, FIRST = 6 * MIB, 4 * MIB  # an elastic tag has pieces of 4 and 2 MiB on every backend
 APART = [1, 1, 1, 1, 2, 2, 3, 3]
 EXCHANGED = [2, 2, 3, 3, 1, 1, 1, 1]
 
 
 class World:
-    """Tags "old" and "new" of one size, in one piece and in two."""
+    """Tags "old" and "new" of the same size, in one piece and in two."""
 
     def __init__(self, device: str, content: str = "discard") -> None:
         self.saver = MemorySaver(device)
@@ -38,7 +39,7 @@ class World:
         self.new[FIRST:] = 3
 
     def seen(self) -> list[int]:
-        """Of "old", then of "new": the first and the last byte of either piece."""
+        """Return the first and last bytes of both pieces, of "old" and then of "new"."""
         return [
             int(tensor[at]) for tensor in (self.old, self.new) for at in (0, FIRST - 1, FIRST, -1)
         ]
@@ -53,18 +54,18 @@ def world(device: str) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("tag", ["old", "new"])
-def test_what_refuses_changes_nothing(
+def test_refused_exchange_changes_nothing(
     world: World, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
     saver = world.saver
     saver.empty(100, tag="small").zero_()
-    for other, kind, said in (
+    for other, kind, message in (
         ("small", ValueError, f"'{tag}' has {SIZE} bytes, 'small' "),
         (tag, ValueError, "twice"),
-        ("nobody's", memsaver.TagError, "unknown tag"),
+        ("unknown", memsaver.TagError, "unknown tag"),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             saver.exchange(tag, other)
     with (
         memsaver.attach(saver.share(tag)) as lease,
@@ -82,35 +83,33 @@ def test_what_refuses_changes_nothing(
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
     timer = threading.Timer(0.2, memsaver.attach(saver.share(tag)).close)
     timer.start()
-    saver.exchange("old", "new")  # waits for the lease, which ends
+    saver.exchange("old", "new")  # waits until the lease ends
     timer.join()
     assert world.seen() == EXCHANGED
 
 
-def test_imports_stay_with_the_extents(fds: int, world: World) -> None:
-    """A peer that imported the old pages finds them behind the other tag, and imports nothing
-    again. (Who leases no more disconnects, and the other end is closed by a thread of its own.)
-    """
+def test_imports_follow_exchanged_extents(fds: int, world: World) -> None:
+    # A peer finds the pages that it imported behind the other tag, and imports nothing again.
     saver = world.saver
     tickets = {tag: saver.share(tag) for tag in ("old", "new")}
     for ticket in tickets.values():
         memsaver.attach(ticket).close()
     resting = settled_fds(), len(imports), driver_calls(saver)["export"].calls
-    for seen in ([2, 1], [1, 2]):
+    for values in ([2, 1], [1, 2]):
         saver.exchange("old", "new")
-        for ticket, value in zip(tickets.values(), seen, strict=True):
+        for ticket, value in zip(tickets.values(), values, strict=True):
             with memsaver.attach(ticket) as lease:
                 assert int(lease.tensor((1,), torch.uint8)) == value
         assert (settled_fds(), len(imports), driver_calls(saver)["export"].calls) == resting
     saver.exchange("old", "new")
     held = len(imports)
-    saver.pause("old")  # the extents that it has now are revoked, and no others
+    saver.pause("old")  # only the extents that the tag has now are revoked
     assert held - len(imports) == 2
     assert [int(world.new[0]), int(world.new[-1])] == [1, 1]
 
 
-def test_what_is_known_of_the_content_goes_with_it(device: str) -> None:
-    """A version goes over; a copy that was kept is not mistaken for the other tag's content."""
+def test_version_moves_with_content_and_clean_copy_is_dropped(device: str) -> None:
+    # A clean copy must not be mistaken for the other tag's content.
     world = World(device, content="host")
     saver = world.saver
     saver.save("old", "v1")
@@ -124,7 +123,7 @@ def test_what_is_known_of_the_content_goes_with_it(device: str) -> None:
     saver.pause()
     saver.resume()
     assert world.seen() == APART
-    saver.mark_clean("new", "v2")  # what "old" was called before it went over
+    saver.mark_clean("new", "v2")  # the version of the content that "old" had before
     copies = driver_calls(saver)["copy"].calls
     saver.pause("new")
     assert driver_calls(saver)["copy"].calls == copies

@@ -1,6 +1,7 @@
-"""Every operation is cut short: each of its driver calls fails once, in turn, on both sides of the
-shim, and a Ctrl-C comes at any moment. It has happened or has not, nothing is lost, what is mapped,
-unmapped or made is so under the device's lock, and the saver goes on.
+"""Every operation with each of its driver calls failing in turn, and with a Ctrl-C at any moment.
+
+An operation either completes or changes nothing, no memory is lost, memory is mapped, unmapped and
+created only under the device lock, and the saver stays usable.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ FILLS = {"kept": 7, "file": 5, "loose": 9, "other": 3}
 
 
 class World:
-    """Tags whose content a pause keeps on the host and in a file, and two of one size whose content
-    it drops, of one extent and of two; and another saver, whose tag is paused.
+    """A saver with four tags, and a receiver whose tag is paused.
+
+    A pause keeps the content of "kept" on the host and of "file" in a file. It discards "loose" and
+    "other", which have the same size and two extents and one.
     """
 
     def __init__(self, device: str, folder: Path) -> None:
         self.saver, self.receiver = MemorySaver(device, disk_dir=folder), MemorySaver(device)
         make, unit = self.saver.empty, max(self.saver.backend.granularity, 1 << 16)
-        self.unit = unit  # bytes; small, so that most of the time goes into driver calls
+        self.unit = unit  # bytes; small, so that driver calls dominate the time
         self.tensors = {
             "kept": make(unit, torch.uint8, tag="kept", content="host"),
             "file": make(unit, torch.uint8, tag="file", content="disk"),
@@ -46,13 +49,13 @@ class World:
         }
         for tag, tensor in self.tensors.items():
             tensor.fill_(FILLS[tag])
-        self.theirs = self.receiver.empty(4 * unit, torch.uint8, tag="theirs").fill_(1)
+        self.receiver_tensor = self.receiver.empty(4 * unit, torch.uint8, tag="theirs").fill_(1)
         self.receiver.pause()
         self.watch = memsaver.ContentWatch(self.saver, *FILLS)
         self.cache, self.more = LeaseCache(), list[torch.Tensor]()
 
     def backend_of(self, whose: str) -> Any:
-        """Whose driver calls are to fail."""
+        """Return the backend whose driver calls are to fail."""
         if whose == "peer":
             return peer_backend(self.saver.backend.device_key)
         return (self.receiver if whose == "receiver" else self.saver).backend
@@ -62,8 +65,8 @@ class World:
         return [(name, tag.state, tag.committed_bytes, tag.backup_bytes) for name, tag in tags]
 
     def check(self) -> None:
-        """The tables agree, and content that nobody discarded is there."""
-        self.saver.share("kept")  # waits for content on its way
+        """Check the tables, and the content that was not discarded."""
+        self.saver.share("kept")  # waits for a prefetch
         self.saver.check_integrity()
         self.receiver.check_integrity()
         active = [tag for tag in FILLS if not self.saver.is_paused(tag)]
@@ -77,7 +80,7 @@ class World:
         self.watch.note(*active)
 
     def settle(self) -> None:
-        """Everything that the saver can do, it still can; all of its memory is active then."""
+        """Check that the saver can still pause and resume everything, and leave it active."""
         saver, plain = self.saver, torch.ones(1 << 14, device=self.saver.device)
         self.check()
         with pytest.raises(memsaver.TagError):
@@ -140,14 +143,14 @@ def grow(world: World) -> None:
 
 
 def exchange(world: World) -> None:
-    """All of either tag's content has gone over, or none."""
+    """Exchange two tags, and check that both contents have moved or neither has."""
     loose, other = world.tensors["loose"], world.tensors["other"]
     try:
         world.saver.exchange("loose", "other")
     finally:
-        gone = bool(world.watch.lost("loose"))
-        assert bool((loose == FILLS["other" if gone else "loose"]).all())
-        assert bool((other == FILLS["loose" if gone else "other"]).all())
+        moved = bool(world.watch.lost("loose"))
+        assert bool((loose == FILLS["other" if moved else "loose"]).all())
+        assert bool((other == FILLS["loose" if moved else "other"]).all())
 
 
 def region(world: World) -> None:
@@ -194,8 +197,8 @@ def give(world: World) -> None:
     world.saver.pause("loose", release="hand_over", to=world.receiver.pool_ticket())
 
 
-def to_and_fro(world: World) -> None:
-    """To the receiver, and what it has of it back."""
+def give_and_take_back(world: World) -> None:
+    """Hand memory over to the receiver, and have the receiver hand its memory back."""
     give(world)
     world.receiver.resume()
     world.receiver.pause(release="hand_over", to=world.saver.pool_ticket())
@@ -230,8 +233,8 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "swap for more": (pause("loose"), swap("kept", "loose")),
     "alias": (can_alias, alias),
     "hand over": (bool, give),
-    "hand over and back": (bool, to_and_fro),
-    "hand over what is retained": (retain, give_retained),
+    "hand over and back": (bool, give_and_take_back),
+    "hand over retained": (retain, give_retained),
     "attach": (bool, attach_and_close),
     "cached lease": (bool, use),
     "save": (bool, lambda world: world.saver.save("kept", 1)),
@@ -243,58 +246,58 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "nested regions": (bool, nested),
     "make and close": (bool, lambda world: MemorySaver(world.saver.device).close()),
 }
-NO_CALLS = {"make and close", "nested regions", "cached lease"}  # of the saver, or not in each turn
+NO_CALLS = {"make and close", "nested regions", "cached lease"}  # no call of the saver every time
 OTHERS_CALLS = [
     *[("alias", "receiver"), ("alias", "peer"), ("attach", "peer"), ("hand over", "receiver")],
     ("hand over and back", "receiver"),
 ]
-GROWING = {"new tag", "new tag beside retained pages", "grow", "region"}  # by the shim
+GROWING = {"new tag", "new tag beside retained pages", "grow", "region"}  # the shim makes calls
 IN_PARTS = {"attach", "trim", "hand over and back"}
-RETRIED = {"trim", "grow", "region", "new tag"}  # what lacks memory once is tried again
+RETRIED = {"trim", "grow", "region", "new tag"}  # a shortage of memory is retried
 
 
 class WatchedLock:
-    """Stands in for the device lock: notes calls that map, unmap or make memory outside of it."""
+    """Stand-in for the device lock that counts calls outside of it that change mappings."""
 
     def __init__(self) -> None:
         self.saver: MemorySaver | None = None
-        self.depth = self.seen = self.outside = 0
+        self.depth = self.counted = self.outside = 0
 
     def calls(self) -> int:
-        found = driver_calls(self.saver) if self.saver is not None else {}
-        return sum(found[name].calls for name in ("map", "unmap", "create") if name in found)
+        calls = driver_calls(self.saver) if self.saver is not None else {}
+        return sum(calls[name].calls for name in ("map", "unmap", "create") if name in calls)
 
     def watch(self, saver: MemorySaver) -> None:
         self.saver, self.outside = saver, 0
-        self.seen = self.calls()
+        self.counted = self.calls()
 
-    def look(self) -> None:
+    def count(self) -> None:
         if not self.depth:
-            self.outside += self.calls() - self.seen
-        self.seen = self.calls()
+            self.outside += self.calls() - self.counted
+        self.counted = self.calls()
 
     def __enter__(self) -> None:
-        self.look()
+        self.count()
         self.depth += 1
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
-        self.seen = self.calls()
+        self.counted = self.calls()
 
 
 @pytest.mark.parametrize(
     ("name", "whose"),
     [*((name, "saver") for name in OPERATIONS if name not in NO_CALLS), *OTHERS_CALLS],
 )
-def test_one_call_after_the_other(
+def test_operation_is_atomic_when_any_driver_call_fails(
     name: str, whose: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, operation = OPERATIONS[name]
     open_before, fds, lock = connections(), own_fds(), WatchedLock()
-    attach_and_close(World(device, tmp_path))  # loads what the first use loads
+    attach_and_close(World(device, tmp_path))  # the first use loads kernels
     gc.collect()
     until(lambda: connections() <= open_before)
-    if device == "cpu":  # a GPU has a lock of its own
+    if device == "cpu":  # a GPU has a real lock
         monkeypatch.setattr("memsaver.tag.transaction.device_lock", lambda key: lock)
     floor = process_bytes(device)
     raised = 0
@@ -311,7 +314,7 @@ def test_one_call_after_the_other(
             assert str(error)
             if name not in IN_PARTS:
                 assert world.state()[: len(state)] == state or "new" in world.saver.tags
-        lock.look()
+        lock.count()
         assert device != "cpu" or not lock.outside or name in GROWING
         world.settle()
         before(world)
@@ -320,9 +323,9 @@ def test_one_call_after_the_other(
         world.end()
         del world
         lock.saver = None
-        # the next fault is not for the threads that close them
+        # The next fault must not hit the threads that close the connections.
         until(lambda: connections() <= open_before)
-    if name != "save" or device == "cpu":  # a GPU's copies are made by a thread of its own
+    if name != "save" or device == "cpu":  # on a GPU, another thread copies
         assert (raised > 0 or name in RETRIED) and fault.call >= 2
     gc.collect()
     if device == "cpu":
@@ -332,7 +335,7 @@ def test_one_call_after_the_other(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_any_moment(name: str, device: str, tmp_path: Path) -> None:
+def test_operation_is_atomic_when_interrupted(name: str, device: str, tmp_path: Path) -> None:
     before, work = OPERATIONS[name]
     draw = random.Random(name)
     durations = []
@@ -342,10 +345,10 @@ def test_an_interrupt_at_any_moment(name: str, device: str, tmp_path: Path) -> N
         started = time.perf_counter()
         work(world)
         durations.append(time.perf_counter() - started)
-        world.settle()  # loads its kernels, too
+        world.settle()  # also loads its kernels
         world.end()
     longest = 1.3 * statistics.median(durations)
-    # with what a process opens once, for CUDA above all
+    # Includes memory and descriptors that a process opens once, mostly for CUDA.
     held = family_bytes(device)
     fds = settled_fds()
     hits = 0

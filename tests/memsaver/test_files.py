@@ -1,4 +1,4 @@
-"""Files are replaced whole, or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from memsaver.system.files import replace_text, replaced
 
 
-def test_a_file_is_replaced_after_its_content_is_on_the_disk(
+def test_file_is_replaced_after_its_content_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order is what a power cut would show; nothing else can be seen of it here."""
+    # The order of the calls decides the file's content after a power failure.
     file, done = tmp_path / "file", list[str]()
     file.write_text("old")
     synced, moved = os.fsync, os.replace
@@ -35,7 +35,7 @@ def test_a_file_is_replaced_after_its_content_is_on_the_disk(
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_an_error_leaves_the_file_and_nothing_beside_it(
+def test_error_keeps_old_file_and_leaves_no_partial_file(
     tmp_path: Path, error: BaseException
 ) -> None:
     file = tmp_path / "file"
@@ -45,5 +45,5 @@ def test_an_error_leaves_the_file_and_nothing_beside_it(
         raise error
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
     with pytest.raises(FileNotFoundError), replaced(file):
-        pass  # nothing was written
+        pass  # write nothing
     assert file.read_text() == "old"

@@ -1,6 +1,4 @@
-"""Memory that changes its owner, and imports that are revoked: two processes, and two savers of
-one.
-"""
+"""Hand-over of memory and revocation of imports, between processes and between savers."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ SIZE = 32 * MIB
 
 @pytest.fixture
 def other(device: str) -> Iterator[RemoteSaver]:
-    """Another process, whose tag is paused."""
+    """Return a saver in another process whose tag is paused."""
     with remote_saver(device, nbytes=SIZE) as other:
         other.pause()
         yield other
 
 
 def held_by_both(device: str, other: RemoteSaver) -> int:
-    """Physical bytes: what both know of once, or the device's used memory."""
+    """Return the physical bytes of both processes, counted once; on a GPU, of the device."""
     return memfd_bytes([os.getpid(), other.pid]) if device == "cpu" else machine_bytes(device)
 
 
@@ -41,34 +39,36 @@ def giver(device: str) -> tuple[MemorySaver, torch.Tensor]:
     return saver, saver.empty(SIZE, torch.uint8, tag="kv").fill_(7)
 
 
-def test_the_same_pages_go_to_and_fro(device: str, fds: int, other: RemoteSaver) -> None:
-    saver, mine = giver(device)
+def test_hand_over_moves_the_same_pages_both_ways(
+    device: str, fds: int, other: RemoteSaver
+) -> None:
+    saver, tensor = giver(device)
     resting, used = [], held_by_both(device, other)
     for value in range(8, 14):
-        mine.fill_(value)
+        tensor.fill_(value)
         saver.pause(release="hand_over", to=other.pool)
         saver.check_integrity()
         assert saver.report().committed_bytes == 0
-        theirs = other.report()
-        assert theirs.pool_bytes == theirs.committed_bytes == SIZE
-        there = other.held()
-        assert other.resume() == (value, value)  # not cleared, so no others than mine
+        report = other.report()
+        assert report.pool_bytes == report.committed_bytes == SIZE
+        remote = other.held()
+        assert other.resume() == (value, value)  # not cleared, so they are the same pages
         other.fill(value + 100)
         other.give(saver.pool_ticket())
         saver.resume()
         saver.check_integrity()
-        assert int(mine[0]) == int(mine[-1]) == value + 100
+        assert int(tensor[0]) == int(tensor[-1]) == value + 100
         assert held_by_both(device, other) == counted(used, device, 2)
-        resting.append((there, settled_fds(), len(imports)))
+        resting.append((remote, settled_fds(), len(imports)))
     assert len(set(resting[1:])) == 1, "exported or imported more than once"
 
 
-def test_what_is_kept_goes_over_as_far_as_is_wished_and_the_rest_to_the_driver(
+def test_release_retained_hands_over_at_most_the_limit_and_frees_the_rest(
     device: str, other: RemoteSaver
 ) -> None:
-    saver, mine = MemorySaver(device), []
+    saver, tensors = MemorySaver(device), []
     for part in range(4):
-        mine.append(saver.empty(SIZE // 4, torch.uint8, tag=f"part{part}").fill_(9))
+        tensors.append(saver.empty(SIZE // 4, torch.uint8, tag=f"part{part}").fill_(9))
     before = held_by_both(device, other)
     saver.pause(release="retain")
     saver.release_retained(other.pool, most=SIZE // 2 + 1)
@@ -88,9 +88,9 @@ def test_what_is_kept_goes_over_as_far_as_is_wished_and_the_rest_to_the_driver(
 
 
 @pytest.mark.parametrize("fate", ["refuses", "is gone"])
-def test_what_nobody_takes_over_goes_to_the_driver(fate: str, device: str) -> None:
+def test_release_retained_frees_memory_when_receiver_fails(fate: str, device: str) -> None:
     saver, _ = giver(device)
-    with remote_saver(device, nbytes=SIZE, limit=SIZE) as other:  # which its tag fills
+    with remote_saver(device, nbytes=SIZE, limit=SIZE) as other:  # its tag reaches the limit
         before = held_by_both(device, other)
         if fate == "is gone":
             os.kill(other.pid, signal.SIGKILL)
@@ -103,13 +103,13 @@ def test_what_nobody_takes_over_goes_to_the_driver(fate: str, device: str) -> No
             assert other.report().pool_bytes == 0
 
 
-def test_what_another_process_made_can_be_leased_and_handed_to_a_third(
+def test_memory_from_another_process_can_be_leased_and_handed_to_a_third(
     device: str, other: RemoteSaver
 ) -> None:
-    """The CUDA driver does not export what was imported."""
+    # The CUDA driver cannot export imported memory.
     with remote_saver(device, nbytes=SIZE) as third:
         third.pause()
-        saver, mine = giver(device)
+        saver, tensor = giver(device)
         saver.pause()
         other.resume()
         other.fill(42)
@@ -117,32 +117,30 @@ def test_what_another_process_made_can_be_leased_and_handed_to_a_third(
         saver.resume()
         assert third.attach(saver.share("kv")) == 42
         third.detach()
-        assert int(mine[-1]) == 42
+        assert int(tensor[-1]) == 42
         saver.pause(release="hand_over", to=third.pool)
         assert third.resume() == (42, 42)
 
 
-def test_bad_tickets(device: str) -> None:
-    saver, mine = giver(device)
+def test_hand_over_refuses_bad_tickets(device: str) -> None:
+    saver, tensor = giver(device)
     receiver = MemorySaver(device)
     ticket = receiver.pool_ticket()
     with pytest.raises(ValueError, match="go together"):
         saver.pause(release="hand_over")
     with pytest.raises(ValueError, match="go together"):
         saver.pause(to=ticket)
-    for wrong, kind, said in (
+    for wrong, kind, message in (
         ({"device_key": "GPU-1"}, ValueError, "cannot go to"),
         ({"token": "0" * 32}, memsaver.LeaseError, "unknown pool ticket"),
-        ({"socket_name": "nobody"}, memsaver.LeaseError, "does not answer"),
+        ({"socket_name": "unknown"}, memsaver.LeaseError, "does not answer"),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             saver.pause(release="hand_over", to=memsaver.PoolTicket(**{**vars(ticket), **wrong}))
-    assert not saver.is_paused("kv") and bool((mine == 7).all())
+    assert not saver.is_paused("kv") and bool((tensor == 7).all())
 
 
-def test_an_import_that_a_peer_kept_is_revoked_before_the_release(
-    device: str, other: RemoteSaver
-) -> None:
+def test_pause_revokes_import_of_ended_lease(device: str, other: RemoteSaver) -> None:
     saver, _ = giver(device)
     assert other.attach(saver.share("kv")) == 7
     with pytest.raises(memsaver.LeaseError, match=f"'kv' by process {other.pid}"):
@@ -162,7 +160,7 @@ def test_an_import_that_a_peer_kept_is_revoked_before_the_release(
 
 
 def _has_stopped(pid: int) -> bool:
-    """Each of its threads: one that has not may still answer."""
+    """Return whether all threads of a process have stopped, so that none can answer."""
     states = [
         file.read_text().rpartition(")")[2].split()[0]
         for file in Path(f"/proc/{pid}/task").glob("*/stat")
@@ -170,10 +168,10 @@ def _has_stopped(pid: int) -> bool:
     return set(states) == {"T"}
 
 
-def test_a_silent_peer_is_named_and_nothing_changes(
+def test_pause_names_silent_peer_and_changes_nothing(
     device: str, other: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, mine = giver(device)
+    saver, tensor = giver(device)
     other.attach(saver.share("kv"))
     other.detach()
     os.kill(other.pid, signal.SIGSTOP)
@@ -181,20 +179,18 @@ def test_a_silent_peer_is_named_and_nothing_changes(
     with monkeypatch.context() as patch:
         patch.setattr("memsaver.sharing.server.REVOKE_SECONDS", 0.3)
         with pytest.raises(
-            memsaver.LeaseError, match=f"process {other.pid} does not let go of 1 extents"
+            memsaver.LeaseError, match=f"process {other.pid} does not release 1 imported extents"
         ):
             saver.pause()
-    assert not saver.is_paused("kv") and bool((mine == 7).all())
+    assert not saver.is_paused("kv") and bool((tensor == 7).all())
     os.kill(other.pid, signal.SIGCONT)
-    until(lambda: other.held()[0] == 0)  # it obeys, late
+    until(lambda: other.held()[0] == 0)  # the peer obeys late
     saver.pause()
     assert saver.report().committed_bytes == 0
 
 
-def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
-    """Extents that the tag got from the pool, one by one, as on a GPU from growing tensor by
-    tensor.
-    """
+def test_retaining_pause_replaces_many_extents_by_few(device: str) -> None:
+    # The tag gets its extents from the pool one by one, like a tag that grows on a GPU.
     saver = MemorySaver(device)
     parts = [saver.empty(2 * MIB, torch.uint8, tag=f"part{i}").fill_(i) for i in range(40)]
     whole = saver.empty(80 * MIB, torch.uint8, tag="whole").fill_(1)
@@ -215,13 +211,13 @@ def test_a_tag_of_many_extents_is_kept_in_few(device: str) -> None:
     saver.check_integrity()
 
 
-def test_an_allocation_takes_what_peers_have_imported(device: str) -> None:
+def test_allocation_uses_pool_memory_that_a_peer_has_imported(device: str) -> None:
     giver = memsaver.MemorySaver(device)
     given = giver.empty(4 * MIB, torch.uint8, tag="given")
     taker = memsaver.MemorySaver(device, limit_bytes=4 * MIB)
     giver.pause(release="hand_over", to=taker.pool_ticket())
     assert taker.report().pool_bytes == 4 * MIB
-    segment = "2.0" if device == "cpu" else "20.0"  # torch asks for 20 MiB at once
+    segment = "2.0" if device == "cpu" else "20.0"  # torch requests segments of 20 MiB
     with (
         pytest.raises(memsaver.OutOfMemory, match=f"{segment} MiB are missing under the limit of"),
         taker.region("a region"),

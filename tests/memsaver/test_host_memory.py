@@ -1,4 +1,4 @@
-"""How much host memory may be taken: the machine's, the container's, and what Ray keeps free."""
+"""Available host memory by the machine, the container, and Ray's reserve."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ def write_group(folder: Path, limit: str, used: int, cache: int, v1: bool) -> No
 
 
 @pytest.mark.parametrize("v1", [False, True])
-@pytest.mark.parametrize("seen", ["own", "outside"])
-def test_available_memory_is_the_tightest_groups(
-    v1: bool, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path_of", ["own", "outside"])
+def test_available_memory_respects_tightest_group(
+    v1: bool, path_of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``outside``: the group's path is the host's, which a container does not see; its own group is
-    the root there.
-    """
+    # With "outside", the path is the host's: a container sees its own group as the root.
 
     def available() -> int:
-        """Return what is available, with what Ray keeps free of it."""
+        """Return the available bytes, including Ray's reserve."""
         group = host_memory.container_memory()
         total = 16 * GIB if group is None else min(16 * GIB, group.limit)
         return host_memory.available_memory() + int(host_memory.RAY_KEEPS * total)
 
-    path = "/../pods/one" if seen == "outside" else "/pods/one"
+    path = "/../pods/one" if path_of == "outside" else "/pods/one"
     (tmp_path / "self").write_text(
         f"5:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n" if v1 else f"0::{path}\n"
     )
@@ -46,18 +44,18 @@ def test_available_memory_is_the_tightest_groups(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(host_memory, "CGROUP_OF_SELF", tmp_path / "self")
-    assert host_memory.container_memory() is None and available() == 8 * GIB  # no such files at all
+    assert host_memory.container_memory() is None and available() == 8 * GIB  # no files
     root = tmp_path / "groups" / ("memory" if v1 else "")
     write_group(root, "9223372036854771712" if v1 else "max", 0, 0, v1)
     assert host_memory.container_memory() is None
-    if seen == "own":
+    if path_of == "own":
         write_group(root / "pods" / "one", str(32 * GIB), 0, 0, v1)
         assert available() == 8 * GIB
-    limited = root / "pods" if seen == "own" else root
+    limited = root / "pods" if path_of == "own" else root
     write_group(limited, str(4 * GIB), 3 * GIB, 2 * GIB, v1)
     assert host_memory.container_memory() == (4 * GIB, GIB) and available() == 3 * GIB
     write_group(limited, str(4 * GIB), 3 * GIB, 0, v1)
     assert available() == GIB
-    if seen == "own":  # what lies beside this group has filled the larger one around it
+    if path_of == "own":  # other groups have filled the parent group
         write_group(root / "pods" / "one", str(2 * GIB), 1 << 20, 0, v1)
         assert available() == GIB

@@ -1,6 +1,6 @@
-"""Leases that stay mapped between uses: never in their owner's way, and never of pages that the tag
-has left; they end with their process, their owner, their keeper, and under threads. (Any order:
-test_stateful, test_processes.)
+"""LeaseCache: cached leases never block their owner and never show pages that the tag has left.
+
+Random orders of operations are in test_stateful and test_processes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ SIZE = 4 * MIB
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a lease without need, or does not give an idle one back, is found out on any
-    machine.
-    """
+    """Make a pause wait so long that a needless wait for a lease, or a lost recall, is noticed."""
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
 
 
 class World:
-    """A saver whose tag "weights" has one tensor, and leases of it that are kept in the same
-    process.
-    """
+    """A saver whose tag "weights" has one tensor, and a cache of leases in the same process."""
 
     def __init__(self, device: str) -> None:
         self.saver, self.kept = MemorySaver(device), LeaseCache()
@@ -51,7 +47,7 @@ class World:
         return self.saver.report().tags["weights"].leases
 
     def write(self, value: int) -> Lease:
-        """Through the kept lease, and seen by the owner."""
+        """Fill the tag through the cached lease, and check the owner's tensor."""
         with self.kept.use(self.ticket) as lease:
             lease.tensor((SIZE,), torch.uint8).fill_(value)
         assert int(self.tensor[0]) == int(self.tensor[-1]) == value
@@ -60,11 +56,11 @@ class World:
 
 @pytest.fixture
 def world(device: str) -> Iterator[World]:
-    made = World(device)
-    yield made
-    made.kept.close()
-    made.saver.check_integrity()
-    made.saver.close()
+    instance = World(device)
+    yield instance
+    instance.kept.close()
+    instance.saver.check_integrity()
+    instance.saver.close()
 
 
 def _first(kept: LeaseCache, ticket: Ticket) -> int:
@@ -72,7 +68,7 @@ def _first(kept: LeaseCache, ticket: Ticket) -> int:
         return int(lease.tensor((1,), torch.uint8))
 
 
-def test_a_lease_is_mapped_once_until_a_pause_moves_the_pages(world: World, device: str) -> None:
+def test_lease_is_mapped_once_until_a_pause_moves_the_pages(world: World, device: str) -> None:
     before = world.write(2)
     assert world.leases == 1 and world.write(2) is before
     world.saver.pause(release="retain")
@@ -80,19 +76,17 @@ def test_a_lease_is_mapped_once_until_a_pause_moves_the_pages(world: World, devi
     assert before.closed and world.leases == 0
     again = world.write(3)
     assert again is not before and world.write(5) is again
-    assert len(again.owner.recalls) == 1, "the connection forgets those that have ended"
+    assert len(again.owner.recalls) == 1, "the connection keeps ended leases"
     held, committed = family_bytes(device), world.saver.report().committed_bytes
     world.saver.pause()
     world.saver.trim()
-    assert held - family_bytes(device) == counted(committed, device, 2), (
-        "no page stays with a lease"
-    )
+    assert held - family_bytes(device) == counted(committed, device, 2), "a lease keeps pages"
     with pytest.raises(LeaseError, match="'weights' is paused"), world.kept.use(world.ticket):
         pass
     world.saver.resume()
 
 
-def test_one_in_use_is_waited_for_and_then_ends(
+def test_pause_waits_for_lease_in_use_which_then_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with world.kept.use(world.ticket):
@@ -110,39 +104,39 @@ def test_one_in_use_is_waited_for_and_then_ends(
             world.saver.pause("weights")
         assert not world.saver.is_paused("weights")
         lease.tensor((SIZE,), torch.uint8).fill_(7)
-        # the owner has given up, and may be asked for another
+        # The owner has given up on the pause, and grants new leases.
         with world.kept.use(world.ticket) as again:
             assert again is not lease and int(again.tensor((1,), torch.uint8)) == 7
     assert lease.closed and not again.closed and world.leases == 1
 
 
-def test_uses_of_threads_share_it(world: World) -> None:
-    with world.kept.use(world.ticket) as one, world.kept.use(world.ticket) as other:
-        assert one is other and world.leases == 1
-    assert not one.closed
+def test_concurrent_uses_share_one_lease(world: World) -> None:
+    with world.kept.use(world.ticket) as first, world.kept.use(world.ticket) as second:
+        assert first is second and world.leases == 1
+    assert not first.closed
     meet = threading.Barrier(4)
 
     def work() -> int:
         with fresh.use(world.ticket) as lease:
-            meet.wait(60)  # each has its own, or another's
+            meet.wait(60)  # by then, every thread has entered a lease
             return int(lease.tensor((1,), torch.uint8))
 
     with LeaseCache() as fresh:
-        assert at_once(*[work] * 4) == [1] * 4 and world.leases == 2  # one of them stays
+        assert at_once(*[work] * 4) == [1] * 4 and world.leases == 2  # one per cache
     assert world.leases == 1
 
 
-def test_a_tag_that_has_grown_is_mapped_anew_where_that_is_needed(world: World) -> None:
+def test_grown_tag_is_mapped_again_only_if_at_least_requires_it(world: World) -> None:
     first = world.write(2)
     more = world.saver.empty(SIZE, torch.uint8, tag="weights").fill_(8)
     assert world.write(3) is first
     with world.kept.use(world.ticket, at_least=2 * SIZE) as lease:
-        seen = lease.tensor((SIZE,), torch.uint8, world.saver.offset_of(more))
-        assert int(seen[-1]) == 8
+        view = lease.tensor((SIZE,), torch.uint8, world.saver.offset_of(more))
+        assert int(view[-1]) == 8
     assert first.closed and world.leases == 1 and world.write(4) is lease
 
 
-def test_rights_and_tags_are_kept_apart_until_close(world: World) -> None:
+def test_cache_has_one_lease_per_tag_and_right_until_close(world: World) -> None:
     world.saver.empty(10, tag="other")
     tickets = [world.saver.share("weights"), world.ticket, world.saver.share("other")]
     for _ in range(2):
@@ -156,11 +150,11 @@ def test_rights_and_tags_are_kept_apart_until_close(world: World) -> None:
         world.kept.close()
         assert int(lease.tensor((1,), torch.uint8)) == 1, "a use keeps its pages"
     assert lease.closed and world.leases == 0
-    with pytest.raises(StateError, match="closed; make new ones"), world.kept.use(world.ticket):
+    with pytest.raises(StateError, match="closed; make a new one"), world.kept.use(world.ticket):
         pass
 
 
-def test_a_driver_that_refuses_is_asked_again(world: World) -> None:
+def test_recall_and_close_can_be_repeated_after_driver_error(world: World) -> None:
     lease = world.write(2)
     backend: Any = peer_backend(world.ticket.device_key)
     backend.inject_fault(1, 2)
@@ -175,10 +169,10 @@ def test_a_driver_that_refuses_is_asked_again(world: World) -> None:
     assert again.closed and world.leases == 0
 
 
-def test_a_recall_that_overtakes_the_lease_is_repeated(
+def test_recall_that_overtakes_the_lease_is_repeated(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner grants a lease, and pauses before it is mapped."""
+    # The owner grants a lease, and pauses before the peer has mapped it.
     original = memsaver.sharing.lease.import_all
     pausing = threading.Thread(target=world.saver.pause)
 
@@ -195,8 +189,8 @@ def test_a_recall_that_overtakes_the_lease_is_repeated(
     world.saver.resume()
 
 
-def test_the_pages_of_an_owner_that_died_are_let_go(device: str) -> None:
-    """Idle ones at once, so that its memory is free; used ones with the use."""
+def test_leases_end_when_owner_dies(device: str) -> None:
+    # An idle lease ends immediately, which frees the memory; a lease in use ends with the use.
     before, here = family_bytes(device), len(imports)
     for used in (False, True):
         with remote_saver(device, nbytes=SIZE) as owner, contextlib.ExitStack() as uses:
@@ -217,7 +211,7 @@ def test_the_pages_of_an_owner_that_died_are_let_go(device: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_an_owner_that_closes_or_is_dropped(how: str, device: str) -> None:
+def test_lease_ends_when_owner_closes_or_is_dropped(how: str, device: str) -> None:
     world = World(device)
     lease, kept, ticket = world.write(1), world.kept, world.ticket
     if how == "close":
@@ -230,11 +224,11 @@ def test_an_owner_that_closes_or_is_dropped(how: str, device: str) -> None:
     kept.close()
 
 
-def test_a_keeper_that_is_dropped_ends_its_leases(world: World) -> None:
+def test_dropped_cache_ends_its_leases(world: World) -> None:
     kept: Any = LeaseCache()
     assert _first(kept, world.ticket) == world.leases == 1
     kept.cycle = kept
-    with busy(world.saver):  # the finalizer must not want what such a thread holds
+    with busy(world.saver):  # the finalizer must not need the saver's lock
         threads = threading.active_count()
         del kept
         gc.collect()
@@ -243,7 +237,7 @@ def test_a_keeper_that_is_dropped_ends_its_leases(world: World) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])  # CUDA does not survive a fork
-def test_a_forked_child_begins_with_leases_of_its_own(world: World, device: str) -> None:
+def test_forked_child_maps_leases_again(world: World, device: str) -> None:
     kept, ticket = world.kept, world.ticket
     assert _first(kept, ticket) == 1
     if not (child := os.fork()):
@@ -259,17 +253,17 @@ def test_a_forked_child_begins_with_leases_of_its_own(world: World, device: str)
     world.saver.pause()
 
 
-def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
-    """Each use sees what the owner wrote after its last resume; nobody waits for long."""
-    stop, seen = threading.Event(), set()
+def test_concurrent_uses_show_present_pages_while_owner_pauses_and_resumes(world: World) -> None:
+    # Each use shows values that the owner wrote after its last resume.
+    stop, values = threading.Event(), set()
 
     def use() -> None:
         while not stop.is_set():
-            # paused now
+            # A use fails while the tag is paused.
             with contextlib.suppress(LeaseError), world.kept.use(world.ticket) as lease:
                 ends = lease.tensor((SIZE,), torch.uint8)[:: SIZE - 1].tolist()
                 assert ends[0] == ends[1] or 0 in ends, ends
-                seen.add(ends[0])
+                values.add(ends[0])
 
     def own() -> None:
         try:
@@ -283,15 +277,13 @@ def test_threads_use_while_the_owner_pauses_and_resumes(world: World) -> None:
             stop.set()
 
     at_once(own, use, use, use)
-    assert len(seen) > 1
+    assert len(values) > 1
     world.kept.close()
     assert world.leases == 0
 
 
-def test_owners_that_keep_each_others_pages_pause_at_once(device: str) -> None:
-    """Each holds its lock and asks the other's thread, which needs none; a lease that is not given
-    back is an error.
-    """
+def test_owners_with_leases_of_each_other_pause_concurrently(device: str) -> None:
+    # Each owner holds its lock and asks a thread of the other owner, which must need no lock.
     sides, kept = [World(device) for _ in range(2)], LeaseCache()
     for _ in range(5):
         for side in sides:

@@ -1,5 +1,6 @@
-"""Threads, forks and a missing compiler: what must not crash a process. (Exits:
-compat/test_misuse.)
+"""Threads, forks, finalizers and a missing compiler must not crash a process.
+
+Exits of a process are in compat/test_misuse.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ MAP_FIXED_NOREPLACE = 0x100000
 
 
 class Keeper:
-    """What a tensor keeps alive."""
+    """An object that a tensor keeps alive."""
 
 
 def _exits(child: Callable[[], object]) -> int:
-    """How a forked child ends that calls this: 0, or minus a signal's number."""
+    """Return how a forked child ends that runs a function: 0, 1, or minus a signal's number."""
     if not (pid := os.fork()):
         status = 1
         with contextlib.suppress(BaseException):
@@ -59,7 +60,7 @@ def _exits(child: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_forked_child_is_inert_and_holds_nothing() -> None:
+def test_forked_child_is_inert_and_holds_no_memory() -> None:
     saver = memsaver.MemorySaver("cpu")
     with saver.region("a"):
         a = torch.ones(100000)
@@ -79,8 +80,8 @@ def test_a_forked_child_is_inert_and_holds_nothing() -> None:
     saver.check_integrity()
 
 
-def test_a_forked_child_waits_for_no_lock_that_another_thread_held() -> None:
-    """Without the mend some of these children never end: an alarm would."""
+def test_forked_child_does_not_deadlock_on_lock_of_another_thread() -> None:
+    # A deadlocked child is ended by its alarm.
     saver = memsaver.MemorySaver("cpu")
     saver.empty(1000, tag="a")
     stop = threading.Event()
@@ -109,10 +110,10 @@ def test_a_forked_child_waits_for_no_lock_that_another_thread_held() -> None:
             thread.join()
 
 
-def test_a_child_forked_beside_an_attach_and_inside_a_region_goes_on(
+def test_child_forked_during_attach_and_inside_region_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lock of the connections is another thread's at the fork, the region its own thread's."""
+    # Another thread holds the lock of the connections at the fork.
     saver = memsaver.MemorySaver("cpu")
     tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
     ticket = saver.share("default")
@@ -120,7 +121,7 @@ def test_a_child_forked_beside_an_attach_and_inside_a_region_goes_on(
     held, leave = threading.Event(), threading.Event()
 
     class Stays(socket.socket):
-        """Connects for ever, as to an owner that is stopped."""
+        """Socket whose connect blocks, as with a stopped owner."""
 
         def connect(self, address: object) -> None:
             held.set()
@@ -137,7 +138,7 @@ def test_a_child_forked_beside_an_attach_and_inside_a_region_goes_on(
         saver.report()
 
     monkeypatch.setattr(socket, "socket", Stays)
-    other = dataclasses.replace(ticket, socket_name="nobody")
+    other = dataclasses.replace(ticket, socket_name="unknown")
     thread = threading.Thread(target=_refused, args=[other])
     try:
         thread.start()
@@ -159,7 +160,7 @@ def _refused(ticket: memsaver.Ticket) -> None:
         memsaver.attach(ticket)
 
 
-def test_a_child_forked_inside_a_region_leaves_it() -> None:
+def test_child_forked_inside_region_can_leave_it() -> None:
     saver = memsaver.MemorySaver("cpu")
 
     def child() -> None:
@@ -174,7 +175,7 @@ def test_a_child_forked_inside_a_region_leaves_it() -> None:
     saver.pause("a")
 
 
-def test_content_on_its_way_is_not_waited_for_in_a_forked_child() -> None:
+def test_forked_child_refuses_to_wait_for_prefetch() -> None:
     saver = memsaver.MemorySaver("cpu")
     tensor = saver.empty(MIB, torch.uint8, content="host").fill_(7)
     saver.pause()
@@ -194,20 +195,20 @@ def test_content_on_its_way_is_not_waited_for_in_a_forked_child() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_forked_child_keeps_what_it_has_put_into_the_hole(how: str) -> None:
+def test_forked_child_keeps_mapping_made_at_parents_addresses(how: str) -> None:
     savers = [memsaver.MemorySaver("cpu")]
     tensor = savers[0].empty(64 * MIB, torch.uint8)
     first = tensor.data_ptr()
-    del tensor  # the memory stays with the tag
+    del tensor  # the tag keeps the memory
 
     def child() -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-        at = libc().mmap(first, 64 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        assert at == first, "there is no hole"
-        ctypes.memset(at, 7, 64 * MIB)
+        start = libc().mmap(first, 64 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        assert start == first, "the addresses are in use"
+        ctypes.memset(start, 7, 64 * MIB)
         savers[0].close() if how == "close" else savers.clear()
         gc.collect()
-        assert ctypes.string_at(at + 64 * MIB - 1, 1) == b"\7"
+        assert ctypes.string_at(start + 64 * MIB - 1, 1) == b"\7"
 
     assert _exits(child) == 0
 
@@ -222,7 +223,7 @@ if not (child := os.fork()):
         del saver, tensor
         gc.collect()
         os._exit(0)
-    sys.exit(0)  # as any program: finalizers run
+    sys.exit(0)  # a normal exit runs finalizers
 os.waitpid(child, 0)
 with memsaver.attach(ticket) as lease:
     print(int(lease.tensor((100,), torch.uint8).sum()))
@@ -230,11 +231,11 @@ with memsaver.attach(ticket) as lease:
 
 
 @pytest.mark.parametrize("how", ["exit", pytest.param("drop", marks=pytest.mark.extended)])
-def test_a_forked_child_leaves_the_parents_listener_alone(how: str) -> None:
+def test_exit_of_forked_child_keeps_parents_listener(how: str) -> None:
     assert python(f"import sys; sys.argv = ['', {how!r}]\n{FORK}") == "700"
 
 
-def test_a_regions_tensor_that_outlives_its_saver_gives_its_memory_back() -> None:
+def test_region_tensor_that_outlives_its_saver_releases_memory_and_slot() -> None:
     held = memfd_bytes([os.getpid()])
     for _ in range(300):  # there are 256 slots
         saver = memsaver.MemorySaver("cpu", reserve_bytes=MIB)
@@ -248,7 +249,7 @@ def test_a_regions_tensor_that_outlives_its_saver_gives_its_memory_back() -> Non
         assert memfd_bytes([os.getpid()]) == held
 
 
-def test_a_closed_savers_slot_comes_back_with_its_last_tensor() -> None:
+def test_slot_of_closed_saver_is_reused_after_last_tensor_dies() -> None:
     for _ in range(300):
         saver = memsaver.MemorySaver("cpu", reserve_bytes=MIB)
         with saver.region("a"):
@@ -259,7 +260,7 @@ def test_a_closed_savers_slot_comes_back_with_its_last_tensor() -> None:
 
 
 def _without_a_compiler(pipe: Connection, cache: Path) -> None:
-    """In a process that has neither loaded the shim nor had a region yet."""
+    """Use a saver in a process that has not loaded the shim or entered a region."""
     os.environ |= {"PATH": "", "XDG_CACHE_HOME": str(cache)}
     saver = memsaver.MemorySaver("cpu")
     saver.empty(10).fill_(1)
@@ -269,7 +270,7 @@ def _without_a_compiler(pipe: Connection, cache: Path) -> None:
     pipe.send("paused")
 
 
-def test_empty_works_without_compiler_and_region_names_the_remedy(tmp_path: Path) -> None:
+def test_region_needs_compiler_but_empty_does_not(tmp_path: Path) -> None:
     (tmp_path / "memsaver").mkdir()
     shutil.copy(build.shim_library(), tmp_path / "memsaver")
     peer = Peer(_without_a_compiler, tmp_path)
@@ -285,7 +286,7 @@ def test_compiling_without_a_writable_cache_names_the_remedy(
         build.cpu_hook_library()
 
 
-def test_frees_from_other_threads_and_regions_in_parallel(device: str) -> None:
+def test_concurrent_regions_and_frees_from_other_threads(device: str) -> None:
     saver = memsaver.MemorySaver(device)
 
     def work(name: str) -> None:
@@ -307,7 +308,7 @@ def test_frees_from_other_threads_and_regions_in_parallel(device: str) -> None:
 
 
 def _first_regions(pipe: Connection) -> None:
-    """In a process that has had none yet."""
+    """Enter the first regions of a process in several threads."""
     saver, start = memsaver.MemorySaver("cpu"), threading.Barrier(8)
 
     def work(n: int) -> None:
@@ -319,14 +320,14 @@ def _first_regions(pipe: Connection) -> None:
     pipe.send(int(torch.ones(100).sum()))
 
 
-def test_the_hook_is_installed_once_however_many_threads_ask() -> None:
+def test_hook_is_installed_once_by_concurrent_first_regions() -> None:
     peer = Peer(_first_regions)
     assert peer.hear() == 100
     peer.bury()
 
 
-def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
-    """As by a Ctrl-C in the middle of an expression; what it kept goes with it."""
+def test_dlpack_tensor_releases_its_keeper_when_an_exception_unwinds() -> None:
+    # A Ctrl-C in the middle of an expression has this effect.
     buffer = torch.arange(8, dtype=torch.uint8)
     keeper = Keeper()
     gone = weakref.ref(keeper)
@@ -342,8 +343,8 @@ def test_a_tensor_over_memory_dies_where_an_exception_unwinds() -> None:
     assert gone() is None
 
 
-class CopiesBeside(HostBackend):
-    """Copies in a thread, as the backend of a GPU does."""
+class ThreadedCopies(HostBackend):
+    """A backend that copies in a thread, like the backend of a GPU."""
 
     def copy_overlapped(self, transfers: Any, keeper: object, done: Any) -> None:
         work = workers("beside", 1).submit(self.feed, [transfers], lambda _: None, False)
@@ -356,7 +357,7 @@ class CopiesBeside(HostBackend):
 
 
 class Owner:
-    """Holds a saver, and itself."""
+    """Owner of a saver, in a reference cycle with itself."""
 
     def __init__(self, device: str) -> None:
         self.me = self
@@ -365,11 +366,11 @@ class Owner:
         self.kv = self.saver.empty(MIB, torch.uint8, tag="kv_cache")
 
 
-def test_a_saver_collected_by_the_thread_that_copies_for_it_is_given_back_after_the_copy(
+def test_saver_collected_by_its_copying_thread_is_released_after_the_copy(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its finalizers run there, and the device must not be at work on what they give back."""
-    monkeypatch.setattr("memsaver.memory.HostBackend", CopiesBeside)
+    # The finalizers run in that thread, and must not release memory that is being copied.
+    monkeypatch.setattr("memsaver.memory.HostBackend", ThreadedCopies)
     go, copied = threading.Event(), list[int]()
     with uncollected():
         owner = Owner(device)
@@ -387,7 +388,7 @@ def test_a_saver_collected_by_the_thread_that_copies_for_it_is_given_back_after_
         gone = weakref.ref(owner)
         del owner
         go.set()
-        workers("beside", 1).submit(int).result(30)  # behind the copy
+        workers("beside", 1).submit(int).result(30)  # runs after the copy
     assert gone() is None and copied[0] >= 2 * MIB
     until(lambda: not backend.committed_bytes)
 
@@ -403,10 +404,8 @@ def _elsewhere(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("by", ["thread", "collector"])
-def test_a_region_that_another_thread_leaves_has_ended_where_it_was_entered(
-    by: str, device: str
-) -> None:
-    """An executor closes a generator that is inside, or a collector that runs there."""
+def test_region_left_by_another_thread_ends_for_the_entering_thread(by: str, device: str) -> None:
+    # Another thread closes a generator inside a region, or its garbage collector does.
     saver = memsaver.MemorySaver(device)
     steps = _in_a_region(saver, "a")
     next(steps)
@@ -430,7 +429,7 @@ def test_a_region_that_another_thread_leaves_has_ended_where_it_was_entered(
     saver.close()
 
 
-def test_regions_that_end_in_any_order_leave_the_innermost_open_one(device: str) -> None:
+def test_innermost_open_region_applies_after_regions_end_in_any_order(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     regions = {tag: _in_a_region(saver, tag) for tag in "abc"}
     for steps in regions.values():
@@ -452,7 +451,7 @@ def test_regions_that_end_in_any_order_leave_the_innermost_open_one(device: str)
     saver.close()
 
 
-def test_objects_that_live_until_the_interpreter_ends_end_without_a_word() -> None:
+def test_interpreter_exits_silently_with_living_savers() -> None:
     code = """
 import gc, torch, memsaver
 from memsaver.memory import host_memory
@@ -471,11 +470,11 @@ gc.disable()
 
 
 class Hit(BaseException):
-    """Comes at any instruction, as a KeyboardInterrupt does."""
+    """Exception that arrives at any instruction, like KeyboardInterrupt."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_a_finalizers_first_instruction_loses_no_memory() -> None:
+def test_interrupt_at_first_instruction_of_finalizer_loses_no_memory() -> None:
     saver = memsaver.MemorySaver("cpu")
     box, interrupted = [saver.empty(MIB, torch.uint8, tag="a")], []
 
@@ -485,7 +484,7 @@ def test_an_interrupt_at_a_finalizers_first_instruction_loses_no_memory() -> Non
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        # all in C: the signal is there, and Python's next instruction is the finalizer's
+        # Both steps run in C: the finalizer's first instruction is Python's next one.
         steps = [partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGUSR1), box.clear]
         deque(map(operator.call, steps), maxlen=0)
     finally:

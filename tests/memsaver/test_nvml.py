@@ -1,4 +1,4 @@
-"""Who holds a GPU's memory: against a stand-in for NVML's binding, and the real one on a GPU."""
+"""Holders of a GPU's memory by NVML: with a fake binding, and with the real one on a GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memsaver.system import gpu_processes as nvml
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 GIB = 1 << 30
 OWN = os.getpid()
-GONE = 2**22 + 1  # the id of no process
+GONE = 2**22 + 1  # no process has this id
 Entry = tuple[int, int | None]
 
 
 class FakeNvml:
-    """Stands in for ``cuda.bindings.nvml``."""
+    """Fake of ``cuda.bindings.nvml``."""
 
     class NvmlError(Exception):
         pass
@@ -69,7 +69,7 @@ def test_without_nvml_holders_are_unknown(install: Install) -> None:
     assert nvml.holders(UUID, 0, 0) == {}
 
 
-def test_processes_merges_lists_and_hides_nothing(install: Install) -> None:
+def test_processes_merges_compute_and_graphics_lists(install: Install) -> None:
     fake = FakeNvml([(1, 10), (2, None), (3, 5), (3, 6)], [(1, 10), (2, 20)])
     install(fake)
     assert nvml.processes(UUID) == {1: 10, 2: 20, 3: 11}
@@ -82,29 +82,29 @@ def test_holders_name_processes_by_their_command_line(install: Install) -> None:
         assert other.stdout is not None
         other.stdout.readline()  # past its exec
         install(FakeNvml([(OWN, 10 * GIB), (other.pid, 3 * GIB)], [(GONE, GIB)]))
-        found = nvml.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
+        holders = nvml.holders(UUID, unaccounted=5 * GIB, accounted=9 * GIB + GIB // 2)
         other.communicate()
-    first, *rest = found
+    first, *rest = holders
     assert first.startswith(f"process {other.pid} (python")
     assert first.endswith("...)") and len(first) < 70
     assert rest == [f"process {GONE}", nvml.OWN, nvml.HIDDEN]
-    assert list(found.values()) == [3 * GIB, GIB, GIB // 2, GIB // 2]
+    assert list(holders.values()) == [3 * GIB, GIB, GIB // 2, GIB // 2]
 
 
 ONE, TWO = f"process {GONE}", f"process {GONE + 1}"
-# listed, GiB unaccounted and accounted
+# Listed processes, GiB unaccounted, GiB accounted, expected GiB by name.
 HOLDERS: list[tuple[list[Entry], int, int, dict[str, int]]] = [
     ([(OWN, 10 * GIB)], 1, 11, {nvml.HIDDEN: 1}),
     ([(OWN, None), (GONE, GIB), (GONE + 1, None)], 3, 1, {ONE: 1, nvml.UNKNOWN: 2}),
-    # ids of the host: this process is not among them
+    # Process ids of the host, which do not include this process.
     ([(1, 2 * GIB), (2, GIB)], 3, 1, {nvml.UNKNOWN: 3}),
-    # a tag that is leased
+    # A leased tag, which two processes count.
     ([(OWN, 41 * GIB), (GONE, 41 * GIB), (GONE + 1, GIB)], 3, 40, {ONE: 2, TWO: 1}),
 ]
 
 
 @pytest.mark.parametrize(("listed", "unaccounted", "accounted", "expected"), HOLDERS)
-def test_holders_add_up_and_name_nobody_wrongly(
+def test_holders_add_up_and_name_only_certain_processes(
     install: Install,
     listed: list[Entry],
     unaccounted: int,
@@ -112,13 +112,13 @@ def test_holders_add_up_and_name_nobody_wrongly(
     expected: dict[str, int],
 ) -> None:
     install(FakeNvml(listed))
-    found = nvml.holders(UUID, unaccounted * GIB, accounted * GIB)
-    assert found == {name: count * GIB for name, count in expected.items()}
+    holders = nvml.holders(UUID, unaccounted * GIB, accounted * GIB)
+    assert holders == {name: count * GIB for name, count in expected.items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_the_real_nvml_adds_up() -> None:
+def test_real_nvml_holders_add_up() -> None:
     tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
@@ -126,6 +126,6 @@ def test_the_real_nvml_adds_up() -> None:
     assert listed is None or all(used is None or used > 0 for used in listed.values())
     if listed and (used := listed.get(os.getpid())) is not None:
         assert used >= tensor.nbytes
-    found = nvml.holders(uuid, unaccounted=GIB, accounted=torch.cuda.memory_reserved(0))
-    assert sum(found.values()) == GIB and all(found.values())
+    holders = nvml.holders(uuid, unaccounted=GIB, accounted=torch.cuda.memory_reserved(0))
+    assert sum(holders.values()) == GIB and all(holders.values())
     assert nvml.processes("GPU-00000000-0000-0000-0000-000000000000") is None

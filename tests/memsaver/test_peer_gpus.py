@@ -1,6 +1,4 @@
-"""Pages of another GPU, mapped for the current one: also of a hidden GPU, and without a context
-there.
-"""
+"""Pages of another GPU, visible or hidden, mapped for the current GPU without a context there."""
 
 from __future__ import annotations
 
@@ -25,18 +23,18 @@ from tests.helpers.memsaver.savers import MIB, shared
 from tests.helpers.peers import Peer
 
 SIZE = 8 * MIB
-# less than one takes (596 MiB on an H200), more than the driver's tables for a mapping
+# Less than a context (596 MiB on an H200), more than the driver's tables for a mapping.
 CONTEXT = 64 * MIB
 
 
 def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
-    """Reads, hashes and writes the pages from the other GPU: by a kernel, by copies both ways."""
+    """Hash, copy and write the pages from the other GPU."""
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible  # CUDA has not started in this process
         assert torch.cuda.device_count() == 1
     here = torch.device("cuda", 0 if visible else 1)
     torch.cuda.set_device(here)
-    digest(torch.zeros(10, dtype=torch.uint8, device=here), 0)  # this GPU's own context and kernels
+    digest(torch.zeros(10, dtype=torch.uint8, device=here), 0)  # creates this GPU's context
     pipe.send(device_key(here))
     pipe.recv()
     kept = LeaseCache()
@@ -44,11 +42,11 @@ def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
         with kept.use(ticket) as lease:
             pages = lease.tensor((SIZE,), torch.uint8)
             assert pages.device == here
-            mine = pages.clone()
-            seen = digest(pages, 0), digest(mine, 0)
-            pages[: SIZE // 2].copy_(mine[SIZE // 2 :])
+            local = pages.clone()
+            digests = digest(pages, 0), digest(local, 0)
+            pages[: SIZE // 2].copy_(local[SIZE // 2 :])
             pages.view(torch.int64)[-1:].fill_(-7)
-        pipe.send(seen)
+        pipe.send(digests)
         pipe.recv()
 
 
@@ -56,7 +54,7 @@ def _work(pipe: Connection, ticket: Ticket, visible: str | None) -> None:
 @pytest.mark.gpus(2)
 @pytest.mark.alone
 @pytest.mark.parametrize("hidden", [False, True])
-def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool) -> None:
+def test_peer_on_another_gpu_uses_pages_without_context_there(hidden: bool) -> None:
     saver, tensor, ticket = shared("cuda:0")
     other = Peer(_work, ticket, device_key(torch.device("cuda", 1)) if hidden else None)
     try:
@@ -71,7 +69,7 @@ def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool)
                 torch.equal(tensor[: SIZE // 2], last) and int(tensor.view(torch.int64)[-1]) == -7
             )
             assert saver.report().tags["t"].leases == 1
-            saver.pause(content="host")  # recalls what is kept there
+            saver.pause(content="host")  # recalls the cached lease
             saver.resume()
         del last
         torch.cuda.empty_cache()
@@ -84,7 +82,7 @@ def test_another_process_reaches_the_pages_without_a_context_there(hidden: bool)
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 @pytest.mark.alone
-def test_in_one_process_leases_are_of_the_current_gpu() -> None:
+def test_lease_cache_has_one_lease_per_current_gpu() -> None:
     saver, tensor, ticket = shared("cuda:0")
     leases = set()
     with LeaseCache() as kept:
@@ -102,8 +100,8 @@ def test_in_one_process_leases_are_of_the_current_gpu() -> None:
 
 
 def _gpus(monkeypatch: pytest.MonkeyPatch, reach: bool) -> list[torch.device]:
-    """Two GPUs that torch tells of; and the devices that backends were asked of."""
-    made: list[torch.device] = []
+    """Replace torch's GPUs by two fakes, and return the devices whose backends are requested."""
+    backend_devices: list[torch.device] = []
     for name, value in {
         "is_available": lambda: True,
         "current_device": lambda: 0,
@@ -112,28 +110,34 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, reach: bool) -> list[torch.device]:
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid{device.index}"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(peer, "backend_of", made.append)
+    monkeypatch.setattr(peer, "backend_of", backend_devices.append)
     peer.check_reach.cache_clear()
-    return made
+    return backend_devices
 
 
 @pytest.mark.parametrize("key", ["GPU-uuid0", "GPU-uuid1", "GPU-hidden"])
-def test_pages_are_mapped_for_the_current_gpu(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _gpus(monkeypatch, reach=True)
+def test_pages_are_mapped_by_backend_of_current_gpu(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend_devices = _gpus(monkeypatch, reach=True)
     peer.peer_backend(key)
     peer.peer_backend(key, torch.device("cuda", 1))
     peer.peer_backend("cpu")
-    assert made == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+    assert backend_devices == [
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+        torch.device("cpu"),
+    ]
 
 
-def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _gpus(monkeypatch, reach=False)
+def test_gpus_out_of_reach_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_devices = _gpus(monkeypatch, reach=False)
     peer.peer_backend("GPU-uuid0")
     with pytest.raises(
         LeaseError, match=r"cuda:0 does not reach the memory of cuda:1 \(GPU-uuid1\); use GPUs"
     ):
         peer.peer_backend("GPU-uuid1")
-    assert len(made) == 1
+    assert len(backend_devices) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         LeaseError, match="GPU-uuid1 is a GPU, and this process sees none; set CUDA_VISIBLE_DEVICES"
@@ -141,29 +145,31 @@ def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch: pytest.MonkeyP
         peer.peer_backend("GPU-uuid1")
 
 
-def test_a_driver_that_gives_no_access_to_a_hidden_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stood in for by the host, under another device's key: its calls fail one by one."""
+def test_lease_is_refused_when_driver_denies_access_to_hidden_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A CPU backend with another device key stands for the GPU; its calls fail one by one.
     saver, tensor, ticket = shared("cpu")
     backend: Any = HostBackend()
     backend.device_key = "GPU-here"
 
-    def there(key: str) -> Backend:
+    def peer_backend(key: str) -> Backend:
         return backend  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(memsaver.sharing.lease, "peer_backend", there)
-    said = []
+    monkeypatch.setattr(memsaver.sharing.lease, "peer_backend", peer_backend)
+    messages = []
     for call in range(1, 10):
         backend.inject_fault(call, 2)
         with contextlib.ExitStack() as lease:
             try:
                 lease.enter_context(memsaver.attach(ticket))
             except LeaseError as error:
-                said.append(str(error))
+                messages.append(str(error))
             except memsaver.BackendError:
                 pass
             backend.inject_fault(0, 0)
         assert saver.report().tags["t"].leases == 0
-    (message,) = said
+    (message,) = messages
     assert (
         "no lease of tag 't': cpu does not reach the memory of cpu (set access on cpu failed"
         in message

@@ -1,4 +1,4 @@
-"""Content that comes back behind work: in the order that is wanted, each byte waited for alone."""
+"""Prefetch: content returns in the requested order, and callers wait only for their tensors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SIZES = (3 * MIB, 1, 5 * MIB + 7, 64, 2 * MIB)
 def filled(
     saver: MemorySaver, sizes: Sequence[int], tag: str = "p", content: str = "host"
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors of random bytes on a tag, and the same elsewhere."""
+    """Return tensors of random bytes on a tag, and copies of them on no tag."""
     tensors = [saver.empty(size, torch.uint8, tag=tag, content=content) for size in sizes]
-    return tensors, [each.random_(0, 256).clone() for each in tensors]
+    return tensors, [tensor.random_(0, 256).clone() for tensor in tensors]
 
 
-def test_what_is_waited_for_is_there_while_the_rest_is_on_its_way(device: str) -> None:
+def test_wait_returns_for_each_tensor_in_requested_order(device: str) -> None:
     saver = MemorySaver(device)
     tensors, before = filled(saver, [MIB] * 6)
     order = [tensors[i] for i in (4, 0, 5)]
@@ -38,7 +38,7 @@ def test_what_is_waited_for_is_there_while_the_rest_is_on_its_way(device: str) -
     with gated(saver) as gate, ThreadPoolExecutor(1) as thread:
         prefetch = saver.begin_resume("p", order=order)
         assert not saver.is_paused("p")
-        for count, i in enumerate((4, 0, 5, 1, 2, 3), 1):  # then as they lie
+        for count, i in enumerate((4, 0, 5, 1, 2, 3), 1):  # the rest by address
             later = thread.submit(prefetch.wait, [tensors[i]])
             assert wait_for([later], 0.02).not_done
             gate.let(1)
@@ -52,7 +52,7 @@ def test_what_is_waited_for_is_there_while_the_rest_is_on_its_way(device: str) -
     saver.close()
 
 
-def test_tensor_that_begins_inside_a_piece_is_waited_for(device: str) -> None:
+def test_wait_covers_tensor_that_begins_inside_a_piece(device: str) -> None:
     saver = MemorySaver(device)
     tensors, before = filled(saver, [MIB] * 4)
     saver.pause()
@@ -67,8 +67,8 @@ def test_tensor_that_begins_inside_a_piece_is_waited_for(device: str) -> None:
     saver.close()
 
 
-def test_every_operation_on_a_tag_waits_for_all_of_it_and_others_do_not(device: str) -> None:
-    """A pause that copied too early would keep bytes that had not come."""
+def test_operations_wait_for_prefetch_of_their_own_tag_only(device: str) -> None:
+    # A pause that copied too early would save bytes that have not arrived.
     saver = MemorySaver(device)
     tensors, before = filled(saver, SIZES)
     other, _ = filled(saver, [MIB], "other")
@@ -109,19 +109,19 @@ def test_every_operation_on_a_tag_waits_for_all_of_it_and_others_do_not(device: 
 @pytest.mark.soak
 @given(data=st.data())
 @settings(max_examples=rounds(100, 2000), deadline=None)
-def test_bits_are_those_of_a_plain_resume_in_every_order(data: st.DataObject) -> None:
+def test_prefetch_restores_same_bytes_as_resume_in_any_order(data: st.DataObject) -> None:
     saver = MemorySaver("cpu")
     sizes = data.draw(st.lists(st.integers(1, 40_000), min_size=1, max_size=12))
     tags = data.draw(st.lists(st.sampled_from("ab"), min_size=len(sizes), max_size=len(sizes)))
-    made = [filled(saver, [size], tag) for size, tag in zip(sizes, tags, strict=True)]
-    tensors, before = [one[0] for one, _ in made], [one[0] for _, one in made]
+    pairs = [filled(saver, [size], tag) for size, tag in zip(sizes, tags, strict=True)]
+    tensors, before = [pair[0][0] for pair in pairs], [pair[1][0] for pair in pairs]
     for number in data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=len(sizes) - 1)):
-        tensors[number] = before[number] = torch.empty(0, dtype=torch.uint8)  # a hole
+        tensors[number] = before[number] = torch.empty(0, dtype=torch.uint8)  # leaves a hole
     orders = st.permutations(range(len(sizes)))
     order = data.draw(orders)[: data.draw(st.integers(0, len(sizes)))]
     wanted = [tensors[i] for i in order]
     if wanted and data.draw(st.booleans()):
-        wanted.append(wanted[0][: len(wanted[0]) // 2])  # a view, which is there already
+        wanted.append(wanted[0][: len(wanted[0]) // 2])  # a view of a tensor that comes first
     saver.pause(*dict.fromkeys(tags))
     with pytest.MonkeyPatch.context() as patch:
         small = [100] if sum(sizes) < 100_000 else []
@@ -139,9 +139,7 @@ def test_bits_are_those_of_a_plain_resume_in_every_order(data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("asked", ["unit", "all", "pause"])
-def test_a_copy_that_fails_is_raised_with_its_cause_and_the_tags_can_be_resumed(
-    asked: str, device: str
-) -> None:
+def test_failed_copy_raises_its_cause_and_tags_can_be_resumed(asked: str, device: str) -> None:
     saver = MemorySaver(device)
     tensors, before = filled(saver, [MIB] * 4)
     beside, same = filled(saver, [MIB], "q")
@@ -162,11 +160,11 @@ def test_a_copy_that_fails_is_raised_with_its_cause_and_the_tags_can_be_resumed(
                 prefetch.wait()
             else:
                 saver.pause("p")
-        for late in ([tensors[3]], None):  # whoever asks later is told, too
+        for late in ([tensors[3]], None):  # later callers get the error, too
             with pytest.raises(BackendError, match="cable"):
                 prefetch.wait(late)
     assert saver.is_paused("p") and saver.is_paused("q")
-    assert driver_calls(saver)["synchronize"].calls == waits + 1  # work on what had come
+    assert driver_calls(saver)["synchronize"].calls == waits + 1  # for early users
     assert saver.report().committed_bytes == 0
     saver.check_integrity()
     saver.begin_resume().wait()
@@ -175,14 +173,14 @@ def test_a_copy_that_fails_is_raised_with_its_cause_and_the_tags_can_be_resumed(
     saver.close()
 
 
-def test_close_waits_for_content_on_its_way(device: str) -> None:
+def test_close_waits_for_prefetch(device: str) -> None:
     saver = MemorySaver(device)
     tensors, _ = filled(saver, [MIB, MIB])
     saver.pause()
     with gated(saver) as gate, ThreadPoolExecutor(1) as thread:
         saver.begin_resume()
         later = thread.submit(saver.close)
-        assert wait_for([later], 0.02).not_done  # nothing is unmapped under a copy
+        assert wait_for([later], 0.02).not_done  # must not unmap during a copy
         gate.let(1000)
         later.result(60)
     with pytest.raises(StateError, match="closed"):
@@ -190,7 +188,7 @@ def test_close_waits_for_content_on_its_way(device: str) -> None:
     del tensors
 
 
-def test_a_saver_that_nobody_refers_to_ends_when_its_copies_have(device: str) -> None:
+def test_dropped_saver_is_released_after_its_copies(device: str) -> None:
     saver = MemorySaver(device)
     backend, (tensors, _) = saver.backend, filled(saver, [MIB] * 3)
     saver.pause()
@@ -198,16 +196,15 @@ def test_a_saver_that_nobody_refers_to_ends_when_its_copies_have(device: str) ->
         saver.begin_resume()
         del saver, tensors
         gc.collect()
-        assert backend.committed_bytes >= 3 * MIB  # it is written to
+        assert backend.committed_bytes >= 3 * MIB  # the copies still write to it
         gate.let(1000)
         until(lambda: gc.collect() >= 0 and not backend.committed_bytes)
 
 
 @pytest.mark.gpu
-def test_streams_wait_for_their_pieces_and_the_host_for_none() -> None:
-    """Behind a kernel that holds the copies up: who waits for a piece is back at once, and what it
-    queues behind it sees the bytes. One event a piece.
-    """
+def test_wait_with_streams_blocks_streams_but_not_host() -> None:
+    # A kernel holds the copies up: `wait` returns, and work queued after it sees the bytes. Each
+    # piece has one event.
     saver = MemorySaver("cuda:0")
     nbytes, size = large("cuda:0") // 8, prefetches.PIECE
     tensors, before = filled(saver, [nbytes] * 4)
@@ -217,7 +214,7 @@ def test_streams_wait_for_their_pieces_and_the_host_for_none() -> None:
     saver.pause()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(int(2e9))  # a second
-        backend.start_copy([], inward=True)  # copies that begin from here on wait for it
+        backend.start_copy([], inward=True)  # later copies wait for the kernel
 
     def noted(pieces: Any, queued: Callable[[Any], None], inward: bool) -> None:
         def note(event: Any) -> None:
@@ -231,13 +228,14 @@ def test_streams_wait_for_their_pieces_and_the_host_for_none() -> None:
         prefetch = saver.begin_resume("p", order=tensors[::-1])
         prefetch.wait([first], [side])
         with torch.cuda.stream(side):
-            found = first.sum(dtype=torch.int64)
-            seen = side.record_event()
-        assert not seen.query() and not busy.query() and not prefetch.arrived  # nobody has waited
+            total = first.sum(dtype=torch.int64)
+            summed = side.record_event()
+        # The host has not waited.
+        assert not summed.query() and not busy.query() and not prefetch.arrived
         prefetch.wait(tensors, [torch.cuda.current_stream()])
         assert all(map(torch.equal, tensors, before))
-        seen.synchronize()
-        assert torch.equal(found, expected)
+        summed.synchronize()
+        assert torch.equal(total, expected)
         prefetch.wait()
     assert len({id(event) for event in events}) == len(events) == 4 * nbytes // size
     saver.check_integrity()

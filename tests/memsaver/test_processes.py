@@ -1,5 +1,7 @@
-"""Processes that share, lend and hand over memory at random: after any number of steps none holds
-more of anything; some are killed at random: the survivor goes on, and nothing of the dead stays.
+"""Processes that lease tags and hand over memory at random, and are killed at random.
+
+No resource grows with the number of steps. Survivors keep working, and no memory of killed
+processes stays.
 """
 
 from __future__ import annotations
@@ -34,28 +36,29 @@ from tests.helpers.memory import (
     settled_fds,
     status_bytes,
 )
-from tests.helpers.memsaver.savers import at_once, not_in_vain, until
+from tests.helpers.memsaver.savers import at_once, may_raise, until
 from tests.helpers.peers import Address, Gone, Peer
 
 TAGS = {"weights": "host", "optim": "host", "kv": "discard", "acts": "discard"}
-# of each tag's tensors; the first, at the start of the tag, stays where it is
+# Bytes of each tag's tensors; the first one stays at the start of the tag.
 SIZES = (1 << 20, 1 << 19, 150_000)
-LIMIT = 28 << 20  # for the tags with their holes, and for some of what the others hand over
-# Bytes: glibc keeps the stack of an ended thread (8 MiB), the CUDA driver takes and returns 32 MiB
-# now and then: seen after few cycles as after 1500. On a GPU Python's heap grows by 1 MiB in 450
-# cycles: torch leaks two tuples a view. A reservation is 4 MiB or more: left behind in each cycle,
-# they show.
+LIMIT = 28 << 20  # enough for the tags with their holes and for some handed-over memory
+# glibc keeps the stack of an ended thread (8 MiB), and the CUDA driver sometimes takes and returns
+# 32 MiB, after few cycles as after 1500. On a GPU, Python's heap grows by 1 MiB in 450 cycles,
+# because torch leaks two tuples per view. A leak of one reservation per cycle, 4 MiB or more, would
+# exceed the slack.
 SLACK_VMSIZE = 48 << 20
 M_ARENA_MAX = -8  # of malloc.h
-SLACK_FDS = 2  # for the test runner's own; what a kill leaves would be one a round
-# Python's heaps are mapped one by one; one mapping left behind in each cycle would be 20 or more
+SLACK_FDS = 2  # descriptors of the test runner; a leak by kills would be one per round
+# Python maps its heaps one by one. A leak of one mapping per cycle would be 20 or more.
 SLACK_MAPS = 16
-SLACK_MAPS_KILLS = 40  # stacks and heaps of ended threads, which glibc keeps for the next ones
+SLACK_MAPS_KILLS = 40  # stacks and heaps of ended threads, which glibc keeps for new threads
 
 
 class Actor:
-    """A saver with tags whose content is kept and tags whose content is not, and random things to
-    do with them and with those of others. All processes do the same.
+    """A saver with tags of several contents, and random operations on its own and others' tags.
+
+    All processes run the same actor.
     """
 
     def __init__(self, device: str, seed: int) -> None:
@@ -63,7 +66,7 @@ class Actor:
         self.saver, self.kept = MemorySaver(device, limit_bytes=LIMIT), LeaseCache()
         self.pattern = (torch.arange(SIZES[0], device=device) % 251).to(torch.uint8)
         self.others: list[Address] = []
-        self.make_anew()
+        self.make_all()
         self.operations = [
             self.pause,
             self.pause,
@@ -74,7 +77,7 @@ class Actor:
             self.replace,
         ]
 
-    def make_anew(self) -> None:
+    def make_all(self) -> None:
         self.tensors: dict[tuple[str, int], torch.Tensor] = {}
         gc.collect()
         for key in itertools.product(TAGS, SIZES):
@@ -86,7 +89,7 @@ class Actor:
     def empty(self, tag: str, size: int) -> torch.Tensor:
         try:
             return self.saver.empty(size, torch.uint8, tag=tag, content=TAGS[tag])
-        except memsaver.OutOfMemory:  # others have handed over up to the limit
+        except memsaver.OutOfMemory:  # handed-over memory has reached the limit
             self.saver.trim()
             return self.saver.empty(size, torch.uint8, tag=tag, content=TAGS[tag])
 
@@ -98,24 +101,22 @@ class Actor:
         return Address(self.saver.pool_ticket(), tickets)
 
     def meet(self, others: Iterable[Address]) -> None:
-        """The first lease makes the connection, to itself too."""
+        """Connect to all processes and to itself, by a first lease."""
         self.others = list(others)
         for address in (*self.others, self.address):
-            with not_in_vain(memsaver.LeaseError):
+            with may_raise(memsaver.LeaseError):
                 memsaver.attach(address.tags[0]).close()
 
     def step(self) -> None:
-        """One operation. Others may be in its way, or die meanwhile: it fails cleanly then, and
-        waits for nobody.
-        """
+        """Run one operation, which fails cleanly if other processes block it or die."""
         operation = self.random.choice(self.operations)
-        with not_in_vain(memsaver.LeaseError, memsaver.OutOfMemory):
+        with may_raise(memsaver.LeaseError, memsaver.OutOfMemory):
             operation()
 
     def cycle(self) -> None:
         for _ in range(4):
             self.step()
-        self.resume()  # always works: what is kept for others gives way
+        self.resume()  # always succeeds: retained memory is reused
         self.saver.drain_events()
 
     def pause(self) -> None:
@@ -132,7 +133,7 @@ class Actor:
         self.check()
 
     def lease(self) -> None:
-        """Of another's tag or an own one; some are kept afterwards."""
+        """Lease a tag of any process; some leases stay in the cache."""
         ticket = self.random.choice(self.random.choice([*self.others, self.address]).tags)
         use = self.random.choice((memsaver.attach, self.kept.use))
         with use(ticket) as lease:
@@ -160,26 +161,23 @@ class Actor:
             assert TAGS[tag] == "discard" or torch.equal(tensor, self.pattern[:size])
 
     def wake(self) -> tuple[int, int]:
-        """The same tensors in the same places as at the start, no memory behind the rest, and
-        nothing kept.
-        """
+        """Restore the tensors and places of the start, with no other memory committed."""
         self.saver.resume()
-        self.make_anew()
-        self.rest()  # on a GPU an extent that is half in use can only be let go of as a whole
+        self.make_all()
+        self.rest()  # on a GPU, an extent in partial use can only be released as a whole
         self.saver.resume()
-        # to what the next rest needs; it had grown to what the worst cycle needed
+        # Back to the size that the next rest needs, from the size that the worst cycle needed.
         self.saver.pinned_arena.trim()
         return self.saver.report().committed_bytes, process_bytes(self.device)
 
-    def let_go(self) -> None:
-        """Of what it has mapped, its own tags among it."""
+    def end_leases(self) -> None:
         self.kept.close()
         self.kept = LeaseCache()
 
     def rest(self) -> None:
-        """A whole pause and resume works, and so does giving everything back."""
+        """Check a whole resume and pause, and release all memory."""
         self.resume()
-        self.let_go()
+        self.end_leases()
         self.saver.pause()
         self.saver.trim()
         self.saver.check_integrity()
@@ -187,10 +185,10 @@ class Actor:
         if self.device != "cpu":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            torch._C._host_emptyCache()  # of pinned memory: it takes hundreds of cycles to fill
+            torch._C._host_emptyCache()  # torch's pinned cache fills over hundreds of cycles
 
     def held(self) -> dict[str, int]:
-        """What the process holds at rest, mapped or not."""
+        """Return the resources that the process holds at rest."""
         gc.collect()
         nbytes = memfd_bytes([os.getpid()]) if self.device == "cpu" else machine_bytes(self.device)
         pinned = (
@@ -205,7 +203,7 @@ class Actor:
 
 
 def _peer(pipe: Connection, device: str, seed: int, die_at: int | None = None) -> None:
-    # else glibc reserves 64 MiB for one thread more, sooner or later
+    # Otherwise glibc reserves another 64 MiB for a new thread at some point.
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     actor = Actor(device, seed)
     pipe.send(actor.address)
@@ -220,8 +218,9 @@ def _peer(pipe: Connection, device: str, seed: int, die_at: int | None = None) -
 
 
 def _die_after(steps: int, backend: Any) -> None:
-    """Kill this process before or after one of its coming messages and driver calls: number
-    ``steps`` of them.
+    """Kill this process after a number of steps.
+
+    The beginning and the end of each message and each driver call count as a step.
     """
     count = itertools.count(1)
 
@@ -246,23 +245,23 @@ def _die_after(steps: int, backend: Any) -> None:
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_nothing_grows(device: str) -> None:
-    """In two fresh processes, in which nothing else is going on."""
+def test_random_operations_leak_nothing(device: str) -> None:
+    # In fresh processes, nothing else changes the counts.
     peers = [Peer(_peer, device, seed) for seed in (1, 2)]
 
     def both(name: str) -> list[Any]:
-        """One after the other."""
+        """Ask one peer after the other."""
         return [peer.ask((name,)) for peer in peers]
 
     def cycle() -> None:
-        """Both at the same time, so that they come into each other's way."""
+        """Run both peers at the same time, so that their operations collide."""
         for peer in peers:
             peer.tell(("cycle",))
         for peer in peers:
             peer.hear()
 
     def measure() -> tuple[list[Any], list[Any]]:
-        """Bytes of both while all is active, and all that both hold at rest."""
+        """Return the bytes of both peers while active, and all of their resources at rest."""
         active = both("wake")
         both("rest")
         return active, both("held")
@@ -288,7 +287,7 @@ def test_nothing_grows(device: str) -> None:
 
 
 class Survivor:
-    """The saver of this process, which works in a thread of its own while another one kills."""
+    """The saver of this process, which works in one thread while another thread kills peers."""
 
     def __init__(self, device: str) -> None:
         self.device, self.random = device, random.Random(0)
@@ -312,11 +311,11 @@ class Survivor:
         stop = threading.Event()
         at_once(lambda: self._work(stop), lambda: self._kill(victims, stop))
         self._ask("rest")
-        self.actor.let_go()
-        # of the dead
+        self.actor.end_leases()
+        # Wait for the leases of killed peers to end.
         until(lambda: not any(tag.leases for tag in self.actor.saver.report().tags.values()))
         self.actor.rest()
-        self._ask("rest")  # again, for the survivor had memory of theirs, and they had its
+        self._ask("rest")  # again, because the survivor and the peers had each other's memory
         pids = [os.getpid(), *(peer.pid for peer in self.peers)]
         until(lambda: (len(imports), memfd_bytes(pids)) == self.floor)
 
@@ -334,7 +333,7 @@ class Survivor:
             stop.set()
 
     def _ask(self, name: str, arguments: Callable[[Address], list[Any]] = lambda own: []) -> None:
-        """Those that are alive obey; the others, also those that die of it, are buried."""
+        """Call a method in the living peers, and bury peers that are dead or die of it."""
         for peer, own in list(self.peers.items()):
             try:
                 peer.ask((name, *arguments(own)))
@@ -353,13 +352,13 @@ class Survivor:
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_processes_killed_at_random(device: str, fds: int) -> None:
+def test_killed_peers_leave_nothing_behind(device: str, fds: int) -> None:
     survivor = Survivor(device)
     try:
         for _ in range(2):
             survivor.round()
         survivor.bury_all()
-        settled_fds()  # their connections end in threads
+        settled_fds()  # waits for threads that end the peers' connections
         before, maps = survivor.held(), memory_maps()
         before["fds"] += SLACK_FDS
         for _ in range(rounds(5, 200)):

@@ -1,6 +1,4 @@
-"""Interleavings that random tests meet rarely: a peer dies, revokes or hands over itself between
-two steps of ours.
-"""
+"""Rare interleavings: a peer dies, revokes or hands over between two steps of an operation."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from memsaver.sharing import lease, rpc
 from memsaver.sharing.client import Owner, owners
 from tests.helpers.memory import memfd_bytes
 from tests.helpers.memsaver.remote import RemoteSaver, remote_saver
-from tests.helpers.memsaver.savers import MIB, at_once, busy, not_in_vain, until
+from tests.helpers.memsaver.savers import MIB, at_once, busy, may_raise, until
 
 SIZE = 4 * MIB
 
@@ -33,15 +31,15 @@ def _around(
     before: Callable[[], Any] = bool,
     after: Callable[[], Any] = bool,
 ) -> None:
-    """Do something just before, or just after, this process's first request of a kind."""
+    """Run callbacks just before and just after this process's first request of a kind."""
     original, first = rpc.Endpoint.call, iter([True])
 
     def call(self: rpc.Endpoint, name: str, **arguments: Any) -> Any:
-        mine = name == op and next(first, False)
-        if mine:
+        chosen = name == op and next(first, False)
+        if chosen:
             before()
         answer = original(self, name, **arguments)
-        if mine:
+        if chosen:
             after()
         return answer
 
@@ -63,25 +61,24 @@ def saver(device: str, fds: int) -> Iterator[MemorySaver]:
     saver.check_integrity()
     saver.close()
     del kv
-    until(lambda: _held() == before)  # its connection to itself ends in a thread
+    until(lambda: _held() == before)  # a thread ends the saver's connection to itself
 
 
 def _held() -> tuple[int, int]:
-    """Imports of this process, and on the CPU their bytes and its own."""
+    """Return the number of imports of this process, and its memfd bytes."""
     return len(imports), memfd_bytes([os.getpid()])
 
 
 def _dies(peer: RemoteSaver) -> None:
-    """The peer is dead, and this process has noticed."""
+    """Kill the peer, and wait until this process has noticed."""
     lease.owner_of(peer.pool.socket_name)
     peer.kill()
     until(lambda: peer.pool.socket_name not in owners)
 
 
-def test_the_receiver_dies_when_it_has_answered(
+def test_hand_over_leaves_no_import_when_receiver_dies_after_its_answer(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was given is the dead's: it must not stay as an import of nobody."""
     before = len(imports)
     _around("give", monkeypatch, after=lambda: _dies(peer))
     saver.pause(release="hand_over", to=peer.pool)
@@ -89,11 +86,10 @@ def test_the_receiver_dies_when_it_has_answered(
     saver.resume()
 
 
-def test_the_receiver_releases_at_once(
+def test_hand_over_leaves_no_import_when_receiver_releases_immediately(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It revokes what the giver has not even noted as imported."""
-
+    # The receiver revokes imports that the giver has not even noted.
     before = len(imports)
 
     def release() -> None:
@@ -107,7 +103,7 @@ def test_the_receiver_releases_at_once(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_the_owner_dies_when_its_tag_is_imported(
+def test_attach_fails_when_owner_dies_during_import(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     if when == "before":
@@ -121,10 +117,9 @@ def test_the_owner_dies_when_its_tag_is_imported(
         memsaver.attach(peer.ticket)
 
 
-def test_a_giver_dies_while_its_imports_are_taken_over(
+def test_hand_over_completes_when_giver_dies_during_transfer(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of it that have been taken by then are not lost."""
     memsaver.attach(peer.ticket).close()
     owner = lease.owner_of(peer.pool.socket_name)
     missing = imports.missing
@@ -133,7 +128,7 @@ def test_a_giver_dies_while_its_imports_are_taken_over(
 
     def then_drop(ids: list[int]) -> list[int]:
         lacking = missing(ids)
-        if next(calls) == 2:  # the first was for the offer
+        if next(calls) == 2:  # the first call belongs to the offer
             dropping.start()
             time.sleep(0.1)
         return lacking
@@ -144,12 +139,10 @@ def test_a_giver_dies_while_its_imports_are_taken_over(
     assert saver.report().pool_bytes == SIZE
 
 
-def test_two_threads_attach_at_once(
+def test_concurrent_attaches_share_imports(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second is told nothing new, and so must wait until the first has imported what it was
-    told.
-    """
+    # The owner lists no new extents for the second one, which must wait for the first.
     import_all = lease.import_all
 
     def slow(extents: list[Any], *arguments: Any) -> None:
@@ -159,18 +152,18 @@ def test_two_threads_attach_at_once(
     monkeypatch.setattr(lease, "import_all", slow)
     leases = at_once(*[lambda: memsaver.attach(peer.ticket)] * 2)
     assert [int(lease.tensor((1,), torch.uint8)) for lease in leases] == [1, 1]
-    for item in leases:
-        item.close()
+    for attached in leases:
+        attached.close()
     peer.release()
 
 
-def test_processes_that_hand_over_to_each_other_at_once(
+def test_crossing_hand_overs_of_processes_do_not_deadlock(
     saver: MemorySaver, peer: RemoteSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has its saver locked and waits for the other's: one of them gives way, soon."""
+    # Each process holds its lock and waits for the other's, so one of them gives way.
     _around("offer", monkeypatch, before=lambda: (peer.peer.hear(), peer.peer.tell("go")))
     peer.peer.tell(("meet", (saver.pool_ticket(),), {}))
-    with not_in_vain(memsaver.LeaseError):
+    with may_raise(memsaver.LeaseError):
         saver.pause(release="hand_over", to=peer.pool)
     assert peer.peer.hear() is None
     assert saver.is_paused("kv") != (peer.look() is None) == (peer.pid < os.getpid())
@@ -178,7 +171,7 @@ def test_processes_that_hand_over_to_each_other_at_once(
     peer.release()
 
 
-def test_two_savers_that_hand_over_to_each_other_at_once(
+def test_crossing_hand_overs_of_savers_do_not_deadlock(
     device: str, saver: MemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, ready = MemorySaver(device), threading.Barrier(2)
@@ -192,7 +185,7 @@ def test_two_savers_that_hand_over_to_each_other_at_once(
     monkeypatch.setattr(lease, "owner_of", owner_of)
 
     def give(giver: MemorySaver, to: memsaver.PoolTicket) -> None:
-        with not_in_vain(memsaver.LeaseError):
+        with may_raise(memsaver.LeaseError):
             giver.pause(release="hand_over", to=to)
 
     at_once(partial(give, saver, other.pool_ticket()), partial(give, other, saver.pool_ticket()))
@@ -201,7 +194,7 @@ def test_two_savers_that_hand_over_to_each_other_at_once(
     other.close()
 
 
-def test_a_lease_that_comes_too_late_is_given_back(
+def test_lease_granted_after_its_timeout_is_returned(
     saver: MemorySaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket = saver.share("kv")
@@ -209,14 +202,14 @@ def test_a_lease_that_comes_too_late_is_given_back(
     with busy(saver), pytest.raises(memsaver.LeaseError, match=r"gave no answer for 0.1 s"):
         memsaver.attach(ticket)
     monkeypatch.setattr(lease, "TIMEOUT_SECONDS", 10.0)
-    # it refuses before its peer gives up
+    # The owner refuses before the peer gives up.
     monkeypatch.setattr("memsaver.sharing.server.BUSY_SECONDS", 0.1)
     with (
         busy(saver),
-        pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} is busy for 0.1 s"),
+        pytest.raises(memsaver.LeaseError, match=rf"process {os.getpid()} was busy for 0.1 s"),
     ):
         memsaver.attach(ticket)
-    with memsaver.attach(ticket) as again:  # its answer comes after the late one
+    with memsaver.attach(ticket) as again:  # the answer arrives after the late one
         assert int(again.tensor((1,), torch.uint8)) == 2
     assert saver.report().tags["kv"].leases == 0
     saver.pause()

@@ -1,4 +1,4 @@
-"""Part of a tag's memory: resize, resume(at_least=), backed_view."""
+"""Tags with partial memory: resize, resume(at_least=) and backed_view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 24
 
 
 def make(device: str, limit: int | None = None) -> tuple[MemorySaver, torch.Tensor]:
-    """A tensor of 24 rows of 2 MiB, alone on its tag, in pieces that can go back one by one."""
+    """Return a saver and an elastic tensor of 24 rows of 2 MiB, alone on its tag."""
     saver = MemorySaver(device, limit_bytes=limit)
     return saver, saver.empty((ROWS, 2 * MIB), torch.uint8, tag="kv", elastic=True).fill_(1)
 
@@ -32,8 +32,8 @@ def number_rows(rows: torch.Tensor) -> None:
         row.fill_(i + 1)
 
 
-def test_shrink_and_grow_keep_what_stays(device: str) -> None:
-    """(Asserts compare numbers only: pytest would read all of a tensor that it shows.)"""
+def test_resize_keeps_content_of_remaining_rows(device: str) -> None:
+    # Asserts compare numbers only, because pytest would read whole tensors to show them.
     saver, tensor = make(device)
     number_rows(tensor)
     address, before, rows = tensor.data_ptr(), process_bytes(device), ROWS
@@ -51,7 +51,7 @@ def test_shrink_and_grow_keep_what_stays(device: str) -> None:
     assert tensor.data_ptr() == address
 
 
-def test_take_what_fits_now(device: str) -> None:
+def test_partial_resume_maps_what_fits(device: str) -> None:
     saver, tensor = make(device, limit=64 * MIB)
     saver.pause("kv")
     other = saver.empty(36 * MIB, torch.uint8, tag="other").fill_(1)
@@ -77,7 +77,7 @@ def test_take_what_fits_now(device: str) -> None:
     assert [int(row[0]) for row in view] == list(range(1, 15))
 
 
-def test_what_peers_imported_of_the_rest_is_revoked(device: str) -> None:
+def test_shrinking_revokes_imports_of_released_extents(device: str) -> None:
     saver, _ = make(device)
     memsaver.attach(saver.share("kv")).close()
     held = len(imports)
@@ -85,7 +85,7 @@ def test_what_peers_imported_of_the_rest_is_revoked(device: str) -> None:
     assert len(imports) < held
 
 
-def test_mistakes(device: str) -> None:
+def test_resize_and_backed_view_refuse_bad_arguments(device: str) -> None:
     saver, tensor = make(device)
     with pytest.raises(ValueError, match="reserved for 'kv'"):
         saver.resize("kv", 1 << 60)
@@ -103,10 +103,10 @@ def test_mistakes(device: str) -> None:
     assert bool((tensor == 1).all())
 
 
-def test_a_region_that_grows_the_tag_meanwhile(
+def test_resize_accepts_tag_that_grows_concurrently(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at its size and the freeze, as torch's allocator may in another thread."""
+    # Torch's allocator may grow the tag between the reading of its size and the freeze.
     saver = MemorySaver(device, reserve_bytes=64 * MIB)
     tensors, freeze = [saver.empty(2 * MIB, torch.uint8, tag="a")], Arena.freeze
 
@@ -120,7 +120,7 @@ def test_a_region_that_grows_the_tag_meanwhile(
     saver.check_integrity()
 
 
-def test_shapes_that_nothing_can_have(device: str) -> None:
+def test_empty_refuses_impossible_shapes(device: str) -> None:
     saver = MemorySaver(device, limit_bytes=64 * MIB)
     with pytest.raises(ValueError, match="negative"):
         saver.empty((-1,), tag="a")
@@ -130,7 +130,7 @@ def test_shapes_that_nothing_can_have(device: str) -> None:
                 saver.empty(shape, tag="a", elastic=elastic)
     with pytest.raises(memsaver.OutOfMemory):
         saver.empty(128 * MIB, torch.uint8, tag="b")
-    assert saver.tags == [], "a tag whose first tensor could not be made"
+    assert saver.tags == [], "a tag without a first tensor stays"
     tensor = saver.empty(100, tag="a")
     assert saver.report().tags["a"].live_bytes == 400
     del tensor
@@ -139,10 +139,10 @@ def test_shapes_that_nothing_can_have(device: str) -> None:
 
 @pytest.mark.parametrize("release", ["driver", "retain"])
 @pytest.mark.parametrize("turn", [1, 2])
-def test_a_device_lock_that_times_out(
+def test_pause_is_atomic_when_device_lock_times_out(
     turn: int, release: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whichever of its turns in a pause: either nothing has happened, or all of it."""
+    # The lock fails at each of its acquisitions in turn.
     turns, done = itertools.count(1), False
 
     class Lock:

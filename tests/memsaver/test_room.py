@@ -1,6 +1,4 @@
-"""Memory that is cached gives way to every operation that needs memory; what is missing is told as
-it is.
-"""
+"""Cached memory is released for operations that need memory, and shortages are reported exactly."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ CACHE = "torch's cache"
 
 
 class World:
-    """A device that a cache has filled: torch's own on a GPU, on the CPU a tag that `reclaim`
-    pauses. ``large`` fits only where the cache is gone.
+    """A device that a cache has filled; `large` bytes fit only after the cache is released.
+
+    The cache is torch's own on a GPU, and on the CPU a tag that `reclaim` pauses.
     """
 
     def __init__(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +62,7 @@ def _small(world: World) -> torch.Tensor:
     return tensor
 
 
-def _beside(world: World) -> list[torch.Tensor]:
+def _paused_and_small(world: World) -> list[torch.Tensor]:
     return [_paused(world), world.tag("small", 2 * MIB)]
 
 
@@ -80,12 +79,12 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
     "elastic": (lambda _: None, lambda world: world.tag("t", world.large, elastic=True)),
     "region": (lambda _: None, _region),
     "resize": (_small, lambda world: world.saver.resize("t", world.large)),
-    "swap": (_beside, lambda world: world.saver.swap(pause="small", resume="t")),
+    "swap": (_paused_and_small, lambda world: world.saver.swap(pause="small", resume="t")),
 }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_full_cache_gives_way_to_every_operation(
+def test_operation_releases_full_cache(
     operation: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(device, monkeypatch)
@@ -99,7 +98,7 @@ def test_a_full_cache_gives_way_to_every_operation(
     world.saver.close()
 
 
-def test_a_first_tensor_that_fails_leaves_no_tag() -> None:
+def test_failed_first_tensor_leaves_no_tag() -> None:
     saver = MemorySaver(limit_bytes=MIB)
     for elastic in (False, True):
         with pytest.raises(memsaver.OutOfMemory):
@@ -107,8 +106,8 @@ def test_a_first_tensor_that_fails_leaves_no_tag() -> None:
         assert saver.tags == []
 
 
-def test_missing_bytes_are_those_that_the_page_pool_cannot_serve() -> None:
-    """20 MiB are wanted: 8 are kept, and 8 are free under the limit."""
+def test_missing_bytes_exclude_the_page_pool() -> None:
+    # 20 MiB are needed, 8 MiB are retained, and 8 MiB are free under the limit.
     saver = MemorySaver(limit_bytes=32 * MIB)
     tensors = [saver.empty(20 * MIB, torch.uint8, tag="a")]
     saver.pause("a")
@@ -122,18 +121,18 @@ def test_missing_bytes_are_those_that_the_page_pool_cannot_serve() -> None:
     saver.resume("a")
 
 
-def test_integrity_is_not_doubted_where_a_region_grows_while_it_is_looked_at(
+def test_check_integrity_tolerates_concurrent_growth_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between two tables, as another thread may; tables that stay wrong are told."""
+    # Another thread may grow a tag between two readings; a lasting contradiction is an error.
     saver, grown = MemorySaver(), list[torch.Tensor]()
     read = shim.extents
 
     def read_and_grow(slot: int) -> list[shim.Extent]:
-        found = read(slot)
+        extents = read(slot)
         if len(grown) < 3:
             grown.append(torch.empty(MIB, dtype=torch.uint8))
-        return found
+        return extents
 
     with saver.region("t"), monkeypatch.context() as patch:
         patch.setattr(shim, "extents", read_and_grow)
@@ -144,7 +143,7 @@ def test_integrity_is_not_doubted_where_a_region_grows_while_it_is_looked_at(
             saver.check_integrity()
 
 
-def test_segments_are_counted_as_far_as_torch_gives_them_back() -> None:
+def test_releasable_counts_segments_that_torch_can_release() -> None:
     def segment(device: int = 0, **given: Any) -> dict[str, Any]:
         plain = {"device": device, "address": 64, "segment_pool_id": (0, 0), "active_size": 0}
         return plain | {"total_size": 40 * MIB, "is_expandable": False} | given
@@ -159,20 +158,20 @@ def test_segments_are_counted_as_far_as_torch_gives_them_back() -> None:
         (segment(segment_pool_id=(0, 1)), 0),
         (segment(active_size=31 * MIB, **expandable), 20 * MIB),  # of 30 to 70 MiB: 40 to 60
     ]
-    for one, expected in counted:
-        assert releasable([one], 0) == expected
-    assert releasable([one for one, _ in counted], 0) == sum(nbytes for _, nbytes in counted)
+    for item, expected in counted:
+        assert releasable([item], 0) == expected
+    assert releasable([item for item, _ in counted], 0) == sum(nbytes for _, nbytes in counted)
 
 
 @pytest.mark.gpu
-def test_region_that_needs_a_smaller_cache_says_that_it_was_given_back() -> None:
-    """The cache holds less than the driver has, so it is left alone when the region is entered."""
+def test_full_region_releases_cache_and_asks_to_enter_again() -> None:
+    # The cache is smaller than the free memory, so entering the region does not release it.
     if torch.__version__ >= "2.13":
-        pytest.skip("torch empties its cache and tries again")
+        pytest.skip("torch empties its cache and retries")
     torch.cuda.empty_cache()
     saver, free = MemorySaver("cuda:0"), torch.cuda.mem_get_info()[0]
     torch.empty(int(free * 0.4), dtype=torch.uint8, device="cuda:0")
-    with pytest.raises(memsaver.OutOfMemory, match="were given back: enter it again"):
+    with pytest.raises(memsaver.OutOfMemory, match="were released: enter the region again"):
         with saver.region("t"):
             torch.empty(int(free * 0.8), dtype=torch.uint8, device="cuda:0")
     with saver.region("t"):
@@ -182,7 +181,7 @@ def test_region_that_needs_a_smaller_cache_says_that_it_was_given_back() -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["reported at each step", "a region of each step inside"])
-def test_tensors_of_two_streams_are_used_again_while_a_region_is_open(how: str) -> None:
+def test_open_region_reuses_memory_of_tensors_used_on_two_streams(how: str) -> None:
     saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
     with saver.region("t"):
         for step in range(100):
@@ -201,16 +200,16 @@ def test_tensors_of_two_streams_are_used_again_while_a_region_is_open(how: str) 
 
 
 @pytest.mark.gpu
-def test_an_open_region_that_grows_by_what_has_died_says_so(
+def test_open_region_warns_when_dead_tensors_make_it_grow(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if torch.__version__ >= "2.13":
-        pytest.skip("torch uses it again")
+        pytest.skip("torch reuses the memory")
     saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
     with caplog.at_level(logging.WARNING, "memsaver"), saver.region("t"):
         for _ in range(40):
             torch.empty(16 * MIB, dtype=torch.uint8, device="cuda:0").record_stream(side)
-    assert "region 't': 640.0 MiB of tensors" in caplog.text
+    assert "region 't': 640.0 MiB of dead tensors" in caplog.text
     assert "leave the region at each step" in caplog.text
     saver.close()
 
@@ -218,8 +217,8 @@ def test_an_open_region_that_grows_by_what_has_died_says_so(
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("operation", ["empty", "trim", "region"])
-def test_torchs_cache_is_emptied_behind_work_of_the_savers_gpu(operation: str) -> None:
-    """With expandable segments, while another GPU is the current one."""
+def test_cache_is_emptied_after_work_of_the_savers_gpu(operation: str) -> None:
+    # The segments are expandable, and another GPU is current.
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         with torch.cuda.device(0):
@@ -237,9 +236,9 @@ def test_torchs_cache_is_emptied_behind_work_of_the_savers_gpu(operation: str) -
                     saver.trim()
                 else:
                     with saver.region("t"):
-                        there = torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
-                    assert saver.tag_of(there) == "t"
-                    del there
+                        inside = torch.empty(MIB, dtype=torch.uint8, device="cuda:1")
+                    assert saver.tag_of(inside) == "t"
+                    del inside
             assert kept.tolist() == [5 * 64.0 * MIB] * 1024
             saver.close()
     finally:

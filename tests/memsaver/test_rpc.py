@@ -1,6 +1,4 @@
-"""Messages between two processes: what is late, malformed, unwanted or not read costs neither
-descriptors nor time.
-"""
+"""Late, malformed, unwanted and unread messages cost neither descriptors nor time."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests.helpers.memsaver.savers import until
 
 
 class Ends:
-    """An end that serves, and the other one as a bare socket or as an end, too."""
+    """A serving endpoint, and the other end of its connection as a bare socket."""
 
     def __init__(self) -> None:
         self.ours, self.raw = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -48,7 +46,7 @@ def ends(fds: int) -> Iterator[Ends]:
     until(lambda: open_fds() == fds)
 
 
-def test_a_late_answer_leaves_no_descriptors(ends: Ends) -> None:
+def test_late_answer_leaves_no_descriptors(ends: Ends) -> None:
     with pytest.raises(TimeoutError, match="gave no answer for 0.05 s"):
         ends.end.call("anything", timeout=0.05)
     before = open_fds()
@@ -68,7 +66,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_ends_the_connection(ends: Ends, garbage: bytes) -> None:
+def test_malformed_message_ends_connection(ends: Ends, garbage: bytes) -> None:
     with uncollected():
         socket.send_fds(ends.raw, [garbage], [0])
         assert ends.raw.recv(1) == b""
@@ -76,14 +74,14 @@ def test_garbage_ends_the_connection(ends: Ends, garbage: bytes) -> None:
         ends.end.call("anything", timeout=60)
 
 
-def test_who_does_not_read_is_not_waited_for(ends: Ends) -> None:
+def test_call_times_out_when_peer_does_not_read(ends: Ends) -> None:
     ends.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, rpc.send_timeout(0.1))
     with pytest.raises(TimeoutError, match="reads nothing"):
         ends.end.call("anything", timeout=120, blob="x" * 1_000_000)
 
 
 class Server:
-    """Stands for a ShareServer: no operation takes descriptors but ``give``, which fails."""
+    """Fake ShareServer that refuses every operation."""
 
     def refuse(self, link: object, **arguments: Any) -> rpc.Reply:
         raise rpc.CallRefused(str(sorted(arguments)))
@@ -92,7 +90,7 @@ class Server:
 
 
 @pytest.mark.parametrize("op", ["lease", "give", "nonsense"])
-def test_descriptors_that_nobody_takes_are_closed(op: str, fds: int) -> None:
+def test_descriptors_of_refused_request_are_closed(op: str, fds: int) -> None:
     with pytest.raises(rpc.CallRefused):
         ShareServer.serve(Server(), None, op, {}, [os.dup(0), os.dup(0)])  # type: ignore[arg-type]
     assert open_fds() == fds

@@ -1,6 +1,4 @@
-"""The contract of ``MemorySaver``: same semantics on every backend, and what it tells of its
-driver's calls.
-"""
+"""The contract of `MemorySaver` on every backend, and its records of driver calls."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from tests.helpers.memsaver.savers import MIB, driver_calls
 pytestmark = pytest.mark.alone
 
 
-def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
+def test_pause_releases_exactly_the_committed_bytes(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     tensors = [
         saver.empty((1 << n, 3), torch.float32, tag="kv_cache").fill_(1) for n in range(4, 21, 4)
@@ -35,7 +33,7 @@ def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
     before, held = process_bytes(device), family_bytes(device)
     saver.pause("kv_cache")
     assert before - process_bytes(device) == counted(committed, device), "unmapped"
-    assert held - family_bytes(device) == counted(committed, device), "let go of"
+    assert held - family_bytes(device) == counted(committed, device), "released"
     assert saver.report().tags["kv_cache"].committed_bytes == 0
     saver.resume("kv_cache")
     for tensor in tensors:
@@ -44,7 +42,7 @@ def test_pause_gives_back_exactly_the_committed_bytes(device: str) -> None:
     saver.check_integrity()
 
 
-def test_host_content_comes_back_bit_identical_at_the_same_addresses(device: str) -> None:
+def test_host_content_is_restored_at_the_same_addresses(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     with saver.region("weights", content="host"):
         model = torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 11)).to(device)
@@ -64,7 +62,7 @@ def test_host_content_comes_back_bit_identical_at_the_same_addresses(device: str
     )
 
 
-def test_tags_are_separate_and_states_are_told(device: str) -> None:
+def test_tags_are_independent_and_errors_name_their_state(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     one, two = saver.empty(10, tag="one"), saver.empty(10, tag="two")
     two.fill_(2)
@@ -85,7 +83,7 @@ def test_tags_are_separate_and_states_are_told(device: str) -> None:
     assert saver.tags == ["one", "two"]
 
 
-def test_policy_of_a_tag_and_its_override(device: str) -> None:
+def test_content_policy_is_fixed_but_a_pause_can_override_it(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     value = saver.empty(100, tag="t", content="discard")
     value.fill_(5)
@@ -100,7 +98,7 @@ def test_policy_of_a_tag_and_its_override(device: str) -> None:
     assert saver.report().backup_bytes == 0
 
 
-def test_resume_is_all_or_nothing_under_a_limit(device: str) -> None:
+def test_resume_is_atomic_under_a_limit(device: str) -> None:
     saver = memsaver.MemorySaver(device, limit_bytes=32 * MIB)
     saver.empty(16 * MIB, torch.uint8, tag="a").fill_(1)
     saver.pause("a")
@@ -120,7 +118,7 @@ def test_resume_is_all_or_nothing_under_a_limit(device: str) -> None:
     assert saver.report().committed_bytes == 20 * MIB
 
 
-def test_a_full_region_raises_attributed_and_frees_what_it_took(device: str) -> None:
+def test_full_region_raises_out_of_memory_and_releases_its_tensors(device: str) -> None:
     saver = memsaver.MemorySaver(device, limit_bytes=32 << 20)
     with (
         pytest.raises(memsaver.OutOfMemory, match="region 'weights' needs"),
@@ -133,22 +131,25 @@ def test_a_full_region_raises_attributed_and_frees_what_it_took(device: str) -> 
         torch.empty(12 << 20, dtype=torch.uint8, device=device)
 
 
-def test_an_error_that_is_no_shortage_passes_through_a_region(device: str) -> None:
+def test_region_passes_other_errors_through(device: str) -> None:
     saver = memsaver.MemorySaver(device, limit_bytes=32 << 20)
-    with pytest.raises(RuntimeError, match="of my own") as caught, saver.region("weights"):
+    with (
+        pytest.raises(RuntimeError, match="an error of the caller") as caught,
+        saver.region("weights"),
+    ):
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(64 << 20, dtype=torch.uint8, device=device)
-        raise RuntimeError("of my own")
+        raise RuntimeError("an error of the caller")
     assert not isinstance(caught.value, memsaver.OutOfMemory)
 
 
-def test_outgrowing_the_reservation_says_so(device: str) -> None:
+def test_outgrowing_the_reservation_names_reserve_bytes(device: str) -> None:
     saver = memsaver.MemorySaver(device, reserve_bytes=4 << 20)
     with pytest.raises(memsaver.OutOfMemory, match="reserve_bytes"):
         saver.empty(5 << 20, torch.uint8)
 
 
-def test_innermost_region_wins_and_outside_is_plain(device: str) -> None:
+def test_innermost_region_applies_and_outside_is_plain(device: str) -> None:
     saver, other = memsaver.MemorySaver(device), memsaver.MemorySaver(device)
     with saver.region("outer"):
         first = torch.ones(1000, device=device)
@@ -172,18 +173,18 @@ def test_bad_arguments_are_refused(arguments: dict) -> None:
         memsaver.MemorySaver(**{"device": "cpu", **arguments})
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(memsaver.BackendError, match=r"'cuda:99' cannot be used: .*memsaver doctor"):
         memsaver.MemorySaver("cuda:99")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # as if not installed
     monkeypatch.delitem(sys.modules, "memsaver.memory.cuda", raising=False)
     with pytest.raises(memsaver.BackendError, match=r"pip install 'memsaver\[cuda\]'"):
         memsaver.MemorySaver("cuda:0")
 
 
-def test_a_saver_and_its_report_can_be_read(device: str) -> None:
+def test_saver_and_report_are_readable_as_text(device: str) -> None:
     saver = memsaver.MemorySaver(device, limit_bytes=64 << 20)
     kept = [saver.empty(4 << 20, torch.uint8, tag=tag) for tag in ("weights", "kv_cache")]
     saver.pause("kv_cache")
@@ -201,7 +202,7 @@ def test_a_saver_and_its_report_can_be_read(device: str) -> None:
     del kept
 
 
-def test_committed_is_at_most_two_percent_over_live(device: str) -> None:
+def test_committed_bytes_exceed_live_bytes_by_two_percent_at_most(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     with saver.region("weights"):
         layers = [torch.nn.Linear(1000, 1000, device=device) for _ in range(20)]
@@ -209,12 +210,12 @@ def test_committed_is_at_most_two_percent_over_live(device: str) -> None:
         del scratch
     tag = saver.report().tags["weights"]
     assert tag.live_bytes == sum(p.nbytes for layer in layers for p in layer.parameters())
-    # torch's 2 and 20 MiB segments round up a model this small
+    # Torch's segments of 2 and 20 MiB round up a model of this size.
     slack = 1.02 if device == "cpu" else 1.3
     assert tag.committed_bytes <= tag.live_bytes * slack
 
 
-def test_the_limit_may_change(device: str) -> None:
+def test_limit_can_change(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     first = saver.empty(4 << 20, torch.uint8, tag="a")
     saver.limit_bytes = saver.report().committed_bytes
@@ -227,7 +228,7 @@ def test_the_limit_may_change(device: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["drop", "close"])
-def test_memory_of_a_saver_that_ends_is_given_back(device: str, how: str) -> None:
+def test_saver_releases_memory_when_dropped_or_closed(device: str, how: str) -> None:
     saver = memsaver.MemorySaver(device)
     tensor = saver.empty(8 << 20, torch.uint8).fill_(1)
     assert tensor.sum() == 8 << 20  # loads the kernel
@@ -240,7 +241,7 @@ def test_memory_of_a_saver_that_ends_is_given_back(device: str, how: str) -> Non
     else:
         del saver
         gc.collect()
-        assert tensor.sum() == 8 << 20  # alive as long as its tensors
+        assert tensor.sum() == 8 << 20  # the saver lives as long as its tensors
         del tensor
         gc.collect()
     assert before - process_bytes(device) == counted(8 << 20, device)
@@ -261,10 +262,10 @@ def test_events_and_report_are_plain_data(device: str) -> None:
     assert saver.drain_events() == []
 
 
-def test_no_event_is_lost_that_a_thread_records_while_they_are_drained() -> None:
+def test_drain_loses_no_event_of_a_concurrent_thread() -> None:
     saver = memsaver.MemorySaver()
     arena, recorder = Tags(saver.backend, MIB).open("a", None), Recorder(saver.backend)
-    done, seen, before = threading.Event(), 0, sys.getswitchinterval()
+    done, drained, before = threading.Event(), 0, sys.getswitchinterval()
 
     def copy_often() -> None:
         for _ in range(20_000):
@@ -276,19 +277,19 @@ def test_no_event_is_lost_that_a_thread_records_while_they_are_drained() -> None
         with ThreadPoolExecutor(1) as thread:
             thread.submit(copy_often)
             while not done.is_set():
-                seen += len(recorder.drain())
+                drained += len(recorder.drain())
     finally:
         sys.setswitchinterval(before)
-    assert seen + len(recorder.drain()) == 20_000
+    assert drained + len(recorder.drain()) == 20_000
     arena.close()
 
 
-def test_a_quiet_log_costs_nothing_and_forgets_nothing_new(
+def test_driver_log_shows_latest_calls_once_enabled(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = memsaver.MemorySaver(device)
     tensor = saver.empty(MIB, torch.uint8, tag="a")
-    for _ in range(400):  # more calls than are remembered
+    for _ in range(400):  # more calls than the shim remembers
         saver.pause()
         saver.resume()
     assert not caplog.records
@@ -300,7 +301,7 @@ def test_a_quiet_log_costs_nothing_and_forgets_nothing_new(
     del tensor
 
 
-def test_failures_are_counted_and_logged_and_their_bytes_are_not(
+def test_failed_driver_call_is_counted_and_logged_without_its_bytes(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = memsaver.MemorySaver(device)
@@ -309,7 +310,7 @@ def test_failures_are_counted_and_logged_and_their_bytes_are_not(
         saver.pause("a")
         before = driver_calls(saver)["create"]
         saver.backend.inject_fault(1, 2)
-        saver.resume("a")  # tries once more
+        saver.resume("a")  # retries once
     after = driver_calls(saver)["create"]
     assert (after.calls - before.calls, after.failed, after.nbytes) == (2, 1, 2 * before.nbytes)
     operations = [record.getMessage() for record in caplog.records if record.name == "memsaver"]

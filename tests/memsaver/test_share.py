@@ -1,4 +1,4 @@
-"""Leases: another process maps a tag's pages."""
+"""Leases of a tag by another process, and protection from other users."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from tests.helpers.peers import Peer
 pytestmark = pytest.mark.alone
 
 
-def test_a_peer_reads_and_writes_the_same_pages(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_reads_and_writes_the_same_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, tensor, _ = shared(device)
     with remote_saver(device) as peer:
         assert peer.attach(saver.share("t"), 8 * 77) == 77
@@ -47,10 +45,10 @@ def test_a_peer_reads_and_writes_the_same_pages(
         assert not saver.is_paused("t") and saver.report().tags["t"].leases >= 1
         peer.detach()
         monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
-        saver.pause("t")  # what it keeps without using it comes back
+        saver.pause("t")  # recalls the peer's cached lease
 
 
-def test_a_dead_peer_ends_its_lease(device: str) -> None:
+def test_lease_ends_when_peer_dies(device: str) -> None:
     saver, _, _ = shared(device)
     before, committed = process_bytes(device), saver.report().committed_bytes
     with remote_saver(device) as peer:
@@ -58,7 +56,7 @@ def test_a_dead_peer_ends_its_lease(device: str) -> None:
         peer.kill()
         until(lambda: not saver.report().tags["t"].leases)
         saver.pause("t")
-        # the driver clears up behind it, a while
+        # The driver takes a while to clean up after the process.
         until(lambda: before - process_bytes(device) == counted(committed, device, 2))
 
 
@@ -87,8 +85,9 @@ def _connected(socket_name: str) -> socket.socket:
 
 
 def _ask_for_lease(ticket: memsaver.Ticket, token: str) -> tuple[dict[str, object] | None, int]:
-    """What comes back to a well-formed request (None: the connection is closed), and how many
-    descriptors.
+    """Return the answer to a well-formed request and its number of descriptors.
+
+    The answer is None if the connection was closed.
     """
     request = json.dumps({"op": "lease", "token": token}).encode()
     with _connected(ticket.socket_name) as connection:
@@ -96,14 +95,14 @@ def _ask_for_lease(ticket: memsaver.Ticket, token: str) -> tuple[dict[str, objec
             connection.send(rpc.HEADER.pack(False, 1, False) + request)
         try:
             data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 200)
-        except ConnectionResetError:  # closed with our request unread
+        except ConnectionResetError:  # closed before the request was read
             data, fds = b"", []
         for fd in fds:
             os.close(fd)
         return (json.loads(data[rpc.HEADER.size :]) if data else None), len(fds)
 
 
-def test_a_descriptor_only_with_the_token(device: str) -> None:
+def test_descriptors_are_sent_only_for_the_token(device: str) -> None:
     saver, tensor, _ = shared(device)
     ticket = saver.share("t")
     answer, fds = _ask_for_lease(ticket, ticket.token)
@@ -113,9 +112,9 @@ def test_a_descriptor_only_with_the_token(device: str) -> None:
     tensor.numel()
 
 
-def _stranger(pipe: Connection, device: str, ticket: memsaver.Ticket) -> None:
-    """Another user, who has a valid ticket."""
-    memsaver.MemorySaver(device).empty(10, tag="t")  # loads what another user may not read
+def _other_user(pipe: Connection, device: str, ticket: memsaver.Ticket) -> None:
+    """Attach as another user with a valid ticket, which is refused."""
+    memsaver.MemorySaver(device).empty(10, tag="t")  # loads files that the user cannot read
     pipe.recv()
     os.setgroups([])
     os.setgid(NOBODY)
@@ -132,30 +131,30 @@ def _stranger(pipe: Connection, device: str, ticket: memsaver.Ticket) -> None:
 
 
 @needs_root
-def test_another_user_gets_nothing_and_costs_nothing(device: str) -> None:
+def test_another_user_gets_no_lease_and_costs_no_resources(device: str) -> None:
     saver, tensor, ticket = shared(device)
     memsaver.attach(ticket).close()
-    stranger = Peer(_stranger, device, ticket)
+    other_user = Peer(_other_user, device, ticket)
     try:
         before = settled_fds(), threading.active_count()
-        stranger.tell("begin")
-        assert stranger.hear() == (
+        other_user.tell("begin")
+        assert other_user.hear() == (
             f"no lease of tag 't': its saver is user {os.getuid()}'s, "
             f"this process is user {NOBODY}'s"
         )
-        assert stranger.hear() == [(None, 0), (None, 0)]
-        assert stranger.hear() == "all closed"
+        assert other_user.hear() == [(None, 0), (None, 0)]
+        assert other_user.hear() == "all closed"
         assert saver.report().tags["t"].leases == 0
         memsaver.attach(ticket).close()
         until(lambda: open_fds() <= before[0] and threading.active_count() <= before[1])
     finally:
-        stranger.bury()
+        other_user.bury()
     saver.pause()
     tensor.numel()
 
 
 def _squatter(pipe: Connection, socket_name: str) -> None:
-    """Another user, who has taken the name of a saver that is gone."""
+    """Listen as another user on the socket name of a closed saver."""
     os.setuid(NOBODY)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("\0" + socket_name)
@@ -166,7 +165,7 @@ def _squatter(pipe: Connection, socket_name: str) -> None:
 
 
 @needs_root
-def test_no_token_goes_to_another_user(device: str) -> None:
+def test_no_token_is_sent_to_another_user(device: str) -> None:
     saver, _, _ = shared(device)
     ticket = saver.share("t")
     saver.close()
@@ -180,8 +179,7 @@ def test_no_token_goes_to_another_user(device: str) -> None:
         squatter.bury()
 
 
-def test_no_more_descriptors_for_a_while(device: str) -> None:
-    """Then nobody can connect; when there are some again, the owner goes on."""
+def test_owner_accepts_connections_again_after_running_out_of_descriptors(device: str) -> None:
     saver, _, _ = shared(device)
     ticket = saver.share("t")
     connection, taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), []
@@ -201,8 +199,9 @@ def test_no_more_descriptors_for_a_while(device: str) -> None:
     memsaver.attach(ticket).close()
 
 
-def test_no_more_threads_for_a_while(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nobody is served; when there are some again, the owner goes on."""
+def test_owner_serves_again_after_running_out_of_threads(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver, _, ticket = shared(device)
     with memsaver.attach(ticket):
         pass
@@ -220,12 +219,12 @@ def test_no_more_threads_for_a_while(device: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(memsaver.LeaseError, match="does not answer"):
         memsaver.attach(ticket)
     monkeypatch.undo()
-    until(lambda: not connections())  # this end has noticed, too
+    until(lambda: not connections())  # the peer's end has noticed, too
     memsaver.attach(ticket).close()
     saver.pause()
 
 
-def test_a_lease_that_nobody_closes_ends_with_its_last_tensor(device: str) -> None:
+def test_unclosed_lease_ends_with_its_last_tensor(device: str) -> None:
     saver, tensor, ticket = shared(device)
     tail = memsaver.attach(ticket).tensor((8 * MIB,), torch.uint8)[-100:]
     gc.collect()

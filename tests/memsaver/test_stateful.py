@@ -1,6 +1,4 @@
-"""Any order of operations: content, addresses, bytes and states agree with a plain model after
-every step.
-"""
+"""Random orders of operations, compared with a plain model after every step."""
 
 from __future__ import annotations
 
@@ -32,8 +30,10 @@ sizes = st.integers(1, 90_000)
 
 
 class SaverMachine(RuleBasedStateMachine):
-    """The model: per tag whether it is paused or aliases its pages, and per tensor its value and
-    how many bytes from its start have the value (the others are undefined).
+    """State machine of a saver, with a model of its tags and tensors.
+
+    The model knows for each tag whether it is paused or aliased, and for each tensor its value and
+    how many leading bytes have the value; the other bytes are undefined.
     """
 
     tensors = Bundle("tensors")
@@ -41,22 +41,25 @@ class SaverMachine(RuleBasedStateMachine):
 
     @initialize(begun=st.booleans())
     def start(self, begun: bool) -> None:
-        """begun: all tags are there, with a tensor that stays."""
+        """Create the savers, and with `begun` a permanent tensor on every tag."""
         self.limit = self.scale << 20
-        # loads the kernels
+        # Load the kernels.
         assert bool((torch.empty(4, dtype=torch.uint8, device=self.device).fill_(77) == 77).all())
         self.floor = self._used()
         self.saver = memsaver.MemorySaver(self.device, limit_bytes=self.limit)
         self.peer = memsaver.MemorySaver(self.device, limit_bytes=self.limit // 2)
-        self.theirs = self.peer.empty(
+        self.peer_tensor = self.peer.empty(
             100_000 * self.scale, torch.uint8, tag="theirs", content="host"
         ).fill_(77)
         self.paused: dict[str, bool] = {}
         self.aliased: set[str] = set()
-        self.asleep: dict[str, int] = {}  # bytes that a resume of the tag brings back, at most
+        self.asleep: dict[str, int] = {}  # maximum of bytes that a resume of the tag maps
         self.watch = memsaver.ContentWatch(self.saver)
         self.discarded: set[str] = set()  # tags whose content this step discards
-        self.grace, switch.LEASE_GRACE_SECONDS = switch.LEASE_GRACE_SECONDS, 60.0  # never needed
+        self.grace, switch.LEASE_GRACE_SECONDS = (
+            switch.LEASE_GRACE_SECONDS,
+            60.0,
+        )  # no pause needs it
         self.kept = memsaver.LeaseCache()
         self.alive: dict[int, dict] = {}
         self.counter = 0
@@ -68,10 +71,10 @@ class SaverMachine(RuleBasedStateMachine):
             self.alive.clear()
             self.kept.close()
             self.saver.close()
-            del self.theirs
+            del self.peer_tensor
             self.peer.close()
             switch.LEASE_GRACE_SECONDS = self.grace
-            # imports of a closed saver are let go of by a thread
+            # A thread releases the imports of a closed saver.
             until(lambda: self._used() == self.floor)
 
     def _used(self) -> int:
@@ -89,12 +92,12 @@ class SaverMachine(RuleBasedStateMachine):
         item |= {"value": value, "size": len(view)}
 
     def _shown(self, item: dict) -> bool:
-        """Return whether the tensor, which is active, shows what was written."""
+        """Return whether an active tensor shows its value."""
         view = self.saver.backed_view(item["tensor"])[: item["size"]]
         return len(view) == item["size"] and bool((view == item["value"]).all())
 
     def _lose(self, tag: str) -> None:
-        """The content of the tag is undefined from here on."""
+        """Note that the content of the tag is undefined now."""
         self.discarded.add(tag)
         for item in self._on(tag):
             item["size"] = 0
@@ -159,13 +162,13 @@ class SaverMachine(RuleBasedStateMachine):
             self.aliased.remove(tag)
             self.discarded.add(tag)
         elif not self.paused[tag]:
-            self._goes(tag, content, committed)
+            self._note_pause(tag, content, committed)
         self.paused[tag] = True
         after = self.saver.report().committed_bytes + self.peer.report().committed_bytes
         assert after == total or (release == "driver" and after < total)
 
-    def _goes(self, tag: str, content: str | None, committed: int) -> None:
-        """An active tag of so many bytes is paused."""
+    def _note_pause(self, tag: str, content: str | None, committed: int) -> None:
+        """Note that an active tag with this many bytes was paused."""
         self.asleep[tag] = committed
         if (content or TAGS[tag]) == "discard":
             self._lose(tag)
@@ -187,13 +190,16 @@ class SaverMachine(RuleBasedStateMachine):
             assert self.asleep[into] > 0
         else:
             assert self.paused[into] and not self.paused[out]
-            self._goes(out, content, committed)
+            self._note_pause(out, content, committed)
             self.paused |= {out: True, into: False}
 
     @precondition(lambda self: getattr(self, "paused", None))
     @rule(number=st.integers(0, 2), ready=st.booleans(), back=st.booleans())
     def alias(self, number: int, ready: bool, back: bool) -> None:
-        """number: of the tag. ready: it is paused first, and the peer awake. back: at once."""
+        """Map the peer's pages behind the tag with this number.
+
+        With `ready`, pause the tag and wake the peer first. With `back`, end the alias immediately.
+        """
         tag = sorted(self.paused)[number % len(self.paused)]
         if ready and tag not in self.aliased:
             self.pause(tag, None, "driver")
@@ -219,7 +225,7 @@ class SaverMachine(RuleBasedStateMachine):
     @precondition(lambda self: list(getattr(self, "paused", {}).values()).count(False) >= 2)
     @rule(left=st.integers(0, 2))
     def exchange(self, left: int) -> None:
-        """left: the number of the tag that is not taken, where three are active."""
+        """Exchange two active tags; if there are three, leave out the one with number `left`."""
         active = [tag for tag in sorted(self.paused) if not self.paused[tag]]
         one, other = active[:left] + active[left + 1 :] if len(active) == 3 else active
         try:
@@ -235,7 +241,7 @@ class SaverMachine(RuleBasedStateMachine):
             assert {one, other} & self.aliased
             return
         made = {name for name, stats in driver_calls(self.saver).items() if stats != calls[name]}
-        assert made <= {"map", "unmap", "set_access", "synchronize"}, "copied, cleared or taken"
+        assert made <= {"map", "unmap", "set_access", "synchronize"}, "copied, cleared or created"
         assert all(map(torch.equal, before, [self._bytes(tag, size) for tag in (other, one)]))
         for item in self._on(one) + self._on(other):
             self._write(item, item["value"])
@@ -260,8 +266,8 @@ class SaverMachine(RuleBasedStateMachine):
 
     @rule()
     def peer_wakes(self) -> None:
-        self.peer.resume()  # what it keeps must not be in its own way
-        assert bool((self.theirs == 77).all())
+        self.peer.resume()  # succeeds, because the peer's retained memory is reused
+        assert bool((self.peer_tensor == 77).all())
 
     @rule(peer=st.booleans())
     def trim(self, peer: bool) -> None:
@@ -297,7 +303,7 @@ class SaverMachine(RuleBasedStateMachine):
 
     @rule(tag=st.one_of(st.none(), tags), prefetched=st.booleans())
     def resume(self, tag: str | None, prefetched: bool) -> None:
-        """tag: None: all."""
+        """Resume one tag, or all tags for None."""
         chosen = [tag] if tag else list(self.paused)
         if not chosen or tag not in (None, *self.paused):
             return
@@ -314,7 +320,7 @@ class SaverMachine(RuleBasedStateMachine):
             assert error.requested_bytes + held - self.limit == error.missing_bytes > 0
 
     def _prefetch(self, chosen: list[str]) -> None:
-        """The last tensor first, each looked at when it is there."""
+        """Prefetch tags, the last tensor first, and check each tensor when it has arrived."""
         asleep = [tag for tag in chosen if self.paused[tag]]
         items = [item for item in reversed(self.alive.values()) if item["tag"] in asleep]
         prefetch = self.saver.begin_resume(*chosen, order=[item["tensor"] for item in items])
@@ -325,7 +331,7 @@ class SaverMachine(RuleBasedStateMachine):
 
     @rule(tag=tags, version=st.integers(1, 2), save=st.booleans())
     def name(self, tag: str, version: int, save: bool) -> None:
-        """Whether the owner is right or not: who believes it without a look loses content."""
+        """Name a version that may be wrong: a pause that trusts the name would lose content."""
         if tag not in self.paused:
             return
         try:
@@ -338,12 +344,10 @@ class SaverMachine(RuleBasedStateMachine):
         except memsaver.LeaseError:
             assert tag in self.aliased
 
-    @rule(tag=tags, value=st.integers(0, 250), anew=st.booleans())
-    def use(self, tag: str, value: int, anew: bool) -> None:
-        """Through a lease that stays mapped (anew: until now): it shows the tag's pages, whichever
-        they are by now.
-        """
-        if anew:
+    @rule(tag=tags, value=st.integers(0, 250), fresh=st.booleans())
+    def use(self, tag: str, value: int, fresh: bool) -> None:
+        """Check and write the tag's tensors through a cached lease, or with `fresh` a new one."""
+        if fresh:
             self.kept.close()
             self.kept = memsaver.LeaseCache()
         if tag not in self.paused:
@@ -354,10 +358,10 @@ class SaverMachine(RuleBasedStateMachine):
                 for item in self._on(tag):
                     if nbytes := len(self.saver.backed_view(item["tensor"])):
                         offset = self.saver.offset_of(item["tensor"])
-                        seen = lease.tensor((nbytes,), torch.uint8, offset)
-                        assert bool((seen[: item["size"]] == item["value"]).all())
+                        view = lease.tensor((nbytes,), torch.uint8, offset)
+                        assert bool((view[: item["size"]] == item["value"]).all())
                         item |= {"value": value, "size": nbytes}
-                        seen.fill_(value)
+                        view.fill_(value)
         except memsaver.LeaseError:
             assert self.paused[tag] or tag in self.aliased
 
@@ -385,7 +389,7 @@ class SaverMachine(RuleBasedStateMachine):
             assert report.tags[tag].live_bytes == held
             assert bool(report.tags[tag].aliased_bytes) == (tag in self.aliased)
             assert report.tags[tag].leases <= (not paused and tag not in self.aliased), (
-                "at most the one that is kept"
+                "more than the cached lease"
             )
         for item in self.alive.values():
             assert item["tensor"].data_ptr() == item["address"]
@@ -396,7 +400,7 @@ class SaverMachine(RuleBasedStateMachine):
 
 
 class CudaMachine(SaverMachine):
-    """Without regions: torch makes segments of 2 and 20 MiB there, unknown to the model."""
+    """The state machine on a GPU, without regions: the model does not know torch's segments."""
 
     device, page, scale, regions = "cuda:0", 2 << 20, 128, False
 

@@ -1,5 +1,6 @@
-"""One tag out, another in: content of both right, addresses the same, nothing lost when it fails in
-the middle.
+"""Swap: one tag is paused and another resumed, both with their content and addresses.
+
+Failing driver calls are in test_fault_injection.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _numbers(count: int, step: int, first: int) -> torch.Tensor:
 
 
 class World:
-    """Tag a is active, tag b paused; both keep their content, in pieces of different sizes."""
+    """An active tag "a" and a paused tag "b" with content, in tensors of the given MiB."""
 
     def __init__(
         self,
@@ -38,13 +39,13 @@ class World:
         self.expected: dict[str, list[torch.Tensor]] = {}
         self.tensors: dict[str, list[torch.Tensor]] = {}
         for tag, sizes in (("b", b), ("a", a)):
-            made = [
+            created = [
                 self.saver.empty(size * MIB, torch.uint8, tag, content="host", elastic=elastic)
                 for size in sizes
             ]
-            for number, tensor in enumerate(made):
+            for number, tensor in enumerate(created):
                 tensor.copy_(_numbers(len(tensor), number + 3 + len(tag), ord(tag)))
-            self.tensors[tag], self.expected[tag] = made, [tensor.clone() for tensor in made]
+            self.tensors[tag], self.expected[tag] = created, [tensor.clone() for tensor in created]
             if tag == "b":
                 self.saver.pause("b", release="retain")
                 self.saver.trim()
@@ -66,24 +67,24 @@ class World:
                 for x, y in zip(self.tensors[tag], self.expected[tag], strict=True)
             )
 
-    def to_and_fro(self) -> None:
+    def swap_twice(self) -> None:
         for out, into in (("a", "b"), ("b", "a")):
             self.saver.swap(pause=out, resume=into)
             self.check(out)
 
 
-def test_little_memory_beside_the_first_tag(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_needs_little_extra_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (swap_module, page_pool_module):
         monkeypatch.setattr(module, "LARGEST", 2 * MIB)
     limit = 18 * MIB + 2 * (device != "cpu") * MIB
     world = World(device, (4, 4, 4, 4), (4, 4, 4, 4), limit, elastic=True)
     for _ in range(2):
-        world.to_and_fro()
+        world.swap_twice()
         assert world.saver.report().committed_bytes <= 20 * MIB
-    assert world.saver.report().tags["a"].extents > 4, "in pieces, since the first time"
+    assert world.saver.report().tags["a"].extents > 4, "one large extent instead of pieces"
 
 
-def test_what_is_refused_changes_nothing(device: str) -> None:
+def test_refused_swap_changes_nothing(device: str) -> None:
     world = World(device, (4,), (16,), limit=16 * MIB + MIB)
     world.saver.empty(100, tag="c")
     swap = world.saver.swap
@@ -109,14 +110,14 @@ def test_what_is_refused_changes_nothing(device: str) -> None:
     del keep
 
 
-def test_what_is_clean_or_discarded_is_not_copied(device: str) -> None:
+def test_swap_copies_no_clean_or_discarded_content(device: str) -> None:
     world = World(device, (4, 4), (4, 4))
     world.saver.mark_clean("a", 1)
-    world.to_and_fro()
+    world.swap_twice()
     world.saver.mark_clean("a", 1)
     before = world.copied
     world.saver.swap(pause="a", resume="b")
-    assert world.copied - before == 8 * MIB, "only the way in"
+    assert world.copied - before == 8 * MIB, "more than the entering tag was copied"
     world.saver.swap(pause="b", resume="a")
     world.check("b")
     before = world.copied

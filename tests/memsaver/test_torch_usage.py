@@ -1,4 +1,4 @@
-"""What torch holds outside of tags, from its own list of segments."""
+"""Torch's memory outside of tags, by its list of segments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def segment(address: int, total: int, allocated: int, pool: tuple[int, int]) -> 
     return {"device": 0, "address": address, **sizes, "segment_pool_id": pool}
 
 
-def test_segments_on_a_tag_are_the_tags_asleep_or_not() -> None:
-    """Others in a pool are a graph's; another GPU's do not count."""
+def test_outside_tags_excludes_segments_of_active_and_paused_tags() -> None:
+    # Other segments in pools belong to graphs, and segments of other GPUs do not count.
     with contextlib.closing(MemorySaver("cpu")) as saver:
         on_tag = saver.empty((4096,), torch.uint8, tag="weights").data_ptr()
         elsewhere = torch.empty(1 << 20).data_ptr()
@@ -31,13 +31,12 @@ def test_segments_on_a_tag_are_the_tags_asleep_or_not() -> None:
         ]
         names = ("torch's cache", "torch's tensors", "torch's private pools")
         for _ in range(2):
-            found = outside_tags(listed, 0)
-            assert found == dict(zip(names, (15, 15, 7), strict=True))
+            assert outside_tags(listed, 0) == dict(zip(names, (15, 15, 7), strict=True))
             saver.pause("weights", content="discard")
     assert outside_tags(listed, 0)["torch's private pools"] == 64 + 7
 
 
-def test_a_report_asks_who_else_holds_memory_only_where_that_is_wanted(
+def test_report_lists_other_holders_only_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with contextlib.closing(MemorySaver("cpu")) as saver:

@@ -1,11 +1,11 @@
-"""What users of other tools ran into, one test for each; the reports are named.
+"""Bugs that users of other tools reported, with one test for each report.
 
-Elsewhere: an OutOfMemory in resume that ends the process (torch_memory_saver PR#87) or leaves a tag
-half mapped (vllm PR#34600): test_fault_injection, test_saver. A free while paused
-(torch_memory_saver#92), concurrent regions, forks: test_lifetimes. An exit with paused tags
-(torch_memory_saver#56): compat/test_misuse. Nested regions, buffers made with a module: test_saver.
-A second release of the same handles (vllm#36651): test_stateful. Addresses that every import takes
-anew (pytorch#186213): test_processes.
+Other files test further reports. test_fault_injection and test_saver: an OutOfMemory in resume that
+ends the process (torch_memory_saver PR#87) or leaves a tag half mapped (vllm PR#34600).
+test_lifetimes: a free while paused (torch_memory_saver#92), concurrent regions, forks.
+compat/test_misuse: an exit with paused tags (torch_memory_saver#56). test_saver: nested regions,
+and buffers that a module creates. test_stateful: a second release of the same handles
+(vllm#36651). test_processes: new addresses for every import (pytorch#186213).
 """
 
 from __future__ import annotations
@@ -29,36 +29,32 @@ from tests.helpers.peers import Peer
 pytestmark = pytest.mark.alone
 
 
-def test_a_freed_block_is_never_another_tags(device: str) -> None:
-    """torch_memory_saver#85: a block freed under one tag came back under another, and was paused
-    with the wrong one.
-    """
+def test_freed_block_is_never_reused_by_another_tag(device: str) -> None:
+    # torch_memory_saver#85: a reused block was paused with the wrong tag.
     saver = MemorySaver(device)
-    seen: dict[str, set[int]] = {"a": set(), "b": set()}
+    addresses: dict[str, set[int]] = {"a": set(), "b": set()}
     for step in range(20):
-        for tag in seen:
+        for tag in addresses:
             with saver.region(tag):
                 tensors = [
                     torch.full((1000 * (step % 3 + 1),), 3.0, device=device) for _ in range(3)
                 ]
-            seen[tag] |= {tensor.data_ptr() for tensor in tensors}
+            addresses[tag] |= {tensor.data_ptr() for tensor in tensors}
             del tensors
-    assert not seen["a"] & seen["b"]
+    assert not addresses["a"] & addresses["b"]
     with saver.region("b"):
         kept = torch.full((1000,), 5.0, device=device)
     saver.pause("a")
     assert bool((kept == 5).all())
-    plain = torch.ones(1000, device=device)  # and torch's own memory is neither's
+    plain = torch.ones(1000, device=device)  # torch's own memory is on neither tag
     saver.pause("b")
     assert bool((plain == 1).all())
     saver.resume()
 
 
 @pytest.mark.gpu
-def test_a_blas_workspace_is_not_made_inside_a_region() -> None:
-    """cuBLAS keeps the workspace of a thread's first multiplication for ever: on a tag, a pause
-    would take it away.
-    """
+def test_region_does_not_catch_cublas_workspace() -> None:
+    # cuBLAS keeps the workspace of a thread's first multiplication forever, across a pause.
     torch._C._cuda_clearCublasWorkspaces()
     saver = MemorySaver("cuda:0")
     a = torch.randn(512, 512, device="cuda:0", dtype=torch.bfloat16)
@@ -77,9 +73,7 @@ def test_a_blas_workspace_is_not_made_inside_a_region() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
 def test_nothing_is_unmapped_under_a_running_kernel(fast: bool) -> None:
-    """sglang PR#37932: unmapped while a stream was still writing: an illegal access that ends the
-    context.
-    """
+    # sglang PR#37932: memory was unmapped while a stream wrote to it, an illegal access.
     saver = MemorySaver("cuda:0")
     tensor = saver.empty(64 << 20, torch.uint8, tag="t", content="host").fill_(1)
     torch.cuda.synchronize()
@@ -95,7 +89,7 @@ def test_nothing_is_unmapped_under_a_running_kernel(fast: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_dropped_saver_unmaps_nothing_under_a_running_kernel() -> None:
+def test_dropped_saver_unmaps_nothing_under_a_running_kernel() -> None:
     for _ in range(3):
         saver = MemorySaver("cuda:0")
         tensor = saver.empty(64 << 20, torch.uint8, tag="t")
@@ -108,7 +102,7 @@ def test_a_dropped_saver_unmaps_nothing_under_a_running_kernel() -> None:
 
 
 @pytest.mark.gpu
-def test_a_saver_dropped_during_a_capture_is_given_back_later() -> None:
+def test_saver_dropped_during_graph_capture_is_released_later() -> None:
     numbers = torch.zeros(8, device="cuda:0").add_(0)
     saver = MemorySaver("cuda:0")
     tensor = saver.empty(64 << 20, torch.uint8, tag="t")
@@ -127,7 +121,7 @@ def test_a_saver_dropped_during_a_capture_is_given_back_later() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["empty", "region"])
-def test_freed_memory_is_not_anothers_before_its_work_has_ended(inside: bool) -> None:
+def test_freed_memory_is_reused_only_after_its_work_has_ended(inside: bool) -> None:
     saver, side = MemorySaver("cuda:0"), torch.cuda.Stream()
 
     def make() -> torch.Tensor:
@@ -166,10 +160,10 @@ def _wake(pipe: Connection) -> None:
 
 
 @pytest.mark.gpu
-def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() -> None:
-    """vllm PR#37065: both took half of what is enough for one."""
+def test_one_of_two_concurrent_resumes_succeeds_when_memory_is_enough_for_one() -> None:
+    # vllm PR#37065: each of two processes obtained half of the memory.
     peers = []
-    for _ in range(2):  # one after the other: each fits alone
+    for _ in range(2):  # one after the other, because each fits alone
         peers.append(Peer(_wake))
         assert peers[-1].hear() == "ready"
     for peer in peers:
@@ -180,16 +174,14 @@ def test_of_two_that_wake_up_at_once_one_gets_all_and_the_other_a_clear_error() 
 
 
 @pytest.mark.soak
-def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> None:
-    """Tensors that outlive their region die later: torch keeps such blocks until something has it
-    free them. (NeMo RL#2619: some bytes stayed at every step until a long run ended for lack of
-    memory.)
-    """
+def test_region_entered_at_every_step_reuses_its_memory(device: str, fds: int) -> None:
+    # Torch keeps blocks of tensors that outlive their region until memsaver has it free them. NeMo
+    # RL#2619: some bytes stayed at every step until a long run ran out of memory.
     saver = MemorySaver(device)
-    if device != "cpu":  # what earlier tests left there is not this one's
+    if device != "cpu":  # release the memory that earlier tests left in torch's cache
         gc.collect()
         torch.cuda.empty_cache()
-    del [torch.ones(1 << 24, device=device)][0]  # on a GPU: in torch's cache from here on
+    del [torch.ones(1 << 24, device=device)][0]  # on a GPU, fills torch's cache
     cached = 0 if device == "cpu" else torch.cuda.memory_reserved()
     weights = saver.empty(1 << 20, torch.uint8, tag="weights", content="host").fill_(1)
     held, maps = set(), []
@@ -206,7 +198,7 @@ def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> 
         del tensors
     assert len(held) == 1 and maps[-1] <= maps[10] + 4
     assert device == "cpu" or torch.cuda.memory_reserved() >= cached, (
-        "torch's own cache was emptied, too"
+        "torch's own cache was emptied"
     )
     saver.trim()
     report = saver.report()
@@ -217,10 +209,8 @@ def test_a_region_at_every_step_uses_its_memory_again(device: str, fds: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dies", ["inside", "after"])
-def test_memory_that_a_stream_still_writes_goes_to_no_other(dies: str) -> None:
-    """Freed with its region, which torch does without waiting, as it tells a pluggable allocator
-    the stream.
-    """
+def test_memory_is_not_reused_while_a_stream_writes_it(dies: str) -> None:
+    # Torch frees a region's memory without waiting, because the allocator knows the stream.
     saver = MemorySaver("cuda:0")
     one, other, nbytes = torch.cuda.Stream(), torch.cuda.Stream(), 256 << 20
     with torch.cuda.stream(one):
@@ -244,8 +234,8 @@ def test_memory_that_a_stream_still_writes_goes_to_no_other(dies: str) -> None:
 
 
 @pytest.mark.gpu
-def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
-    """By default CUDA refuses that in all threads, and the capture has failed by then."""
+def test_host_memory_is_pinned_during_graph_capture() -> None:
+    # By default, CUDA refuses this in all threads and ends the capture.
     saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0").add_(0)
     arena, graph = saver.pinned_arena, torch.cuda.CUDAGraph()
     before = arena.committed_bytes
@@ -261,8 +251,8 @@ def test_host_memory_is_pinned_beside_the_capture_of_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_end_no_capture_on_any_stream_that_torch_hands_out() -> None:
-    """torch hands out 32 streams in turn, so that a new one may have another user already."""
+def test_copies_end_no_capture_on_any_of_torchs_streams() -> None:
+    # Torch hands out 32 streams in turn, so that a new stream may already be in use.
     saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0")
     tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host").fill_(7)
     torch.cuda.synchronize()
@@ -286,8 +276,8 @@ def test_copies_end_no_capture_on_any_stream_that_torch_hands_out() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("way", ["prefetches", "beside", "another thread's"])
-def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> None:
-    """In mode "global" CUDA refuses waiting for an event in every thread, and ends the capture."""
+def test_content_is_copied_during_graph_capture(way: str, mode: str) -> None:
+    # In mode "global", CUDA refuses to wait for an event in every thread and ends the capture.
     saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0").add_(0)
     tensor = saver.empty(256 << 20, torch.uint8, tag="t", content="host").fill_(7)
     graph, go = torch.cuda.CUDAGraph(), threading.Event()
@@ -304,7 +294,7 @@ def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> Non
         if way == "prefetches":
             saver.pause("t")
         thread = another if way == "another thread's" else workers(way, 1)
-        moved = thread.submit(go.wait, 60)  # the copies come behind it
+        moved = thread.submit(go.wait, 60)  # the copies wait for it
         if way == "prefetches":
             prefetch = saver.begin_resume("t")
         elif way == "beside":
@@ -314,13 +304,13 @@ def test_content_moves_beside_the_capture_of_a_graph(way: str, mode: str) -> Non
         with torch.cuda.graph(graph, capture_error_mode=mode):
             numbers.add_(1)
             go.set()
-            thread.submit(int).result(60)  # behind the copies
+            thread.submit(int).result(60)  # runs after the copies
         moved.result(60)
     graph.replay()
     assert numbers.tolist() == [1] * 8
     if way == "prefetches":
         prefetch.wait()
-    saver.pause("t")  # which keeps the copy that `save` made
+    saver.pause("t")  # uses the copy that `save` made
     saver.resume("t")
     assert bool((tensor == 7).all())
     saver.close()

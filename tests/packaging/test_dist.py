@@ -186,11 +186,16 @@ def test_command_and_module_tell_the_version_of_the_wheel(
         assert told == f"memsaver {wheel.name.split('-')[1]}\n"
 
 
-def test_strict_mypy_accepts_a_users_script(environment: Path, tmp_path: Path) -> None:
+def test_strict_mypy_accepts_a_users_script_and_finds_its_mistake(
+    environment: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(USERS_SCRIPT)
     mypy = (sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--python-executable")
     run(*mypy, environment / "bin" / "python", script, cwd=tmp_path)
+    script.write_text(USERS_SCRIPT.replace('"host"', '"hots"'))
+    with pytest.raises(AssertionError, match=r'incompatible type "Literal\[.hots.\]"'):
+        run(*mypy, environment / "bin" / "python", script, cwd=tmp_path)
 
 
 def test_a_recipe_runs_there(environment: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Content that comes back as slowly as a test wants it."""
+"""A gate that delays the copies of a prefetch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Gate:
-    """Stands before the copies of a prefetch, and lets as many pieces pass as it is told."""
+    """Gate in front of the copies of a prefetch, which lets a given number of pieces pass."""
 
     def __init__(self, saver: MemorySaver) -> None:
         self._feed = saver.backend.feed
@@ -40,7 +40,7 @@ class Gate:
         self._let.release(count)
 
     def trickle(self) -> None:
-        """Lets single pieces pass for a while, then all."""
+        """Let single pieces pass for a while, then all of them."""
         for _ in range(400):
             self.let(1)
             time.sleep(1e-5)
@@ -49,9 +49,9 @@ class Gate:
 
 @contextmanager
 def gated(saver: MemorySaver, piece: int = MIB) -> Iterator[Gate]:
-    """Inside, pieces of at most so many bytes come when they are let."""
+    """Delay the prefetches of a saver, in pieces of at most `piece` bytes."""
     backend, gate = saver.backend, Gate(saver)
-    del saver  # it may end inside
+    del saver  # a test may end the saver inside
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "feed", gate.feed)
         patch.setattr(prefetches, "PIECE", piece)

@@ -1,4 +1,4 @@
-"""A saver in another process, which does what it is asked."""
+"""A saver in another process that is controlled through a pipe."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memsaver import LeaseCache, MemorySaver, MemSaverError, PoolTicket, Ticket
 from memsaver.memory.page_pool import imports
 from memsaver.sharing import rpc
 from tests.helpers.memory import open_fds
-from tests.helpers.memsaver.savers import driver_calls, not_in_vain
+from tests.helpers.memsaver.savers import driver_calls, may_raise
 from tests.helpers.peers import Peer
 
 
 class Side:
-    """What it can be asked: the methods, by name."""
+    """The saver in the other process; a test calls its methods by name."""
 
     def __init__(
         self, pipe: Connection, device: str, nbytes: int, limit: int | None, elastic: bool
@@ -41,7 +41,7 @@ class Side:
         self.saver.backend.synchronize()
 
     def look(self) -> tuple[int, int] | None:
-        """Its first and its last byte; None while it is paused."""
+        """Return the first and the last byte of the tensor, or None while it is paused."""
         return None if self.saver.is_paused("t") else (int(self.tensor[0]), int(self.tensor[-1]))
 
     def pause(self, **arguments: Any) -> None:
@@ -55,17 +55,17 @@ class Side:
         self.saver.pause(release="hand_over", to=to)
 
     def meet(self, to: PoolTicket) -> None:
-        """Give, but meet whoever asks in the moment before the offer."""
+        """Hand over, but wait for a message of the test just before the offer."""
         call = rpc.Endpoint.call
 
-        def after_a_word(endpoint: rpc.Endpoint, name: str, **arguments: Any) -> Any:
+        def call_after_message(endpoint: rpc.Endpoint, name: str, **arguments: Any) -> Any:
             if name == "offer":
                 self.pipe.send("ready")
                 self.pipe.recv()
             return call(endpoint, name, **arguments)
 
-        rpc.Endpoint.call = after_a_word  # type: ignore[method-assign]
-        with not_in_vain(memsaver.LeaseError):
+        rpc.Endpoint.call = call_after_message  # type: ignore[method-assign]
+        with may_raise(memsaver.LeaseError):
             self.give(to)
         rpc.Endpoint.call = call  # type: ignore[method-assign]
 
@@ -74,7 +74,7 @@ class Side:
         self.saver.trim()
 
     def attach(self, ticket: Ticket, offset: int = 0) -> int:
-        """The byte there; the lease stays until `detach`."""
+        """Attach until `detach`, and return the byte at the offset."""
         self.leases.append(memsaver.attach(ticket))
         return int(self.leases[-1].tensor((1,), torch.uint8, offset))
 
@@ -82,7 +82,7 @@ class Side:
         self.leases.pop().close()
 
     def use(self, ticket: Ticket, value: int) -> None:
-        """Through a lease that it keeps."""
+        """Fill the tag through a cached lease."""
         with self.kept.use(ticket) as lease:
             lease.tensor((lease.nbytes,), torch.uint8).fill_(value)
 
@@ -92,7 +92,7 @@ class Side:
         return self.look()
 
     def pause_in_child(self) -> int:
-        """The exit status of a forked child: 0 if it is refused and then ends well."""
+        """Return the exit status of a forked child: 0 if its pause is refused and it exits well."""
         if child := os.fork():
             return os.waitpid(child, 0)[1]
         with contextlib.suppress(BaseException):
@@ -108,7 +108,7 @@ class Side:
         return self.saver.report()
 
     def held(self) -> tuple[int, int]:
-        """Imports and descriptors."""
+        """Return the numbers of imports and of descriptors."""
         return len(imports), open_fds()
 
     def exports(self) -> int:
@@ -129,8 +129,11 @@ def _serve(pipe: Connection, *arguments: Any) -> None:
 
 
 class RemoteSaver:
-    """`Side` in another process: the same methods, and the errors of a saver are raised here. pool,
-    ticket: to give to it, and to map its tag "t".
+    """Handle of a `Side` in another process, with the same methods; errors are raised here.
+
+    Attributes:
+        pool: Ticket to hand memory over to the saver.
+        ticket: Ticket to map the saver's tag "t".
     """
 
     def __init__(

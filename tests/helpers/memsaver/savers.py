@@ -1,6 +1,4 @@
-"""For tests of savers: driver calls that fail one after the other, threads, processes, and what is
-waited for.
-"""
+"""Helpers for tests of savers: injected faults, threads, processes and waiting."""
 
 from __future__ import annotations
 
@@ -29,19 +27,19 @@ ERROR = {"cpu": errno.ENOMEM, "cuda:0": 2}  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def large(device: str) -> int:
-    """Bytes that stand out from what else goes on."""
+    """Return a size that stands out from the noise of other allocations."""
     return 1 << 30 if device.startswith("cuda") else 64 << 20
 
 
 class Fault:
-    """One of the coming driver calls. fired: it came that far, and failed; known afterwards."""
+    """A driver call that is to fail; `fired` tells afterwards whether it was reached."""
 
     def __init__(self, call: int, code: int) -> None:
         self.call, self.code, self.fired = call, code, False
 
     @contextlib.contextmanager
     def at(self, backend: Any) -> Iterator[None]:
-        """Inside, the call fails if it is one of this backend's."""
+        """Make the call fail if this backend makes it inside the context."""
         backend.inject_fault(self.call, self.code)
         try:
             yield
@@ -50,7 +48,7 @@ class Fault:
 
 
 def every_call(device: str) -> Iterator[Fault]:
-    """Round by round: the first driver call fails, the second ... until a round has fewer."""
+    """Yield a fault for the first driver call, the second and so on, until a round has fewer."""
     fault = Fault(0, 0)
     while fault.fired or not fault.call:
         fault = Fault(fault.call + 1, ERROR[device])
@@ -58,43 +56,35 @@ def every_call(device: str) -> Iterator[Fault]:
 
 
 @contextlib.contextmanager
-def not_in_vain(*kinds: type[Exception]) -> Iterator[None]:
-    """Inside, these may be raised, but not because somebody was waited for whose answer did not
-    come.
-    """
+def may_raise(*kinds: type[Exception]) -> Iterator[None]:
+    """Allow these exceptions, unless their cause is an answer that did not arrive in time."""
     try:
         yield
     except kinds as error:
-        assert "gave no answer" not in str(error) and "is busy for" not in str(error), error
+        assert "gave no answer" not in str(error) and "was busy for" not in str(error), error
 
 
 def until(done: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait for what another thread or process does, however busy the machine is."""
+    """Wait for a condition that another thread or process brings about."""
     deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < deadline, f"after {seconds:g} s still not"
+        assert time.monotonic() < deadline, f"the condition is false after {seconds:g} s"
         time.sleep(0.002)
 
 
 def connections() -> int:
-    """Ends of connections between savers that are open in this process; each is closed by its own
-    thread.
-    """
+    """Count the open ends of savers' connections in this process; each has a reading thread."""
     return sum(thread.name.endswith("-read") for thread in threading.enumerate())
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What functions return that run at the same time, each in a thread; raises what one of them
-    raises.
-    """
+    """Run functions at the same time, each in a thread, and return their results."""
     with ThreadPoolExecutor(len(works)) as threads:
         return [future.result(120) for future in [threads.submit(work) for work in works]]
 
 
 def shared(device: str, nbytes: int = 8 * MIB) -> tuple[MemorySaver, torch.Tensor, Ticket]:
-    """A saver whose tag "t" is one tensor of bytes, the int64 0, 1, 2 ..., and the writable ticket
-    of it.
-    """
+    """Return a saver, the tensor on its tag "t" (int64 0, 1, 2 ... as bytes), and a ticket."""
     saver = MemorySaver(device)
     tensor = saver.empty(nbytes, torch.uint8, tag="t")
     tensor.view(torch.int64).copy_(torch.arange(nbytes // 8))
@@ -102,7 +92,7 @@ def shared(device: str, nbytes: int = 8 * MIB) -> tuple[MemorySaver, torch.Tenso
 
 
 class Calls(NamedTuple):
-    """All calls of one driver operation; nbytes: of those that succeeded."""
+    """Statistics of one driver operation; `nbytes` counts successful calls only."""
 
     calls: int
     failed: int
@@ -111,13 +101,13 @@ class Calls(NamedTuple):
 
 
 class CallsRecord(ctypes.Structure):
-    """Is ``ms_calls`` of shim.h."""
+    """The struct ``ms_calls`` of shim.h."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("calls", "failed", "nbytes", "ns")]
 
 
 def driver_calls(saver: MemorySaver) -> dict[str, Calls]:
-    """Count a saver's driver calls so far by operation ("create", "map", "copy" ...)."""
+    """Return a saver's driver calls by operation ("create", "map", "copy" ...)."""
     array = (CallsRecord * len(shim.Operation))()
     shim.library().ms_get_calls(saver.backend.phys, array)
     return {
@@ -128,7 +118,7 @@ def driver_calls(saver: MemorySaver) -> dict[str, Calls]:
 
 @contextlib.contextmanager
 def busy(saver: MemorySaver) -> Iterator[None]:
-    """Another thread is in an operation of the saver, and stays there."""
+    """Keep another thread inside an operation of the saver."""
     inside, leave = threading.Event(), threading.Event()
 
     def stay(*_: object) -> None:
@@ -146,7 +136,7 @@ def busy(saver: MemorySaver) -> Iterator[None]:
 
 
 def python(code: str, *, status: int = 0, **environment: str) -> str:
-    """What a fresh interpreter prints that runs the code; it must end with the status."""
+    """Run code in a fresh interpreter, check its exit status, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Drop-ins with memory of their own, on the device under test."""
+"""Drop-ins with their own savers, on the device under test."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.helpers.memory import Scribbler
 
 @pytest.fixture(autouse=True)
 def _forgets_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process holds from an installation on is not held in other tests."""
+    """Undo the effect of an installation on the process's cuBLAS workspaces."""
     monkeypatch.setattr(torch_allocator, "_workspaces_in_graphs", False)
 
 
 @pytest.fixture
 def clears_workspaces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Tells whether who empties torch's cache frees cuBLAS's workspaces, to which graphs write."""
+    """Return a function that tells whether emptying torch's cache frees cuBLAS's workspaces."""
     cleared: list[str] = []
     clear = partial(cleared.append, "all")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
@@ -41,9 +41,9 @@ def clears_workspaces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 @pytest.fixture
 def savers(device: str) -> Iterator[Savers]:
-    made = Savers(lambda: torch.device(device))
-    yield made
-    for saver in made:
+    instance = Savers(lambda: torch.device(device))
+    yield instance
+    for saver in instance:
         saver.close()
 
 
@@ -59,7 +59,7 @@ def allocator(savers: Savers) -> CuMemAllocator:
 
 @pytest.fixture
 def scribble(device: str) -> Iterator[Callable[[int], None]]:
-    """Fills so many bytes of freed memory from another process: it cannot keep its old content."""
+    """Return a function that overwrites freed memory from another process."""
     scribbler = Scribbler(device)
     scribbler.fill(1)
     yield scribbler.fill

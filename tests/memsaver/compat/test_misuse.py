@@ -1,5 +1,6 @@
-"""What exits the process, or corrupts it, elsewhere: here it raises, and nothing has changed. The
-aliases: opt-in, refused when they come too late, and undone.
+"""Misuse of the drop-ins raises an error and changes nothing; the replaced modules would exit.
+
+Also tests `install` and `uninstall`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from tests.helpers.memsaver.savers import python
 NAMES = ("torch_memory_saver", "vllm.device_allocator.cumem")
 
 
-def test_pausing_twice_and_resuming_what_is_active(tms: TorchMemorySaver, device: str) -> None:
+def test_pause_of_paused_tag_and_resume_of_active_tag_are_refused(
+    tms: TorchMemorySaver, device: str
+) -> None:
     with tms.region("kv", enable_cpu_backup=True):
         kv = torch.ones(1000, device=device)
     with tms.region("weights"):
@@ -47,10 +50,10 @@ def test_pausing_twice_and_resuming_what_is_active(tms: TorchMemorySaver, device
     assert bool((kv == 1).all())
 
 
-def test_an_unused_tag_is_let_pass_and_told_once(
+def test_unused_tag_is_accepted_with_one_warning(
     tms: TorchMemorySaver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang pauses its tag cuda_graph whether it has one or not."""
+    # SGLang pauses its tag cuda_graph even if it has no graph.
     with caplog.at_level(logging.WARNING, "memsaver"):
         tms.pause("cuda_graph")
         tms.resume("cuda_graph")
@@ -60,7 +63,7 @@ def test_an_unused_tag_is_let_pass_and_told_once(
     assert "'cuda_graph'" in caplog.text and "known: none yet" in caplog.text
 
 
-def test_allocating_on_a_paused_tag(tms: TorchMemorySaver, device: str) -> None:
+def test_region_of_paused_tag_is_refused(tms: TorchMemorySaver, device: str) -> None:
     with tms.region("a"):
         torch.ones(10, device=device)
     tms.pause("a")
@@ -75,21 +78,21 @@ def test_allocating_on_a_paused_tag(tms: TorchMemorySaver, device: str) -> None:
         torch.ones(10, device=device)
 
 
-def test_pausing_inside_of_a_region(tms: TorchMemorySaver, device: str) -> None:
+def test_pause_inside_region_is_refused(tms: TorchMemorySaver, device: str) -> None:
     with tms.region("a"):
         kept = torch.ones(10, device=device)
         with pytest.raises(StateError, match="region of it is open"):
             tms.pause("a")
     assert bool((kept == 1).all())
     with pytest.raises(StateError, match="'a:discard' is paused"), tms.region("a"), tms.disable():
-        tms.pause("a")  # and not resumed when the region goes on
+        tms.pause("a")  # still paused when the region is entered again
     tms.resume("a")
     with tms.region("a"):
         torch.ones(10, device=device)
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_arguments(tms: TorchMemorySaver) -> None:
+def test_contradicting_arguments_are_refused(tms: TorchMemorySaver) -> None:
     graph: Any = None
     with pytest.raises(ValueError, match="needs a CUDA device"), tms.cuda_graph(graph):
         pass
@@ -104,9 +107,7 @@ def test_arguments(tms: TorchMemorySaver) -> None:
         tms.hook_mod = "torch"  # type: ignore[attr-defined]
 
 
-def test_catching_everything_is_refused(
-    tms: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tms_init_enable_is_refused(tms: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMS_INIT_ENABLE", "1")
     with pytest.raises(StateError, match="TMS_INIT_ENABLE"):
         tms.pause()
@@ -116,7 +117,7 @@ def test_catching_everything_is_refused(
     tms.pause()
 
 
-def test_savers_of_other_devices_and_of_children() -> None:
+def test_forked_child_has_its_own_savers() -> None:
     savers = Savers(lambda: torch.device("cpu"))
     saver = savers.current()
     assert savers.current() is saver and list(savers) == [saver]
@@ -126,8 +127,7 @@ def test_savers_of_other_devices_and_of_children() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_exit_while_paused(device: str) -> None:
-    """A process that ends with tags of all kinds, active and paused, ends well."""
+def test_process_exits_cleanly_with_active_and_paused_tags(device: str) -> None:
     code = f"""
 import memsaver.compat, torch
 memsaver.compat.install("torch_memory_saver", "vllm.device_allocator.cumem")
@@ -167,17 +167,17 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("clean")
-def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> None:
+def test_install_replaces_modules_until_uninstall() -> None:
     ours = [
         importlib.import_module(f"memsaver.compat.{name}")
         for name in ("torch_memory_saver", "vllm")
     ]
-    assert not set(NAMES) & set(sys.modules), "installed without being asked to"
+    assert not set(NAMES) & set(sys.modules), "installed by an import"
     compat.install(*NAMES)
     compat.install("torch_memory_saver")
     assert [importlib.import_module(name) for name in NAMES] == ours
-    found: Any = ours[0]
-    assert isinstance(found.torch_memory_saver, found.TorchMemorySaver)
+    module: Any = ours[0]
+    assert isinstance(module.torch_memory_saver, module.TorchMemorySaver)
     compat.uninstall("torch_memory_saver")
     assert set(NAMES) & set(sys.modules) == {"vllm.device_allocator.cumem"}
     compat.uninstall()
@@ -187,17 +187,15 @@ def test_the_modules_are_found_under_the_other_names_until_they_are_undone() -> 
 
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("name", NAMES)
-def test_workspaces_stay_for_an_engine_in_a_loop_of_ones_own(
-    name: str, clears_workspaces: Callable[[], bool]
-) -> None:
-    """A trainer of ours empties torch's cache at each turn."""
+def test_install_keeps_cublas_workspaces(name: str, clears_workspaces: Callable[[], bool]) -> None:
+    # memsaver's trainers empty torch's cache at each turn.
     assert clears_workspaces()
     compat.install(name)
     assert not clears_workspaces()
 
 
 @pytest.mark.usefixtures("clean")
-def test_too_late() -> None:
+def test_install_is_refused_after_import_of_real_module() -> None:
     real = ModuleType("torch_memory_saver")
     sys.modules["torch_memory_saver"] = real
     with pytest.raises(
@@ -210,7 +208,7 @@ def test_too_late() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("torch",), ("torch_memory_saver", "vllm")])
-def test_unknown_names(names: tuple[str, ...]) -> None:
+def test_install_refuses_unknown_names(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"one or more of 'torch_memory_saver', .* not \["):
         compat.install(*names)
     assert "torch_memory_saver" not in sys.modules

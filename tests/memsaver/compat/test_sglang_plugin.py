@@ -1,5 +1,6 @@
-"""The plugin that SGLang's processes load: on where SGLANG_PLUGINS names it, and else nothing; and
-its adapter, as SGLang calls it. The package is the stand-in of tests/helpers.
+"""The plugin for SGLang's processes, which SGLANG_PLUGINS enables, and its adapter.
+
+The package `sglang` is the stand-in of tests/helpers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def made(enable: bool) -> Any:
-    """What SGLang's processes make after they have loaded plugins, twice."""
+    """Create an adapter as SGLang's processes do, after loading the plugins twice."""
     for _ in range(2):
         register()
         importlib.import_module("sglang.srt.plugins").load_plugins()
@@ -38,7 +39,7 @@ def made(enable: bool) -> Any:
 
 
 @pytest.mark.parametrize("plugins", [None, "", "others"])
-def test_installed_alone_it_changes_nothing(
+def test_plugin_changes_nothing_unless_named(
     monkeypatch: pytest.MonkeyPatch, plugins: str | None
 ) -> None:
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
@@ -47,7 +48,7 @@ def test_installed_alone_it_changes_nothing(
     assert not isinstance(made(enable=True), SglangAdapter)
 
 
-def test_named_it_makes_our_adapter(
+def test_plugin_installs_adapter_when_named(
     monkeypatch: pytest.MonkeyPatch, clears_workspaces: Callable[[], bool]
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "others, memsaver")
@@ -57,7 +58,7 @@ def test_named_it_makes_our_adapter(
     assert not isinstance(made(enable=False), SglangAdapter)
 
 
-def test_its_adapter_as_sglang_calls_it(savers: Savers, device: str) -> None:
+def test_adapter_supports_calls_of_sglang(savers: Savers, device: str) -> None:
     adapter = SglangAdapter(savers)
     adapter.check_validity("release_memory_occupation")
     with adapter.configure_subprocess(), adapter.region("kv_cache", enable_cpu_backup=False):
@@ -65,13 +66,13 @@ def test_its_adapter_as_sglang_calls_it(savers: Savers, device: str) -> None:
     assert adapter.saver.tag_of(tensor) == "kv_cache:discard"
     before = adapter.saver.report().committed_bytes
     adapter.pause("kv_cache")
-    adapter.pause("cuda_graph")  # no graph was captured on it
+    adapter.pause("cuda_graph")  # has no graph
     assert adapter.saver.report().committed_bytes < before
     adapter.resume("kv_cache")
     tensor.fill_(2)
 
 
-def test_the_entry_point_is_declared() -> None:
+def test_entry_point_is_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '[project.entry-points."sglang.srt.plugins"]' in text
     assert 'memsaver = "memsaver.compat.sglang_plugin:register"' in text

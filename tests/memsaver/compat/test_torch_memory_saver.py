@@ -1,6 +1,4 @@
-"""The examples that torch_memory_saver tests itself with (test/examples/*.py), stated anew for the
-drop-in.
-"""
+"""torch_memory_saver's own examples (test/examples/*.py), rewritten for the drop-in."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ pytestmark = pytest.mark.alone
 Scribble = Callable[[int], None]
 
 
-def test_the_calls_are_those_of_the_library() -> None:
-    """Names, order and defaults of 0.0.10."""
+def test_signatures_match_version_0_0_10() -> None:
     cpu = ("enable_cpu_backup", False)
     disk = ("enable_disk_backup", False)
     backend = ("cpu_backup_backend", None)
@@ -53,8 +50,10 @@ def test_the_calls_are_those_of_the_library() -> None:
         ] == parameters
 
 
-def test_cpu_backup(tms: TorchMemorySaver, device: str, scribble: Scribble) -> None:
-    """cpu_backup.py: one tag holds memory with and without a backup."""
+def test_backup_restores_only_regions_that_enable_it(
+    tms: TorchMemorySaver, device: str, scribble: Scribble
+) -> None:
+    # From cpu_backup.py: one tag has memory with and without a backup.
     with tms.region(enable_cpu_backup=True):
         kept = torch.full((20_000_000,), 10, dtype=torch.uint8, device=device)
         typed = torch.full((10, 20, 30), 1.5, device=device)
@@ -70,7 +69,9 @@ def test_cpu_backup(tms: TorchMemorySaver, device: str, scribble: Scribble) -> N
     assert lost[:3].tolist() != [20, 20, 20]
 
 
-def test_the_backup_of_a_paused_tensor_can_be_read(tms: TorchMemorySaver, device: str) -> None:
+def test_get_cpu_backup_returns_content_of_paused_tensors(
+    tms: TorchMemorySaver, device: str
+) -> None:
     with tms.region("weights", enable_cpu_backup=True):
         first = torch.full((1001,), 7, dtype=torch.uint8, device=device)
         typed = torch.randn(10, 20, 30, device=device)
@@ -104,8 +105,10 @@ def test_the_backup_of_a_paused_tensor_can_be_read(tms: TorchMemorySaver, device
     assert bool((first == 7).all())
 
 
-def test_disk_backup(tms: TorchMemorySaver, device: str, tmp_path: Path) -> None:
-    """disk_backup.py; the folder is made, and the file has no name there."""
+def test_disk_backup_uses_an_unnamed_file(
+    tms: TorchMemorySaver, device: str, tmp_path: Path
+) -> None:
+    # From disk_backup.py; the directory is created, and the file is unnamed.
     folder = tmp_path / "made" / "on demand"
     tms.set_disk_backup_dir(str(folder))
     with tms.region("one", enable_disk_backup=True):
@@ -119,10 +122,8 @@ def test_disk_backup(tms: TorchMemorySaver, device: str, tmp_path: Path) -> None
     assert torch.equal(big.cpu(), expected)
 
 
-def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
-    """training_engine.py (and nested_region.py): what is made in disable() is ordinary memory, even
-    beside a pause.
-    """
+def test_disable_suspends_regions(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
+    # From training_engine.py and nested_region.py: disable() gives ordinary memory.
 
     def on_a_tag(tensor: torch.Tensor) -> bool:
         try:
@@ -153,13 +154,17 @@ def test_disable(tms: TorchMemorySaver, savers: Savers, device: str) -> None:
     assert saver.report().tags["inner:host"].live_bytes >= first.nbytes + second.nbytes
     assert saver.report().tags["outer:host"].live_bytes == 0
     assert bool((first == 1).all())
-    with pytest.raises(KeyError, match="of my own"), tms.region("inner"), tms.disable():
-        raise KeyError("of my own")
+    with (
+        pytest.raises(KeyError, match="an error of the caller"),
+        tms.region("inner"),
+        tms.disable(),
+    ):
+        raise KeyError("an error of the caller")
     tms.pause("inner")
 
 
 def captured(run: Callable[[], None], tms: TorchMemorySaver) -> torch.cuda.CUDAGraph:
-    """``run`` as a CUDA graph, whose memory is a tag's."""
+    """Capture a function as a CUDA graph with its memory on the tag "graph"."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -173,20 +178,20 @@ def captured(run: Callable[[], None], tms: TorchMemorySaver) -> torch.cuda.CUDAG
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda:0"])
-def test_cuda_graph(tms: TorchMemorySaver, device: str) -> None:
-    """cuda_graph.py (and rl_example.py); the graph's own memory is paused, too."""
+def test_paused_graph_replays_after_resume(tms: TorchMemorySaver, device: str) -> None:
+    # From cuda_graph.py and rl_example.py; the graph's own memory is paused, too.
     with tms.region(tag="kv_cache"):
         cache = torch.full((5, 100_000_000), 1.0, device=device)
-    given, found = torch.zeros(5, device=device), torch.zeros((), device=device)
+    given, result = torch.zeros(5, device=device), torch.zeros((), device=device)
 
     def step() -> None:
         inner = (given + cache.mean(dim=1)).mean()
-        found.copy_((torch.ones(500_000_000, device=device) * inner).mean())
+        result.copy_((torch.ones(500_000_000, device=device) * inner).mean())
 
     graph = captured(step, tms)
     given.fill_(100)
     graph.replay()
-    assert float(found) == pytest.approx(101, rel=1e-3)
+    assert float(result) == pytest.approx(101, rel=1e-3)
     torch.cuda.empty_cache()
     before = process_bytes(device)
     tms.pause("kv_cache")
@@ -202,12 +207,12 @@ def test_cuda_graph(tms: TorchMemorySaver, device: str) -> None:
     cache.fill_(2)
     given.fill_(200)
     graph.replay()
-    assert float(found) == pytest.approx(202, rel=1e-3)
+    assert float(result) == pytest.approx(202, rel=1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda:0"])
-def test_graphs_share_memory_as_they_are_told(
+def test_graphs_with_same_pool_share_memory(
     tms: TorchMemorySaver, savers: Savers, device: str
 ) -> None:
     nbytes = 64 << 20
@@ -238,12 +243,12 @@ def test_graphs_share_memory_as_they_are_told(
     torch.cuda.synchronize()
     del graph
     committed = []
-    for _ in range(4):  # capturing again and again holds no more
+    for _ in range(4):  # repeated captures hold no more memory
         graphs = [captured_with(None, 0)]
         graphs[0].replay()
         torch.cuda.synchronize()
         graphs.clear()
-        with tms.region("other"):  # at a region's end the pools of dead graphs are dropped
+        with tms.region("other"):  # its end drops the pools of dead graphs
             pass
         torch.cuda.empty_cache()
         committed.append(held())
@@ -257,8 +262,8 @@ def test_graphs_share_memory_as_they_are_told(
         pytest.param(("cuda:0", "cuda:1"), marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
     ],
 )
-def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, str]) -> None:
-    """multi_device_torch_mode.py; without GPUs two savers of the CPU stand for them."""
+def test_tag_on_two_devices_is_resumed_on_both_or_neither(names: tuple[str, str]) -> None:
+    # From multi_device_torch_mode.py; without GPUs, two savers of the CPU stand in for them.
     devices = [torch.device(name) for name in names]
     savers = Savers(lambda: devices[0])
     tms, tensors, nbytes = TorchMemorySaver(savers), [], large(names[0])
@@ -270,17 +275,17 @@ def test_a_tag_on_two_devices_is_resumed_on_both_or_on_none(names: tuple[str, st
             tensors.append(torch.full((nbytes,), 3, dtype=torch.uint8, device=devices[0]))
         devices.reverse()
     tms.pause("t")
-    tms.resume("t")  # what the first use loads is there from here on
+    tms.resume("t")  # the first use loads kernels
     places = ("cpu",) if "cpu" in names else names
     before = [process_bytes(name) for name in places]
     tms.pause("t")
     assert [saver.is_paused("t:host") for saver in savers] == [True, True]
     assert all(
-        one - process_bytes(name) >= nbytes for one, name in zip(before, places, strict=True)
+        held - process_bytes(name) >= nbytes for held, name in zip(before, places, strict=True)
     )
     if "cpu" in names:
         backend: Any = list(savers)[1].backend
-        backend.inject_fault(2, ERROR["cpu"])  # the call after the new extent: it is mapped
+        backend.inject_fault(2, ERROR["cpu"])  # fails the mapping of the new extent
         with pytest.raises(BackendError):
             tms.resume("t")
         assert [saver.is_paused("t:host") for saver in savers] == [True, True]
@@ -299,7 +304,7 @@ class FakePool:
 
 
 class FakeGraph:
-    """Instead of a CUDA graph, and of its capture."""
+    """Fake of a CUDA graph and of its capture."""
 
     capture_stream = None
 
@@ -311,8 +316,9 @@ class FakeGraph:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By handle, without a GPU; and a pool is dropped no earlier than its last graph."""
+def test_graphs_with_same_handle_get_same_pool_until_last_one_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dropped: list[Any] = []
     monkeypatch.setattr(cuda_hook, "pools", dropped)
     monkeypatch.setattr(torch.cuda, "graph", FakeGraph)
@@ -338,5 +344,5 @@ def test_which_pool_a_graph_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({pool.id for pool in dropped}) == 1 and capture((7, 0)).handle == third.handle
     last = third.handle
     del third
-    dropped.clear()  # as at a region's end
+    dropped.clear()  # as the end of a region does
     assert capture((7, 0)).handle != last

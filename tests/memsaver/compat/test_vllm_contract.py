@@ -1,6 +1,6 @@
-"""What vLLM's own callers need of ``vllm.device_allocator.cumem``, for 0.24.0 and 0.33.0.
+"""The interface of ``vllm.device_allocator.cumem`` that vLLM 0.24.0 and 0.33.0 use.
 
-Read from the wheels of both versions on PyPI: vllm/device_allocator/cumem.py, and who calls it:
+Taken from the wheels of both versions on PyPI: vllm/device_allocator/cumem.py and its callers
 device_allocator/__init__.py, sleep_mode_backend.py, compilation/cudagraph_pool.py,
 platforms/interface.py, v1/worker/gpu_worker.py, v1/worker/workspace.py,
 v1/worker/lora_model_runner_mixin.py and v1/executor/abstract.py.
@@ -43,26 +43,31 @@ SIGNATURES = {
     ("release_pools", NEW): "(self)",
     ("close", NEW): "(self)",
 }
-"""The method, the first of the two versions that has it: its parameters, in both alike."""
+"""Parameters by method and by the first version that has the method."""
 
 
 @pytest.mark.parametrize(("name", "version"), SIGNATURES, ids=lambda word: str(word))
-def test_signatures(name: str, version: str) -> None:
-    """Ours may have more parameters than vLLM's, by keyword."""
+def test_signature_matches_vllm_apart_from_keyword_only_parameters(name: str, version: str) -> None:
     signature = inspect.signature(getattr(CuMemAllocator, name))
-    ours = [each for each in signature.parameters.values() if each.kind is not each.KEYWORD_ONLY]
-    plain = inspect.Signature([each.replace(annotation=each.empty) for each in ours])
+    positional = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    plain = inspect.Signature(
+        [parameter.replace(annotation=parameter.empty) for parameter in positional]
+    )
     assert str(plain) == SIGNATURES[name, version]
 
 
-def test_attributes() -> None:
+def test_class_attributes_match_vllm() -> None:
     assert cumem_available is True
     assert CuMemAllocator.default_tag == CuMemAllocator(Savers()).current_tag == "default"
     assert CuMemAllocator.get_instance() is CuMemAllocator.instance
 
 
 class Worker:
-    """The calls of vLLM's GPU worker, in its order; weights, cache and the rest: a tensor each."""
+    """The calls of vLLM's GPU worker in their order, with one tensor per kind of memory."""
 
     def __init__(self, allocator: CuMemAllocator, version: str, device: str) -> None:
         self.allocator, self.version, self.device = allocator, version, device
@@ -99,7 +104,7 @@ class Worker:
 
 
 def used(device: str) -> int:
-    """Return the bytes in use without torch's cache: a sleep empties it."""
+    """Return the bytes in use, without torch's cache, which a sleep empties."""
     if device != "cpu":
         torch.cuda.empty_cache()
     return process_bytes(device)
@@ -116,7 +121,7 @@ def holds(tensor: torch.Tensor, value: int) -> bool:
 @pytest.mark.alone
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("version", [OLD, NEW])
-def test_a_worker_sleeps_and_wakes_in_stages(
+def test_worker_sleeps_and_wakes_in_stages(
     allocator: CuMemAllocator,
     savers: Savers,
     version: str,
@@ -138,7 +143,7 @@ def test_a_worker_sleeps_and_wakes_in_stages(
         allocator.wake_up(["weights"])
         assert awake(savers) == {"weights", *others}
         assert holds(worker.weights, 2) == (level == 1)
-        worker.weights.fill_(2)  # level 2: loaded again, in place
+        worker.weights.fill_(2)  # at level 2, vLLM loads the weights again in place
         allocator.wake_up(["kv_cache"])
         worker.cache.fill_(3)
         assert holds(worker.weights, 2) and holds(worker.plain, 1)
@@ -151,7 +156,7 @@ def test_a_worker_sleeps_and_wakes_in_stages(
     assert holds(worker.weights.fill_(7), 7) and holds(worker.cache.fill_(8), 8)
 
 
-def test_only_weights_and_cache_wait_to_be_named(
+def test_wake_up_resumes_all_tags_except_unnamed_weights_and_cache(
     allocator: CuMemAllocator, savers: Savers, device: str
 ) -> None:
     worker = Worker(allocator, NEW, device)
@@ -160,7 +165,7 @@ def test_only_weights_and_cache_wait_to_be_named(
     assert awake(savers) == {"runtime", "workspace"}
     assert holds(worker.runtime, 4)
     worker.workspace.fill_(6)
-    with allocator.use_memory_pool("runtime"):  # an adapter that is loaded meanwhile
+    with allocator.use_memory_pool("runtime"):  # an adapter is loaded in between
         adapter = worker.make(9)
     worker.grow_workspace(2 * NBYTES)
     allocator.wake_up(["kv_cache"])
@@ -170,10 +175,10 @@ def test_only_weights_and_cache_wait_to_be_named(
     assert holds(worker.weights, 2) and holds(adapter, 9)
 
 
-def test_the_cache_is_given_back_between_steps(
+def test_discard_releases_cache_while_other_tags_are_awake(
     allocator: CuMemAllocator, savers: Savers, device: str
 ) -> None:
-    """vLLM 0.33: release_kv_cache_memory while all else is awake, then sleep, then the stages."""
+    # vLLM 0.33 calls release_kv_cache_memory, then sleep, and then wakes up in stages.
     worker = Worker(allocator, NEW, device)
     allocator.discard(("kv_cache",))
     assert awake(savers) == {"weights", "runtime", "workspace"}
@@ -186,7 +191,7 @@ def test_the_cache_is_given_back_between_steps(
     assert holds(worker.cache.fill_(3), 3)
 
 
-def test_what_is_made_on_a_sleeping_tag_is_awake(
+def test_allocation_on_sleeping_tag_is_awake(
     allocator: CuMemAllocator, savers: Savers, device: str, scribble: Scribble
 ) -> None:
     with allocator.use_memory_pool("weights"):
@@ -197,7 +202,7 @@ def test_what_is_made_on_a_sleeping_tag_is_awake(
         assert allocator.current_tag == "weights"
         second = torch.full((NBYTES,), 2, dtype=torch.uint8, device=device)
     assert holds(second, 2)
-    allocator.sleep(())  # the second is discarded, the first's content is kept
+    allocator.sleep(())  # discards the second tensor; the first one stays saved
     assert awake(savers) == set()
     scribble(64 << 20)
     with allocator.use_memory_pool("weights"):
@@ -219,10 +224,10 @@ def test_what_is_made_on_a_sleeping_tag_is_awake(
     )
 
 
-def test_released_pools_leave_what_lives(
+def test_release_pools_keeps_living_tensors(
     allocator: CuMemAllocator, savers: Savers, device: str
 ) -> None:
-    """As the worker does when it ends, in a process that goes on."""
+    # vLLM's worker calls release_pools when it ends, but its process may continue.
     allocator.release_pools()
     worker = Worker(allocator, NEW, device)
     allocator.release_pools()
@@ -239,8 +244,7 @@ def test_released_pools_leave_what_lives(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_python_error(device: str) -> None:
-    """Too little memory at wake-up raises, and all is as before it."""
+def test_wake_up_without_enough_memory_raises_and_changes_nothing(device: str) -> None:
     allocator = CuMemAllocator(Savers(lambda: torch.device(device), limit_bytes=64 << 20))
     with allocator.use_memory_pool():
         kept = torch.full((40 << 20,), 1, dtype=torch.uint8)
@@ -256,7 +260,7 @@ def test_python_error(device: str) -> None:
     assert bool((kept == 1).all())
 
 
-def test_a_failed_sleep_brings_the_saved_tags_back(allocator: CuMemAllocator, device: str) -> None:
+def test_failed_sleep_restores_saved_tags(allocator: CuMemAllocator, device: str) -> None:
     with allocator.use_memory_pool("weights"):
         weights = torch.ones(1 << 20, device=device)
     with allocator.use_memory_pool("kv_cache"):
@@ -275,7 +279,7 @@ class FakePool:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An allocator whose saver is a fake with pools: for the choice of the pool, without a GPU."""
+    """Return an allocator with a fake saver, to test the choice of graph pools without a GPU."""
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     monkeypatch.setattr(cuda_hook, "pools", [])
     saver = SimpleNamespace(device=torch.device("cuda", 0), tags=[], paused=set())
@@ -287,7 +291,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     saver.mem_pool, saver.is_paused, saver.trim = mem_pool, saver.paused.__contains__, lambda: None
 
     class Fakes:
-        """One saver's."""
+        """Fake `Savers` with one saver."""
 
         def current(self) -> Any:
             return saver
@@ -299,7 +303,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(allocator=CuMemAllocator(fakes), saver=saver)
 
 
-def test_graphs_of_all_sizes_are_captured_into_one_pool(graphs: Any) -> None:
+def test_all_graphs_are_captured_into_one_pool(graphs: Any) -> None:
     allocator, saver = graphs.allocator, graphs.saver
     handles = []
     for _ in range(3):
@@ -310,7 +314,7 @@ def test_graphs_of_all_sizes_are_captured_into_one_pool(graphs: Any) -> None:
     assert saver.tags == ["cudagraph"]
     saver.paused.add("cudagraph")
     with allocator.cudagraph_pool() as other:
-        assert other != handles[0], "the first one's memory is asleep"
+        assert other != handles[0], "the first pool's memory is asleep"
     saver.paused.clear()
     with allocator.cudagraph_pool() as again:
         assert again == handles[0]
@@ -323,7 +327,7 @@ def test_graphs_of_all_sizes_are_captured_into_one_pool(graphs: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_graph_pool_needs_a_gpu(allocator: CuMemAllocator) -> None:
+def test_graph_pool_needs_a_gpu(allocator: CuMemAllocator) -> None:
     with pytest.raises(ValueError, match="needs a CUDA device"), allocator.cudagraph_pool():
         pass
     assert allocator.current_tag == "default"
@@ -331,7 +335,7 @@ def test_a_graph_pool_needs_a_gpu(allocator: CuMemAllocator) -> None:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No variable about registration; what a test sets, or has set, is gone after it."""
+    """Unset all variables about registration, and undo later changes after the test."""
     for name in (GRAPH_REGISTER, *ALLOCATOR_HOOKS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -346,8 +350,10 @@ def two_ranks(unset: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return unset
 
 
-def test_graphs_on_a_tag_are_not_registered(graphs: Any, two_ranks: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 sets the variable to 0 with offloaded graphs, and only warns of another value."""
+def test_graph_pool_is_refused_while_nccl_registers_graphs(
+    graphs: Any, two_ranks: pytest.MonkeyPatch
+) -> None:
+    # vLLM 0.33 sets the variable to 0 for offloaded graphs, and only warns about other values.
     for value in (None, "1"):
         if value is not None:
             two_ranks.setenv(GRAPH_REGISTER, value)
@@ -360,19 +366,21 @@ def test_graphs_on_a_tag_are_not_registered(graphs: Any, two_ranks: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["torch_memory_saver", "vllm.device_allocator.cumem"])
-def test_installing_turns_registration_off(name: str, unset: pytest.MonkeyPatch) -> None:
-    """For graphs outside of tags, too: a collective of theirs may work on a tag's buffer."""
+def test_install_disables_graph_registration_unless_set(
+    name: str, unset: pytest.MonkeyPatch
+) -> None:
+    # Graphs outside of tags need this, too, because their collectives may use a tag's buffer.
     with contextlib.ExitStack() as undo:
         undo.callback(compat.uninstall)
         compat.install(name)
         assert os.environ[GRAPH_REGISTER] == "0"
         unset.setenv(GRAPH_REGISTER, "1")
         compat.install(name)
-        assert os.environ[GRAPH_REGISTER] == "1", "the user's word counts"
+        assert os.environ[GRAPH_REGISTER] == "1", "the user's value was replaced"
 
 
-def test_installing_after_a_group_is_made_promises_nothing(two_ranks: pytest.MonkeyPatch) -> None:
-    """NCCL has read the variable by then; captures on a tag are refused as before."""
+def test_install_leaves_variable_unset_after_group_creation(two_ranks: pytest.MonkeyPatch) -> None:
+    # NCCL has already read the variable; captures on a tag stay refused.
     with contextlib.ExitStack() as undo:
         undo.callback(compat.uninstall)
         compat.install("vllm.device_allocator.cumem")
@@ -380,7 +388,9 @@ def test_installing_after_a_group_is_made_promises_nothing(two_ranks: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ALLOCATOR_HOOKS)
-def test_tags_get_no_segments_that_torch_registers(name: str, unset: pytest.MonkeyPatch) -> None:
+def test_regions_are_refused_while_torch_registers_segments(
+    name: str, unset: pytest.MonkeyPatch
+) -> None:
     unset.setenv(name, "Yes")
     savers = Savers(lambda: torch.device("cuda", 0))
     for place in (CuMemAllocator(savers).use_memory_pool, TorchMemorySaver(savers).region):
@@ -399,22 +409,22 @@ def test_graphs_sleep_and_replay(
         weight = torch.eye(1024, device=device)
     given = torch.ones(128, 1024, device=device)
     (given @ weight).add_(1)  # loads the kernels
-    graphs, found = [], []
+    graphs, results = [], []
     for rows in (128, 64):
         graphs.append(torch.cuda.CUDAGraph())
         with allocator.cudagraph_pool() as pool, torch.cuda.graph(graphs[-1], pool=pool):
-            found.append(given[:rows] @ weight + 1)
+            results.append(given[:rows] @ weight + 1)
     torch.cuda.empty_cache()
     before = process_bytes(device)
     for _ in range(2):
         allocator.sleep(("weights", "runtime", "cudagraph"))
         assert process_bytes(device) < before
         scribble(64 << 20)
-        allocator.wake_up(["weights"])  # which brings the graphs' memory back, too
+        allocator.wake_up(["weights"])  # also resumes the graphs' memory
         given.random_()
-        for graph, result in zip(graphs, found, strict=True):
+        for graph, result in zip(graphs, results, strict=True):
             graph.replay()
             assert torch.equal(result, given[: len(result)] + 1)
-    allocator.release_pools()  # graphs that live keep theirs
+    allocator.release_pools()  # living graphs keep their pools
     graphs[0].replay()
-    assert torch.equal(found[0], given + 1)
+    assert torch.equal(results[0], given + 1)

@@ -1,5 +1,6 @@
-"""The plugin that vLLM's processes load: on where VLLM_PLUGINS names it, and else nothing. The
-packages are small stand-ins with the files of 0.24.0 and 0.33.0 that it touches.
+"""The plugin for vLLM's processes, which VLLM_PLUGINS enables.
+
+The packages are stand-ins with the files of 0.24.0 and 0.33.0 that the plugin touches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def get_mem_allocator_instance():
     from vllm.device_allocator.cumem import CuMemAllocator
     return CuMemAllocator
 """
-# as in 0.33.0, without its log
+# As in 0.33.0, without its log.
 BACKENDS = """
 class CuMemBackend: pass
 class SleepModeBackendFactory:
@@ -50,7 +51,7 @@ if importlib.util.find_spec("vllm.device_allocator.sleep_mode_backend"):
 
 
 def rare(value: str | None) -> Any:
-    """Each is a process of its own that imports torch."""
+    """Mark a case as extended, because each case starts a process that imports torch."""
     return pytest.param(value, marks=pytest.mark.extended)
 
 
@@ -66,7 +67,7 @@ def version(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.param
 
 
-def said(code: str, path: Path, plugins: str | None) -> list[str]:
+def run(code: str, path: Path, plugins: str | None) -> list[str]:
     root = Path(__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{root}"}
     env.pop("VLLM_PLUGINS", None)
@@ -77,28 +78,28 @@ def said(code: str, path: Path, plugins: str | None) -> list[str]:
 
 
 @pytest.mark.parametrize("plugins", [rare(None), rare(""), "lora_filesystem_resolver"])
-def test_installed_alone_it_changes_nothing(
+def test_plugin_changes_nothing_unless_named(
     version: str, tmp_path: Path, plugins: str | None
 ) -> None:
-    lines = said(LOAD, tmp_path, plugins)
+    lines = run(LOAD, tmp_path, plugins)
     assert lines[:2] == ["theirs", "not held"] and lines[2:] in ([], ["{}"])
 
 
 @pytest.mark.parametrize("plugins", [rare("memsaver"), "other,memsaver"])
-def test_named_it_puts_our_allocator_in_place(version: str, tmp_path: Path, plugins: str) -> None:
-    lines = said(LOAD, tmp_path, plugins)
+def test_plugin_installs_allocator_when_named(version: str, tmp_path: Path, plugins: str) -> None:
+    lines = run(LOAD, tmp_path, plugins)
     assert lines[:2] == ["ours", "held"]
     if version == "0.33.0":
         place = "('vllm.device_allocator.sleep_mode_backend', 'CuMemBackend')"
         assert lines[2] == f"{{'memsaver': {place}}}"
 
 
-def test_too_late_is_an_error(version: str, tmp_path: Path) -> None:
-    (line,) = said("import vllm.device_allocator.cumem\n" + LOAD, tmp_path, "memsaver")
+def test_plugin_fails_after_import_of_real_module(version: str, tmp_path: Path) -> None:
+    (line,) = run("import vllm.device_allocator.cumem\n" + LOAD, tmp_path, "memsaver")
     assert "StateError" in line and "imported already" in line
 
 
-def test_the_entry_point_is_declared() -> None:
+def test_entry_point_is_declared() -> None:
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert '[project.entry-points."vllm.general_plugins"]' in text
     assert 'memsaver = "memsaver.compat.vllm_plugin:register"' in text

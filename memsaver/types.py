@@ -1,0 +1,21 @@
+"""Types of the strings with which `MemorySaver` takes options and reports states."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Content = Literal["discard", "host", "disk"]
+"""Whether a pause discards a tag's content, keeps it in host memory, or keeps it in a file."""
+
+Release = Literal["driver", "retain", "hand_over"]
+"""Where a pause puts a tag's memory: back to the driver, into the page pool of this saver, or into
+the page pool of another saver.
+"""
+
+TagState = Literal["active", "paused"]
+"""Whether a tag has memory behind its addresses."""
+
+Operation = Literal[
+    "alias", "exchange", "grow", "pause", "prefetch", "resize", "resume", "save", "trim"
+]
+"""Operation on a tag, as an `Event` records it."""
