@@ -1,22 +1,27 @@
-"""Paged key/value cache: pools on a memsaver tag, page ledger and block tables outside it."""
+"""Paged key/value cache: pools on a memsaver tag, with page ledgers and block tables outside it."""
 
-from kvcache.allocators import KVAllocator, Ledger, pages_across
+from kvcache.allocators import KVAllocator, Ledger, PagedTokenToKVPoolAllocator, pages_across
 from kvcache.blocks import BlockManager
-from kvcache.config import KVCacheConfig, MLACacheConfig, kv_dtype
+from kvcache.config import KVCacheConfig, KVCacheDtype, MLACacheConfig, kv_dtype
 from kvcache.layout import KVLayout, layout
-from kvcache.pools import KVPool
-from kvcache.radix.cache import PrefixMatch, RadixCache
+from kvcache.pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
+from kvcache.radix.cache import EvictionPolicy, PrefixMatch, RadixCache
 from kvcache.requests import HybridReqToTokenPool, ReqHandle, ReqToTokenPool
 
 __all__ = [
     "BlockManager",
+    "EvictionPolicy",
     "HybridReqToTokenPool",
     "KVAllocator",
     "KVCacheConfig",
+    "KVCacheDtype",
     "KVLayout",
     "KVPool",
     "Ledger",
+    "MHATokenToKVPool",
     "MLACacheConfig",
+    "MLATokenToKVPool",
+    "PagedTokenToKVPoolAllocator",
     "PrefixMatch",
     "RadixCache",
     "ReqHandle",

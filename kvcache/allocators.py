@@ -1,6 +1,7 @@
-"""Ledgers of a pool's pages: which are free, which a request gets next, and who holds which.
+"""Page ledgers: which pages of a pool are free, and how many owners each used page has.
 
-With sliding windows a query at p sees keys at (p - window, p]; the pages before are given back.
+With a sliding window, a query at position p sees the keys at (p - window, p]. Pages whose keys no
+later query sees are freed.
 """
 
 from abc import ABC, abstractmethod
@@ -16,24 +17,30 @@ Int64Array = npt.NDArray[np.int64]
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
 _Length = TypeVar("_Length", int, Int64Array)
 
-# bytes: from here on a copy from pageable memory waits for the kernels under way
+# At this size in bytes, CUDA makes a copy from pageable memory wait for running kernels.
 _PINNED_FROM = 1 << 16
 
 
 class KVAllocator(ABC):
-    """Decides who holds which page of a pool; token id = page * page_size + offset.
+    """Ledger of the pages of one pool, with a reference count per page.
 
-    Pages are 1 .. total_pages; page 0 takes the writes of padded tokens and is never issued. Every
-    issued page has a count of owners: 1 when issued, +1 for each `share`, -1 for each
-    `free_pages`, available again at 0. The ledger is on the CPU and outside every memsaver tag:
-    nothing here synchronizes unless it says so, and a pause changes nothing.
+    Pages are numbered 1 to `total_pages`, and a token's slot is `page * page_size + offset`. Page 0
+    receives the writes of padded tokens and is never allocated. An allocated page has one owner;
+    `share` adds one, `free_pages` drops one, and a page without owners is free again.
 
-    A call that returns None (pages are short) or raises has changed nothing.
+    The ledger is on the CPU and outside every memsaver tag, so a pause does not change it. Methods
+    do not synchronize with the device unless their docstring says so. A call that returns None or
+    raises has changed nothing. Not thread-safe.
+
+    Args:
+        size: Tokens in the pool, a positive multiple of `page_size`; page 0 is not counted.
+        page_size: Tokens per page.
+        device: Device of the pool, where tables of token slots are kept.
     """
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         whole = page_size >= 1 and size >= page_size and size % page_size == 0
-        assert whole, f"size={size} is no positive multiple of page_size={page_size}"
+        assert whole, f"size={size} is not a positive multiple of page_size={page_size}"
         self.size = size
         self.page_size = page_size
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
@@ -42,30 +49,66 @@ class KVAllocator(ABC):
     @property
     @abstractmethod
     def available_pages(self) -> int:
-        """Return how many pages `alloc_pages` can hand out now."""
+        """Return the number of pages that `alloc_pages` can allocate now."""
 
     @abstractmethod
     def ref_counts(self, pages: Indices) -> Int64Array:
-        """Return the number of owners of each page, int64 `[n]`; 0: free."""
+        """Return the number of owners of each page.
+
+        Args:
+            pages: Page numbers `[n]`.
+
+        Returns:
+            int64 `[n]`; 0 for a free page.
+        """
 
     @abstractmethod
     def alloc_pages(self, count: int) -> Int64Array | None:
-        """Take `count` pages with one owner each, int64 on the CPU; None if there are fewer."""
+        """Allocate `count` pages with one owner each.
+
+        Args:
+            count: Number of pages.
+
+        Returns:
+            Page numbers, int64 `[count]` on the CPU, or None if fewer pages are free.
+        """
 
     @abstractmethod
     def share(self, pages: Indices) -> None:
-        """Add an owner to each page, two if it is named twice; no page may be free."""
+        """Add one owner to each page.
+
+        Args:
+            pages: Page numbers `[n]` of pages in use; a page listed twice gets two owners.
+        """
 
     @abstractmethod
     def free_pages(self, pages: Indices) -> None:
-        """Drop one owner of each page named; ValueError (double free) leaves all as it was."""
+        """Drop one owner of each page.
+
+        Args:
+            pages: Page numbers `[n]`; a page listed twice loses two owners.
+
+        Raises:
+            ValueError: A page is listed more often than it has owners (double free).
+        """
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raise AssertionError when the ledger contradicts itself, between any operations."""
+        """Raise AssertionError if the ledger contradicts itself.
+
+        Valid between any two operations.
+        """
 
     def pages_between(self, prefix: Int64Array, seq: Int64Array) -> Int64Array:
-        """Return the new pages of a request that grows: ceil(seq / ps) - ceil(prefix / ps)."""
+        """Compute how many new pages requests need to grow, ceil(seq / ps) - ceil(prefix / ps).
+
+        Args:
+            prefix: Present lengths in tokens, int64 `[n]`.
+            seq: New lengths in tokens, int64 `[n]`.
+
+        Returns:
+            New pages per request, int64 `[n]`.
+        """
         return -(-seq // self.page_size) + -prefix // self.page_size
 
     def _valid_pages(self, pages: Indices) -> Int64Array:
@@ -76,58 +119,114 @@ class KVAllocator(ABC):
 
 
 class PagedTokenToKVPoolAllocator(KVAllocator):
-    """Pages of any size >= 1 of one pool. Taking and freeing n of them costs O(n log n)."""
+    """The ledger of one pool. Allocating or freeing n pages costs O(n log n).
+
+    Args:
+        size: Tokens in the pool, a positive multiple of `page_size`; page 0 is not counted.
+        page_size: Tokens per page, at least 1.
+        device: Device of the pool.
+    """
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         super().__init__(size, page_size, device)
-        # a stack of free pages, its top is the end of [:_num_free]; filled so that pages go out in
-        # ascending order
+        # A stack of free pages with its top at the end of [:_num_free], filled so that pages are
+        # allocated in ascending order.
         self._free = np.arange(self.total_pages, -1, -1, dtype=np.int64)
         self._num_free = self._open_pages = self.total_pages
         self._refs = np.zeros(self.total_pages + 1, dtype=np.int64)
 
     @property
     def available_pages(self) -> int:
+        """Return the number of free pages."""
         return self._num_free
 
     def limit(self, size: int) -> None:
-        """Hand out pages of the first `size` tokens only, all that an elastic pool has memory
-        behind now; `total_pages` stays. No later page may have an owner.
+        """Limit allocation to the pages of the first `size` tokens.
+
+        An elastic pool calls this when it has memory for those tokens only. `total_pages` stays the
+        same. No page past the limit may have an owner.
+
+        Args:
+            size: Usable tokens, at most the size that the ledger was created with.
         """
         pages = size // self.page_size
         assert 0 <= pages <= self.total_pages, f"the pool was made for 0..{self.size} tokens"
         assert not self._refs[pages + 1 :].any(), "a page past the limit has an owner"
         free = self._free[: self._num_free]
         more = np.arange(pages, self._open_pages, -1, dtype=np.int64)
-        left = np.concatenate([more, free[free <= pages]])  # new ones go out last
+        left = np.concatenate([more, free[free <= pages]])  # new pages are allocated last
         self._free[: len(left)], self._num_free, self._open_pages = left, len(left), pages
 
     def owned_past(self, pages: int) -> Int64Array:
-        """Return the pages that have an owner and come after the first `pages`, ascending."""
+        """Find the pages in use after the first `pages` pages.
+
+        Args:
+            pages: Number of leading pages to skip.
+
+        Returns:
+            Page numbers, int64 `[n]`, ascending.
+        """
         return pages + 1 + np.flatnonzero(self._refs[pages + 1 :])
 
     def lowest_free(self, count: int) -> Int64Array:
-        """Return the `count` first of the free pages, or all there are, ascending; takes none."""
+        """Find the lowest free pages, without allocating them.
+
+        Args:
+            count: Number of pages.
+
+        Returns:
+            Page numbers, int64 `[n]`, ascending; fewer than `count` if fewer are free.
+        """
         return np.sort(self._free[: self._num_free])[:count]
 
     def trade(self, owned: Int64Array, free: Int64Array) -> None:
-        """Give the owners of some pages as many free ones; the pages left go out last."""
+        """Transfer the owners of pages `owned` to as many pages `free`.
+
+        The pages that become free are allocated last.
+
+        Args:
+            owned: Pages in use, int64 `[n]`.
+            free: Free pages, int64 `[n]`.
+        """
         self._refs[free], self._refs[owned] = self._refs[owned], 0
         kept = self._free[: self._num_free]
         left = kept[~np.isin(kept, free)]
         self._free[: self._num_free] = np.concatenate([np.sort(owned)[::-1], left])
 
     def ref_counts(self, pages: Indices) -> Int64Array:
+        """Return the number of owners of each page.
+
+        Args:
+            pages: Page numbers `[n]`.
+
+        Returns:
+            int64 `[n]`; 0 for a free page.
+        """
         return self._refs[self._valid_pages(pages)]
 
     def next_pages(self, count: int) -> Int64Array | None:
-        """Return the pages that `alloc_pages(count)` would give, or None."""
+        """Find the pages that `alloc_pages` would allocate, without allocating them.
+
+        Args:
+            count: Number of pages.
+
+        Returns:
+            Page numbers, int64 `[count]`, or None if fewer pages are free.
+        """
         assert count >= 0
         if count > self._num_free:
             return None
         return self._free[self._num_free - count : self._num_free][::-1].copy()
 
     def alloc_pages(self, count: int) -> Int64Array | None:
+        """Allocate `count` pages with one owner each.
+
+        Args:
+            count: Number of pages.
+
+        Returns:
+            Page numbers, int64 `[count]` on the CPU, or None if fewer pages are free.
+        """
         pages = self.next_pages(count)
         if pages is not None:
             self._num_free -= count
@@ -135,16 +234,37 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         return pages
 
     def share(self, pages: Indices) -> None:
+        """Add one owner to each page.
+
+        Args:
+            pages: Page numbers `[n]` of pages in use; a page listed twice gets two owners.
+        """
         ids = self._valid_pages(pages)
         assert self._refs[ids].all(), f"pages {ids[self._refs[ids] == 0]} are free"
         np.add.at(self._refs, ids, 1)
 
     def free_pages(self, pages: Indices) -> None:
+        """Drop one owner of each page.
+
+        Args:
+            pages: Page numbers `[n]`; a page listed twice loses two owners.
+
+        Raises:
+            ValueError: A page is listed more often than it has owners (double free).
+        """
         self.drop(*self.checked_drops(pages))
 
     def checked_drops(self, pages: Indices) -> tuple[Int64Array, Int64Array]:
-        """Return the distinct pages, ascending, and how often each is named; ValueError: double
-        free.
+        """Count how often each page is listed, and check that it has as many owners.
+
+        Args:
+            pages: Page numbers `[n]`.
+
+        Returns:
+            The distinct pages, ascending, and how often each is listed, both int64.
+
+        Raises:
+            ValueError: A page is listed more often than it has owners (double free).
         """
         distinct, times = np.unique(self._valid_pages(pages), return_counts=True)
         if (short := self._refs[distinct] < times).any():
@@ -152,7 +272,12 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         return distinct, times.astype(np.int64, copy=False)
 
     def drop(self, pages: Int64Array, times: Int64Array) -> None:
-        """Take `times` owners from each page, as `checked_drops` found them; can't fail."""
+        """Drop owners of pages; never fails for results of `checked_drops`.
+
+        Args:
+            pages: Distinct page numbers, int64 `[n]`.
+            times: Owners to drop of each page, int64 `[n]`.
+        """
         left = self._refs[pages] - times
         self._refs[pages] = left
         freed = pages[left == 0]
@@ -160,9 +285,9 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         self._num_free += len(freed)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a page is lost, twice free, or free while owned."""
+        """Raise AssertionError if a page is lost, free twice, or free while owned."""
         free = self._free[: self._num_free]
-        assert len(np.unique(free)) == len(free), "a page is twice in the free list"
+        assert len(np.unique(free)) == len(free), "a page is in the free list twice"
         assert ((free >= 1) & (free <= self._open_pages)).all(), "a free page is outside the pool"
         assert (self._refs >= 0).all(), "a page has a negative number of owners"
         assert self._refs[0] == 0, "the padding page is owned"
@@ -171,17 +296,23 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
 
 
 class SWATokenToKVPoolAllocator(KVAllocator):
-    """Pages of the full pool, each with a page of the smaller window pool until its tokens have
-    left the window.
+    """Ledger of a full pool and a smaller window pool.
 
-    All page and token ids that go in and come out are the full pool's.
-    `full_to_swa_index_mapping[id]` (int64 `[size + page_size]` on the device, 0 = unmapped) is the
-    token's slot in the window pool; the ledger behind it is on the CPU. Every operation is atomic
-    over both pools: what one of them can't do leaves the other untouched.
+    Every page of the full pool has a page of the window pool until its tokens have left the window.
+    All page numbers and slots in arguments and results are the full pool's.
+    `full_to_swa_index_mapping[slot]` (int64 `[size + page_size]` on the device, 0 = unmapped) is
+    the token's slot in the window pool. Operations are atomic over both pools.
 
-    Window owners never exceed full owners. `free_pages` drops a share that has left the window,
-    where there is one, before one that has not: without knowing which sequence asks, a window slot
-    may so be kept too long, never too short. A caller that knows calls `free_swa_pages` first.
+    A page never has more window owners than owners. `free_pages` is not told which sequence frees a
+    page, so it assumes an owner whose window has passed the page if there is one. A window page can
+    thus be kept too long but is never freed too early. A caller whose window still covers the page
+    calls `free_swa_pages` first.
+
+    Args:
+        size: Tokens in the full pool, a positive multiple of `page_size`.
+        size_swa: Tokens in the window pool, a positive multiple of `page_size`.
+        page_size: Tokens per page of both pools.
+        device: Device of the pools and of the mapping.
     """
 
     def __init__(
@@ -195,7 +326,7 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         )
         self._slots_by_page = self.full_to_swa_index_mapping.view(-1, page_size)
         self._offsets = torch.arange(page_size, device=self.device)
-        # window page of each full page, 0 without
+        # Window page of each full page; 0 if unmapped.
         self._swa_page = np.zeros(self.total_pages + 1, dtype=np.int64)
 
     @property
@@ -206,19 +337,26 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         return self.full.ref_counts(pages)
 
     def swa_ref_counts(self, pages: Indices) -> Int64Array:
-        """Return the owners that have each page in their window, int64 `[n]`; 0: no window half."""
-        halves = self._swa_page[self._valid_pages(pages)]
-        owners = np.zeros(len(halves), dtype=np.int64)
-        owners[halves > 0] = self.swa.ref_counts(halves[halves > 0])
+        """Return the number of owners that have each page in their window.
+
+        Args:
+            pages: Page numbers `[n]` of the full pool.
+
+        Returns:
+            int64 `[n]`; 0 for a page without a window page.
+        """
+        window_pages = self._swa_page[self._valid_pages(pages)]
+        owners = np.zeros(len(window_pages), dtype=np.int64)
+        owners[window_pages > 0] = self.swa.ref_counts(window_pages[window_pages > 0])
         return owners
 
     def alloc_pages(self, count: int) -> Int64Array | None:
         full, swa = self.full.next_pages(count), self.swa.next_pages(count)
         if full is None or swa is None:
             return None
-        if count:  # the device comes first: it alone can fail
-            rows, halves = to_device(np.stack([full, swa]), self.device)
-            slots = halves[:, None] * self.page_size + self._offsets
+        if count:  # the device write comes first because only it can fail
+            rows, window_pages = to_device(np.stack([full, swa]), self.device)
+            slots = window_pages[:, None] * self.page_size + self._offsets
             self._slots_by_page.index_copy_(0, rows, slots)
         self.full.alloc_pages(count)
         self.swa.alloc_pages(count)
@@ -228,8 +366,8 @@ class SWATokenToKVPoolAllocator(KVAllocator):
     def share(self, pages: Indices) -> None:
         ids = as_int64(pages)
         self.full.share(ids)
-        halves = self._swa_page[ids]
-        self.swa.share(halves[halves > 0])
+        window_pages = self._swa_page[ids]
+        self.swa.share(window_pages[window_pages > 0])
 
     def free_pages(self, pages: Indices) -> None:
         distinct, times = self.full.checked_drops(pages)
@@ -238,35 +376,40 @@ class SWATokenToKVPoolAllocator(KVAllocator):
         self.full.drop(distinct, times)
 
     def free_swa_pages(self, pages: Indices) -> None:
-        """Drop a share of the window half of pages that have left the window of one owner, two of
-        a page named twice; the full pages stay.
+        """Drop one window owner of each page; the owners of the full pages stay.
+
+        Args:
+            pages: Page numbers `[n]` of the full pool that have left one owner's window; a page
+                listed twice loses two window owners.
         """
         distinct, times = np.unique(self._valid_pages(pages), return_counts=True)
         assert (self.swa_ref_counts(distinct) >= times).all(), "double free of window slots"
         self._drop_window(distinct, times.astype(np.int64, copy=False))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless ledgers, halves of pages and mapping agree; waits."""
+        """Raise AssertionError unless both ledgers and the mapping agree; synchronizes."""
         self.full.check_integrity()
         self.swa.check_integrity()
         mapped = np.flatnonzero(self._swa_page)
-        halves = self._swa_page[mapped]
-        assert len(np.unique(halves)) == len(halves), "two full pages share a window page"
-        every = np.arange(1, self.swa.total_pages + 1)
-        owned = every[self.swa.ref_counts(every) > 0]
-        assert np.array_equal(np.sort(halves), owned), "owned window pages are not the mapped ones"
-        surplus = self.swa.ref_counts(halves) - self.full.ref_counts(mapped)
+        window_pages = self._swa_page[mapped]
+        unique = len(np.unique(window_pages)) == len(window_pages)
+        assert unique, "two full pages share a window page"
+        all_pages = np.arange(1, self.swa.total_pages + 1)
+        owned = all_pages[self.swa.ref_counts(all_pages) > 0]
+        same = np.array_equal(np.sort(window_pages), owned)
+        assert same, "the owned window pages are not the mapped ones"
+        surplus = self.swa.ref_counts(window_pages) - self.full.ref_counts(mapped)
         assert (surplus <= 0).all(), "more window owners than owners"
         expected = np.zeros((self.total_pages + 1, self.page_size), dtype=np.int64)
-        expected[mapped] = halves[:, None] * self.page_size + np.arange(self.page_size)
+        expected[mapped] = window_pages[:, None] * self.page_size + np.arange(self.page_size)
         actual = self.full_to_swa_index_mapping.cpu().numpy().reshape(expected.shape)
         assert np.array_equal(actual, expected), "full_to_swa_index_mapping differs from the ledger"
 
     def _drop_window(self, pages: Int64Array, times: Int64Array) -> None:
-        """Take `times` window owners from each page; the device write, which may fail, first."""
+        """Drop `times` window owners of each page."""
         pages, times = pages[times > 0], times[times > 0]
         unmapped = pages[self.swa_ref_counts(pages) == times]
-        if len(unmapped):
+        if len(unmapped):  # the device write comes first because only it can fail
             self._slots_by_page.index_fill_(0, to_device(unmapped, self.device), 0)
         self.swa.drop(self._swa_page[pages], times)
         self._swa_page[unmapped] = 0
@@ -274,8 +417,14 @@ class SWATokenToKVPoolAllocator(KVAllocator):
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Pages of one pool. window: keys that its layers see at a time, so that sequences give back
-    what lies behind; None: a sequence holds all its pages as long as it lives.
+    """The state of one pool's page ledger at a point in time.
+
+    Attributes:
+        name: "kv", or "window" for the pool of sliding layers in a model that also has full ones.
+        total: Pages of the pool, without the padding page.
+        available: Free pages.
+        window: Keys that a query of the pool's layers sees; sequences free the pages before them.
+            None if sequences keep all their pages until they end.
     """
 
     name: Literal["kv", "window"]
@@ -285,21 +434,30 @@ class Ledger:
 
 
 def pages_behind(length: _Length, window: int, page_size: int) -> _Length:
-    """Count the leading pages of `length` computed tokens that no later query sees."""
+    """Return how many leading pages of `length` computed tokens no later query sees."""
     seen_from = length - window + 1
     return seen_from * (seen_from > 0) // page_size
 
 
 def pages_across(tokens: int, page_size: int) -> int:
-    """Return the most pages that `tokens` (at least one) neighbouring tokens touch."""
+    """Return the largest number of pages over which consecutive tokens can be spread.
+
+    Args:
+        tokens: Number of consecutive tokens, at least 1.
+        page_size: Tokens per page.
+
+    Returns:
+        The number of pages, which is reached if the first token is the last of its page.
+    """
     return (tokens + page_size - 2) // page_size + 1
 
 
 class WindowShares:
-    """Tracks which pages each sequence holds. `behind[row]` counts those that left its window.
+    """The pages that each sequence of a `BlockManager` owns, under a sliding window.
 
-    With two ledgers a sequence holds the window half of the pages from there on, and the full half
-    of every page; with one it holds the pages from there on. Without a window `behind` stays 0.
+    `behind[row]` counts the leading pages that have left the sequence's window; it stays 0 without
+    a window. With one ledger, the sequence owns the pages from `behind[row]` on. With two ledgers,
+    it owns all its full pages and the window pages from `behind[row]` on.
     """
 
     def __init__(self, allocator: KVAllocator, rows: int, window: int | None) -> None:
@@ -322,36 +480,36 @@ class WindowShares:
         return Ledger(name=name, total=total, available=available, window=window)
 
     def first_held(self, row: int) -> int:
-        """Return the first page of a sequence whose slots it holds, in the full pool of two."""
+        """Return the index of a sequence's first page in the (full) pool that it still owns."""
         return 0 if self._two else int(self.behind[row])
 
     def fork(self, parent: int, child: int, pages: Int64Array) -> None:
-        """Let `child` share what `parent` holds of its pages."""
+        """Add `child` as an owner of all pages that `parent` owns."""
         self.allocator.share(pages[self.first_held(parent) :])
-        # who shares a page gets a share of its window half, too, if a third sequence still sees it
+        # Sharing a page also shares its window page if a third sequence still sees it.
         if self._two:
             gone = pages[: self.behind[parent]]
             self._two.free_swa_pages(gone[self._two.swa_ref_counts(gone) > 0])
         self.behind[child] = self.behind[parent]
 
     def free(self, row: int, pages: Int64Array) -> None:
-        """Drop what a sequence holds of `pages`, all its pages."""
-        seen = pages[self.behind[row] :]
-        self.free_seen(seen)
+        """Drop a sequence from the owners of `pages`, all the pages of its tokens."""
+        behind = self.behind[row]
+        self.free_seen(pages[behind:])
         if self._two:
-            self.allocator.free_pages(pages[: len(pages) - len(seen)])
+            self.allocator.free_pages(pages[:behind])
 
     def free_seen(self, pages: Int64Array) -> None:
-        """Drop one share of each page, all in the window of the sequence that leaves."""
+        """Drop one owner of each page, an owner whose window covers the pages."""
         if not len(pages):
             return
         if self._two:
-            # the ledger can't know whose window it is in: see its docstring
+            # free_pages alone would assume an owner whose window has passed the page.
             self._two.free_swa_pages(pages)
         self.allocator.free_pages(pages)
 
     def leave(self, rows: Int64Array, until: Int64Array, table: Int64Array) -> None:
-        """Drop what sequences hold of their first `until` pages, found in `table[rows]`."""
+        """Drop sequences from the owners of their first `until` pages, listed in `table[rows]`."""
         moved = until > self.behind[rows]
         if not moved.any():
             return
@@ -362,24 +520,29 @@ class WindowShares:
         self.behind[rows] = until
 
     def check_integrity(self, tables: Sequence[tuple[int, Int64Array]], cached: Int64Array) -> None:
-        """Raise AssertionError unless each page's owners are the sequences (row, pages) and the
-        cache that hold it.
+        """Raise AssertionError unless the ledger counts exactly the owners of each page.
+
+        Args:
+            tables: Row and pages of every sequence.
+            cached: Pages that a prefix cache owns.
         """
-        owners, seen = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
+        owners, window_owners = np.zeros((2, self.allocator.total_pages + 1), dtype=np.int64)
         owners[cached] += 1
         for row, pages in tables:
             owners[pages[self.first_held(row) :]] += 1
-            seen[pages[self.behind[row] :]] += 1
-        every = np.arange(1, self.allocator.total_pages + 1)
-        assert (owners[1:] == self.allocator.ref_counts(every)).all(), "owners hold other pages"
+            window_owners[pages[self.behind[row] :]] += 1
+        all_pages = np.arange(1, self.allocator.total_pages + 1)
+        same = owners[1:] == self.allocator.ref_counts(all_pages)
+        assert same.all(), "the ledger counts other owners than there are"
         if self._two:
-            assert (seen[1:] == self._two.swa_ref_counts(every)).all(), "owners see other pages"
+            same = window_owners[1:] == self._two.swa_ref_counts(all_pages)
+            assert same.all(), "the ledger counts other window owners than there are"
         idle = np.setdiff1d(np.arange(len(self.behind)), [row for row, _ in tables])
         assert not self.behind[idle].any(), "a row without tokens has pages behind its window"
 
 
 def as_int64(values: Indices) -> Int64Array:
-    """Return indices on the CPU as int64 `[n]`."""
+    """Convert indices on the CPU to an int64 array `[n]`."""
     array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     integers = array.ndim == 1 and (not array.size or np.issubdtype(array.dtype, np.integer))
     assert integers, f"indices are integers [n], got {array.dtype} {array.shape}"
@@ -387,7 +550,7 @@ def as_int64(values: Indices) -> Int64Array:
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    """Copy the array to the device without a wait; the caller may change it immediately."""
+    """Copy an array to the device without waiting; the caller may change the array right away."""
     host = torch.from_numpy(array)
     if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
         host = host.pin_memory()

@@ -1,4 +1,4 @@
-"""Block tables with sharing: sequences as lists of pages, forks, copy on write."""
+"""Block tables: sequences as lists of pages, with sharing, forks and copy-on-write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,33 +22,48 @@ from kvcache.pools import KVPool
 from kvcache.requests import ReqHandle, ReqToTokenPool
 
 NO_PAGES: Int64Array = np.empty(0, dtype=np.int64)
-_MOVED = 32  # pages that `compact` copies at once: a copy has memory of its own in between
+_MOVED = 32  # pages per copy of `compact`, which bounds the temporary memory of a copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Growth:
-    """A batch that is to grow. `start` is where its fresh token ids begin: the old length, or the
-    beginning of the last page where that page is shared and gets copied, so that the copy counts as
-    a new page like any other. `left` are the shared pages that are copied, in request order.
+    """A planned `extend` of a batch of sequences.
+
+    Attributes:
+        rows: Row of each sequence in the request table, int64 `[n]`.
+        old: Present lengths in tokens, int64 `[n]`.
+        new: New lengths in tokens, int64 `[n]`.
+        start: Position of the first new slot of each sequence, int64 `[n]`: the old length, or the
+            start of the last page if that page is shared and has to be copied. The copy thus counts
+            as a new page.
+        copied: Shared pages to copy, in the order of the sequences.
     """
 
     rows: Int64Array
     old: Int64Array
     new: Int64Array
     start: Int64Array
-    left: Int64Array
+    copied: Int64Array
 
 
 class BlockManager:
-    """Sequences over one pool. All decisions are made on the CPU, token ids included; the device
-    sees one transfer and one table write and perhaps one page copy an `extend`.
+    """Block tables of the sequences in one pool.
 
-    A page may belong to several sequences (`fork`). Writing into a page with more than one owner
-    copies exactly that page first; the last owner writes in place. Only the last, partial page of a
-    sequence can ever be written to. Nobody else allocates from its ledger and table.
+    The manager decides on the CPU, down to the slot of each token. An `extend` issues one transfer
+    and one table write on the device, and one page copy if a shared page is written to.
 
-    window: keys that a sliding layer sees; `slide` frees pages that no later query sees, or their
-    window halves where the allocator has two ledgers, which need a window.
+    A page may belong to several sequences (`fork`). Writing to a page with more than one owner
+    copies that page first; the last owner writes in place. Only the last, partial page of a
+    sequence is ever written to. The manager must be the only one to allocate sequences' pages from
+    its ledger and rows from its request table. Not thread-safe.
+
+    Args:
+        req_to_token: Request table, on the same device as `allocator`.
+        allocator: Page ledger of the pool.
+        pool: Pool whose rows are copied when a shared page is written to.
+        window: Keys that a sliding layer sees, or None. With a window, `slide` frees the pages that
+            no later query sees, or only their window pages if the allocator has two ledgers.
+            Required for an allocator with two ledgers.
     """
 
     def __init__(
@@ -67,29 +82,48 @@ class BlockManager:
         max_pages = -(-req_to_token.max_context_len // self.page_size)
         self._pages = np.zeros((req_to_token.size + 1, max_pages), dtype=np.int64)
         self._lens = np.zeros(req_to_token.size + 1, dtype=np.int64)
-        # its partial page may have other owners
+        # Whether a row's partial page may have other owners.
         self._forked = np.zeros(req_to_token.size + 1, dtype=np.bool_)
         self._shares = WindowShares(allocator, req_to_token.size + 1, window)
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        """Return the pages that there are and that are free, of each pool."""
+        """Return the number of pages, total and free, of each pool."""
         return self._shares.ledgers
 
     @property
     def total_pages(self) -> int:
+        """Return the number of pages of the pool."""
         return self.allocator.total_pages
 
     @property
     def available_pages(self) -> int:
+        """Return the number of free pages."""
         return self.allocator.available_pages
 
     def seq_len(self, handle: ReqHandle) -> int:
+        """Return the number of tokens of a sequence.
+
+        Args:
+            handle: A live sequence.
+
+        Returns:
+            Its length in tokens.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         return int(self._lens[self.req_to_token.row(handle)])
 
     def admit(self, pages: Int64Array = NO_PAGES) -> ReqHandle | None:
-        """Begin a sequence, empty or with the tokens of whole `pages`, which it shares; None when
-        all rows of the request table are taken. Sequences with a window begin empty.
+        """Start a sequence, empty or with the tokens of whole pages.
+
+        Args:
+            pages: Pages that the sequence begins with and shares, in order, for example those of a
+                `PrefixMatch`. Must be empty if the manager has a window.
+
+        Returns:
+            The handle of the sequence, or None if no row of the request table is free.
         """
         assert not len(pages) or self._shares.window is None, "a window gives pages back"
         handle = self.req_to_token.alloc()
@@ -97,15 +131,24 @@ class BlockManager:
             return None
         try:
             self._begin_with(handle.row, pages)
-        except BaseException:  # such as the device being out of memory
+        except BaseException:  # for example, the device is out of memory
             self.req_to_token.free(handle)
             raise
         return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """Begin a sequence with the same tokens that shares every page; None without a row.
+        """Start a sequence with the same tokens, sharing all of the pages.
 
-        States in the request table are copied: they must be those after the last token.
+        Recurrent states in the request table are copied and must be those after the last token.
+
+        Args:
+            handle: The sequence to fork.
+
+        Returns:
+            The handle of the new sequence, or None if no row of the request table is free.
+
+        Raises:
+            ValueError: The handle is stale.
         """
         parent = self.req_to_token.row(handle)
         child = self.admit()
@@ -115,7 +158,7 @@ class BlockManager:
         try:
             table.copy_states(child, handle)
             table.write((child.row, slice(0, length)), table.req_to_token[parent, :length])
-        except BaseException:  # such as the device being out of memory
+        except BaseException:  # for example, the device is out of memory
             table.free(child)
             raise
         pages = self._row_pages(parent)
@@ -126,18 +169,44 @@ class BlockManager:
         return child
 
     def pages(self, handle: ReqHandle) -> Int64Array:
-        """Return the pages of a sequence, a partial last one included; not all are its own."""
+        """Return the pages of a sequence, including a partial last page.
+
+        With a window, the leading pages may have been freed already.
+
+        Args:
+            handle: A live sequence.
+
+        Returns:
+            Page numbers, int64 `[ceil(length / page_size)]`, a copy.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         return self._row_pages(self.req_to_token.row(handle)).copy()
 
     def release(self, handle: ReqHandle) -> None:
-        """End a sequence: drop its share of each page and make the handle stale."""
+        """End a sequence: drop it from the owners of its pages and make the handle stale.
+
+        Args:
+            handle: The sequence to end.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         row = self.req_to_token.row(handle)
         self._shares.free(row, self._row_pages(row))
         self._lens[row] = self._shares.behind[row] = 0
         self.req_to_token.free(handle)
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
-        """Drop the sequences' shares of what left the window; all their tokens are computed."""
+        """Free pages that have left the window of each sequence; do nothing without a window.
+
+        Args:
+            handles: Sequences whose tokens have all been computed.
+
+        Raises:
+            ValueError: A handle is stale.
+        """
         window = self._shares.window
         if window is not None:
             rows = self.req_to_token.rows(handles)
@@ -145,8 +214,18 @@ class BlockManager:
             self._shares.leave(rows, behind, self._pages)
 
     def token_ids(self, handle: ReqHandle, start: int, stop: int) -> Int64Array:
-        """Return the slots of positions [start, stop) of a sequence, int64 on the CPU. It has these
-        positions, and has not given them back.
+        """Return the slots of positions [start, stop) of a sequence.
+
+        Args:
+            handle: A live sequence.
+            start: First position. With a window, its page must not have been freed.
+            stop: Position after the last, at most the sequence's length.
+
+        Returns:
+            Slots, int64 `[stop - start]` on the CPU.
+
+        Raises:
+            ValueError: The handle is stale.
         """
         row = self.req_to_token.row(handle)
         first = self._shares.first_held(row) * self.page_size
@@ -156,46 +235,70 @@ class BlockManager:
         return self._slots(row, np.arange(start, stop))
 
     def pages_needed(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> int:
-        """Return the pages that this `extend` would take, copies of shared pages included."""
+        """Return the number of pages that `extend` with the same arguments would allocate.
+
+        Args:
+            handles: Sequences to grow.
+            new_lens: New length of each sequence in tokens.
+
+        Returns:
+            The number of pages, including copies of shared pages.
+
+        Raises:
+            ValueError: A handle is stale.
+        """
         growth = self._plan(handles, new_lens)
         return int(self.allocator.pages_between(growth.start, growth.new).sum())
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Tensor | None:
-        """Grow sequences, by prefill chunks and decode steps alike, to `new_lens` tokens.
+        """Grow sequences by prefill chunks or decode steps and write their slots to the table.
 
-        Return the pool slots of the new tokens, int64 `[sum(new - old)]` on the device in the order
-        of `handles`, and write them to `req_to_token`. None when pages are short: nothing changed.
-        Raise ValueError for a stale handle. Each handle is named once, lengths only grow, to
-        `max_context_len` at most.
+        Args:
+            handles: Sequences to grow, each at most once.
+            new_lens: New length of each sequence in tokens, at least the present length and at most
+                the table's `max_context_len`.
+
+        Returns:
+            Slots of the new tokens in the order of `handles`, int64 `[sum(new - old)]` on the
+            device; also written to `req_to_token`. None if too few pages are free; nothing has
+            changed.
+
+        Raises:
+            ValueError: A handle is stale.
         """
         growth = self._plan(handles, new_lens)
         counts = self.allocator.pages_between(growth.start, growth.new)
         pages = self.allocator.alloc_pages(int(counts.sum()))
         if pages is None:
             return None
-        which, nth = _spread(counts)
-        # where the new pages go: rows and columns of the page table
-        at = growth.rows[which], -(-growth.start[which] // self.page_size) + nth
+        sequence, number = _expand(counts)
+        # Rows and columns of the page table that receive the new pages.
+        at = growth.rows[sequence], -(-growth.start[sequence] // self.page_size) + number
         before = self._pages[at]
         self._pages[at] = pages
         try:
             loc = self._fill_device(growth)
         except BaseException:
-            # such as the device being out of memory: the sequences stay as they were
+            # For example, the device is out of memory. Restore the sequences.
             self._pages[at] = before
             self.allocator.free_pages(pages)
             raise
         self._lens[growth.rows] = growth.new
-        self._shares.free_seen(growth.left)
+        self._shares.free_seen(growth.copied)
         return loc
 
     def compact(self, pages: int) -> Int64Array | None:
-        """Move all that has an owner to the first `pages` pages, tokens included, so that none
-        after them has one: for a pool that is to end there.
+        """Move all pages in use to the first `pages` pages, so that the pool can shrink to them.
 
-        Return the new number of every page, int64 `[total_pages + 1]`, by which a prefix cache
-        renames its own; None, with nothing changed, where there is no room. For one ledger, and
-        sequences without a window; nothing may be about to write to their slots.
+        Needs an allocator with one ledger and no window. No kernel that writes to the sequences'
+        slots may be pending.
+
+        Args:
+            pages: Number of pages to keep.
+
+        Returns:
+            The new number of every page, int64 `[total_pages + 1]`, for `RadixCache.rename`. None
+            if the pages in use do not fit; nothing has changed.
         """
         ledger = self.allocator
         assert isinstance(ledger, PagedTokenToKVPoolAllocator) and self._shares.window is None
@@ -211,11 +314,11 @@ class BlockManager:
             self.pool.move_kv_cache(*to_device(slots.reshape(2, -1), ledger.device))
         rows = np.flatnonzero(self._lens)
         lengths, pages_of = self._lens[rows], renamed[self._pages[rows]]
-        which = np.repeat(np.arange(len(rows)), lengths)
-        positions = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        sequence = np.repeat(np.arange(len(rows)), lengths)
+        positions = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         numbers, offsets = np.divmod(positions, self.page_size)
-        flat = rows[which] * self.req_to_token.max_context_len + positions
-        self._write_table(flat, pages_of[which, numbers] * self.page_size + offsets)
+        flat = rows[sequence] * self.req_to_token.max_context_len + positions
+        self._write_table(flat, pages_of[sequence, numbers] * self.page_size + offsets)
         self._pages[rows] = pages_of
         ledger.trade(high, low)
         return renamed
@@ -223,8 +326,10 @@ class BlockManager:
     def check_integrity(self, cached: Int64Array = NO_PAGES) -> None:
         """Raise AssertionError unless page tables, reference counts and `req_to_token` agree.
 
-        cached: pages that a prefix cache owns besides. Reads `req_to_token` back, so it
-        synchronises. May be called between any two operations.
+        Valid between any two operations. Copies `req_to_token` to the CPU, which synchronizes.
+
+        Args:
+            cached: Pages that a prefix cache owns.
         """
         self.allocator.check_integrity()
         self.req_to_token.check_integrity()
@@ -233,7 +338,7 @@ class BlockManager:
         for row in rows:
             first = self._shares.first_held(row)
             pages = self._row_pages(row)[first:]
-            assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} holds a page twice: {pages}"
+            assert (np.diff(np.sort(pages)) > 0).all(), f"row {row} has a page twice: {pages}"
             positions = np.arange(first * self.page_size, self._lens[row])
             if self._lens[row] % self.page_size and not self._forked[row]:
                 owners = self.allocator.ref_counts(pages[-1:])[0]
@@ -243,7 +348,7 @@ class BlockManager:
         self._shares.check_integrity([(row, self._row_pages(row)) for row in rows], cached)
 
     def _begin_with(self, row: int, pages: Int64Array) -> None:
-        """Make whole pages the beginning of an empty sequence."""
+        """Start an empty sequence with the tokens of whole pages."""
         length = len(pages) * self.page_size
         if length == 0:
             return
@@ -257,7 +362,7 @@ class BlockManager:
         return self._pages[row, : -(-int(self._lens[row]) // self.page_size)]
 
     def _slots(self, rows: int | np.integer | Int64Array, positions: Int64Array) -> Int64Array:
-        """Return the token ids of positions by the page table, int64 of their shape."""
+        """Look up the slots of positions in the page table; return int64 of the same shape."""
         pages, offsets = np.divmod(positions, self.page_size)
         return self._pages[rows, pages] * self.page_size + offsets
 
@@ -265,18 +370,18 @@ class BlockManager:
         rows = self.req_to_token.rows(handles)
         new = as_int64(new_lens)
         in_order, old = np.sort(rows), self._lens[rows]
-        assert len(rows) == len(new), "pass one length a handle"
-        assert (in_order[1:] != in_order[:-1]).all(), "a handle is twice in one batch"
+        assert len(rows) == len(new), "pass one length per handle"
+        assert (in_order[1:] != in_order[:-1]).all(), "a handle is in the batch twice"
         grows = (old <= new) & (new <= self.req_to_token.max_context_len)
         assert grows.all(), f"lengths can't go from {old[~grows]} to {new[~grows]}"
-        start, left = self._fresh_start(rows, old, new)
-        return _Growth(rows=rows, old=old, new=new, start=start, left=left)
+        start, copied = self._fresh_start(rows, old, new)
+        return _Growth(rows=rows, old=old, new=new, start=start, copied=copied)
 
     def _fresh_start(
         self, rows: Int64Array, old: Int64Array, new: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """Return the old lengths, or the start of a last page that has to be copied; such pages."""
-        if not self._forked[rows].any():  # as in nearly every step of decoding
+        """Return `start` and `copied` of a `_Growth`."""
+        if not self._forked[rows].any():  # true in nearly every decode step
             return old, np.empty(0, dtype=np.int64)
         offset = old % self.page_size
         start = old.copy()
@@ -284,57 +389,57 @@ class BlockManager:
         pages = self._pages[rows[writers], old[writers] // self.page_size]
         owners = self.allocator.ref_counts(pages)
         self._forked[rows[writers[owners == 1]]] = False
-        left: dict[int, int] = {}
+        owners_left: dict[int, int] = {}
         shared = (a[owners > 1].tolist() for a in (writers, pages, owners))
         for i, page, count in zip(*shared, strict=True):
-            remaining = left.get(page, count)
-            # several writers of one page in this batch: the last of its owners keeps it
+            remaining = owners_left.get(page, count)
+            # If this batch holds all owners of a page, the last of them writes in place.
             if remaining > 1:
                 start[i] -= offset[i]
-                left[page] = remaining - 1
+                owners_left[page] = remaining - 1
         copying = np.flatnonzero(start < old)
         return start, self._pages[rows[copying], start[copying] // self.page_size]
 
     def _fill_device(self, growth: _Growth) -> Tensor:
-        """Copy shared pages, then write fresh ids to the table; return the new tokens'.
+        """Copy shared pages, write new slots to the table and return the new tokens' slots.
 
-        The table write comes last: whatever fails before it leaves every sequence readable.
+        The table write comes last, so that a failure leaves every sequence readable.
         """
-        which, nth = _spread(growth.new - growth.start)
-        rows, positions, copies = growth.rows[which], growth.start[which] + nth, 0
-        # copies come first, so that the new tokens' ids are a view of what is sent
-        if len(growth.left):
-            moved = positions < growth.old[which]
+        sequence, number = _expand(growth.new - growth.start)
+        rows, positions, copies = growth.rows[sequence], growth.start[sequence] + number, 0
+        # Slots of copied tokens come first, so that the result is a view of the sent array.
+        if len(growth.copied):
+            moved = positions < growth.old[sequence]
             order, copies = np.argsort(~moved, kind="stable"), int(moved.sum())
             rows, positions = rows[order], positions[order]
         loc = self._slots(rows, positions)
         if copies:
-            # a request's moved tokens begin at offset 0 of its page: each such offset starts the
-            # next request
+            # The copied tokens of a sequence begin at offset 0 of a page, so an offset of 0 marks
+            # the next sequence.
             offset = positions[:copies] % self.page_size
-            source = growth.left[np.cumsum(offset == 0) - 1] * self.page_size + offset
+            source = growth.copied[np.cumsum(offset == 0) - 1] * self.page_size + offset
             target, source = to_device(np.stack([loc[:copies], source]), self.allocator.device)
             self.pool.move_kv_cache(target, source)
         flat = rows * self.req_to_token.max_context_len + positions
         return self._write_table(flat, loc)[copies:]
 
     def _write_table(self, flat: Int64Array, loc: Int64Array) -> Tensor:
-        """Write slots to the table at these places, by one launch; return them."""
+        """Write slots `loc` to flat positions of the table in one launch; return them as int64."""
         n = len(loc)
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
         packed = np.empty(2 * n + -(-n // 2), dtype=np.int64)
         packed[:n], packed[n : 2 * n] = flat, loc
-        # as the table holds them: converting there takes a launch more
+        # The table is int32. Converting on the CPU saves a kernel launch.
         packed[2 * n :].view(np.int32)[:n] = loc
         sent = to_device(packed, self.allocator.device)
         self.req_to_token.write_flat(sent[:n], sent[2 * n :].view(torch.int32)[:n])
         return sent[n : 2 * n]
 
 
-def _spread(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
-    """Expand per-request counts to (request, number within the request) index arrays."""
-    if (counts <= 1).all():  # as in nearly every step of decoding
+def _expand(counts: Int64Array) -> tuple[Int64Array | slice, Int64Array | Literal[0]]:
+    """Expand counts per sequence to two index arrays: the sequence, and the number within it."""
+    if (counts <= 1).all():  # true in nearly every decode step
         return slice(None) if counts.all() else np.flatnonzero(counts), 0
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    return sequence, np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]

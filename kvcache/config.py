@@ -1,18 +1,22 @@
-"""Shape, size and element type of a KV cache, checked once, before any memory is taken."""
+"""Configurations of KV pools: shape, size and dtypes, validated before memory is allocated."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from numbers import Integral
+from typing import Literal
 
 import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4_DTYPE = torch.float4_e2m1fn_x2
-FP4_BLOCK = 16  # elements that share one block scale
-FP4_MAX_EXPONENT = 125  # of a block scale, either sign: what is read is zero or a normal fp32
+FP4_BLOCK = 16  # elements per block scale
+FP4_MAX_EXPONENT = 125  # bounds a block scale's exponent, so that no value read is subnormal fp32
 STORABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES, FP4_DTYPE)
 
-_KV_DTYPES = {
+KVCacheDtype = Literal["auto", "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1"]
+"""Names of the dtypes that a pool can store; "auto" is the model's dtype."""
+
+_KV_DTYPES: dict[KVCacheDtype, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -22,8 +26,19 @@ _KV_DTYPES = {
 }
 
 
-def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the stored dtype that `kv_cache_dtype` names ("auto": the model's), or ValueError."""
+def kv_dtype(name: KVCacheDtype, model_dtype: torch.dtype) -> torch.dtype:
+    """Convert the name of a KV cache dtype to the torch dtype that a pool stores.
+
+    Args:
+        name: Name of the dtype; "auto" selects the model's dtype.
+        model_dtype: Dtype of the model.
+
+    Returns:
+        The stored dtype.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
     if name == "auto":
         return model_dtype
     if name not in _KV_DTYPES:
@@ -33,25 +48,30 @@ def kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def store_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that elements are kept in: bytes for fp8 and fp4, which can't be indexed."""
+    """Return the dtype of a pool's tensors: uint8 for fp8 and FP4, which torch can't index."""
     return torch.uint8 if dtype in FP8_DTYPES or dtype == FP4_DTYPE else dtype
 
 
 def row_bytes(dtype: torch.dtype, width: int) -> int:
-    """Return the bytes of `width` elements; FP4: two elements a byte, a scale byte a block."""
+    """Return the bytes of `width` elements, including one scale byte per block for FP4."""
     return width // 2 + width // FP4_BLOCK if dtype == FP4_DTYPE else width * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenConfig(ABC):
-    """A paged cache for `num_layers` attention layers; a subclass says what a token's rows are.
+    """Shape, size and dtypes of a KV pool; subclasses define the rows of a token.
 
-    size: tokens, a multiple of `page_size`; one padding page comes on top of it. Token ids are
-        stored as int32 in the request table, hence its limit.
-    compute_dtype: what rows are read in from fp8 or fp4 storage, None: bfloat16. Other dtypes are
-    read as stored.
-    slot_major: all layers of a slot lie together, so that the pool can be resized on a memsaver
-        tag; otherwise all slots of a layer do.
+    Attributes:
+        num_layers: Attention layers that store tokens in the pool.
+        size: Capacity in tokens, a multiple of `page_size`; the pool adds one padding page. Fewer
+            than 2**31, because request tables store slots as int32.
+        page_size: Tokens per page.
+        dtype: Stored dtype, one of `STORABLE_DTYPES`.
+        device: Device of the pool.
+        compute_dtype: Dtype in which rows of fp8 or FP4 storage are read; None selects bfloat16.
+            Rows of other dtypes are read as stored.
+        slot_major: Whether all layers of a slot are adjacent in memory, which lets the pool be
+            resized on a memsaver tag. Otherwise all slots of a layer are adjacent.
     """
 
     num_layers: int
@@ -65,12 +85,12 @@ class TokenConfig(ABC):
     @property
     @abstractmethod
     def rows(self) -> dict[str, tuple[int, int]]:
-        """Return what a token has in each layer: name -> (heads, width)."""
+        """Return the rows of a token in each layer, name -> (heads, width)."""
 
     @property
     @abstractmethod
     def value_dim(self) -> int:
-        """Return the width of a value, a head."""
+        """Return the elements of a value per head."""
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -80,7 +100,7 @@ class TokenConfig(ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes that one token takes over all layers, block scales included."""
+        """Return the bytes of one token over all layers, including block scales."""
         return self.num_layers * sum(
             heads * row_bytes(self.dtype, width) for heads, width in self.rows.values()
         )
@@ -107,7 +127,27 @@ class TokenConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig(TokenConfig):
-    """Multi-head or grouped-query attention; `v_head_dim` None: values are as wide as keys."""
+    """Pool configuration for multi-head and grouped-query attention.
+
+    The fields of `TokenConfig` come first; all fields are keyword-only.
+
+    Attributes:
+        num_layers: Attention layers that store tokens in the pool.
+        size: Capacity in tokens, a multiple of `page_size`; the pool adds one padding page.
+        page_size: Tokens per page.
+        dtype: Stored dtype: float32, float16, bfloat16, fp8 (e4m3fn, e5m2) or FP4 (e2m1fn_x2).
+        device: Device of the pool.
+        compute_dtype: Dtype in which rows of fp8 or FP4 storage are read; None selects bfloat16.
+        slot_major: Whether all layers of a slot are adjacent in memory, which lets the pool be
+            resized.
+        num_kv_heads: Key/value heads per layer.
+        head_dim: Elements of a key per head.
+        v_head_dim: Elements of a value per head; None means `head_dim`.
+
+    Raises:
+        ValueError: A size is not a positive multiple of `page_size` or does not fit int32 slots, a
+            dtype can't be stored, or FP4 rows are not a multiple of 16 elements wide.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -115,37 +155,49 @@ class KVCacheConfig(TokenConfig):
 
     @property
     def value_dim(self) -> int:
+        """Return the elements of a value per head."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def rows(self) -> dict[str, tuple[int, int]]:
+        """Return the rows of a token in each layer: "k" and "v" -> (heads, width)."""
         return {"k": (self.num_kv_heads, self.head_dim), "v": (self.num_kv_heads, self.value_dim)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLACacheConfig(TokenConfig):
-    """Multi-head latent attention: one latent row a token, its rotary key behind it."""
+    """Pool configuration for multi-head latent attention (DeepSeek).
+
+    A token has one row per layer, the latent followed by the rotary key. The other fields are those
+    of `KVCacheConfig`.
+
+    Attributes:
+        kv_lora_rank: Elements of the latent, which is also the value.
+        qk_rope_head_dim: Elements of the rotary key.
+    """
 
     kv_lora_rank: int
     qk_rope_head_dim: int
 
     @property
     def value_dim(self) -> int:
+        """Return the elements of a value, which is the latent."""
         return self.kv_lora_rank
 
     @property
     def rows(self) -> dict[str, tuple[int, int]]:
+        """Return the row of a token in each layer: "kv" -> (1, width)."""
         return {"kv": (1, self.kv_lora_rank + self.qk_rope_head_dim)}
 
 
 def check_option(options: object, name: str, good: bool, rule: str) -> None:
-    """Raise a ValueError that names a field and its value, unless it is good."""
+    """Raise ValueError with a field's name, its value and the rule it breaks, unless `good`."""
     if not good:
         raise ValueError(f"{name}={getattr(options, name)!r} {rule}")
 
 
 def check_counts(options: object, *names: str, least: int = 1) -> None:
-    """Raise ValueError for the first of these fields that is no whole number >= `least`."""
+    """Raise ValueError for the first of the named fields that is not an integer >= `least`."""
     for name in names:
         value = getattr(options, name)
         whole = isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,9 +1,9 @@
-"""The parts of a model's KV cache, read from its Hugging Face config without transformers.
+"""Derive the KV cache layout of a model from its Hugging Face config, without transformers.
 
-It knows dense and mixture-of-experts decoders with full or sliding attention in every layer or
-alternating (Llama, Qwen2, Qwen3, Mistral, Gemma-2 and their like), latent attention (DeepSeek-V2,
-V3), gated delta nets (Qwen3-Next) and Mamba-2 (Bamba) beside full attention. Multimodal
-embedding caches and vision towers are out of scope; of a config with a `text_config`, that is read.
+Supported are dense and mixture-of-experts decoders with full or sliding attention in every layer or
+alternating (such as Llama, Qwen2, Qwen3, Mistral and Gemma-2), latent attention (DeepSeek-V2, V3),
+and gated delta nets (Qwen3-Next) or Mamba-2 (Bamba) combined with full attention. Of a multimodal
+config, only `text_config` is read; embedding caches and vision towers are out of scope.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvcache.config import KVCacheConfig, MLACacheConfig, TokenConfig, kv_dtype
+from kvcache.config import KVCacheConfig, KVCacheDtype, MLACacheConfig, TokenConfig, kv_dtype
 from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, SWAKVPool
 from kvcache.pools.token_pools import KVPool, MHATokenToKVPool, MLATokenToKVPool
@@ -32,13 +32,20 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Rows and states that a model's layers keep.
+    """The rows and states that a model's layers keep per token and per request.
 
-    kinds: each layer's kind. pool: which pool holds the tokens; states of linear layers are in a
-    `MambaPool` beside it.
-    dtype: stored, model_dtype: computed with. rows: what a token has in a layer that keeps tokens,
-    name -> (heads, width). conv_shapes, temporal_shape: states of a linear layer, None without one;
-    the convolution's is kernel - 1 wide, and in the model's dtype, the recurrent one in float32.
+    Attributes:
+        kinds: Kind of each layer: "full", "sliding", "mla" or "linear".
+        pool: Kind of pool that stores the tokens. States of linear layers go to a `MambaPool`.
+        dtype: Stored dtype.
+        model_dtype: Dtype in which the model computes.
+        rows: Rows of a token in a layer that stores tokens, name -> (heads, width).
+        sliding_window: Keys that a query of a sliding layer sees; None without sliding layers.
+        kv_lora_rank: Elements of the latent of latent attention; None for other models.
+        conv_shapes: Shapes of a linear layer's convolution states, in the model's dtype; the last
+            dimension is the kernel size less one. Empty without linear layers.
+        temporal_shape: Shape of a linear layer's recurrent state, in float32; None without linear
+            layers.
     """
 
     kinds: tuple[Kind, ...]
@@ -52,28 +59,46 @@ class KVLayout:
     temporal_shape: tuple[int, ...] | None = None
 
     def layers(self, *kinds: Kind) -> tuple[int, ...]:
-        """Return the ids of the layers of these kinds."""
+        """Return the indices of the layers of the given kinds.
+
+        Args:
+            *kinds: Kinds to select.
+
+        Returns:
+            Indices into `kinds`, ascending.
+        """
         return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of one token over all layers, as long as it is in every window."""
+        """Return the bytes of one token over all layers, while every window covers the token."""
         layers = len(self.kinds) - len(self.layers("linear"))
         sizes: dict[str, Any] = {"size": 1, "page_size": 1, "device": "cpu"}
         return self.token_config(num_layers=layers, **sizes).bytes_per_token if layers else 0
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of a request's states over all linear layers, 0 without any."""
+        """Return the bytes of a request's states over all linear layers."""
         return self.mamba_config(size=1, device="cpu").bytes_per_slot if self.temporal_shape else 0
 
     @property
     def pages_tell_all(self) -> bool:
-        """Return whether a sequence is made of its pages alone, all of them."""
+        """Return whether a sequence is fully described by its pages.
+
+        False with sliding windows, which free pages, and with linear layers, which keep states.
+        """
         return self.pool in ("mha", "mla") and self.sliding_window is None
 
     def token_config(self, *, num_layers: int, **fields: Any) -> TokenConfig:
-        """Return the config of a pool of layers that keep tokens. fields: size, device, ..."""
+        """Build the config of a pool for layers that store tokens.
+
+        Args:
+            num_layers: Layers in the pool.
+            **fields: Further fields of `TokenConfig`: size, page_size, device, slot_major.
+
+        Returns:
+            An `MLACacheConfig` for latent attention, else a `KVCacheConfig`.
+        """
         fields |= {"num_layers": num_layers, "dtype": self.dtype, "compute_dtype": self.model_dtype}
         if self.kv_lora_rank is not None:
             rope = self.rows["kv"][1] - self.kv_lora_rank
@@ -82,7 +107,15 @@ class KVLayout:
         return KVCacheConfig(num_kv_heads=heads, head_dim=dim, v_head_dim=value_dim, **fields)
 
     def mamba_config(self, *, size: int, device: torch.device | str) -> MambaConfig:
-        """Return the config of the pool of states for `size` requests."""
+        """Build the config of the pool of linear layers' states.
+
+        Args:
+            size: Requests whose states the pool stores.
+            device: Device of the pool.
+
+        Returns:
+            The config of a `MambaPool`.
+        """
         assert self.temporal_shape is not None, "this model has no linear layers"
         return MambaConfig(
             num_layers=len(self.layers("linear")),
@@ -104,7 +137,23 @@ class KVLayout:
         tag: str = "kv_cache",
         slot_major: bool = False,
     ) -> KVPool:
-        """Return the pool for `size` tokens, `window_size` of a `swa` pool's window side."""
+        """Build the pool that stores the model's tokens.
+
+        Args:
+            size: Capacity in tokens, a multiple of `page_size`.
+            page_size: Tokens per page.
+            device: Device of the pool.
+            window_size: Capacity in tokens of the pool for sliding layers; only for a "swa" layout.
+            saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
+            tag: Tag of the pool.
+            slot_major: Whether all layers of a slot are adjacent, so that the pool can be resized.
+
+        Returns:
+            The pool, of the class that `pool` names.
+
+        Raises:
+            ValueError: A "swa" layout without `window_size`, or an invalid size.
+        """
         fields: dict[str, Any] = {"page_size": page_size, "device": device}
         fields |= {"size": size, "slot_major": slot_major}
         tokens = self.layers("full", "sliding", "mla")
@@ -126,17 +175,36 @@ class KVLayout:
     def build_states(
         self, *, size: int, device: torch.device | str, saver: MemorySaver | None = None
     ) -> MambaPool:
-        """Return the pool of the linear layers' states, for `size` requests."""
+        """Build the pool of the linear layers' states.
+
+        Args:
+            size: Requests whose states the pool stores.
+            device: Device of the pool.
+            saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
+
+        Returns:
+            The pool.
+        """
         return MambaPool(self.mamba_config(size=size, device=device), saver)
 
 
-def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None = None) -> KVLayout:
-    """Return what the KV cache of the model with this Hugging Face config is made of.
+def layout(
+    config: Any, kv_cache_dtype: KVCacheDtype = "auto", dtype: torch.dtype | None = None
+) -> KVLayout:
+    """Derive the KV cache layout of a model from its Hugging Face config.
 
-    kv_cache_dtype: "auto" (the model's dtype), "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or
-    "fp4_e2m1". dtype: the model's, None: what the config says, torch's default dtype if it says
-    nothing (as a model built from it has). Raises ValueError for an unknown dtype, an unknown
-    kind of layer, or a mix of kinds that no pool holds.
+    Args:
+        config: A Hugging Face model config, or any object with its attributes.
+        kv_cache_dtype: Stored dtype; "auto" selects the model's dtype.
+        dtype: Dtype of the model. None selects the dtype of the config, or torch's default dtype if
+            the config has none, as a model built from that config does.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: A dtype is unknown or can't store the model's rows, a layer is of an unknown
+            kind, or no pool supports the combination of kinds.
     """
     config = getattr(config, "text_config", None) or config
     model_dtype = dtype or _dtype(config)
@@ -154,20 +222,20 @@ def layout(config: Any, kv_cache_dtype: str = "auto", dtype: torch.dtype | None 
         kv_lora_rank=rank,
         **states,
     )
-    _ = result.bytes_per_token  # a ValueError where the dtype can't hold the rows
+    _ = result.bytes_per_token  # raises ValueError if the dtype can't store the rows
     return result
 
 
 def _dtype(config: Any) -> torch.dtype:
     given = getattr(config, "dtype", None) or torch.get_default_dtype()
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"the config's dtype {given!r} is no torch dtype; pass dtype=")
-    return found
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the config's dtype {given!r} is not a torch dtype; pass dtype=")
+    return dtype
 
 
 def _kinds(config: Any) -> tuple[Kind, ...]:
-    """Return each layer's kind: of the config's own list, else by its sliding window."""
+    """Return the kind of each layer, from the config's list or else from its sliding window."""
     count = config.num_hidden_layers
     if getattr(config, "kv_lora_rank", None):
         return ("mla",) * count
@@ -180,7 +248,7 @@ def _kinds(config: Any) -> tuple[Kind, ...]:
         known = ", ".join(_KINDS)
         raise ValueError(f"layers of kind {unknown} are not supported; supported: {known}")
     if len(names) != count:
-        raise ValueError(f"the config names the kinds of {len(names)} layers and has {count}")
+        raise ValueError(f"the config lists kinds for {len(names)} layers but has {count} layers")
     return tuple(_KINDS[name] for name in names)
 
 
@@ -189,14 +257,13 @@ def _pool(kinds: Sequence[Kind]) -> PoolName:
     if present == {"mla"}:
         return "mla"
     if present in ({"full"}, {"sliding"}):
-        # where all layers slide, one ledger can free pages by itself: a second pool would save
-        # nothing
+        # If all layers slide, one ledger frees the pages, and a second pool would save nothing.
         return "mha"
     if present == {"full", "sliding"}:
         return "swa"
     if present == {"full", "linear"}:
         return "hybrid_linear"
-    raise ValueError(f"no pool holds layers of the kinds {sorted(present)} together")
+    raise ValueError(f"no pool supports a model with layers of the kinds {sorted(present)}")
 
 
 def _mha_rows(config: Any) -> dict[str, tuple[int, int]]:
@@ -207,7 +274,7 @@ def _mha_rows(config: Any) -> dict[str, tuple[int, int]]:
 
 
 def _states(config: Any) -> dict[str, Any]:
-    """Return the shapes of a linear layer's states: a gated delta net's or Mamba-2's (Bamba)."""
+    """Return the state shapes of a gated delta net layer or a Mamba-2 layer (Bamba)."""
     if getattr(config, "linear_conv_kernel_dim", None):
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -219,5 +286,5 @@ def _states(config: Any) -> dict[str, Any]:
         conv = (inner + 2 * config.mamba_n_groups * config.mamba_d_state, config.mamba_d_conv - 1)
         temporal = (config.mamba_n_heads, inner // config.mamba_n_heads, config.mamba_d_state)
     else:
-        raise ValueError(f"linear layers of {type(config).__name__}: their states are not known")
+        raise ValueError(f"the states of the linear layers of {type(config).__name__} are unknown")
     return {"conv_shapes": (conv,), "temporal_shape": temporal}

@@ -1,6 +1,4 @@
-"""The table request -> token ids, with states of linear layers or without, and the handles that
-name its rows.
-"""
+"""Request tables: the slots of each request's tokens, and the handles that identify requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +13,31 @@ from kvcache.pools.mamba import MambaPool
 
 @dataclass(frozen=True, slots=True)
 class ReqHandle:
-    """Names a row of a `ReqToTokenPool` until it is freed; after that it raises ValueError."""
+    """Identifier of a row of a `ReqToTokenPool`, stale after the row is freed.
+
+    Attributes:
+        row: Row of the request table, from 1 on.
+        generation: How often the row had been freed when the handle was issued.
+    """
 
     row: int
     generation: int
 
 
 class ReqToTokenPool:
-    """`req_to_token[row, position]` is the pool slot of a request's token at `position`.
+    """The request table: `req_to_token[row, position]` is the pool slot of a request's token.
 
-    The table (int32 `[size + 1, max_context_len]`) is on the device, who owns which row is decided
-    on the CPU. Row 0 is the padding row: never issued, always zero, so padded batch entries read
-    the padding page. Positions past a request's length hold leftovers of earlier owners.
+    The table, int32 `[size + 1, max_context_len]`, is on the device; free rows are tracked on the
+    CPU. Row 0 is the padding row: it is never allocated and always zero, so that padded batch
+    entries read the padding page. Entries past a request's length are leftovers of earlier
+    requests. Not thread-safe.
 
-    A pool whose requests hold more than a row extends `alloc` and `free`.
+    A subclass whose requests own more than a row extends `alloc` and `free`.
+
+    Args:
+        size: Requests that can be live at a time.
+        max_context_len: Tokens of the longest request.
+        device: Device of the table.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -43,11 +52,19 @@ class ReqToTokenPool:
         self._issued: dict[int, ReqHandle] = {}  # by row
 
     def available_size(self) -> int:
-        """Return how many rows can still be handed out."""
+        """Return the number of free rows.
+
+        Returns:
+            The number of rows that `alloc` can allocate.
+        """
         return len(self._free_rows)
 
     def alloc(self) -> ReqHandle | None:
-        """Take a row; None, with nothing changed, when there is none."""
+        """Allocate a row.
+
+        Returns:
+            The handle of the row, or None if no row is free.
+        """
         if not self._free_rows:
             return None
         row = self._free_rows.pop()
@@ -55,42 +72,84 @@ class ReqToTokenPool:
         return handle
 
     def free(self, handle: ReqHandle) -> None:
-        """Give the row back and make `handle` stale. Freeing it again raises ValueError."""
+        """Free a row and make its handle stale.
+
+        Args:
+            handle: A live handle.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         row = self.row(handle)
         del self._issued[row]
         self._generation[row] += 1
         self._free_rows.append(row)
 
     def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
-        """Give `target`, after a fork, what `source` holds besides tokens. Here that is nothing."""
+        """Copy a request's data other than tokens after a fork; subclasses override this method.
+
+        Args:
+            target: The forked request.
+            source: The request that was forked.
+        """
 
     def row(self, handle: ReqHandle) -> int:
-        """Return the row of a live handle; ValueError for a stale one."""
+        """Return the row of a handle.
+
+        Args:
+            handle: A live handle.
+
+        Returns:
+            The row of the request table.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         if self._issued.get(handle.row) != handle:
             raise ValueError(f"stale {handle}: released or never issued; take it from admit()")
         return handle.row
 
     def rows(self, handles: Sequence[ReqHandle]) -> npt.NDArray[np.int64]:
-        """Return rows of live handles as int64 `[n]`; ValueError names the first stale one."""
+        """Return the rows of handles.
+
+        Args:
+            handles: Live handles `[n]`.
+
+        Returns:
+            Rows of the request table, int64 `[n]`.
+
+        Raises:
+            ValueError: A handle is stale; the message names the first.
+        """
         rows = [handle.row for handle in handles]
-        # comparing lists asks for identity first: quicker than to look at each
+        # A list comparison checks identity first, which is faster than a loop over the handles.
         if list(map(self._issued.get, rows)) != list(handles):
             for handle in handles:
                 self.row(handle)
         return np.array(rows, dtype=np.int64)
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
-        """`req_to_token[indices] = values`: one indexed write, any index that torch accepts."""
+        """Write `req_to_token[indices] = values`.
+
+        Args:
+            indices: Any index that torch accepts.
+            values: Slots, converted to int32.
+        """
         self.req_to_token[indices] = values.to(torch.int32)
 
     def write_flat(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """One write of `values`, int32 `[n]`, at int64 `row * max_context_len + position`."""
+        """Write slots at flat positions of the table, in one launch.
+
+        Args:
+            positions: int64 `[n]`, each `row * max_context_len + position`.
+            values: Slots, int32 `[n]`.
+        """
         self.req_to_token.view(-1).index_copy_(0, positions, values)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each row is free or live, and row 0 untouched; waits."""
+        """Raise AssertionError unless each row is free or live and row 0 is zero; synchronizes."""
         free = self._free_rows
-        assert len(set(free)) == len(free), f"a row is twice in the free list: {free}"
+        assert len(set(free)) == len(free), f"a row is in the free list twice: {free}"
         assert all(0 < row <= self.size for row in free), f"a free row is not in the table: {free}"
         assert not self._issued.keys() & {0, *free}, "a free row is marked as issued"
         assert len(self._issued) + len(free) == self.size, "rows were lost"
@@ -98,9 +157,16 @@ class ReqToTokenPool:
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """A `ReqToTokenPool` whose rows hold one slot of `mamba` each, as long as they live.
+    """A request table whose live rows own one slot of recurrent states each.
 
-    `req_to_mamba` int32 `[size + 1]` on the device: row -> slot, 0 for row 0 and free rows.
+    `req_to_mamba`, int32 `[size + 1]` on the device, maps a row to its slot; it is 0 for row 0 and
+    for free rows.
+
+    Args:
+        size: Requests that can be live at a time.
+        max_context_len: Tokens of the longest request.
+        device: Device of the table.
+        mamba: Pool of the states, on the same device.
     """
 
     def __init__(
@@ -113,7 +179,11 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._slot_of = [0] * (size + 1)
 
     def alloc(self) -> ReqHandle | None:
-        """Take a row with zeroed states; None, with nothing changed, without a row or a slot."""
+        """Allocate a row and a slot with zeroed states.
+
+        Returns:
+            The handle of the row, or None if no row or no slot is free.
+        """
         if not self.mamba.available_size():
             return None
         handle = super().alloc()
@@ -124,12 +194,20 @@ class HybridReqToTokenPool(ReqToTokenPool):
             assert slot is not None
             self._slot_of[handle.row] = slot
             self.req_to_mamba[handle.row].fill_(slot)
-        except BaseException:  # such as the device being out of memory
+        except BaseException:  # for example, the device is out of memory
             self.free(handle)
             raise
         return handle
 
     def free(self, handle: ReqHandle) -> None:
+        """Free a row and its slot of states, and make the handle stale.
+
+        Args:
+            handle: A live handle.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         super().free(handle)
         slot, self._slot_of[handle.row] = self._slot_of[handle.row], 0
         if slot:
@@ -137,15 +215,30 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self.req_to_mamba[handle.row].fill_(0)
 
     def mamba_slot(self, handle: ReqHandle) -> int:
-        """Return the state slot of a live handle; ValueError for a stale one."""
+        """Return the slot of a request's states.
+
+        Args:
+            handle: A live handle.
+
+        Returns:
+            The slot in `mamba`.
+
+        Raises:
+            ValueError: The handle is stale.
+        """
         return self._slot_of[self.row(handle)]
 
     def copy_states(self, target: ReqHandle, source: ReqHandle) -> None:
-        """Give `target` the states that `source` has now, as after a fork."""
+        """Copy the present states of a request to its fork.
+
+        Args:
+            target: The forked request.
+            source: The request that was forked.
+        """
         self.mamba.copy(self.mamba_slot(target), self.mamba_slot(source))
 
     def check_integrity(self) -> None:
-        """Check as the base does, and the map on the device against the slots held; waits."""
+        """Raise AssertionError also if `req_to_mamba` differs from the slots; synchronizes."""
         super().check_integrity()
         self.mamba.check_integrity()
         assert self.req_to_mamba.tolist() == self._slot_of, "req_to_mamba differs from the slots"

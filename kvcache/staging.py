@@ -1,17 +1,17 @@
-"""Keys and values on their way between ranks of different tensor-parallel sizes: who sends which
-heads, and a ring that promises more bytes of a staging buffer than it has.
+"""Staging of keys and values between ranks of different tensor-parallel sizes.
 
-A rank of n holds `heads / n` heads in a row; where there are fewer heads than ranks, `n / heads`
-ranks in a row hold the same one. Both sides compute the same plain numbers: nobody has to be asked.
+`head_writers` says which rank sends which heads. A rank of n stores `heads / n` consecutive heads.
+If there are fewer heads than ranks, `n / heads` consecutive ranks store the same head. Both sides
+compute the same numbers, so no negotiation is needed.
 
-The reader (decode) owns the ring. It assigns a range to every transfer at once, also where older
-ones still lie: a range has a round, the number of times that the ring has begun anew before it.
-What it frees moves the watermark (round, tail): everything assigned in earlier rounds, and before
-`tail` in that round, is free again. The reader sends assignments and watermarks; a writer (prefill)
-fills its range once `may_fill` says so. A watermark never goes back, so an old one only makes a
-writer wait longer.
-
-The oldest range that is not freed may always be filled, whatever its size: nothing waits for ever.
+`StagingAllocator` is a ring over a staging buffer that may assign more bytes than it has. The
+reader (decode) owns the ring and assigns a range to every transfer immediately, even where older
+ranges are still in use. Each range has a round, the number of times that the ring had wrapped
+before it. Freeing ranges advances the watermark (round, tail): everything assigned in earlier
+rounds, and before byte `tail` in that round, is free. The reader sends assignments and watermarks;
+a writer (prefill) fills its range when `may_fill` allows it. A watermark never decreases, so an
+outdated one only makes a writer wait longer. The oldest unfreed range may always be filled, so
+there is no deadlock.
 """
 
 from collections import deque
@@ -23,7 +23,13 @@ from kvcache.pools import MHATokenToKVPool
 
 
 class Assignment(NamedTuple):
-    """Bytes `offset`.. of the buffer; `round` goes to the writer with the offset."""
+    """A range of the staging buffer.
+
+    Attributes:
+        id: Identifier for `StagingAllocator.free`.
+        offset: First byte of the range.
+        round: Round of the range, to be sent to the writer with the offset.
+    """
 
     id: int
     offset: int
@@ -31,15 +37,29 @@ class Assignment(NamedTuple):
 
 
 class Watermark(NamedTuple):
-    """All of the rounds before `round` is free, and what begins before byte `tail` of it."""
+    """The free part of the ring.
+
+    Attributes:
+        round: All ranges of earlier rounds are free.
+        tail: Ranges of `round` that begin before this byte are free.
+    """
 
     round: int
     tail: int
 
 
 def may_fill(round: int, end: int, watermark: Watermark) -> bool:
-    """Return whether a writer may fill a range of this round that ends before byte `end`."""
-    before = round - 1  # the round whose ranges lie under this one
+    """Return whether a writer may fill its range.
+
+    Args:
+        round: Round of the range.
+        end: Byte after the range.
+        watermark: The latest watermark that the reader sent.
+
+    Returns:
+        Whether every earlier range on the same bytes is free.
+    """
+    before = round - 1  # the round that last assigned the same bytes
     return (
         round == 0
         or before < watermark.round
@@ -48,10 +68,14 @@ def may_fill(round: int, end: int, watermark: Watermark) -> bool:
 
 
 class StagingAllocator:
-    """The ring. Plain numbers, no tensor; not thread-safe: one thread, or a lock of the caller's.
+    """Ring allocator of a staging buffer, owned by the reader.
 
-    size_bytes: of the buffer. alignment: of every offset in bytes, a power of two; 16 and more
-    keeps the copies wide.
+    It works on numbers and touches no memory. Not thread-safe.
+
+    Args:
+        size_bytes: Size of the buffer.
+        alignment: Alignment of every offset in bytes, a power of two. At least 16 lets copies move
+            16 bytes at a time.
     """
 
     def __init__(self, size_bytes: int, alignment: int = 256) -> None:
@@ -62,18 +86,25 @@ class StagingAllocator:
         self.alignment = alignment
         self.watermark = Watermark(0, 0)
         self._round = 0
-        self._head = 0  # where the next range begins, if it fits behind
+        self._head = 0  # offset of the next range, if the range fits behind it
         self._next_id = 0
-        self._order: deque[Assignment] = deque()  # as assigned; the first one is not freed
+        self._order: deque[Assignment] = deque()  # in order of assignment; the first is not freed
         self._live: set[int] = set()
 
     @property
     def outstanding(self) -> int:
-        """Return the number of ranges assigned and not freed."""
+        """Return the number of assigned ranges that are not freed."""
         return len(self._live)
 
     def assign(self, nbytes: int) -> Assignment | None:
-        """Assign a range of `nbytes`, perhaps not ready yet; None only if larger than the ring."""
+        """Assign a range, which a writer may have to wait for.
+
+        Args:
+            nbytes: Size of the range.
+
+        Returns:
+            The range, or None if it is larger than the ring.
+        """
         assert nbytes > 0, f"can't assign {nbytes} bytes"
         if nbytes > self.size_bytes:
             return None
@@ -87,9 +118,15 @@ class StagingAllocator:
         return assigned
 
     def free(self, id: int) -> Watermark:
-        """Take a range back, in any order; return the watermark afterwards, for the writers.
+        """Free a range; ranges may be freed in any order.
 
-        Its writer must be done, or know that it may not begin.
+        Its writer must have finished, or must know that it may not start.
+
+        Args:
+            id: Identifier of the range.
+
+        Returns:
+            The new watermark, to be sent to the writers.
         """
         assert id in self._live, f"range {id} is not assigned: never issued, or freed before"
         self._live.remove(id)
@@ -98,15 +135,22 @@ class StagingAllocator:
         if self._order:
             self.watermark = Watermark(self._order[0].round, self._order[0].offset)
         else:
-            # the head of this round would be a promise that nobody keeps: a range of the next round
-            # that ends past it would wait for ranges of this round, of which none is left
+            # Start a new round. With a watermark at the head of this round, a range of the next
+            # round that ends past the head would wait forever, as no range is left to be freed.
             self._round, self._head = self._round + 1, 0
             self.watermark = Watermark(self._round, 0)
         return self.watermark
 
 
 class HeadSlice(NamedTuple):
-    """Heads that a writer sends: from `src_head_start` of its own to the reader's `dst_...`."""
+    """The heads that a source rank sends to a destination rank.
+
+    Attributes:
+        src_tp_rank: The source rank.
+        src_head_start: First head, counted in the source rank's pool.
+        dst_head_start: First head, counted in the destination rank's pool.
+        num_heads: Number of consecutive heads.
+    """
 
     src_tp_rank: int
     src_head_start: int
@@ -117,33 +161,53 @@ class HeadSlice(NamedTuple):
 def head_writers(
     src_size: int, dst_size: int, dst_rank: int, total_kv_heads: int
 ) -> tuple[HeadSlice, ...]:
-    """Return what each source rank sends to a destination rank, by source rank, without gaps.
+    """Compute which heads each source rank sends to a destination rank.
 
-    Every head of a destination has exactly one writer; among sources that hold the same head the
-    destinations are dealt out. The sizes need not divide each other.
+    Every head of a destination has exactly one writer. Source ranks that store the same head share
+    the destination ranks among them. Neither size has to divide the other.
+
+    Args:
+        src_size: Tensor-parallel size of the source.
+        dst_size: Tensor-parallel size of the destination.
+        dst_rank: Rank of the destination.
+        total_kv_heads: KV heads of the model.
+
+    Returns:
+        The slices in the order of source ranks, which together cover all heads of the destination.
 
     Raises:
-        ValueError: A rank is outside its size, or heads and ranks do not divide: some heads would
-            have no place.
+        ValueError: The rank is outside its size, or a size and the number of heads do not divide
+            each other.
     """
     dst_first, dst_heads, _ = _held("destination", dst_size, dst_rank, total_kv_heads)
-    found = []
+    slices = []
     for src_rank in range(src_size):
         src_first, src_heads, replicas = _held("source", src_size, src_rank, total_kv_heads)
         first = max(src_first, dst_first)
         count = min(src_first + src_heads, dst_first + dst_heads) - first
         if count > 0 and src_rank % replicas == dst_rank % replicas:
-            found.append(HeadSlice(src_rank, first - src_first, first - dst_first, count))
-    return tuple(found)
+            slices.append(HeadSlice(src_rank, first - src_first, first - dst_first, count))
+    return tuple(slices)
 
 
 def heads_per_rank(tp_size: int, total_kv_heads: int) -> int:
-    """Return the KV heads of each of `tp_size` ranks; a ValueError where they do not divide."""
+    """Return the number of KV heads per rank.
+
+    Args:
+        tp_size: Tensor-parallel size.
+        total_kv_heads: KV heads of the model.
+
+    Returns:
+        The number of heads, at least 1.
+
+    Raises:
+        ValueError: Neither number divides the other.
+    """
     return _held("a", tp_size, 0, total_kv_heads)[1]
 
 
 def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
-    """Return the rank's first head, its number of heads, and how many ranks hold the same."""
+    """Return a rank's first head, its number of heads, and how many ranks store the same heads."""
     if size < 1 or total < 1:
         raise ValueError(f"{side} size {size} and {total} KV heads must be positive")
     if not 0 <= rank < size:
@@ -159,9 +223,14 @@ def _held(side: str, size: int, rank: int, total: int) -> tuple[int, int, int]:
 
 
 def pool_layers(pool: MHATokenToKVPool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (fp8: unscaled bytes), views.
+    """Return views of all layers of a pool, for the functions of `kvcache.ops`.
 
-    Valid as long as the pool, in either memory order. FP4 rows have no heads to split.
+    Args:
+        pool: A pool in either memory order, but not FP4, whose codes and scales are not staged.
+
+    Returns:
+        Keys `[L, N, H, D]` and values `[L, N, H, Dv]` as stored (for fp8, bytes without scales
+        applied), valid while the pool exists.
     """
-    assert not pool.fp4, "FP4 rows are codes and scales; stage another pool"
+    assert not pool.fp4, "FP4 pools can't be staged: their rows are codes and scales"
     return pool.stored["k"], pool.stored["v"]

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from kvcache import kv_dtype
+from kvcache import KVCacheDtype, kv_dtype
 from kvcache.config import check_counts, check_option
 from kvcache.tiers import HostCacheConfig, Layout, WritePolicy
 from memsaver.ops.layout import round_up
@@ -181,7 +181,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_context_len: int | None = None
     attention: Impl = "auto"
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     double_sparsity: DoubleSparsity | None = None
     cuda_graphs: bool = True
     graph_batch_sizes: tuple[int, ...] | None = None

@@ -158,8 +158,8 @@ BUGS = [
         "pages of older weights are written to the host as those of the present",
         "kvcache/tiers/tiered_prefix.py",
         "kvcache/tiers/test_prefix.py",
-        "for page, version, each in known if version == self.version]",
-        "for page, version, each in known]",
+        "for page, version, key in known if version == self.version]",
+        "for page, version, key in known]",
     ),
     Bug(
         "a committed double buffer leaves the old weights' prefixes in the cache",

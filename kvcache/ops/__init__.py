@@ -1,4 +1,4 @@
-"""Kernels, each with a torch reference of the same signature."""
+"""Triton kernels of the pools, each with a torch reference implementation."""
 
 from kvcache.ops.rotary import RotaryTables, rotate_heads
 from kvcache.ops.staging_copy import Writers, gather_staged, scatter_staged, staged_bytes

@@ -1,10 +1,10 @@
-"""Copies slots of a pool to host memory and back, in Triton or torch.
+"""Copies of pool slots to host memory and back, in Triton or torch.
 
-A slot's row of one part and layer is contiguous on both sides, and moved as bytes. One launch
-copies any number of layers and parts, in units: the widest of 16, 8, 4, 2 and 1 bytes that all
-addresses, strides and rows are multiples of. The kernel reads and writes pinned memory itself,
-which needs no packed copy of scattered slots on either side. There are no more programs than keep
-the link busy: more of them would only wait, in the place of kernels that compute.
+A slot's row of one part and layer is contiguous on both sides and is copied as bytes. One launch
+copies any number of layers and parts, in units of 16, 8, 4, 2 or 1 bytes: the largest that divides
+all addresses, strides and row sizes. The kernel accesses pinned memory directly, so scattered slots
+need no packed copy on either side. It runs only as many programs as saturate the link; further
+programs would occupy multiprocessors that other kernels need.
 """
 
 import itertools
@@ -20,23 +20,28 @@ from torch import Tensor
 
 from memsaver.system.devices import Impl, use_triton
 
-BLOCK = 4096  # units, of a copy to or from the host
+BLOCK = 4096  # units per block of a copy
 PROGRAMS = 8
 WARPS = 32
-FIELDS = tl.constexpr(6)  # of a row of the plan's table
-WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64, 16: tl.uint64}  # by bytes of a unit
+FIELDS = tl.constexpr(6)  # columns of the plan's table
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64, 16: tl.uint64}  # by unit size
 
 
 @dataclass(frozen=True)
 class Side:
-    """A part of a slot: `device` uint8 `[L, N, R]`, `host` uint8 `[L, pages, ps, R]`."""
+    """One part of the slots in both memories, as bytes.
+
+    Attributes:
+        device: uint8 `[layers, slots, row bytes]`.
+        host: uint8 `[layers, pages, page size, row bytes]`.
+    """
 
     device: Tensor
     host: Tensor
 
 
 class HostCopyPlan:
-    """The parts of a pool and where their host pages are; good as long as both addresses hold."""
+    """Addresses of a pool's parts and their host pages, valid while neither memory moves."""
 
     def __init__(self, parts: Sequence[Side]) -> None:
         self.parts = tuple(parts)
@@ -45,13 +50,14 @@ class HostCopyPlan:
         for part in parts:
             assert part.device.shape[2] == part.host.shape[3], "rows differ"
             assert part.device.stride(2) == part.host.stride(3) == 1, "rows have gaps"
-            assert part.device.dtype == part.host.dtype == torch.uint8, "rows are moved as bytes"
+            assert part.device.dtype == part.host.dtype == torch.uint8, "rows are copied as bytes"
 
     @cached_property
     def table(self) -> Tensor:
-        """Return int64 `[L * parts, 6]` on the device, all parts of layer 0 first: device address,
-        host address, bytes from slot to slot on the device, from page to page and from token to
-        token on the host, row bytes.
+        """Return the kernel's table, int64 `[layers * parts, 6]` on the device, layer by layer.
+
+        The columns are: device address, host address, bytes from slot to slot on the device, bytes
+        from page to page on the host, bytes from token to token on the host, bytes per row.
         """
         rows = [
             (
@@ -68,7 +74,7 @@ class HostCopyPlan:
 
     @cached_property
     def unit(self) -> int:
-        """Return the most bytes, up to 16, that divide all addresses, strides and rows."""
+        """Return the largest unit in bytes, up to 16, that divides addresses, strides and rows."""
         numbers = [16]
         for part in self.parts:
             numbers += [part.device.data_ptr(), part.host.data_ptr(), part.device.shape[2]]
@@ -84,10 +90,19 @@ def copy_rows(
     to_host: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Copy, in neighbouring `layers`, slot `device_slots[i]` to row `host_rows[i]`, or back.
+    """Copy slots `device_slots[i]` to host rows `host_rows[i]`, or back, in a range of layers.
 
-    Both int64 `[n]` on the device, not range-checked. On a GPU the kernel is queued on the current
-    stream; the reference waits. A target named twice holds any of its rows.
+    The Triton kernel is queued on the current stream; the torch version waits for the copy.
+
+    Args:
+        plan: The memories to copy between.
+        host_rows: Tokens on the host, `page * page_size + offset`, int64 `[n]` on the device; not
+            range-checked.
+        device_slots: Slots of the pool, int64 `[n]` on the device; not range-checked. If a target
+            is listed twice, it contains either of the rows afterwards.
+        layers: Consecutive layers to copy.
+        to_host: Whether to copy to the host; otherwise to the device.
+        impl: Implementation to use.
     """
     if not len(host_rows) or not layers:
         return
@@ -116,7 +131,7 @@ def copy_rows(
 
 @triton.jit
 def unit_pointer(address, WORD: tl.constexpr, VECTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An address as a pointer to words; VECTOR of them are a unit."""
+    """Convert an address to a pointer to words, of which VECTOR make up a unit."""
     pointer = address.to(tl.int64).to(tl.pointer_type(WORD))
     if VECTOR == 2:
         pointer = tl.multiple_of(pointer, 16)
@@ -129,7 +144,7 @@ def copy_rows_kernel(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
     TO_HOST: tl.constexpr,
 ):  # fmt: skip
-    """Rows first..end - 1 of the table, of `blocks` blocks each."""
+    """Copy the `blocks` blocks of each table row from `first` to `end - 1`."""
     at = tl.program_id(0).to(tl.int64)
     while at < (end - first) * blocks.to(tl.int64):
         _copy_block(
@@ -151,7 +166,7 @@ def _copy_block(  # type: ignore[no-untyped-def]
     page_step = tl.load(row + 3) // UNIT
     token_step = tl.load(row + 4) // UNIT
     columns = tl.load(row + 5) // UNIT
-    # offsets in the block are int32, whose division is cheap; all that addresses memory is int64
+    # Offsets within the block are int32, which divides fast; memory offsets are int64.
     inside = (start % columns).to(tl.int32) + tl.arange(0, BLOCK)
     token = start // columns + inside // columns.to(tl.int32)
     column = (inside % columns.to(tl.int32)).to(tl.int64)

@@ -1,12 +1,13 @@
-"""Writes key and value rows of new tokens into their slots, and moves slots, in Triton or torch.
+"""Writes of new tokens' keys and values to pool slots, and moves of slots, in Triton or torch.
 
-k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified; buffers `[N, H, D]`
-need a contiguous last dimension, so a slice of a wider row will do. loc is int64 `[n]`, all on one
-device. Slots are not range-checked on a GPU (that would synchronise); a slot named twice holds any
-of its rows afterwards. K and V go in one launch, with a program a token and chunk of its row.
+k `[n, H, D]` and v `[n, H, Dv]` may have any strides and are never modified. Buffers `[N, H, D]`
+need a contiguous last dimension, so a slice of a wider row is allowed. loc is int64 `[n]`; all
+tensors are on one device. Slots are not range-checked on a GPU, because that would synchronize. If
+a slot is listed twice, it contains either of its rows afterwards. One launch writes K and V, with
+one program per token and chunk of its row.
 
-Rows that move go straight to their place, but for those whose slot is written to as well. Only such
-rows are staged before: a move into slots that nobody reads passes memory once.
+A move copies a row directly to its target. Only rows whose own slot is also a target are staged
+first.
 """
 
 import itertools
@@ -29,18 +30,18 @@ from kvcache.ops.quant import (
 )
 from memsaver.system.devices import Impl, use_triton
 
-# Rows are moved as integers of the element's width: bit-exact, whatever a NaN carries.
+# Rows are copied as integers of the element's width, which preserves the bits of a NaN.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_BLOCK = 1024
-_TILE = 1024  # words that a program has under way
-_STAGED_AT_ONCE = 16  # rows
+_TILE = 1024  # words per program
+_STAGED_AT_ONCE = 16  # rows per program that stages
 _FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
 
 
 def set_kv_buffer(
     k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, loc: Tensor, impl: Impl = "auto"
 ) -> None:
-    """Write `k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit for bit."""
+    """Write `k_buffer[loc[i]] = k[i]` and `v_buffer[loc[i]] = v[i]` for every i, bit-exact."""
     if loc.shape[0] == 0:
         return
     k, k_buffer = _as_bits(k, k_buffer)
@@ -53,7 +54,7 @@ def set_kv_buffer(
 
 
 def set_rows(rows: Tensor, buffer: Tensor, loc: Tensor, impl: Impl = "auto") -> None:
-    """Write `buffer[loc[i]] = rows[i]`, bit for bit, where there is one row a token."""
+    """Write `buffer[loc[i]] = rows[i]` for every i, bit-exact; a token has one kind of row."""
     set_kv_buffer(rows, rows[..., :0], buffer, buffer[..., :0], loc, impl)
 
 
@@ -67,10 +68,17 @@ def set_kv_buffer_fp8(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> None:
-    """Write the rows times `inverse_scales` (fp32 `[2]`, of k and of v) as fp8 `dtype`, saturated,
-    into uint8 buffers.
+    """Quantize rows to fp8 and write them to uint8 buffers; `quant.py` defines the rounding.
 
-    k and v: float32, float16 or bfloat16. See `quant.py` for the rounding.
+    Args:
+        k: Keys in float32, float16 or bfloat16.
+        v: Values in float32, float16 or bfloat16.
+        k_buffer: uint8 `[N, H, D]`.
+        v_buffer: uint8 `[N, H, Dv]`.
+        loc: Target slots.
+        inverse_scales: Factors for k and v, fp32 `[2]` on the device.
+        dtype: The fp8 dtype to store; values beyond its range saturate.
+        impl: Implementation to use.
     """
     if loc.shape[0] == 0:
         return
@@ -89,9 +97,15 @@ def set_kv_buffer_fp4(
     loc: Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """Write rows as FP4 into uint8 `*_parts`: codes `[N, H, D / 2]`, block scales `[N, H, D / 16]`.
+    """Quantize rows to FP4 and write codes and block scales; `quant.py` defines the rounding.
 
-    k and v: float32, float16 or bfloat16; D, Dv: multiples of 16. See `quant.py` for the rounding.
+    Args:
+        k: Keys in float32, float16 or bfloat16; D is a multiple of 16.
+        v: Values in float32, float16 or bfloat16; Dv is a multiple of 16.
+        k_parts: Codes uint8 `[N, H, D / 2]` and block scales uint8 `[N, H, D / 16]` of the keys.
+        v_parts: Codes and block scales of the values.
+        loc: Target slots.
+        impl: Implementation to use.
     """
     if loc.shape[0] == 0:
         return
@@ -115,11 +129,16 @@ def set_kv_buffer_fp4(
 
 
 def move_rows(parts: Sequence[Tensor], tgt: Tensor, src: Tensor, impl: Impl = "auto") -> None:
-    """Move rows: `part[:, tgt[i]] = part[:, src[i]]`, all read before any is written.
+    """Move rows, `part[:, tgt[i]] = part[:, src[i]]`, reading all rows before writing any.
 
-    parts: integers `[L, N, W]`, the same L and N, each with a contiguous last dimension. tgt and
-    src: int64 `[n]` on their device, not range-checked; a slot twice in tgt holds any of its rows
-    afterwards. Nothing here synchronises.
+    The function does not synchronize.
+
+    Args:
+        parts: Integer tensors `[L, N, W]` with equal L and N and a contiguous last dimension.
+        tgt: Target slots, int64 `[n]` on the device of the parts, not range-checked. A slot listed
+            twice contains either of its rows afterwards.
+        src: Source slots, int64 `[n]`.
+        impl: Implementation to use.
     """
     if tgt.shape[0] == 0:
         return
@@ -164,7 +183,7 @@ def _set_triton(
     inverse_scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copy rows as they are, or as fp8 `dtype` where inverse scales are given."""
+    """Write rows unchanged, or as fp8 `dtype` if inverse scales are given."""
     assert k_buffer.stride(2) == v_buffer.stride(2) == 1, "the rows of a buffer have gaps"
     n, heads, k_dim = k.shape
     v_dim = v.shape[2]
@@ -201,7 +220,7 @@ def _set_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    # a pool may pass 2**31 elements: offsets are int64 throughout
+    # A pool may exceed 2**31 elements, so all offsets are int64.
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(loc + i * loc_stride).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -224,7 +243,7 @@ def _quantise_row(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     inside = block < HEADS * DIM // 16
-    # a block never spans heads: DIM is a multiple of 16
+    # A block never spans two heads, because DIM is a multiple of 16.
     head = block * 16 // DIM
     first = block * 16 % DIM
     pair, element = tl.arange(0, 8), tl.arange(0, 16)
@@ -270,8 +289,8 @@ def _stage_kernel(  # type: ignore[no-untyped-def]
     part, staged, written, src, count, src_stride, layer_stride, slot_stride,
     LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (ROWS rows): all layers of those whose slot is written to."""
-    # a pool may pass 2**31 elements: offsets are int64 throughout
+    """Stage all layers of ROWS rows, except rows whose slot is not a target of the move."""
+    # A pool may exceed 2**31 elements, so all offsets are int64.
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = first + tl.arange(0, ROWS)
     slots = tl.load(src + rows * src_stride, mask=rows < count, other=0).to(tl.int64)
@@ -296,7 +315,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     part, staged, written, tgt, src, count, tgt_stride, src_stride, layer_stride, slot_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (ROWS rows, layer)."""
+    """Write ROWS rows of one layer to their targets, from the staged copy if there is one."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     layer = tl.program_id(1).to(tl.int64)
     exists = i < count

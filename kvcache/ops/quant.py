@@ -1,18 +1,22 @@
-"""fp8 and FP4 (E2M1) arithmetic: torch defines it, and Triton equals it bit for bit everywhere, for
-it works on the bits of fp32, without fp8 hardware or the interpreter's fp8, which is wrong.
+"""fp8 and FP4 (E2M1) arithmetic, defined by the torch code; the Triton code is bit-identical.
 
-**fp8.** stored = round_to_even(clamp(x * (1 / scale))), 1 / scale rounded to fp32, the product in
-fp32, clamped to the largest finite value; NaN becomes 0. Read: fp8 value * scale in fp32, then
-rounded to the wanted dtype.
+The Triton code works on the bits of fp32. It needs no fp8 hardware and avoids the fp8 conversion of
+Triton's interpreter, which is wrong.
 
-**FP4.** A magnitude code 0..7 stands for {0, .5, 1, 1.5, 2, 3, 4, 6}; bit 3 is the sign. The code
-is the number of bounds {.25, .75, 1.25, 1.75, 2.5, 3.5, 5} that |x| / 2**e passes; exactly on a
-bound the even code is taken, as IEEE rounding does: .25, 1.25, 2.5 and 5 go down, .75, 1.75 and 3.5
-up. Two codes a byte, the element with the even index in the low nibble. 16 neighbours share e, the
-least exponent with amax <= 6 * 2**e, that is ceil(log2(amax / 6)), found without a logarithm and
-kept within -125..125: every value read is zero or a normal fp32. Stored as e + 127; a block of
-zeros stores 0, and scale byte 0 reads as zeros whatever the codes, so a zeroed page reads as zeros.
-NaN becomes 0, infinity the largest value (its neighbours then vanish), elements keep their sign.
+**fp8.** The stored value is round_to_even(clamp(x * (1 / scale))). 1 / scale is rounded to fp32,
+the product is computed in fp32 and clamped to the largest finite fp8 value, and NaN becomes 0. A
+read multiplies the fp8 value by the scale in fp32 and rounds to the requested dtype.
+
+**FP4.** Magnitude codes 0 to 7 stand for {0, .5, 1, 1.5, 2, 3, 4, 6}; bit 3 is the sign. The code
+is the number of bounds {.25, .75, 1.25, 1.75, 2.5, 3.5, 5} that |x| / 2**e exceeds. A value exactly
+on a bound rounds to the even code as in IEEE: .25, 1.25, 2.5 and 5 round down, .75, 1.75 and 3.5
+up. A byte contains two codes, the element with the even index in the low nibble.
+
+A block of 16 adjacent elements shares the exponent e, the smallest with amax <= 6 * 2**e, which is
+ceil(log2(amax / 6)). It is computed without a logarithm and kept within -125..125, so that every
+value read is zero or a normal fp32. The scale byte is e + 127. A block of zeros stores 0, and a
+scale byte of 0 reads as zeros for any codes, so a zeroed page reads as zeros. NaN becomes 0 and
+infinity the largest value (the rest of its block then becomes 0); elements keep their sign.
 """
 
 import torch
@@ -28,11 +32,12 @@ FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 FP4_LIMIT = 6 * 2.0**FP4_MAX_EXPONENT
 _MAX_EXPONENT = tl.constexpr(FP4_MAX_EXPONENT)
 _MAX_BLOCK = 1024
-FP4_WARPS = 1  # writes and reads reach 84 and 81 % of an H100's copy rate; with four, 73 %
+# On an H100, writes and reads reach 84 % and 81 % of the copy rate with one warp, 73 % with four.
+FP4_WARPS = 1
 
 
 def quantise_fp8(rows: Tensor, inverse_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rows` (any shape, floating) times `inverse_scale` (fp32, one element) as fp8, saturated."""
+    """Multiply floating-point rows by `inverse_scale` (fp32, one element) and saturate to fp8."""
     limit = torch.finfo(dtype).max
     scaled = (rows.float() * inverse_scale).nan_to_num(0.0, limit, -limit)
     return scaled.clamp(-limit, limit).to(dtype)
@@ -46,8 +51,18 @@ def read_fp8(
     dtype: torch.dtype,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Rows `loc` (int64 `[n]`) of a uint8 buffer `[N, H, D]` of fp8 `stored`, times `scale` (fp32,
-    one element), as `dtype` `[n, H, D]`, saturated. Contiguous rows; `dtype` as in `read_fp4`.
+    """Read and dequantize rows of an fp8 buffer.
+
+    Args:
+        buffer: uint8 `[N, H, D]` with a contiguous last dimension.
+        loc: Slots to read, int64 `[n]`.
+        scale: Factor of the stored values, fp32, one element.
+        stored: The fp8 dtype of the buffer.
+        dtype: float32, float16 or bfloat16.
+        impl: Implementation to use.
+
+    Returns:
+        Contiguous rows `[n, H, D]` of `dtype`, saturated.
     """
     limit = torch.finfo(dtype).max
     if not use_triton(impl, buffer.device) or not loc.shape[0]:
@@ -66,11 +81,18 @@ def read_fp8(
 
 
 def quantise_fp4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows` `[..., W]`, floating -> codes uint8 `[..., W / 2]`, scales uint8 `[..., W / 16]`."""
+    """Quantize floating-point rows to FP4.
+
+    Args:
+        rows: Floating-point rows `[..., W]`; W is a multiple of 16.
+
+    Returns:
+        Codes uint8 `[..., W / 2]` and block scales uint8 `[..., W / 16]`.
+    """
     blocks = rows.float().nan_to_num(0.0, FP4_LIMIT, -FP4_LIMIT).clamp(-FP4_LIMIT, FP4_LIMIT)
     blocks = blocks.unflatten(-1, (-1, FP4_BLOCK))
     amax = blocks.abs().amax(-1)
-    # amax = mantissa * 2**exponent, mantissa in [.5, 1): it fits 6 * 2**e = .75 * 2**(e + 3)
+    # amax = mantissa * 2**exponent with mantissa in [.5, 1), to be <= 6 * 2**e = .75 * 2**(e + 3).
     mantissa, exponent = torch.frexp(amax)
     e = (exponent - 3 + (mantissa > 0.75)).clamp(-FP4_MAX_EXPONENT, FP4_MAX_EXPONENT)
     scaled = torch.ldexp(blocks, -e.unsqueeze(-1)).abs()
@@ -84,23 +106,31 @@ def quantise_fp4(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_fp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantise_fp4`: `[..., W]` of `dtype`, saturated in fp16."""
+    """Convert codes and block scales of `quantise_fp4` to `[..., W]` of `dtype`, saturated."""
     values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)), device=codes.device)
     pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
-    # e + 127 is fp32's own exponent field
+    # The scale byte e + 127 is the exponent field of fp32.
     factor = (scales.to(torch.int32) << 23).view(torch.float32)
     limit = torch.finfo(dtype).max
     blocks = values[pairs].unflatten(-1, (-1, FP4_BLOCK)) * factor.unsqueeze(-1)
-    # NaN and infinity: only from scale bytes that were never written
+    # NaN and infinity come only from scale bytes that were never written.
     return blocks.flatten(-2).nan_to_num(0.0, limit, -limit).clamp(-limit, limit).to(dtype)
 
 
 def read_fp4(
     codes: Tensor, scales: Tensor, loc: Tensor, dtype: torch.dtype, impl: Impl = "auto"
 ) -> Tensor:
-    """Rows `loc` (int64 `[n]`) of codes and block scales, uint8, as `dtype` `[n, H, D]`.
+    """Read and dequantize rows of an FP4 buffer; only the requested rows are read.
 
-    Only the asked rows are read, and contiguous. `dtype`: float32, float16 or bfloat16.
+    Args:
+        codes: Codes, uint8 `[N, H, D / 2]` with a contiguous last dimension.
+        scales: Block scales, uint8 `[N, H, D / 16]` with a contiguous last dimension.
+        loc: Slots to read, int64 `[n]`.
+        dtype: float32, float16 or bfloat16.
+        impl: Implementation to use.
+
+    Returns:
+        Contiguous rows `[n, H, D]` of `dtype`, saturated.
     """
     if not use_triton(impl, codes.device) or not loc.shape[0]:
         return dequantise_fp4(codes[loc], scales[loc], dtype)
@@ -119,23 +149,23 @@ def read_fp4(
 
 @triton.jit
 def saturate(x, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 within +-LIMIT, NaN as 0."""
+    """Clamp fp32 to [-LIMIT, LIMIT]; NaN becomes 0."""
     x = tl.where(x == x, x, 0.0)
     return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
 
 
 @triton.jit
 def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32, saturated -> fp8 bits as uint8, to nearest even: e4m3 has (3, 7), e5m2 (2, 15)."""
+    """Round saturated fp32 to fp8 bits as uint8; (MANTISSA, BIAS): e4m3 (3, 7), e5m2 (2, 15)."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # normal: drop 23 - MANTISSA bits, half an ulp added first; a carry goes into the exponent as it
-    # should
+    # Normal numbers: add half an ulp and drop 23 - MANTISSA bits. A carry correctly increments the
+    # exponent.
     DROP: tl.constexpr = 23 - MANTISSA
     odd = (magnitude >> DROP) & 1
     normal = ((magnitude + ((1 << (DROP - 1)) - 1) + odd) >> DROP) - ((127 - BIAS) << MANTISSA)
-    # below: in the sum with a number whose ulp is fp8's least step, the hardware has rounded to
-    # that step
+    # Subnormal numbers: adding a number whose ulp is fp8's smallest step makes the hardware round
+    # to that step.
     MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     magic = tl.full(magnitude.shape, MAGIC, tl.int32)
     rounded = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
@@ -146,10 +176,10 @@ def encode_fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp8 bits as uint8 -> fp32, exact, NaN and infinity too: MANTISSA is 3 in e4m3, 2 in e5m2."""
+    """Convert fp8 bits to fp32 exactly, including NaN and infinity; MANTISSA: e4m3 3, e5m2 2."""
     magnitude = code.to(tl.int32) & 0x7F
-    # one product widens the exponent, of normal and subnormal numbers alike: 2**120 for e4m3,
-    # 2**112 for e5m2
+    # One multiplication rebiases the exponent of normal and subnormal numbers: by 2**120 for e4m3,
+    # by 2**112 for e5m2.
     REBIAS: tl.constexpr = (127 + 128 - (1 << (6 - MANTISSA))) << 23
     factor = tl.full(magnitude.shape, REBIAS, tl.int32).to(tl.float32, bitcast=True)
     finite = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * factor
@@ -162,10 +192,10 @@ def decode_fp8(code, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
-    """Scale bytes int32 [B] of blocks, fp32 without NaN, given as even and odd [B, 8]."""
+    """Compute scale bytes int32 [B] of fp32 blocks without NaN, even and odd elements [B, 8]."""
     amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
     bits = amax.to(tl.int32, bitcast=True)
-    # amax = 1.m * 2**x <= 6 * 2**e = 1.5 * 2**(e + 2): e is x - 2, one more where 1.m passes 1.5
+    # amax = 1.m * 2**x <= 6 * 2**e = 1.5 * 2**(e + 2), so e is x - 2, plus one if 1.m exceeds 1.5.
     e = (bits >> 23) - 127 - 2 + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32)
     e = tl.minimum(tl.maximum(e, -_MAX_EXPONENT), _MAX_EXPONENT)
     return tl.where(bits == 0, 0, e + 127)
@@ -173,13 +203,13 @@ def fp4_scale(even, odd):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def encode_fp4(x, scale):  # type: ignore[no-untyped-def]
-    """Codes int32 [B, 8] of fp32 [B, 8] without NaN under scale bytes int32 [B], saturated."""
-    # 2**-e; of a block of zeros, some finite number
+    """Compute saturated codes int32 [B, 8] of fp32 [B, 8] without NaN, for scale bytes [B]."""
+    # 2**-e; for a block of zeros, any finite number.
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     bits = (x * inverse[:, None]).to(tl.int32, bitcast=True)
     magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000)
-    # steps are .5 below 2, 1 below 4, 2 above: in the sum with a number of that ulp, the hardware
-    # has rounded to them
+    # The step is .5 below 2, 1 below 4 and 2 above. Adding a number with that ulp makes the
+    # hardware round to it.
     binade = tl.maximum(magnitude, 0x3F800000) & 0x7F800000
     magic = binade + (22 << 23)
     rounded = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
@@ -189,11 +219,11 @@ def encode_fp4(x, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode_fp4(code, scale):  # type: ignore[no-untyped-def]
-    """fp32 [B, 8] of codes int32 [B, 8] under scale bytes int32 [B]."""
+    """Convert codes int32 [B, 8] with scale bytes int32 [B] to fp32 [B, 8]."""
     magnitude = code & 7
     normal = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)
     small = tl.where(magnitude == 0, 0, 126 << 23)  # 0 and .5
-    # the sign by its bit: Triton negates as 0 - x, which loses that of -0
+    # Set the sign bit directly: Triton negates as 0 - x, which loses the sign of -0.
     bits = tl.where(magnitude < 2, small, normal) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * (scale << 23).to(tl.float32, bitcast=True)[:, None]
 
@@ -203,7 +233,7 @@ def _read_fp4_kernel(  # type: ignore[no-untyped-def]
     codes, scales, loc, out, loc_stride, code_slot, code_head, scale_slot, scale_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk of BLOCKS blocks of 16)."""
+    """Dequantize BLOCKS blocks of 16 elements of one row."""
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(loc + i * loc_stride).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -227,7 +257,7 @@ def _read_fp8_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     LIMIT: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk of BLOCK elements)."""
+    """Dequantize BLOCK elements of one row."""
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(loc + i * loc_stride).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -235,6 +265,6 @@ def _read_fp8_kernel(  # type: ignore[no-untyped-def]
     at = slot * slot_stride + (column // DIM) * head_stride + column % DIM
     value = decode_fp8(tl.load(buffer + at, mask=inside, other=0), MANTISSA) * tl.load(scale)
     limited = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
-    # NaN: rows that were fp8 already, or never written
+    # NaN comes from rows that were given as fp8 or never written; keep it.
     value = tl.where(value == value, limited, value)
     tl.store(out + i * HEADS * DIM + column, value.to(out.dtype.element_ty), mask=inside)

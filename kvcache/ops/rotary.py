@@ -1,4 +1,7 @@
-"""Rotary embedding of queries and keys, alone or with their store, in Triton or torch."""
+"""Rotary embedding of queries and keys, optionally fused with the write to the pool.
+
+Every function has a Triton and a torch implementation.
+"""
 
 from dataclasses import dataclass
 
@@ -10,18 +13,23 @@ from torch import Tensor
 from kvcache.ops.kv_write import set_kv_buffer
 from memsaver.system.devices import Impl, use_triton
 
-_TILE = 1024  # pairs of elements a program takes
+_TILE = 1024  # pairs of elements per program
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryTables:
-    """cos, sin: contiguous fp32 [positions, dim / 2], dim being how much of a head is rotated."""
+    """Cosines and sines of a rotary embedding.
+
+    Attributes:
+        cos: Contiguous fp32 `[positions, dim / 2]`; `dim` elements of a head are rotated.
+        sin: Like `cos`.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, dim / 2] of int64 positions, in the dtype of the heads."""
+        """Return cos and sin of int64 positions as `[tokens, 1, dim / 2]` of `dtype`."""
         cos, sin = (table[positions].to(dtype) for table in (self.cos, self.sin))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
@@ -38,14 +46,26 @@ def rotate_and_store(
     v_cache: Tensor,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Rotated q, contiguous [T, Hq, D]; `k_cache[slots] = rotated k` and `v_cache[slots] = v`.
+    """Rotate q and k, and write the rotated k and v to a layer's cache.
 
-    q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] of one dtype are views with contiguous heads.
-    positions, slots: contiguous int64 [T]. cos, sin: contiguous fp32 [positions, R / 2], rounded to
-    q's dtype before use; every product is rounded too, as in transformers. The first R <= D
-    elements of a head are rotated, the others stay. k_cache [N, Hkv, D] and v_cache [N, Hkv, Dv] of
-    the same dtype have contiguous rows. Nothing is range-checked on a GPU; a slot named twice holds
-    any of its rows afterwards. Triton stores no values of width 0.
+    The first R <= D elements of a head are rotated. cos, sin and every product are rounded to q's
+    dtype, as in transformers. On a GPU, neither positions nor slots are range-checked.
+
+    Args:
+        q: Queries `[T, Hq, D]` with contiguous heads. q, k, v and the caches have one dtype.
+        k: Keys `[T, Hkv, D]` with contiguous heads.
+        v: Values `[T, Hkv, Dv]` with contiguous heads; Dv = 0 writes no values.
+        positions: Contiguous int64 `[T]`.
+        slots: Contiguous int64 `[T]`. If a slot is listed twice, it contains either of its rows
+            afterwards.
+        cos: Contiguous fp32 `[positions, R / 2]`.
+        sin: Like `cos`.
+        k_cache: `[N, Hkv, D]` with contiguous rows.
+        v_cache: `[N, Hkv, Dv]` with contiguous rows.
+        impl: Implementation to use.
+
+    Returns:
+        The rotated queries, contiguous `[T, Hq, D]`.
     """
     if not use_triton(impl, q.device):
         q, k = rotate(q, k, positions, cos, sin, "torch")
@@ -56,7 +76,7 @@ def rotate_and_store(
     assert q.dtype == k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     half = cos.shape[1]
-    assert all(each.is_contiguous() for each in (positions, slots, cos, sin)) and 2 * half <= dim
+    assert all(t.is_contiguous() for t in (positions, slots, cos, sin)) and 2 * half <= dim
     for cache in (k_cache, v_cache) if value_dim else (k_cache,):
         assert cache.stride()[1:] == (cache.shape[2], 1), "the rows of a buffer have gaps"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
@@ -79,7 +99,7 @@ def rotate_and_store(
 def rotate(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Rotated q [T, Hq, D] and k [T, Hkv, D], contiguous, for another kernel to write."""
+    """Rotate q `[T, Hq, D]` and k `[T, Hkv, D]`; return contiguous tensors."""
     if use_triton(impl, q.device):
         rows = torch.arange(len(k), device=k.device)
         rotated = torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -100,11 +120,17 @@ def rotate_heads(
     interleaved: bool,
     impl: Impl = "auto",
 ) -> None:
-    """Writes rotated heads x [T, H, D] to `out`, alike; heads of both are contiguous.
+    """Rotate whole heads of x and write them to `out`, rounding as `rotate_and_store` does.
 
-    interleaved: the pairs of x are neighbours (DeepSeek); in `out` they are halves all the same.
-    positions: contiguous int64 [T]. cos, sin: contiguous fp32 [positions, D / 2], rounded as in
-    `rotate_and_store`.
+    Args:
+        x: `[T, H, D]` with contiguous heads.
+        positions: Contiguous int64 `[T]`.
+        cos: Contiguous fp32 `[positions, D / 2]`.
+        sin: Like `cos`.
+        out: Result, `[T, H, D]` with contiguous heads. A pair is always split over the two halves
+            of a head.
+        interleaved: Whether the elements of a pair are adjacent in x (DeepSeek).
+        impl: Implementation to use.
     """
     if not use_triton(impl, x.device):
         halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else x
@@ -112,7 +138,7 @@ def rotate_heads(
         return
     tokens, heads, dim = x.shape
     assert x.shape == out.shape and x.dtype == out.dtype and x.stride(2) == out.stride(2) == 1
-    assert all(each.is_contiguous() for each in (positions, cos, sin)) and cos.shape[1] * 2 == dim
+    assert all(t.is_contiguous() for t in (positions, cos, sin)) and cos.shape[1] * 2 == dim
     block_half = triton.next_power_of_2(dim // 2)
     block_heads = max(1, min(_TILE // block_half, triton.next_power_of_2(heads)))
     with torch.cuda.device_of(out):
@@ -124,9 +150,10 @@ def rotate_heads(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [tokens, heads, head_dim] with the first 2 * cos.shape[-1] elements of its heads rotated.
+    """Rotate the first 2 * cos.shape[-1] elements of each head of x `[tokens, heads, head_dim]`.
 
-    cos, sin: [tokens, 1, pairs] of x's dtype. Pairs are of the two halves, as in Hugging Face.
+    cos and sin are `[tokens, 1, pairs]` of x's dtype. The elements of a pair are half the rotated
+    width apart, as in Hugging Face models.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -141,7 +168,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotate(  # type: ignore[no-untyped-def]
     source, to, cos, sin, inside, HALF: tl.constexpr, APART: tl.constexpr
 ):
-    """Pairs (source, source + APART), rotated, to (to, to + HALF); rounded to `to`'s dtype."""
+    """Rotate pairs (source, source + APART) into (to, to + HALF), rounding to the dtype of `to`."""
     dtype = to.dtype.element_ty
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + APART, mask=inside, other=0.0).to(tl.float32)
@@ -153,7 +180,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _table_row(table, position, pair, dtype: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[1, pairs] of a table, rounded to dtype."""
+    """Load a row of a table as `[1, pairs]`, rounded to dtype."""
     row = tl.load(table + position * HALF + pair, mask=pair < HALF, other=0.0)
     return row.to(dtype).to(tl.float32)[None, :]
 
@@ -164,7 +191,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block of heads)."""
+    """Rotate a block of heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     pair = tl.arange(0, BLOCK_HALF)
@@ -183,7 +210,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 def _copy(  # type: ignore[no-untyped-def]
     source, to, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy the WIDTH elements that begin at each of [heads, 1] pointers."""
+    """Copy WIDTH elements from each of `[heads, 1]` pointers."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = inside & (column < WIDTH)
     tl.store(to + column, tl.load(source + column, mask=inside), mask=inside)
@@ -197,7 +224,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block): the first q_blocks blocks are query heads, the others KV heads."""
+    """Process a block of heads of one token: query heads in the first q_blocks, then KV heads."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
@@ -213,7 +240,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     else:
         head = ((block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         inside = head < KV_HEADS
-        slot = tl.load(slots + token)  # int64: a pool may pass 2**31 elements
+        slot = tl.load(slots + token)  # int64, because a pool may exceed 2**31 elements
         source = k + token * stride_k + head * stride_k_head
         to = k_cache + slot * stride_k_slot + head * DIM
         if VALUE_DIM:

@@ -1,13 +1,13 @@
-"""Pages to staged bytes and back, in Triton or torch.
+"""Copies between pool pages and a staging buffer, in Triton or torch.
 
-k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.staging.pool_layers`), of
-any strides but a contiguous last dimension, of any element size: bytes are moved as they are. loc:
-int64 `[n]`, any stride. Staged bytes are uint8, for one writer `[K0..KL-1, V0..VL-1][token][head]`,
-the writers of a range one after the other. All on one device; slots are not range-checked and
-nothing synchronises there.
+k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.staging.pool_layers`).
+They have any element size and any strides, but a contiguous last dimension; bytes are copied
+unchanged. loc is int64 `[n]` with any stride. Staged bytes are uint8; a writer stages
+`[K0..KL-1, V0..VL-1][token][head]`, and the writers of a range follow one another. All tensors are
+on one device. Slots are not range-checked, and the functions do not synchronize on a GPU.
 
-The kernel has a program a layer (keys, then values) and block of tokens. It moves units, the widest
-that divide all addresses, strides and rows, 16 bytes at most.
+The kernel runs one program per layer (keys, then values) and block of tokens. It copies in units,
+the largest up to 16 bytes that divides all addresses, strides and row sizes.
 """
 
 import itertools
@@ -22,17 +22,20 @@ import triton.language as tl
 from kvcache.ops.host_copy import WORDS, unit_pointer
 from memsaver.system.devices import Impl, use_triton
 
-MAX_BLOCK = 1024  # units a program
-# programs in the second dimension of a CUDA grid; where there is more to do, they go round
+MAX_BLOCK = 1024  # units per program
+# Limit of the second dimension of a CUDA grid; beyond it, a program copies several blocks.
 MAX_BLOCKS = 65535
 WARPS = 8
 
 
 @dataclass(frozen=True)
 class Writers:
-    """Whose heads lie in a staged range, in order: (first head in the pool, heads).
+    """The writers of a staged range and their heads.
 
-    table: int64 `[writers, 3]` on the device: first head, heads, heads staged before.
+    Attributes:
+        heads: (First head in the pool, number of heads) of each writer, in staging order.
+        table: int64 `[writers, 3]` on the device: first head, number of heads, number of heads
+            staged before.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -40,23 +43,43 @@ class Writers:
 
     @staticmethod
     def of(heads: Sequence[tuple[int, int]], device: torch.device | str) -> "Writers":
-        """Return writers of these heads; synchronises: not for every transfer."""
+        """Build the writers of the given heads.
+
+        The call synchronizes, so build writers once and not for every transfer.
+
+        Args:
+            heads: (First head in the pool, number of heads) of each writer, without overlap.
+            device: Device of the pool.
+
+        Returns:
+            The writers.
+        """
         ends = list(itertools.accumulate(count for _, count in heads))
         pairs = zip(heads, ends, strict=True)
         rows = [(first, count, end - count) for (first, count), end in pairs]
-        taken = set[int]().union(*(range(first, first + count) for first, count in heads))
-        apart = rows and len(taken) == ends[-1] and min(taken) >= 0
-        assert apart, f"writers (first head, heads) {heads} are none, or share heads"
+        covered = set[int]().union(*(range(first, first + count) for first, count in heads))
+        disjoint = rows and len(covered) == ends[-1] and min(covered) >= 0
+        assert disjoint, f"writers (first head, heads) {heads} are empty or overlap"
         return Writers(tuple(heads), torch.tensor(rows, device=device))
 
     @property
     def total(self) -> int:
-        """Return the heads of all writers."""
+        """Return the total number of heads."""
         return sum(count for _, count in self.heads)
 
 
 def staged_bytes(k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int) -> int:
-    """Return the bytes that `tokens` tokens of `heads` heads take in all layers."""
+    """Compute the staged size of tokens over all layers.
+
+    Args:
+        k: Keys of the pool `[L, N, H, D]`.
+        v: Values of the pool `[L, N, H, Dv]`.
+        tokens: Number of tokens.
+        heads: Number of heads per token.
+
+    Returns:
+        The size in bytes.
+    """
     return k.shape[0] * tokens * heads * sum(_row_bytes(k, v))
 
 
@@ -69,9 +92,16 @@ def gather_staged(
     staged: torch.Tensor,
     impl: Impl = "auto",
 ) -> None:
-    """Fill `staged` with `num_heads` heads from `head_start` of slots `loc`, in all layers.
+    """Copy `num_heads` heads of slots `loc` to a staging buffer, in all layers.
 
-    staged: uint8, contiguous, `staged_bytes(k, v, len(loc), num_heads)` long.
+    Args:
+        k: Keys of the pool `[L, N, H, D]`.
+        v: Values of the pool `[L, N, H, Dv]`.
+        loc: Slots to copy, int64 `[n]`.
+        head_start: First head.
+        num_heads: Number of heads.
+        staged: Target, contiguous uint8 `[staged_bytes(k, v, n, num_heads)]`.
+        impl: Implementation to use.
     """
     _check(k, v, loc, staged, [(head_start, num_heads)])
     if len(loc) == 0:
@@ -92,9 +122,16 @@ def scatter_staged(
     writers: Writers,
     impl: Impl = "auto",
 ) -> None:
-    """Put what the writers staged into slots `loc`; heads without a writer here stay.
+    """Copy the staged heads of all writers to slots `loc`; heads without a writer stay unchanged.
 
-    staged: as of `gather_staged`, all writers'. A slot named twice holds any of its rows.
+    Args:
+        staged: The bytes of `gather_staged` of each writer in order, contiguous uint8
+            `[staged_bytes(k, v, n, writers.total)]`.
+        k: Keys of the pool `[L, N, H, D]`.
+        v: Values of the pool `[L, N, H, Dv]`.
+        loc: Target slots, int64 `[n]`. A slot listed twice contains either of its rows afterwards.
+        writers: The writers and their heads.
+        impl: Implementation to use.
     """
     _check(k, v, loc, staged, writers.heads)
     if len(loc) == 0:
@@ -115,7 +152,7 @@ def scatter_staged(
 def _parts(
     staged: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int, heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one writer's bytes as keys `[L, tokens, heads, bytes]` and values alike."""
+    """Split one writer's bytes into views of keys and values `[L, tokens, heads, row bytes]`."""
     keys, values = staged.split([k.shape[0] * tokens * heads * row for row in _row_bytes(k, v)])
     shape = (k.shape[0], tokens, heads, -1)
     return keys.view(shape), values.view(shape)
@@ -153,8 +190,15 @@ def _copy_triton(
     counts: Sequence[int],
     writers: torch.Tensor | None = None,
 ) -> None:
-    """k and v: uint8. Copies what writers of so many heads each (`counts`) staged into slots `loc`;
-    writers: the table of `Writers`. Without one, copies all heads of k and v to `staged`.
+    """Copy staged bytes to slots `loc` of k and v (uint8), or without `writers` the reverse.
+
+    Args:
+        k: Keys as uint8.
+        v: Values as uint8.
+        loc: Slots.
+        staged: Staged bytes.
+        counts: Number of heads of each writer.
+        writers: The table of `Writers`; None copies all heads of k and v to `staged`.
     """
     layers, tokens, unit = k.shape[0], len(loc), math.gcd(16, staged.data_ptr())
     for pages in (k, v):
@@ -163,7 +207,7 @@ def _copy_triton(
     columns = min(MAX_BLOCK, triton.next_power_of_2(widest))
     chunks = triton.cdiv(widest, columns)
     blocks = triton.cdiv(tokens, MAX_BLOCK // columns) * chunks
-    # of layer, slot and head
+    # Strides of layer, slot and head, in units.
     strides = [stride // unit for stride in (*k.stride()[:3], *v.stride()[:3])]
     with torch.cuda.device_of(k):
         copy_kernel[(len(counts) * 2 * layers, min(blocks, MAX_BLOCKS))](
@@ -180,7 +224,10 @@ def _copy_layer(  # type: ignore[no-untyped-def]
     UNITS: tl.constexpr, VECTOR: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """A layer of keys or values of a writer: `pages` at its first head, `staged` at its token."""
+    """Copy one layer of a writer's keys or values.
+
+    `pages` points to the writer's first head in the layer, `staged` to its first token.
+    """
     lane = tl.arange(0, BLOCK)
     word = tl.arange(0, VECTOR)[None, :]
     block = tl.program_id(1).to(tl.int64)
@@ -214,23 +261,25 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     K_UNITS: tl.constexpr, V_UNITS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """k, v, staged: addresses. Strides of pages in units. The grid's first dimension goes over
-    writers, where there are some, then their parts: keys of each layer, then values.
+    """Copy one part (the keys or values of one layer) of one writer.
+
+    k, v and staged are addresses; strides are in units. The first grid dimension runs over writers
+    and their parts, the keys of each layer first.
     """
     program = tl.program_id(0).to(tl.int64)
-    tokens = tokens.to(tl.int64)  # as all offsets: pools and buffers may pass 2**31
+    tokens = tokens.to(tl.int64)  # offsets are int64: pools and buffers may exceed 2**31 units
     stage = unit_pointer(staged, WORD, VECTOR)
     if TO_PAGES:
         writer = writers + program // (2 * layers) * 3
-        first_head, mine, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
+        first_head, count, before = tl.load(writer), tl.load(writer + 1), tl.load(writer + 2)
         stage += before * tokens * layers * (K_UNITS + V_UNITS) * VECTOR
     else:
-        first_head, mine = 0, heads.to(tl.int64)
-    part, rows = program % (2 * layers), tokens * mine
+        first_head, count = 0, heads.to(tl.int64)
+    part, rows = program % (2 * layers), tokens * count
     if part < layers:
         pages = unit_pointer(k, WORD, VECTOR) + (part * k_layer + first_head * k_head) * VECTOR
         _copy_layer(
-            pages, stage + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, mine,
+            pages, stage + part * rows * K_UNITS * VECTOR, loc, loc_stride, tokens, count,
             k_slot, k_head, K_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
         )  # fmt: skip
     else:
@@ -238,6 +287,6 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         pages = unit_pointer(v, WORD, VECTOR) + (layer * v_layer + first_head * v_head) * VECTOR
         before_values = rows * (layers * K_UNITS + layer * V_UNITS)
         _copy_layer(
-            pages, stage + before_values * VECTOR, loc, loc_stride, tokens, mine,
+            pages, stage + before_values * VECTOR, loc, loc_stride, tokens, count,
             v_slot, v_head, V_UNITS, VECTOR, COLUMNS, CHUNKS, BLOCK, TO_PAGES,
         )  # fmt: skip

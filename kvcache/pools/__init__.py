@@ -1,4 +1,4 @@
-"""Pools on a tag: what is kept of a token, how, and where; a class for each kind of layer."""
+"""KV pools on a memsaver tag, one class for each kind of attention layer."""
 
 from kvcache.pools.mamba import MambaConfig, MambaPool
 from kvcache.pools.routed import HybridLinearKVPool, RoutedKVPool, SWAKVPool

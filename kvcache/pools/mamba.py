@@ -1,4 +1,4 @@
-"""States of Mamba and linear-attention layers: one slot a request, whatever its length."""
+"""Pool of the recurrent states of Mamba and linear-attention layers, one slot per request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,16 @@ from memsaver import MemorySaver
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig:
-    """`size` slots for `num_layers` layers, and one padding slot.
+    """Configuration of a `MambaPool`.
 
-    conv_shapes: the state of each convolution of a layer, such as (channels, kernel - 1).
-    temporal_shape: the recurrent state, such as (heads, head dim, state dim), usually in float32.
+    Attributes:
+        num_layers: Linear layers of the model.
+        size: Requests whose states fit; the pool adds one padding slot.
+        conv_shapes: Shape of each convolution state of a layer, such as (channels, kernel - 1).
+        temporal_shape: Shape of a layer's recurrent state, such as (heads, head dim, state dim).
+        conv_dtype: Dtype of the convolution states: float32, float16 or bfloat16.
+        temporal_dtype: Dtype of the recurrent states: float32, float16 or bfloat16.
+        device: Device of the pool.
     """
 
     num_layers: int
@@ -36,7 +42,7 @@ class MambaConfig:
 
     @property
     def parts(self) -> tuple[PoolPart, ...]:
-        """Return what a slot holds in each layer."""
+        """Return the tensors that a slot consists of in each layer."""
         shapes = {f"conv{i}": shape for i, shape in enumerate(self.conv_shapes)}
         convs = (PoolPart(name=n, row=s, dtype=self.conv_dtype) for n, s in shapes.items())
         temporal = PoolPart(name="temporal", row=self.temporal_shape, dtype=self.temporal_dtype)
@@ -49,12 +55,20 @@ class MambaConfig:
 
 
 class MambaPool:
-    """`conv`: a list of `[L, size + 1, *shape]`; `temporal`: one; slot 0 is for padded requests.
+    """Pool of the states of linear layers, with the list of free slots.
 
-    Who holds a slot is decided on the CPU and outlives a pause; states are in one block on the
-    saver's `tag` and are undefined after a resume, but for slot 0 and slots taken during the pause,
-    which `on_resume` zeroes. While it is paused slots may come and go. Nothing here waits for the
-    device.
+    `conv` is a list of tensors `[L, size + 1, *shape]`, and `temporal` one such tensor. Slot 0 is
+    for padded requests.
+
+    The states are in one block on the saver's `tag` and are undefined after a resume, except for
+    slot 0 and for slots allocated during the pause, which `on_resume` zeroes. The list of slots is
+    on the CPU and survives a pause, so slots can be allocated and freed while the tag is paused. No
+    method waits for the device. Not thread-safe.
+
+    Args:
+        config: Shapes, dtypes and size.
+        saver: Saver on whose tag the states are allocated; None uses plain torch memory.
+        tag: Tag of the states.
     """
 
     def __init__(
@@ -81,56 +95,86 @@ class MambaPool:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all slots, including the padding slot."""
         return self._storage.nbytes
 
     @property
     def bytes_per_slot(self) -> int:
+        """Return the bytes of one request's states over all layers."""
         return self._storage.bytes_per_slot
 
     def available_size(self) -> int:
-        """Return how many slots can still be handed out."""
+        """Return the number of free slots."""
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """Take a slot with zeroed states; None, with nothing changed, when there is none."""
+        """Allocate a slot with zeroed states.
+
+        Returns:
+            The slot, or None if none is free.
+        """
         return self._take(self._zero)
 
     def clone(self, source: int) -> int | None:
-        """Take a slot with a copy of a held one's states, or None with nothing changed."""
+        """Allocate a slot with a copy of another slot's states.
+
+        Args:
+            source: An allocated slot.
+
+        Returns:
+            The new slot, or None if none is free.
+        """
         return self._take(lambda slot: self.copy(slot, source))
 
     def copy(self, target: int, source: int) -> None:
-        """Copy the states of a held slot into another one."""
+        """Copy the states of one slot to another.
+
+        Args:
+            target: An allocated slot, whose states are overwritten.
+            source: An allocated slot.
+        """
         assert {target, source} <= self._held
         assert not self._paused(), f"states can't be copied while tag {self._tag!r} is paused"
         for part in self._storage.parts.values():
             part[:, target] = part[:, source]
 
     def free(self, slot: int) -> None:
-        """Give a slot back."""
-        self._held.remove(slot)  # KeyError, with nothing changed, if it is not held
+        """Free a slot.
+
+        Args:
+            slot: An allocated slot.
+
+        Raises:
+            KeyError: The slot is not allocated.
+        """
+        self._held.remove(slot)
         self._to_zero.discard(slot)
         self._free.append(slot)
 
     def states(self, layer: int) -> tuple[list[Tensor], Tensor]:
-        """Return views of a layer's convolution states and of its recurrent one: `[size + 1,
-        *shape]`.
+        """Return views of one layer's states.
+
+        Args:
+            layer: Index among the linear layers.
+
+        Returns:
+            The convolution states, each `[size + 1, *shape]`, and the recurrent state of that form.
         """
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 
     def on_resume(self) -> None:
-        """Zero slot 0, and slots taken during the pause; to be called after every resume."""
+        """Zero slot 0 and the slots allocated during the pause. Call it after every resume."""
         self._storage.zero_first(1)
         late, self._to_zero = self._to_zero, set()
         for slot in sorted(late):
             self._zero(slot)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot but 0 is either free or held, once."""
+        """Raise AssertionError unless every slot but slot 0 is either free or allocated, once."""
         assert len(set(self._free)) == len(self._free), f"a slot is free twice: {self._free}"
         assert not self._held & set(self._free), "a free slot is held"
         assert self._held | set(self._free) == set(range(1, self.size + 1)), "slots were lost"
-        assert self._to_zero <= self._held, "a slot that nobody holds waits to be zeroed"
+        assert self._to_zero <= self._held, "a free slot is marked to be zeroed"
 
     def _take(self, fill: Callable[[int], None]) -> int | None:
         if not self._free:
@@ -139,13 +183,13 @@ class MambaPool:
         self._held.add(slot)
         try:
             fill(slot)
-        except BaseException:  # such as the device being out of memory
+        except BaseException:  # for example, the device is out of memory
             self.free(slot)
             raise
         return slot
 
     def _zero(self, slot: int) -> None:
-        if self._paused():  # no memory to zero: remember it
+        if self._paused():  # no memory is mapped: on_resume zeroes the slot
             self._to_zero.add(slot)
             return
         for part in self._storage.parts.values():

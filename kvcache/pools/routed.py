@@ -1,4 +1,4 @@
-"""Pools for models whose layers differ: a layer id leads to a pool and an index in it."""
+"""Pools for models with several kinds of layers, which route a layer to one of their pools."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,9 +10,13 @@ from memsaver import MemorySaver
 
 
 class RoutedKVPool(KVPool):
-    """Layers spread over `pools`; `routes` maps layer id -> (pool, index in it).
+    """A pool whose layers are spread over several pools, addressed by slots of the first.
 
-    A subclass says how a slot of the first pool translates to one of another.
+    Subclasses translate slots of the first pool to slots of the others.
+
+    Args:
+        pools: The pools; size, page size, device and dtype of the first one are reported.
+        routes: For each layer id, the pool and the layer's index in it.
     """
 
     def __init__(
@@ -27,11 +31,21 @@ class RoutedKVPool(KVPool):
         self.dtype = first.dtype
 
     def _slots(self, pool: MHATokenToKVPool, loc: Tensor) -> Tensor:
-        """Return slots `loc` as slots of `pool`."""
+        """Translate slots of the first pool to slots of `pool`."""
         return loc
 
     def route(self, layer_id: int) -> tuple[MHATokenToKVPool, int]:
-        """Return the pool that holds a layer, and its index there; ValueError if none does."""
+        """Return the pool of a layer and the layer's index in it.
+
+        Args:
+            layer_id: Layer of the model.
+
+        Returns:
+            The pool, and the index of the layer in the pool.
+
+        Raises:
+            ValueError: No pool stores the layer.
+        """
         if layer_id not in self._routes:
             raise ValueError(f"layer {layer_id} is not in this pool of {sorted(self._routes)}")
         return self._routes[layer_id]
@@ -42,7 +56,7 @@ class RoutedKVPool(KVPool):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of a token that every pool holds."""
+        """Return the bytes of a token that is stored in every pool."""
         return sum(pool.bytes_per_token for pool in self.pools)
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
@@ -79,11 +93,23 @@ class RoutedKVPool(KVPool):
 
 
 class SWAKVPool(RoutedKVPool):
-    """Full-attention layers in `full_pool`, sliding-window layers in a smaller `window_pool`.
+    """Pool with full-attention layers in `full_pool`, sliding layers in a smaller `window_pool`.
 
-    Callers name slots of the full pool everywhere. Those of the window pool come from
-    `full_to_swa_index_mapping` (int64, slot -> slot, 0: unmapped), which the allocator owns and
-    changes in place: an unmapped slot leads to the padding page. Two blocks on the tag, one a pool.
+    All methods take slots of the full pool. The pool translates them to slots of the window pool by
+    `full_to_swa_index_mapping` (int64, slot -> slot, 0 = unmapped), which the allocator owns and
+    changes in place. An unmapped slot is translated to the padding page. Each of the two pools has
+    its own block on the tag.
+
+    Args:
+        full: Config of the pool for full-attention layers.
+        window: Config of the pool for sliding layers.
+        full_layers: Layer ids of the full-attention layers.
+        window_layers: Layer ids of the sliding layers.
+        saver: Saver on whose tag the pools are allocated; None uses plain torch memory.
+        tag: Tag of the pools.
+
+    Raises:
+        ValueError: A layer id is listed twice or missing.
     """
 
     def __init__(
@@ -101,11 +127,19 @@ class SWAKVPool(RoutedKVPool):
         full_routes = _routes(self.full_pool, full_layers)
         window_routes = _routes(self.window_pool, window_layers)
         if both := full_routes.keys() & window_routes.keys():
-            raise ValueError(f"layers {sorted(both)} are named as full and as window layers")
+            raise ValueError(f"layers {sorted(both)} are listed as full and as window layers")
         super().__init__((self.full_pool, self.window_pool), full_routes | window_routes)
 
     def register_mapping(self, full_to_swa_index_mapping: Tensor) -> None:
-        """Take the allocator's mapping, int64 `[full.size + page_size]`; not copied."""
+        """Set the mapping to the slots of the window pool.
+
+        Args:
+            full_to_swa_index_mapping: The allocator's mapping, int64 `[full.size + page_size]`; the
+                pool keeps a reference, not a copy.
+
+        Raises:
+            ValueError: Shape, dtype or device do not fit.
+        """
         slots = self.full_pool.size + self.page_size
         name = "full_to_swa_index_mapping"
         check_loc(name, full_to_swa_index_mapping, self.device, slots)
@@ -120,7 +154,17 @@ class SWAKVPool(RoutedKVPool):
 
 
 class HybridLinearKVPool(RoutedKVPool):
-    """Keys and values of the full-attention layers, where others keep states (`MambaPool`)."""
+    """Pool of the full-attention layers of a model whose other layers keep states (`MambaPool`).
+
+    Args:
+        config: Config of the pool for the full-attention layers.
+        full_layers: Layer ids of the full-attention layers.
+        saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
+        tag: Tag of the pool.
+
+    Raises:
+        ValueError: A layer id is listed twice, or their number is not `config.num_layers`.
+    """
 
     def __init__(
         self,
@@ -138,5 +182,5 @@ def _routes(
 ) -> dict[int, tuple[MHATokenToKVPool, int]]:
     count = pool.config.num_layers
     if len(set(layers)) != count or len(layers) != count:
-        raise ValueError(f"a pool of {count} layers got the ids {layers}; name each layer once")
+        raise ValueError(f"a pool of {count} layers got the ids {layers}; list each layer once")
     return {layer: (pool, i) for i, layer in enumerate(layers)}

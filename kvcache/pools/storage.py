@@ -1,4 +1,4 @@
-"""The bytes of a pool: one block for all slots, and rows kept as they are, as fp8, or as FP4."""
+"""Storage of a pool: one block for all slots, and codecs for plain, fp8 and FP4 rows."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,12 +14,18 @@ from kvcache.ops.quant import read_fp4, read_fp8
 from memsaver import MemorySaver
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-Tensors = Sequence[Tensor]  # rows; or the parts of one kind of row in one layer, each [N, H, ...]
+Tensors = Sequence[Tensor]  # rows, or the stored parts of a kind of row in a layer, [N, H, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPart:
-    """A tensor of this shape and stored dtype, which a slot holds in every layer."""
+    """A tensor that a slot stores in every layer.
+
+    Attributes:
+        name: Name of the part, such as "k".
+        row: Shape of the part in a slot.
+        dtype: Stored dtype.
+    """
 
     name: str
     row: tuple[int, ...]
@@ -31,13 +37,20 @@ class PoolPart:
 
 
 class SlotStorage:
-    """Tensors `[L, slots, *row]`, one a part, in one uint8 block without gaps.
+    """Memory of a pool: a tensor `[layers, slots, *row]` per part, in one uint8 block without gaps.
 
-    The block is on the saver's `tag`, in plain torch memory without a saver. Contents start
-    undefined. Nothing here checks slots: on a GPU that would synchronise.
+    The contents are undefined at first. Slots are not range-checked, because that would synchronize
+    on a GPU.
 
-    slot_major: all layers of a slot lie together and the tensors are strided views; the block can
-    then be resized at its end. Otherwise parts follow each other.
+    Args:
+        parts: Parts of a slot.
+        num_layers: Layers of the pool.
+        slots: Slots, including the padding page.
+        device: Device of the block.
+        saver: Saver on whose tag the block is allocated; None uses plain torch memory.
+        tag: Tag of the block.
+        slot_major: Whether all layers of a slot are adjacent. The tensors are then strided views,
+            and the block can be resized at its end. Otherwise the parts follow one another.
     """
 
     def __init__(
@@ -65,7 +78,7 @@ class SlotStorage:
         )
         self.parts: dict[str, Tensor] = {}
         start = 0
-        # widest first: each starts aligned
+        # Widest element first, so that every part starts aligned.
         for part in sorted(parts, key=lambda part: -part.dtype.itemsize):
             self.parts[part.name] = self._view(part, start, num_layers)
             start += num_layers * part.nbytes * (1 if slot_major else slots)
@@ -82,7 +95,7 @@ class SlotStorage:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the slots that are usable now."""
+        """Return the bytes of the slots that are backed by memory now."""
         return self.slots * self.bytes_per_slot
 
     def zero_first(self, slots: int) -> None:
@@ -91,18 +104,18 @@ class SlotStorage:
             part[:, :slots].zero_()
 
     def move(self, tgt: Tensor, src: Tensor) -> None:
-        """Copy slots src to tgt (int64 [n]) in every layer, all read before any is written."""
+        """Copy slots `src` to `tgt` (int64 `[n]`) in every layer; all reads precede all writes."""
         move_rows(self._words, tgt, src)
 
     def resize(self, slots: int) -> int:
-        """Put memory behind the first `slots` only; return how many are usable now."""
-        assert self._saver is not None and self.slot_major, "a slot_major pool on a tag is resized"
+        """Map memory behind the first `slots` slots only; return the number of usable slots."""
+        assert self._saver is not None and self.slot_major, "resize needs slot_major and a tag"
         end = self._saver.offset_of(self.block) + slots * self.bytes_per_slot
         self._saver.resize(self._tag, end)
         return self.refresh()
 
     def refresh(self) -> int:
-        """Look up, after a resume with less memory, how many slots are usable now."""
+        """Update the number of usable slots after a resume or resize, and return it."""
         if self._saver is not None and self.slot_major:
             self.slots = len(self._saver.backed_view(self.block.view(-1, self.bytes_per_slot)))
         return self.slots
@@ -121,7 +134,7 @@ def _allocate(
 
 
 def _as_words(part: Tensor) -> Tensor:
-    """`[L, slots, words]` of the same memory in the widest integers that fit: fewer steps."""
+    """View a part as `[L, slots, words]` of the widest integers that fit, for faster copies."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     rows = part.flatten(2).view(integers[part.element_size()])
     ratio = 8 // rows.element_size()
@@ -131,34 +144,41 @@ def _as_words(part: Tensor) -> Tensor:
 
 
 class Codec(ABC):
-    """Writes and reads rows `[n, H, W]` of one pool; two kinds of rows are written at once."""
+    """Conversion between rows `[n, H, W]` and the stored parts of one pool."""
 
     def __init__(self, config: TokenConfig) -> None:
         self.config = config
         self.accepts: tuple[torch.dtype, ...] = (config.dtype,)
 
     def parts(self, name: str, heads: int, width: int) -> tuple[PoolPart, ...]:
-        """Return what a slot holds for a row of this shape."""
+        """Return the parts that store a row of this shape in a slot."""
         return (PoolPart(name=name, row=(heads, width), dtype=store_dtype(self.config.dtype)),)
 
     @abstractmethod
     def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
-        """Write two rows a token, of one dtype, into slots `loc`; checked before."""
+        """Write two rows per token to slots `loc`.
+
+        Args:
+            layer: Layer of the pool.
+            rows: The two tensors of rows, of one dtype, already validated.
+            into: The stored parts of the two kinds of rows.
+            loc: Target slots.
+        """
 
     @abstractmethod
     def read(self, layer: int, nth: int, stored: Tensors, loc: Tensor) -> Tensor:
-        """Return the rows in slots `loc` as `config.row_dtype`; nth: the kind of row."""
+        """Return the rows in slots `loc` as `config.row_dtype`, for kind of row number `nth`."""
 
     def view(self, stored: Tensors) -> Tensor:
-        """Return a whole layer as `[N, H, W]`."""
+        """Return a view of all rows of a layer, `[N, H, W]`."""
         return stored[0].view(self.config.dtype)
 
     def scales(self, layer: int) -> tuple[float, ...]:
-        """Return what values read from the layer are multiplied by, one number a kind of row."""
+        """Return the factor of stored values for each kind of row of a layer."""
         return (1.0,) * len(self.config.rows)
 
     def device_scales(self, layer: int) -> Tensor | None:
-        """Return `KVPool.device_scales` of the layer."""
+        """Return the scales of a layer as `KVPool.device_scales` does."""
         return None
 
     def set_scales(self, layer: int, scales: Sequence[float]) -> None:
@@ -166,7 +186,7 @@ class Codec(ABC):
 
 
 class PlainCodec(Codec):
-    """Bit for bit."""
+    """Codec of float32, float16 and bfloat16 pools, which store rows bit-exact."""
 
     def write(self, layer: int, rows: Tensors, into: Sequence[Tensors], loc: Tensor) -> None:
         set_kv_buffer(rows[0], rows[1], into[0][0], into[1][0], loc)
@@ -176,10 +196,10 @@ class PlainCodec(Codec):
 
 
 class FP8Codec(Codec):
-    """fp8 bytes, and a scale a layer and kind of row; rows that are fp8 already are as scaled.
+    """Codec of fp8 pools, with a scale per layer and kind of row.
 
-    The scales are outside the pool's block: a pause keeps them, and kernels read them on the
-    device, so that a captured graph sees new ones.
+    Rows given in fp8 are stored unchanged, as already scaled. The scales are outside the pool's
+    block, so a pause keeps them. Kernels read them on the device, so a captured graph sees changes.
     """
 
     def __init__(self, config: TokenConfig) -> None:
@@ -187,7 +207,7 @@ class FP8Codec(Codec):
         self.accepts = (config.dtype, *FLOATS)
         kinds = len(config.rows)
         self._scales = [(1.0,) * kinds for _ in range(config.num_layers)]
-        # always two: keys and values are read, and two kinds of rows written, at once
+        # Always two scales, because reads and writes process two kinds of rows together.
         shape = (2, config.num_layers, 2)
         self._device_scales, self._inverse = torch.ones(shape, device=config.device)
 
@@ -218,13 +238,16 @@ class FP8Codec(Codec):
             raise ValueError(f"scales of layer {layer}: one finite number > 0 for each of {names}")
         self._scales[layer] = tuple(exact.tolist())
         for nth, at in enumerate((0, len(exact) - 1)):
-            # an argument of a launch: nothing waits
+            # A fill passes the number as a launch argument, so nothing waits.
             self._inverse[layer, nth].fill_(float(inverse[at]))
             self._device_scales[layer, nth].fill_(float(exact[at]))
 
 
 class FP4Codec(Codec):
-    """E2M1 codes, two a byte, and a scale byte for 16 elements (see `kvcache/ops/quant.py`)."""
+    """Codec of FP4 pools: two E2M1 codes per byte and a scale byte per 16 elements.
+
+    `kvcache/ops/quant.py` defines the format.
+    """
 
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
@@ -247,7 +270,7 @@ class FP4Codec(Codec):
 
 
 def make_codec(config: TokenConfig) -> Codec:
-    """Return the codec of the config's dtype."""
+    """Create the codec for the config's dtype."""
     if config.dtype == FP4_DTYPE:
         return FP4Codec(config)
     return FP8Codec(config) if config.dtype in FP8_DTYPES else PlainCodec(config)

@@ -1,5 +1,7 @@
-"""The interface of pools of keys and values, and the pools of attention layers: keys and values,
-both with labels (double sparsity), latent rows.
+"""The interface of KV pools, and the pools of attention layers.
+
+There are pools for keys and values, for keys and values with labels (double sparsity), and for
+latent rows (MLA).
 """
 
 import itertools
@@ -17,72 +19,141 @@ from memsaver import MemorySaver
 
 
 class KVPool(ABC):
-    """Device memory for keys and values by token id; page 0 takes the writes of padded tokens.
+    """Device memory for the keys and values of tokens, addressed by slot.
 
-    A pool owns storage only, never the decision who uses a slot. While its memsaver tag is paused
-    no method but the byte counts may be called: the memory is not mapped. After a resume contents
-    are undefined but for page 0. Slots `loc` are int64 `[n]` on the pool's device; on a GPU they
-    are not range-checked, that would synchronize. A wrong layer, dtype, shape or device raises
-    ValueError that names it, before anything is written.
+    A pool owns storage only; a `KVAllocator` decides which slots are in use. Page 0 receives the
+    writes of padded tokens.
+
+    While the pool's memsaver tag is paused, its memory is not mapped, and only the byte counts may
+    be used. After a resume, the contents of all pages but page 0 are undefined unless the tag
+    saves its content.
+
+    Slots `loc` are int64 `[n]` on the pool's device. On a GPU they are not range-checked, because
+    that would synchronize. Methods raise ValueError for a wrong layer, dtype, shape or device
+    before they write anything.
     """
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of the storage that is usable now, the padding page included."""
+        """Return the bytes of the usable slots, including the padding page."""
 
     @property
     @abstractmethod
     def bytes_per_token(self) -> int:
-        """Return the bytes that one token takes over all layers."""
+        """Return the bytes of one token over all layers."""
 
     @abstractmethod
     def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write one token's key and value a row into the slots `loc`; never modify k and v."""
+        """Write the keys and values of tokens to slots; k and v are never modified.
+
+        Args:
+            layer_id: Layer of the model.
+            loc: Target slots, int64 `[n]`. If a slot is listed twice, it contains either of the
+                rows afterwards.
+            k: Keys `[n, heads, width]`.
+            v: Values `[n, heads, width]`, of the same dtype.
+
+        Raises:
+            ValueError: The layer is not in this pool, or a tensor does not fit it.
+        """
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Return views of a layer's keys and values, to read and write, valid as long as the pool.
+        """Return writable views of a layer's keys and values, valid while the pool exists.
 
-        fp8: as stored, to be multiplied by the scales. ValueError for FP4, without views.
+        Args:
+            layer_id: Layer of the model.
+
+        Returns:
+            Keys and values `[slots, heads, width]` as stored. In an fp8 pool, they still have to be
+            multiplied by the scales.
+
+        Raises:
+            ValueError: The layer is not in this pool, or the pool is FP4 and has no such views.
         """
 
     @abstractmethod
     def get_rows(self, layer_id: int, loc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the keys and values in slots `loc`, scales applied; reads these only."""
+        """Copy the keys and values in the given slots, with scales applied.
+
+        Args:
+            layer_id: Layer of the model.
+            loc: Slots to read, int64 `[n]`.
+
+        Returns:
+            Keys and values `[n, heads, width]`.
+
+        Raises:
+            ValueError: The layer is not in this pool, or `loc` does not fit it.
+        """
 
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """Return what stored values of the layer are multiplied by, a number a kind of row."""
+        """Return the factors by which a read multiplies stored values.
+
+        Args:
+            layer_id: Layer of the model.
+
+        Returns:
+            One factor for each kind of row: of keys and values, or of latent rows.
+        """
 
     @abstractmethod
     def set_scales(self, layer_id: int, *scales: float) -> None:
-        """Set the scales of an fp8 layer, a number a kind of row, as fp32; rows written before are
-        not rescaled.
+        """Set the scales of a layer of an fp8 pool; rows written before are not rescaled.
+
+        Args:
+            layer_id: Layer of the model.
+            *scales: One positive factor for each kind of row, rounded to fp32.
+
+        Raises:
+            ValueError: The pool is not fp8, or a scale is not a positive finite number.
         """
 
     @abstractmethod
     def device_scales(self, layer_id: int) -> Tensor | None:
-        """Return `scales` of keys and values, fp32 `[2]` on the device (one kind of row is both),
-        always at one address, so that a captured graph sees new ones; None where they are 1 for
-        good.
+        """Return the scales of a layer on the device, at an address that never changes.
+
+        A captured CUDA graph that reads the tensor thus sees new scales.
+
+        Args:
+            layer_id: Layer of the model.
+
+        Returns:
+            The scales of keys and values, fp32 `[2]`, equal in a pool with one kind of row. None
+            for a pool without scales.
         """
 
     @abstractmethod
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
-        """Copy slots `src_loc` to `tgt_loc` in every layer, all read before any is written."""
+        """Copy slots in every layer, reading all of them before writing any.
+
+        Args:
+            tgt_loc: Target slots, int64 `[n]`.
+            src_loc: Source slots, int64 `[n]`.
+        """
 
     @abstractmethod
     def on_resume(self) -> None:
-        """Zero page 0, as 0 x NaN spreads; to be called after every resume and graph capture."""
+        """Zero the padding page. Call this method after every resume and graph capture.
+
+        Attention weighs padded tokens with 0, but 0 times NaN is NaN. A
+        `TokenPool` also updates its `size`, as a resume may have mapped less memory.
+        """
 
 
 class TokenPool(KVPool):
-    """Token rows `[L, size + ps, H, W]` for every kind of row of the config, in one storage block.
+    """A pool with one storage block: rows `[L, size + ps, H, W]` for every kind of row.
 
-    The block is on the saver's `tag` (contents discarded by a pause unless the tag says otherwise),
-    in plain torch memory without a saver. Slots other than page 0 start undefined. `size` is what
-    is usable now: `config.size`, unless the pool was resized or its tag resumed with less.
+    A pause discards the contents unless the tag saves its content. Slots outside page 0 are
+    undefined at first. `size` is the number of usable tokens: `config.size`, unless the pool was
+    resized or its tag was resumed with less memory.
+
+    Args:
+        config: Shape, size and dtypes.
+        saver: Saver on whose tag the block is allocated; None uses plain torch memory.
+        tag: Tag of the block.
     """
 
     def __init__(
@@ -92,7 +163,7 @@ class TokenPool(KVPool):
         self.size = config.size
         self.page_size = config.page_size
         self.dtype = config.dtype
-        self.fp4 = config.dtype == FP4_DTYPE  # then rows have no views
+        self.fp4 = config.dtype == FP4_DTYPE  # FP4 rows have no views
         self._rows = config.rows
         self._codec = make_codec(config)
         by_row = [self._codec.parts(name, *shape) for name, shape in self._rows.items()]
@@ -115,7 +186,7 @@ class TokenPool(KVPool):
         return tuple(self._storage.parts[part.name][layer] for part in parts)
 
     def _extra_parts(self) -> Sequence[PoolPart]:
-        """Return parts beside the rows, for subclasses."""
+        """Return the additional parts of a subclass."""
         return ()
 
     @property
@@ -145,13 +216,18 @@ class TokenPool(KVPool):
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
-        """Return all that a slot holds, `[L, N, *row]` a part: views of the memory, rows
-        contiguous; elements, and with FP4 their block scales.
+        """Return views of all stored parts, name -> `[L, N, *row]` with contiguous rows.
+
+        An FP4 pool also has parts for the block scales.
         """
         return self._storage.parts
 
     def format(self) -> tuple[object, ...]:
-        """Return what two pools must have in common so that one can take the other's bytes."""
+        """Return a description of the stored bytes; pools with equal formats can exchange pages.
+
+        Returns:
+            Dtype, number of layers, shapes of the parts and scales.
+        """
         config = self.config
         shapes = tuple((name, *part.shape[2:]) for name, part in self._storage.parts.items())
         scales = tuple(self._codec.scales(layer) for layer in range(config.num_layers))
@@ -163,22 +239,30 @@ class TokenPool(KVPool):
         self._storage.zero_first(self.page_size)
 
     def resize(self, tokens: int) -> int:
-        """Give memory back, or take it again, past `tokens`; return `size`, usable now.
+        """Shrink or grow the memory of the pool to `tokens` tokens.
 
-        For a `slot_major` pool that is the last allocation on its saver's tag. Addresses stay, so
-        do contents of the slots that stay; slots that come are undefined, and slots that went must
-        not be touched: their pages have to be out of the ledger before. ValueError past
-        `config.size`; the saver's errors leave everything as it was.
+        The pool must be `slot_major` and the last allocation on its saver's tag. Addresses do not
+        change, and slots that remain keep their contents. New slots are undefined. Slots past the
+        new size must not be accessed, so remove their pages from the ledger first. If the saver
+        raises, nothing has changed.
+
+        Args:
+            tokens: Tokens to keep memory for, 1 to `config.size`.
+
+        Returns:
+            `size`, the usable tokens; on a GPU the saver rounds up to whole extents.
+
+        Raises:
+            ValueError: `tokens` is out of range.
         """
         if not 0 < tokens <= self.config.size:
             raise ValueError(f"can't resize to {tokens} tokens; use 1 to {self.config.size}")
         self._storage.resize(tokens + self.page_size)
-        # on a GPU the saver rounds up to whole extents
         self.size = (self._storage.slots - self.page_size) // self.page_size * self.page_size
         return self.size
 
     def _layer(self, layer_id: int) -> list[tuple[Tensor, ...]]:
-        """Return the stored parts of each kind of row of a layer."""
+        """Return the stored parts of a layer for each kind of row; raise ValueError if unknown."""
         if not 0 <= layer_id < len(self._layers):
             raise ValueError(
                 f"layer {layer_id} is not in this pool; it holds layers 0..{len(self._layers) - 1}"
@@ -186,8 +270,11 @@ class TokenPool(KVPool):
         return self._layers[layer_id]
 
     def _check_rows(self, loc: Tensor, **rows: tuple[Tensor, tuple[int | None, int]]) -> None:
-        """Raise ValueError unless all rows fit and have one dtype. rows: name -> (tensor, its heads
-        and width).
+        """Raise ValueError unless all rows fit the pool and have the same dtype.
+
+        Args:
+            loc: Slots, whose number the rows must match.
+            **rows: For each name, the tensor and its required heads and width.
         """
         check_loc("loc", loc, self.device)
         dtypes = self._codec.accepts
@@ -197,19 +284,34 @@ class TokenPool(KVPool):
 
 
 class MHATokenToKVPool(TokenPool):
-    """One storage block: keys `[L, size + ps, H, D]`, then values `[L, size + ps, H, Dv]`.
+    """Pool for multi-head and grouped-query attention.
 
-    FP4: `D / 2` bytes of codes and `D / 16` of scales a head instead, to be read by `get_rows`.
+    It stores keys `[L, size + ps, H, D]` and values `[L, size + ps, H, Dv]`. An FP4 pool stores
+    `D / 2` bytes of codes and `D / 16` bytes of scales per head, to be read with `get_rows`.
+
+    Args:
+        config: Shape, size and dtypes.
+        saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
+        tag: Tag of the pool.
     """
 
     config: KVCacheConfig
 
     def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k `[n, H, D]` and v `[n, H, Dv]` into slots loc int64 `[n]`; one launch on a GPU.
+        """Write the keys and values of tokens to slots, in one launch on a GPU.
 
-        Of the pool's dtype: bit-exact. Into fp8 and FP4 also from float32, float16 and bfloat16:
-        divided by the layer's scale (fp8) or the block's (FP4), rounded and saturated as
-        `kvcache/ops/quant.py` says, never NaN or infinite.
+        Rows of the pool's dtype are stored bit-exact. fp8 and FP4 pools also accept float32,
+        float16 and bfloat16 rows, which are divided by the layer's scale (fp8) or the block's scale
+        (FP4), rounded and saturated. The stored value is then never NaN or infinite.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Target slots, int64 `[n]`.
+            k: Keys `[n, H, D]`.
+            v: Values `[n, H, Dv]`.
+
+        Raises:
+            ValueError: The layer is not in this pool, or a tensor does not fit it.
         """
         stored = self._layer(layer_id)
         self._check_rows(loc, k=(k, self._rows["k"]), v=(v, self._rows["v"]))
@@ -225,11 +327,25 @@ class MHATokenToKVPool(TokenPool):
         positions: Tensor,
         rotary: RotaryTables,
     ) -> Tensor:
-        """Write k and v as `set_kv_buffer` does, the keys rotated on the way; return q rotated.
+        """Rotate queries and keys, and write the rotated keys and the values to slots.
 
-        q `[n, Hq, D]`, k `[n, H, D]` and v `[n, H, Dv]` are of one floating dtype, their heads
-        contiguous; they are never modified. loc and positions are contiguous int64 `[n]`, what is
-        returned is contiguous `[n, Hq, D]`. One launch on a GPU where rows are stored as they are.
+        On a GPU, this is one launch if the pool stores rows unchanged. The inputs are never
+        modified.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Target slots, contiguous int64 `[n]`.
+            q: Queries `[n, Hq, D]` with contiguous heads; q, k and v have one dtype.
+            k: Keys `[n, H, D]` with contiguous heads.
+            v: Values `[n, H, Dv]` with contiguous heads.
+            positions: Contiguous int64 `[n]`.
+            rotary: Tables of the rotary embedding.
+
+        Returns:
+            The rotated queries, contiguous `[n, Hq, D]`.
+
+        Raises:
+            ValueError: The layer is not in this pool, or a tensor does not fit it.
         """
         stored, tables = self._layer(layer_id), (rotary.cos, rotary.sin)
         width = self._rows["k"][1]
@@ -243,22 +359,48 @@ class MHATokenToKVPool(TokenPool):
         return q
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Return keys `[size + ps, H, D]` and values `[size + ps, H, Dv]`, views of the memory."""
+        """Return views of a layer's keys `[size + ps, H, D]` and values `[size + ps, H, Dv]`.
+
+        Args:
+            layer_id: Layer of the pool.
+
+        Returns:
+            Keys and values as stored, writable.
+
+        Raises:
+            ValueError: The layer is not in this pool, or the pool is FP4 and has no such views.
+        """
         k, v = self._layer(layer_id)
         return self._codec.view(k), self._codec.view(v)
 
     def get_rows(self, layer_id: int, loc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys `[n, H, D]` and values `[n, H, Dv]` as `config.row_dtype`."""
+        """Copy keys `[n, H, D]` and values `[n, H, Dv]` of slots, as `config.row_dtype`.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Slots to read, int64 `[n]`.
+
+        Returns:
+            Keys and values, with scales applied.
+
+        Raises:
+            ValueError: The layer is not in this pool, or `loc` does not fit it.
+        """
         k, v = self._layer(layer_id)
         check_loc("loc", loc, self.device)
         return self._codec.read(layer_id, 0, k, loc), self._codec.read(layer_id, 1, v, loc)
 
 
 class MLATokenToKVPool(TokenPool):
-    """One storage block `[L, size + ps, 1, kv_lora_rank + qk_rope_head_dim]`, latent first.
+    """Pool for multi-head latent attention, `[L, size + ps, 1, kv_lora_rank + qk_rope_head_dim]`.
 
-    The whole row is the key, its first `kv_lora_rank` elements the value. fp8: a scale a layer.
-    FP4: codes and block scales instead, to be read by `get_rows`.
+    A row is the key; its first `kv_lora_rank` elements, the latent, are the value. An fp8 pool has
+    one scale per layer. An FP4 pool stores codes and block scales, to be read with `get_rows`.
+
+    Args:
+        config: Shape, size and dtypes.
+        saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
+        tag: Tag of the pool.
     """
 
     config: MLACacheConfig
@@ -270,7 +412,17 @@ class MLATokenToKVPool(TokenPool):
         self._sides = [self._split(stored) for (stored,) in self._layers]
 
     def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor | None = None) -> None:
-        """Write k `[n, 1, rank + rope]`; v, if given, is its first `rank` elements."""
+        """Write rows of tokens to slots.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Target slots, int64 `[n]`.
+            k: Rows `[n, 1, rank + rope]`.
+            v: Ignored, because the value is a part of the row; if given, `[n, 1, rank]`.
+
+        Raises:
+            ValueError: The layer is not in this pool, or a tensor does not fit it.
+        """
         self._layer(layer_id)
         rank = self.config.kv_lora_rank
         value = {} if v is None else {"v": (v, (1, rank))}
@@ -278,7 +430,17 @@ class MLATokenToKVPool(TokenPool):
         self._write(layer_id, loc, k[..., :rank], k[..., rank:])
 
     def set_mla_kv_buffer(self, layer_id: int, loc: Tensor, latent: Tensor, rope: Tensor) -> None:
-        """Write latent `[n, 1, rank]` and rope `[n, 1, rope]` side by side, without joining."""
+        """Write rows given as latent and rotary key, without concatenating them first.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Target slots, int64 `[n]`.
+            latent: Latents `[n, 1, rank]`.
+            rope: Rotary keys `[n, 1, rope]`.
+
+        Raises:
+            ValueError: The layer is not in this pool, or a tensor does not fit it.
+        """
         self._layer(layer_id)
         shapes = (1, self.config.kv_lora_rank), (1, self.config.qk_rope_head_dim)
         self._check_rows(loc, latent=(latent, shapes[0]), rope=(rope, shapes[1]))
@@ -288,22 +450,39 @@ class MLATokenToKVPool(TokenPool):
         self._codec.write(layer_id, (latent, rope), self._sides[layer_id], loc)
 
     def _split(self, stored: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
-        """Return the latent and the rotary side of each stored part."""
+        """Split each stored part into its latent and its rotary side."""
         rank = self.config.kv_lora_rank
         cuts = [rank] if len(stored) == 1 else [rank // 2, rank // FP4_BLOCK]
         sides = (part.tensor_split([cut], -1) for part, cut in zip(stored, cuts, strict=True))
         return tuple(zip(*sides, strict=True))
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Return keys `[size + ps, 1, rank + rope]` and values, a view of their first `rank`
-        elements.
+        """Return views of a layer's keys `[size + ps, 1, rank + rope]` and values `[..., :rank]`.
+
+        Args:
+            layer_id: Layer of the pool.
+
+        Returns:
+            Keys and values as stored; the values are a view of the keys.
+
+        Raises:
+            ValueError: The layer is not in this pool, or the pool is FP4 and has no such views.
         """
         k = self._codec.view(self._layer(layer_id)[0])
         return k, k[..., : self.config.kv_lora_rank]
 
     def get_rows(self, layer_id: int, loc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys `[n, 1, rank + rope]` as `config.row_dtype`, and values: their first `rank`
-        elements.
+        """Copy keys `[n, 1, rank + rope]` and values `[..., :rank]`, as `config.row_dtype`.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Slots to read, int64 `[n]`.
+
+        Returns:
+            Keys and values with scales applied; the values are a view of the keys.
+
+        Raises:
+            ValueError: The layer is not in this pool, or `loc` does not fit it.
         """
         (stored,) = self._layer(layer_id)
         check_loc("loc", loc, self.device)
@@ -312,7 +491,17 @@ class MLATokenToKVPool(TokenPool):
 
 
 class DoubleSparseTokenToKVPool(MHATokenToKVPool):
-    """K and V, and labels `[L, size + ps, H, heavy_channel_num]` of `config.row_dtype`."""
+    """Pool for double sparsity: keys, values and labels `[L, size + ps, H, heavy_channel_num]`.
+
+    Args:
+        config: Shape, size and dtypes; labels are of `config.row_dtype`.
+        heavy_channel_num: Elements of a label per head, 1 to `config.head_dim`.
+        saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
+        tag: Tag of the pool.
+
+    Raises:
+        ValueError: `heavy_channel_num` is out of range.
+    """
 
     def __init__(
         self,
@@ -331,14 +520,33 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         return (PoolPart(name="label", row=shape, dtype=self.config.row_dtype),)
 
     def set_label_buffer(self, layer_id: int, loc: Tensor, label: Tensor) -> None:
-        """Write label `[n, H, heavy_channel_num]` of `config.row_dtype` into slots loc `[n]`."""
+        """Write labels to slots.
+
+        Args:
+            layer_id: Layer of the pool.
+            loc: Target slots, int64 `[n]`.
+            label: Labels `[n, H, heavy_channel_num]` of `config.row_dtype`.
+
+        Raises:
+            ValueError: The layer is not in this pool, or a tensor does not fit it.
+        """
         buffer = self.get_label_buffer(layer_id)
         check_loc("loc", loc, self.device)
         check_tensor("label", label, (len(loc), *buffer.shape[1:]), (buffer.dtype,), self.device)
         set_rows(label, buffer, loc)
 
     def get_label_buffer(self, layer_id: int) -> Tensor:
-        """Return labels `[size + ps, H, heavy_channel_num]` of a layer, a view of the memory."""
+        """Return a view of a layer's labels.
+
+        Args:
+            layer_id: Layer of the pool.
+
+        Returns:
+            Labels `[size + ps, H, heavy_channel_num]`.
+
+        Raises:
+            ValueError: The layer is not in this pool.
+        """
         self._layer(layer_id)
         return self._storage.parts["label"][layer_id]
 
@@ -350,7 +558,7 @@ def check_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
-    """Raise ValueError unless a tensor has this shape (None: any length), device and dtype."""
+    """Raise ValueError unless a tensor has this shape, dtype and device; None matches any size."""
     sizes = zip(shape, tensor.shape, strict=False)
     fits = tensor.ndim == len(shape) and all(want in (None, size) for want, size in sizes)
     if not fits or tensor.dtype not in dtypes or tensor.device != device:

@@ -1,4 +1,4 @@
-"""Prefix caches: trees of page-aligned token runs that say which pages begin a prompt."""
+"""Prefix caches: radix trees that map token prefixes to pages."""
 
 from kvcache.radix.mamba import MambaInsert, MambaMatch, MambaRadixCache
 from kvcache.radix.node import RadixNode

@@ -1,19 +1,21 @@
-"""The prefix cache of models with linear layers: pages everywhere, states at some nodes."""
+"""The prefix cache of models with linear layers, which also caches states at some nodes."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kvcache.allocators import KVAllocator
 from kvcache.pools import MambaPool
-from kvcache.radix.cache import PrefixMatch, PrefixTree, Walk
+from kvcache.radix.cache import EvictionPolicy, PrefixMatch, PrefixTree, Walk
 from kvcache.radix.node import NodeUsage, RadixNode, Tokens, as_run
 
 
 @dataclass
 class MambaMatch(PrefixMatch):
-    """`state` is the slot with the states after `length` tokens, to be cloned; None without any.
+    """The longest cached prefix of a key that ends at a state.
 
-    paged: tokens whose pages the cache has; past `length` without the states after them.
+    Attributes:
+        state: Slot with the states after `length` tokens, to be cloned; None if length is 0.
+        paged: Tokens whose pages are cached, which may exceed `length`.
     """
 
     state: int | None
@@ -22,26 +24,42 @@ class MambaMatch(PrefixMatch):
 
 @dataclass(frozen=True)
 class MambaInsert:
-    """`length` as of RadixCache.insert. The slot is the cache's only where `state_taken`."""
+    """The result of `MambaRadixCache.insert`.
+
+    Attributes:
+        length: Tokens for which the cache took no pages, as `RadixCache.insert` returns.
+        state_taken: Whether the cache now owns the slot; if not, the caller still does.
+    """
 
     length: int
     state_taken: bool
 
 
 class MambaRadixCache(PrefixTree):
-    """RadixCache for hybrid models: a prefix is of use only up to a node that has a Mamba state.
+    """Prefix cache of hybrid models, where a prefix is usable only up to a node with a state.
 
-    A lock keeps the pages of the whole path (lock_ref, the "full" lock) but the state of its own
-    node alone (own_lock_ref, the "mamba" lock; never above lock_ref). States are evicted on their
-    own: an inner node without one is a tombstone, whose pages still serve the nodes below. Every
-    leaf has a state: one that loses it goes, with tombstones above that lead nowhere.
+    A lock protects the pages of the whole path (`lock_ref`, the "full" lock) but only the state of
+    its own node (`own_lock_ref`, the "mamba" lock, never above `lock_ref`).
+
+    States are evicted separately from pages. An inner node without a state is a tombstone, whose
+    pages still serve its descendants. Every leaf has a state: a leaf that loses its state is
+    removed, together with ancestors that become leaves without a state.
+
+    Args:
+        allocator: Ledger of the pages.
+        states: Pool of the states, from which the cached slots were allocated.
+        eviction_policy: Order of eviction, as in `RadixCache`.
+        version: Weight version of the first entries.
+
+    Raises:
+        ValueError: The eviction policy is unknown.
     """
 
     def __init__(
         self,
         allocator: KVAllocator,
         states: MambaPool,
-        eviction_policy: str = "lru",
+        eviction_policy: EvictionPolicy = "lru",
         version: int = 0,
     ) -> None:
         super().__init__(allocator, eviction_policy, version)
@@ -49,7 +67,15 @@ class MambaRadixCache(PrefixTree):
         self._num_states = 0
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> MambaMatch:
-        """Return the longest prefix of this version that ends at a state; splits nothing."""
+        """Find the longest cached prefix of the current version that ends at a state.
+
+        Args:
+            key: Token ids `[n]`.
+            extra_key: Namespace; only entries inserted under an equal one match.
+
+        Returns:
+            The match, of length 0 if there is none. No node is split.
+        """
         self._now += 1
         walk = self._walk(as_run(key), extra_key)
         path, paged = self._to_state(walk), walk.length + walk.inside
@@ -61,7 +87,15 @@ class MambaRadixCache(PrefixTree):
         return MambaMatch(length, walk.parts, path[-1], path[-1].state, paged)
 
     def peek(self, key: Tokens, *, extra_key: Hashable = None) -> tuple[int, int]:
-        """Return the tokens that `match_prefix` would find, and how many of them are locked."""
+        """Count the tokens that `match_prefix` would match, without changing the cache.
+
+        Args:
+            key: Token ids `[n]`.
+            extra_key: Namespace.
+
+        Returns:
+            The number of matching tokens, and how many of them are locked.
+        """
         path = self._to_state(self._walk(as_run(key), extra_key))
         return sum(node.length for node in path), sum(node.length for node in path if node.lock_ref)
 
@@ -75,14 +109,25 @@ class MambaRadixCache(PrefixTree):
         extra_key: Hashable = None,
         priority: int = 0,
     ) -> MambaInsert:
-        """Add a key with the slot of the states after it; otherwise as `RadixCache.insert`.
+        """Add a key's pages and the states after its last token to the cache.
 
-        A tombstone at that place gets the state; a node that has one keeps its own. A key is one or
-        more whole pages: no other node could have its state.
+        Ownership of pages passes as in `RadixCache.insert`. If the node at the end of the key
+        already has a state, it keeps that state.
+
+        Args:
+            key: Token ids of one or more whole pages, because states are stored at nodes.
+            pages: Page numbers `[len(key) // page_size]`.
+            state: Slot of the states after the key.
+            version: Weight version under which pages and states were computed.
+            extra_key: Namespace.
+            priority: Raises the priority of every node on the path to at least this number.
+
+        Returns:
+            The tokens for which no pages were taken, and whether the state was taken.
         """
         run, ids = self._checked_entry(key, pages, version)
         assert len(key) and not len(key) % self.page_size, f"{len(key)} tokens end inside a page"
-        assert state >= 1, "slot 0 holds no request's state"
+        assert state >= 1, "slot 0 is for padding and has no request's state"
         if version < self.version:
             return MambaInsert(len(key), False)
         self._now += 1
@@ -93,14 +138,28 @@ class MambaRadixCache(PrefixTree):
         return MambaInsert(walk.length, taken)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Keep the path's pages and the state of `node`; ValueError if one was evicted."""
+        """Lock the pages of a path and the state of its last node, until `dec_lock_ref`.
+
+        Args:
+            node: Node of a match.
+
+        Raises:
+            ValueError: The node or its state was evicted after it was matched.
+        """
         if node.parent is not None and not node.state:
             raise ValueError(f"the state of {node} was evicted since it was matched")
         super().inc_lock_ref(node)
 
     def evict_states(self, count: int) -> int:
-        """Free states, older versions first and then by policy, until `count` are free or all
-        others locked; return how many. Inner nodes become tombstones, leaves go with their pages.
+        """Evict states, those of older versions first, then in the order of the policy.
+
+        An inner node becomes a tombstone; a leaf is removed with its pages.
+
+        Args:
+            count: States to evict at least, as far as they are not locked.
+
+        Returns:
+            The number of states evicted.
         """
         gone: list[RadixNode] = []
         before = self._num_states
@@ -115,7 +174,13 @@ class MambaRadixCache(PrefixTree):
         return before - self._num_states
 
     def state_slots(self) -> list[int]:
-        """Return all state slots that the cache owns, of older versions too; walks all nodes."""
+        """Collect all state slots that the cache owns, including those of older versions.
+
+        The cost is proportional to the number of nodes.
+
+        Returns:
+            The slots.
+        """
         return [node.state for node in self._nodes() if node.state]
 
     def reset(self) -> None:
@@ -138,14 +203,13 @@ class MambaRadixCache(PrefixTree):
         assert node.generation.states.is_right(node, wanted), f"state of {node} is queued wrongly"
 
     def _to_state(self, walk: Walk) -> list[RadixNode]:
-        """Cut the walk's path to the deepest node that has a state, and return it."""
+        """Truncate the walk's path to the deepest node that has a state, and return it."""
         while walk.path and not walk.path[-1].state:
             walk.path.pop()
         return walk.path
 
     def _use_state(self, node: RadixNode, priority: int | None = None) -> None:
-        # only the state that was used, not those above it: a longer prefix makes the shorter one's
-        # state idle
+        # Touch only the state that was used: states of ancestors are idle in a longer match.
         node.use_of_state().touch(self._now, priority)
 
     def _put_state(self, node: RadixNode, state: int, priority: int) -> bool:
@@ -172,9 +236,9 @@ class MambaRadixCache(PrefixTree):
             node.generation.states.discard(node)
 
     def _remove(self, leaf: RadixNode) -> list[RadixNode]:
-        """Remove the leaf, and then every ancestor that is left as a leaf without a state.
+        """Remove a leaf, and then every ancestor that becomes a leaf without a state.
 
-        Such an ancestor cannot be locked: every lock is that of a state at or below its node.
+        Such an ancestor cannot be locked, because every lock protects a state at or below its node.
         """
         gone: list[RadixNode] = []
         node: RadixNode | None = leaf

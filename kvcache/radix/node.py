@@ -1,7 +1,7 @@
-"""The parts of a prefix tree: keys, nodes, their use, the eviction queue, a version's tree.
+"""Parts of a prefix tree: token runs, nodes, eviction queues and the trees of one weight version.
 
-Keys are runs of int32 bytes, compared by one memcmp a node: no Python object and no numpy call for
-a token or a page. Four bytes a token, because that comparison is as fast as memory is read.
+A run stores token ids as int32 bytes. One memcmp per node compares runs at memory speed, without a
+Python object or numpy call per token or page.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _NO_TOKENS = memoryview(b"")  # an empty view can't be cast
 
 
 def as_run(values: Tokens) -> memoryview:
-    """Return the bytes of token ids `[n]`, of at most 32 bits, as int32: a view where the ids are
-    int32 already.
-    """
+    """Return token ids `[n]` as int32 bytes; a view if the ids are already contiguous int32."""
     if isinstance(values, list | tuple):
-        values = array("i", values)  # twice as fast as numpy on 50,000 ids, and refuses floats
+        values = array("i", values)  # twice as fast as numpy on 50,000 ids, and rejects floats
     ids = np.asarray(values)
     assert ids.ndim == 1 and ids.dtype.kind in "iu", f"tokens are integers [n], got {ids.dtype}"
     run = np.ascontiguousarray(ids, dtype=np.int32)
-    assert ids.dtype == np.int32 or (run == ids).all(), "token ids have 32 bits"
+    assert ids.dtype == np.int32 or (run == ids).all(), "token ids do not fit int32"
     return run.data.cast("B") if len(run) else _NO_TOKENS
 
 
 def common_prefix(run: bytes, key: memoryview) -> int:
-    """Return the bytes of the leading tokens that agree; looks at stretches that grow."""
+    """Return the length in bytes of the common leading tokens.
+
+    The comparison works on chunks of growing size, so a short common prefix costs little.
+    """
     a, b = np.frombuffer(run, dtype=np.int32), np.frombuffer(key, dtype=np.int32)
     length = min(len(a), len(b))
     start, step = 0, 256
@@ -57,18 +58,18 @@ _SLACK = 64
 
 
 class EvictionQueue(Generic[T]):
-    """Items, that of lowest `rank` first. `push`, `pop`: O(log n) amortised; `discard`: O(1).
+    """Priority queue that pops the item of lowest `rank`, with lazy deletion.
 
-    The rank of an item that waits may grow: nothing need be done then, as its entry comes up early
-    and is put right. An item whose rank falls has to be pushed again. The heap holds at most twice
-    as many entries as there are items (and a few): past that it is rebuilt without the outdated
-    ones, which the pushes since the last time have paid for.
+    `push` and `pop` take amortized O(log n), `discard` O(1). If the rank of a queued item grows,
+    its entry comes up early and `pop` corrects it. If the rank falls, the item has to be pushed
+    again. The heap contains at most twice as many entries as items, plus a few; beyond that it is
+    rebuilt without the stale entries, a cost amortized over the pushes since the last rebuild.
     """
 
     def __init__(self, rank: Callable[[T], Rank]) -> None:
         self._rank = rank
-        # entries are flat, (*rank, number of the push, item): nested tuples take twice as long to
-        # compare
+        # Entries are flat tuples (*rank, push number, item), which compare twice as fast as nested
+        # ones.
         self._heap: list[tuple[Any, ...]] = []
         self._live: dict[T, tuple[Any, ...]] = {}
         self._pushes = 0
@@ -78,18 +79,18 @@ class EvictionQueue(Generic[T]):
 
     @property
     def entries(self) -> int:
-        """Count the heap's entries, outdated ones too."""
+        """Return the number of heap entries, including stale ones."""
         return len(self._heap)
 
     def is_right(self, item: T, wanted: bool) -> bool:
-        """Return whether an item is queued exactly where that is `wanted`, and comes up in time."""
+        """Return whether an item is queued if and only if `wanted`, with a rank not too high."""
         entry = self._live.get(item)
         if entry is None or not wanted:
             return (entry is not None) == wanted
         return entry[:-2] <= self._rank(item)
 
     def push(self, item: T) -> None:
-        """Add an item, or notice that its rank fell."""
+        """Add an item, or update a queued item whose rank has fallen."""
         queued, rank = self._live.get(item), self._rank(item)
         if queued is not None and queued[:-2] <= rank:
             return
@@ -102,7 +103,7 @@ class EvictionQueue(Generic[T]):
         self._live.pop(item, None)
 
     def pop(self) -> T:
-        """Take the item of lowest rank; IndexError without one."""
+        """Remove and return the item of lowest rank; raise IndexError if the queue is empty."""
         while True:
             entry = self._heap[0]
             item: T = entry[-1]
@@ -116,8 +117,8 @@ class EvictionQueue(Generic[T]):
                 return item
 
     def _entry(self, item: T, rank: Rank) -> tuple[Any, ...]:
-        """Make the entry of an item that alone counts from now on."""
-        # between equal ranks the order of pushes decides; items are never compared
+        """Create an entry of an item that supersedes its earlier entries."""
+        # The push number breaks ties between equal ranks, so that items are never compared.
         self._pushes += 1
         entry = self._live[item] = (*rank, self._pushes, item)
         return entry
@@ -125,7 +126,14 @@ class EvictionQueue(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class NodeUsage:
-    """Holds what policies rank by, in ticks of the cache: one match or insert is one."""
+    """The usage of a node, by which eviction policies rank it.
+
+    Attributes:
+        created: Tick at which the node was created; a match or an insert is one tick.
+        last_access: Tick of the last use.
+        hits: Number of uses.
+        priority: Highest priority of an insert through the node.
+    """
 
     created: int
     last_access: int
@@ -141,20 +149,31 @@ class NodeUsage:
 
 @dataclass(slots=True, eq=False)
 class RadixNode(NodeUsage):
-    """A run of whole pages of tokens below its parent; to callers only a handle for locks.
+    """A node of a prefix tree, a run of whole pages. Callers use it only as a handle for locks.
 
-    `lock_ref` counts locks on this node or below, `own_lock_ref` those on this node, so that
-    lock_ref = own_lock_ref + sum of the children's lock_ref. `state` is a Mamba slot, 0 without
-    one. A root has no tokens and is never locked; an evicted node has no parent.
+    A root has no tokens and is never locked. An evicted node has no parent.
+
+    Attributes:
+        generation: Trees of the node's weight version.
+        run: Token ids as int32 bytes.
+        pages: Page numbers; replaced but never written to, so that a match may keep the array.
+        parent: Parent node; None for a root or an evicted node.
+        extra_key: Namespace of a root.
+        is_root: Whether the node is a root.
+        children: Children by the bytes of their first page of tokens.
+        lock_ref: Locks on this node or its descendants, which is `own_lock_ref` plus the sum of the
+            children's `lock_ref`.
+        own_lock_ref: Locks on this node.
+        state: Slot of a Mamba state; 0 without one.
+        state_usage: Usage of the state.
     """
 
     generation: Generation
-    run: bytes  # int32 token ids
-    pages: Int64Array  # replaced and never written, so that matches may keep it
+    run: bytes
+    pages: Int64Array
     parent: RadixNode | None
-    extra_key: Hashable = None  # of a root
+    extra_key: Hashable = None
     is_root: bool = False
-    # by the bytes of a child's first page of tokens
     children: dict[bytes, RadixNode] = field(default_factory=dict)
     lock_ref: int = 0
     own_lock_ref: int = 0
@@ -189,25 +208,25 @@ class RadixNode(NodeUsage):
 
 
 class Generation:
-    """All trees of one weight version, and what of them can be evicted."""
+    """The trees of one weight version, with the queues of nodes and states that can be evicted."""
 
     def __init__(self, version: int, policy: Callable[[NodeUsage], Rank]) -> None:
         self.version = version
-        self.roots: dict[Hashable, RadixNode] = {}  # only those with children
+        self.roots: dict[Hashable, RadixNode] = {}  # only roots with children
         self.tokens = 0
         self.leaves: EvictionQueue[RadixNode] = EvictionQueue(policy)
-        # not locked
+        # Nodes with a state that is not locked.
         self.states: EvictionQueue[RadixNode] = EvictionQueue(
             lambda node: policy(node.use_of_state())
         )
 
     def root(self, extra_key: Hashable) -> RadixNode:
-        """Return the root of a namespace; an empty one is not kept: misses leave nothing."""
-        found = self.roots.get(extra_key)
-        return found or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
+        """Return the root of a namespace; a new root is not kept, so that misses cost nothing."""
+        root = self.roots.get(extra_key)
+        return root or RadixNode(0, 0, self, b"", EMPTY, None, extra_key=extra_key, is_root=True)
 
     def nodes(self) -> Iterator[RadixNode]:
-        """Yield every node but the roots, parents first."""
+        """Yield every node except roots, parents first."""
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()

@@ -1,4 +1,4 @@
-"""The tiers that pages of a device pool go to when it is full: host memory, then disk."""
+"""Tiers below a device pool: pages evicted from it move to host memory, then to disk."""
 
 from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostCacheConfig, HostKVCache, HostTransfer, Layout

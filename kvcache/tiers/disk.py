@@ -1,4 +1,4 @@
-"""The disk tier: one file a page, none of which is ever believed without its checksum."""
+"""The disk tier: one file per page, each verified by a checksum when it is read."""
 
 import contextlib
 import fcntl
@@ -18,25 +18,37 @@ from memsaver.memory import host_memory
 _MAGIC = b"kvpage01"
 # magic, format, version, page hash, payload bytes
 _FIELDS = struct.Struct(f"<8s{HASH_BYTES}sq{HASH_BYTES}sq")
-# bytes of the file before the payload: fields, then the checksum of fields and payload
+# Bytes before the payload: the fields, then the checksum of fields and payload.
 _HEADER = BLOCK
 _SUFFIX, _PART = ".kvpage", ".kvpage.part"
 _log = logging.getLogger("kvcache")
-_ADVICE = "free some space or pass another directory; pages stored before are still there"
+_ADVICE = "free some space or pass another directory; pages stored before are kept"
 
 
 class DiskTier:
-    """Pages by (weight version, page hash) in `directory`, at most `budget_bytes` of files.
+    """Store of pages on disk, one file per page, keyed by weight version and page hash.
 
-    format: what must be equal for bytes to be exchanged (`HostKVCache.format`). owner: names the
-    model and the run; in one directory the same owner and version have to mean the same weights.
-    One process at a time holds the directory. What an earlier one left under the same owner, format
-    and version is served; all other pages and unfinished files are deleted at the start, and files
-    that are no pages are left alone.
+    One process at a time owns the directory. At the start, the tier keeps the pages that an earlier
+    process left under the same owner, format and version. It deletes all other pages and unfinished
+    files, and ignores files that are not pages.
 
-    A page is written under another name first and renamed when it is complete; each holds its key
-    and a checksum, and what does not match is deleted and a miss. So a crash at any point costs
-    entries only. Not thread-safe.
+    A page is written under a temporary name and renamed when it is complete. Each file contains its
+    key and a checksum; a file that does not match is deleted and counts as a miss. A crash at any
+    point therefore only loses entries. Not thread-safe.
+
+    Args:
+        directory: Directory of the files, created if missing.
+        budget_bytes: Bytes that all files may take together.
+        page_bytes: Bytes of a page.
+        format: Format of the stored bytes (`HostKVCache.format`); files of another format are not
+            read.
+        owner: Name of the model and the run. In one directory, the same owner and version must mean
+            the same weights.
+        version: Weight version of the pages.
+
+    Raises:
+        ValueError: The budget does not fit a single page.
+        BackendError: Another tier owns the directory, or the directory can't be used.
     """
 
     def __init__(
@@ -53,29 +65,30 @@ class DiskTier:
         self.file_bytes = _HEADER + -(-page_bytes // BLOCK) * BLOCK
         if budget_bytes < self.file_bytes:
             raise ValueError(
-                f"{budget_bytes} bytes hold no page, whose file takes {self.file_bytes}"
+                f"budget_bytes={budget_bytes} holds no page, whose file takes {self.file_bytes}"
             )
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
-        # aligned, as direct I/O needs it
+        # Aligned for direct I/O.
         buffer = host_memory(self.file_bytes, torch.device("cpu"), "a page", "make pages smaller")
         self._memory = buffer.numpy().data
-        # torch's threads cost more than one page
+        # A numpy view, because torch's threads cost more than copying one page.
         self._payload = buffer[_HEADER : _HEADER + page_bytes].numpy()
         self._entries: VersionedLRU[Path] = VersionedLRU(version)
-        self._count = 0  # files, those of older versions included
-        # files of dropped pages that could not be deleted; they count until they are
+        self._count = 0  # files, including those of older versions
+        # Files of dropped pages that could not be deleted yet; they are still in _count.
         self._stuck: set[Path] = set()
-        with explained("taking a directory for KV pages", directory, self.file_bytes, _ADVICE):
+        with explained("opening a directory for KV pages", directory, self.file_bytes, _ADVICE):
             self._hold_directory()
             self._adopt()
 
     @property
     def version(self) -> int:
+        """Return the weight version whose pages can be hit."""
         return self._entries.version
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files."""
+        """Return the bytes of all files, including those of older versions."""
         return self._count * self.file_bytes
 
     def __len__(self) -> int:
@@ -83,19 +96,32 @@ class DiskTier:
         return len(self._entries)
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether there is a page; `get` may still find it damaged."""
+        """Return whether a page is stored; `get` may still find it damaged."""
         return key in self._entries
 
     def use(self, key: bytes) -> bool:
-        """Return whether there is a page, and make it the one used last."""
+        """Mark a page as most recently used.
+
+        Args:
+            key: Page hash.
+
+        Returns:
+            Whether the page is stored.
+        """
         return self._entries.use(key) is not None
 
     def put(self, key: bytes, content: torch.Tensor) -> None:
-        """Store a page (uint8 `[page_bytes]` on the CPU) under the present version, unless it is
-        there.
+        """Store a page under the present version, unless it is already stored.
 
-        Evict what was used longest ago, older versions first. `BackendError` for a full or failing
-        disk: the page is not stored, nothing else is lost but what had to make room.
+        Pages are evicted to make room: those of older versions first, then the least recently used.
+
+        Args:
+            key: Page hash.
+            content: uint8 `[page_bytes]` on the CPU.
+
+        Raises:
+            BackendError: The disk is full or fails. The page is not stored; pages evicted to make
+                room are lost.
         """
         assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         if self.use(key):
@@ -111,40 +137,56 @@ class DiskTier:
         self._entries.add(key, path)
 
     def get(self, key: bytes, into: torch.Tensor) -> bool:
-        """Read a page into uint8 `[page_bytes]` on the CPU; False, `into` unchanged, for a miss.
+        """Read a page.
 
-        A file that is not what was written, or that cannot be read, is deleted, logged and a miss.
+        A file that is damaged or can't be read is deleted and logged, and counts as a miss.
+
+        Args:
+            key: Page hash.
+            into: Target, uint8 `[page_bytes]` on the CPU; unchanged on a miss.
+
+        Returns:
+            Whether the page was read.
         """
         path = self._entries.use(key)
         if path is None:
             return False
         reason = self._read(path)
         if reason is None and not self._is_intact(key):
-            reason = "torn, damaged or not of this cache: key or checksum differ"
+            reason = "key or checksum differ; the file is torn, damaged or of another cache"
         if reason is None:
             into.numpy()[:] = self._payload
             with contextlib.suppress(OSError):
-                os.utime(path)  # the order of use outlives the process
+                os.utime(path)  # preserve the order of use for the next process
             return True
         message = "KV page file %s is dropped, its tokens will be computed again: %s"
         _log.warning(message, path, reason)
         self._entries.remove(key)
-        with contextlib.suppress(BackendError):  # then it goes later
+        with contextlib.suppress(BackendError):  # deletion is retried later
             self._delete(path)
         return False
 
     def raise_version(self, version: int) -> None:
-        """Make every entry a miss, in O(1); files go when room is needed, or at the next start."""
+        """Start a new weight version, which makes every entry a miss, in O(1).
+
+        Files of older versions are deleted when room is needed, or at the next start.
+
+        Args:
+            version: The new version, greater than the present one.
+        """
         self._entries.raise_version(version)
 
     def clear(self) -> None:
-        """Drop all pages, of every version, and their files as far as they can be deleted."""
+        """Drop the pages of all versions and delete their files, as far as possible."""
         while dropped := self._entries.drop():
             with contextlib.suppress(BackendError):
                 self._delete(dropped.value)
 
     def close(self) -> None:
-        """Let go of the directory; otherwise when this object dies. The pages stay."""
+        """Release the directory, which otherwise happens when this object is collected.
+
+        The files remain.
+        """
         self._unlock()
 
     def _hold_directory(self) -> None:
@@ -156,23 +198,23 @@ class DiskTier:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
-            message = f"{self.directory} is held by another disk tier; give each one its own"
+            message = f"{self.directory} is held by another disk tier; pass another directory"
             raise BackendError(message) from error
 
     def _adopt(self) -> None:
-        """Take over files that can be hit, in order of use, and delete others of this kind."""
-        found = []
+        """Add existing files that can be hit, in order of use, and delete all other page files."""
+        usable = []
         for path in self.directory.iterdir():
             if not path.name.endswith((_SUFFIX, _PART)):
                 continue
             key, stat = self._key_of(path.name), path.stat()
             if key is not None and stat.st_size == self.file_bytes:
-                found.append((stat.st_mtime_ns, key, path))
+                usable.append((stat.st_mtime_ns, key, path))
             else:
                 path.unlink()
-        for _, key, path in sorted(found):
+        for _, key, path in sorted(usable):
             self._entries.add(key, path)
-        self._count = len(found)
+        self._count = len(usable)
         while self.nbytes > self.budget_bytes:
             self._drop_oldest()
 
@@ -184,11 +226,11 @@ class DiskTier:
 
     def _drop_oldest(self) -> None:
         dropped = self._entries.drop()
-        assert dropped is not None, "files are counted that no entry stands for"
+        assert dropped is not None, "more files are counted than there are entries"
         self._delete(dropped.value)
 
     def _delete(self, path: Path) -> None:
-        """Raise BackendError where the file system keeps it: tried again when room is needed."""
+        """Delete a file; if that raises BackendError, it is retried when room is needed."""
         self._stuck.add(path)
         self._unlink(path)
         self._stuck.discard(path)
@@ -206,7 +248,7 @@ class DiskTier:
             file.write(self._memory, 0)
             file.rename(path)
         except BaseException:
-            # the next one of this name, or the next start, deletes it
+            # If this fails, the next write of the page or the next start deletes the file.
             with contextlib.suppress(BackendError):
                 self._unlink(part)
             raise
@@ -214,7 +256,7 @@ class DiskTier:
             file.close()
 
     def _read(self, path: Path) -> str | None:
-        """Fill the buffer; return why not where the file is gone, too short or cannot be read."""
+        """Read a file into the buffer; return the reason if it is missing, short or unreadable."""
         try:
             with contextlib.closing(BlockFile.open(path, self.file_bytes, _ADVICE)) as file:
                 file.read(self._memory, 0)
@@ -223,12 +265,12 @@ class DiskTier:
         return None
 
     def _is_intact(self, key: bytes) -> bool:
-        """Return whether the buffer holds that page, as it was written."""
+        """Return whether the buffer contains the page of this key with a valid checksum."""
         header = self._header(key)
         return self._memory[: len(header)] == header
 
     def _header(self, key: bytes) -> bytes:
-        """Return the fields of a page, and the checksum of them and of the payload of now."""
+        """Return a page's header fields and the checksum of the fields and the present payload."""
         fields = _FIELDS.pack(_MAGIC, self._format, self.version, key, self.page_bytes)
         return fields + stable_hash(fields, self._payload.data)
 
@@ -236,7 +278,7 @@ class DiskTier:
         return self.directory / f"{self._format.hex()}-{self.version}-{key.hex()}{_SUFFIX}"
 
     def _key_of(self, name: str) -> bytes | None:
-        """Return the page hash in the name of a file that can be hit."""
+        """Return the page hash in a file name; None if the file is not of this tier and version."""
         with contextlib.suppress(ValueError):
             key = bytes.fromhex(name.removesuffix(_SUFFIX).rsplit("-", 1)[-1])
             if name == self._path(key).name:

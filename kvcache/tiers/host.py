@@ -1,4 +1,4 @@
-"""The host tier: pages of a device pool in host memory, and the copies that are under way."""
+"""The host tier: pages of a device pool in host memory, and transfers between the two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,24 +17,30 @@ from memsaver.system.devices import Impl
 
 
 class HostTransfer:
-    """Copies under way: an event for each layer; without any (on the CPU) all is done already."""
+    """Handle of a copy between a device pool and the host, with an event per layer.
+
+    On the CPU there are no events, and the copy has already finished.
+    """
 
     def __init__(self, events: Sequence[torch.cuda.Event] = ()) -> None:
         self._events = events
 
     @property
     def done(self) -> bool:
+        """Return whether all layers have been copied."""
         return all(event.query() for event in self._events)
 
     def wait(self, layer: int = -1) -> None:
-        """Make what is queued on the current stream from now on wait for this layer and those
-        before it (-1: for all); the host does not wait.
+        """Make the current stream wait for the copy of layers 0 to `layer`; the host does not wait.
+
+        Args:
+            layer: Last layer to wait for; -1 waits for all layers.
         """
         if self._events:
             torch.cuda.current_stream().wait_event(self._events[layer])
 
     def synchronize(self) -> None:
-        """Wait on the host for all layers: before the pool is paused, or host pages are read."""
+        """Wait on the host for all layers. Required before the pool is paused."""
         for event in self._events:
             event.synchronize()
 
@@ -44,12 +50,16 @@ Layout = Literal["layer_first", "page_first"]
 
 @dataclass(frozen=True, kw_only=True)
 class HostCacheConfig:
-    """The amount of host memory that is taken, and the order in which pages lie there.
+    """Size and memory layout of a host tier. Exactly one of `ratio` and `size_bytes` is given.
 
-    ratio: host tokens for a token of the device pool, or size_bytes: the most bytes; exactly one of
-    them. Only whole pages are held.
-    layout: layer_first keeps all pages of a part (keys, values) and layer together, page_first all
-    of a page.
+    Attributes:
+        ratio: Host tokens per token of the device pool, rounded down to whole pages.
+        size_bytes: Bytes of host memory, rounded down to whole pages.
+        layout: "layer_first" stores all pages of a layer's keys (or values) together, "page_first"
+            all data of a page.
+
+    Raises:
+        ValueError: Both or neither size is given, a size is not positive, or the layout is unknown.
     """
 
     ratio: float | None = None
@@ -67,7 +77,17 @@ class HostCacheConfig:
         check_option(self, "layout", self.layout in layouts, f"must be one of {', '.join(layouts)}")
 
     def pages(self, pool: TokenPool) -> int:
-        """Return the host pages for a pool; ValueError where not even one fits."""
+        """Compute the number of host pages for a pool.
+
+        Args:
+            pool: The device pool.
+
+        Returns:
+            The number of pages, at least 1.
+
+        Raises:
+            ValueError: The size does not fit a single page.
+        """
         page_bytes = pool.page_size * pool.bytes_per_token
         size = self.size_bytes or 0
         if self.ratio is not None:
@@ -78,18 +98,27 @@ class HostCacheConfig:
 
 
 class HostKVCache:
-    """Pages of one pool in host memory (pinned for a GPU), bytes as stored; who holds which,
-    `allocator` says, and where they lie, `plan`.
+    """Host memory for pages of one device pool, pinned if the pool is on a GPU.
 
-    Host slots are tokens `page * ps + offset` of pages that `allocator` issued, from 1 on as on the
-    device. Device slots are int64 on the CPU, checked and sent, or on the device, unchecked, as
-    that would synchronise. A pause of the pool's tag loses nothing here; transfers have to be over
-    before it (`HostTransfer.synchronize`).
+    Pages contain the bytes as stored in the pool. `allocator` is the ledger of the host pages.
 
-    All transfers run one after the other on a stream of their own, after what the current stream
-    had queued when they were asked for. So a host page may be freed and used again at once; device
-    slots may not be read after a load, nor written after a backup, without `HostTransfer.wait`. Not
+    Host slots are `page * page_size + offset` of allocated host pages, numbered from 1 as on the
+    device. Device slots may be int64 on the CPU, where they are range-checked, or on the device,
+    where they are not because that would synchronize. A pause of the pool's tag does not affect the
+    host pages, but all transfers must have finished before it (`HostTransfer.synchronize`).
+
+    Transfers run one after another on a separate stream, after the work that the current stream had
+    queued at the call. A host page may therefore be freed and reused immediately. Device slots must
+    not be read after a load, or written after a backup, before `HostTransfer.wait`. Not
     thread-safe.
+
+    Args:
+        pool: The device pool.
+        config: Size and memory layout.
+        impl: Implementation of the copies.
+
+    Raises:
+        ValueError: The configured size does not fit a single page.
     """
 
     def __init__(self, pool: TokenPool, config: HostCacheConfig, impl: Impl = "auto") -> None:
@@ -108,37 +137,78 @@ class HostKVCache:
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Return the capacity in tokens."""
         return self.allocator.size
 
     def backup_from_device_all_layer(
         self, host_slots: Indices, device_slots: Tensor
     ) -> HostTransfer:
-        """Start copying all layers to as many host slots."""
+        """Start to copy device slots to host slots, in all layers.
+
+        Args:
+            host_slots: Target slots `[n]` on the CPU, of allocated host pages.
+            device_slots: Source slots, int64 `[n]`.
+
+        Returns:
+            The transfer.
+
+        Raises:
+            ValueError: The pool's fp8 scales have changed.
+        """
         return self._start(host_slots, device_slots, [range(self.num_layers)], to_host=True)
 
     def load_to_device(self, host_slots: Indices, device_slots: Tensor) -> HostTransfer:
-        """Start copying all layers, in order: `HostTransfer.wait(i)` waits for those up to i."""
+        """Start to copy host slots to device slots, layer by layer.
+
+        Args:
+            host_slots: Source slots `[n]` on the CPU, of allocated host pages.
+            device_slots: Target slots, int64 `[n]`.
+
+        Returns:
+            The transfer; `wait(i)` waits for layers 0 to i only.
+
+        Raises:
+            ValueError: The pool's fp8 scales have changed.
+        """
         layers = [range(layer, layer + 1) for layer in range(self.num_layers)]
         return self._start(host_slots, device_slots, layers, to_host=False)
 
     def read_page(self, page: int) -> Tensor:
-        """Return a copy of a page, uint8 `[page_bytes]`: `[L, ps, row]` a part; wait for it."""
+        """Copy the content of a host page, after waiting for all transfers.
+
+        Args:
+            page: An allocated host page.
+
+        Returns:
+            uint8 `[page_bytes]`, the parts one after another, each `[layers, page_size, row]`.
+        """
         return torch.cat([rows.flatten() for rows in self._page(page)])
 
     def write_page(self, page: int, content: Tensor) -> None:
-        """Fill a page with what `read_page` gave; wait until nothing reads it."""
+        """Write the content of a host page, after waiting for all transfers.
+
+        Args:
+            page: An allocated host page.
+            content: Bytes as returned by `read_page`.
+        """
         assert content.dtype == torch.uint8 and content.shape == (self.page_bytes,)
         pages = self._page(page)
         for rows, part in zip(pages, content.split([rows.numel() for rows in pages]), strict=True):
             rows.copy_(part.view(rows.shape))
 
     def accept_scales(self) -> None:
-        """Take the pool's scales of now for those of all pages; drop what was here before."""
+        """Use the pool's present fp8 scales. Drop all pages stored under other scales first."""
         self._accepted = self.pool.format()
 
     def slots_of(self, pages: Int64Array) -> Tensor:
-        """Return the token slots of host or device pages, int64 `[n * ps]` on the CPU."""
+        """Return the slots of host or device pages.
+
+        Args:
+            pages: Page numbers, int64 `[n]`.
+
+        Returns:
+            Slots, int64 `[n * page_size]` on the CPU.
+        """
         offsets = torch.arange(self.page_size)
         return (torch.from_numpy(pages)[:, None] * self.page_size + offsets).flatten()
 
@@ -151,13 +221,13 @@ class HostKVCache:
     def _start(
         self, host_slots: Indices, device_slots: Tensor, groups: list[range], to_host: bool
     ) -> HostTransfer:
-        """Copy groups of layers one after the other; on a GPU one launch and one event each."""
+        """Copy groups of layers one after another, on a GPU with one launch and event per group."""
         host = as_int64(host_slots)
         self._check_issued(host // self.page_size)
-        rows = torch.from_numpy(host - self.page_size)  # page 0 has no memory on the host
+        rows = torch.from_numpy(host - self.page_size)  # the host has no memory for page 0
         self._check_device_slots(device_slots, len(rows))
         if self.pool.format() != self._accepted:
-            raise ValueError("fp8 scales have changed; set them before making the host tier")
+            raise ValueError("fp8 scales have changed; set them before creating the host tier")
         if self._stream is None:
             for group in groups:
                 copy_rows(self.plan, rows, device_slots, group, to_host, self._impl)
@@ -165,7 +235,7 @@ class HostKVCache:
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._stream):
             rows, slots = self._on_device(rows), self._on_device(device_slots)
-            slots.record_stream(self._stream)  # it may be the caller's, who may drop it
+            slots.record_stream(self._stream)  # the caller may release its tensor
         self._stream.wait_stream(torch.cuda.current_stream(self.pool.device))
         with torch.cuda.stream(self._stream):
             for group in groups:
@@ -188,13 +258,13 @@ class HostKVCache:
 
 
 def _sides(pool: TokenPool, block: Tensor, pages: int, layout: Layout) -> list[Side]:
-    """Return each part of the pool with its place in the host block."""
+    """Build the view of the host block for each part of the pool."""
     sides, start = [], 0
     page_bytes = pool.page_size * pool.bytes_per_token
     for part in pool.stored.values():
         rows = part.flatten(2).view(torch.uint8)
         layers, row = rows.shape[0], rows.shape[2]
-        whole = pages if layout == "layer_first" else 1  # pages of a layer that lie together
+        whole = pages if layout == "layer_first" else 1  # adjacent pages of a layer
         step = pool.page_size * row if layout == "layer_first" else page_bytes
         strides = (whole * pool.page_size * row, step, row, 1)
         shape = (layers, pages, pool.page_size, row)

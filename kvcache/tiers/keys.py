@@ -1,4 +1,4 @@
-"""Names of pages, made of the tokens up to their end; and what is named so, in order of use."""
+"""Page hashes, which identify the tokens up to the end of a page, and an LRU map keyed by them."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -14,7 +14,7 @@ HASH_BYTES = 16
 
 
 def stable_hash(*parts: bytes | memoryview) -> bytes:
-    """Return 16 bytes that depend on each part and its length; the same on every machine."""
+    """Hash byte strings and their lengths to 16 bytes, identically on every machine."""
     state = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
@@ -23,10 +23,22 @@ def stable_hash(*parts: bytes | memoryview) -> bytes:
 
 
 def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> list[bytes]:
-    """Return a hash for each whole page: of the hash before (first: the namespace) and its tokens.
+    """Compute a hash for each whole page of a token sequence.
 
-    So equal hashes mean equal tokens from the beginning on. ValueError for a namespace (adapter,
-    salt) that is no str, int or None: what others hash to need not be the same in the next process.
+    A page is hashed with the hash of the page before it, and the first page with the namespace.
+    Equal hashes thus mean equal tokens from the start of the sequence.
+
+    Args:
+        tokens: Token ids `[n]`.
+        page_size: Tokens per page.
+        namespace: Namespace such as an adapter or a salt: a str, an int or None, whose hashes are
+            the same in every process.
+
+    Returns:
+        `n // page_size` hashes of 16 bytes.
+
+    Raises:
+        ValueError: The namespace has another type.
     """
     ids: Int64Array = as_int64(tokens)
     if not (namespace is None or isinstance(namespace, str | int)):
@@ -35,7 +47,7 @@ def page_hashes(tokens: Tokens, page_size: int, namespace: Hashable = None) -> l
     parent = stable_hash(f"{type(namespace).__name__} {namespace}".encode())
     hashes = []
     for start in range(0, len(whole), 8 * page_size):
-        # both lengths are fixed, so that nothing has to part them
+        # Both parts have fixed lengths, so the hash needs no separator.
         page = whole[start : start + 8 * page_size]
         parent = hashlib.blake2b(parent + page, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
@@ -46,7 +58,7 @@ V = TypeVar("V")
 
 
 class Dropped(NamedTuple, Generic[V]):
-    """An entry that was taken out; `version` is the one it belongs to."""
+    """An entry of a `VersionedLRU` and the version that it belongs to."""
 
     version: int
     key: bytes
@@ -54,7 +66,10 @@ class Dropped(NamedTuple, Generic[V]):
 
 
 class VersionedLRU(Generic[V]):
-    """Keys of the present version are found, older ones only dropped. Not thread-safe."""
+    """LRU map in which only entries of the present version can be found.
+
+    Entries of older versions remain until they are dropped. Not thread-safe.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -62,50 +77,50 @@ class VersionedLRU(Generic[V]):
         self._older: deque[tuple[int, OrderedDict[bytes, V]]] = deque()  # none is empty
 
     def __len__(self) -> int:
-        """Return the number of entries that can be found."""
+        """Return the number of entries of the present version."""
         return len(self._entries)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
     def values(self) -> Iterator[V]:
-        """Yield the values of all entries, older versions included."""
+        """Yield the values of all entries, including older versions."""
         for _, entries in self._older:
             yield from entries.values()
         yield from self._entries.values()
 
     def use(self, key: bytes) -> V | None:
-        """Return the value, which is now the one used last."""
+        """Return the value of a key and mark it as most recently used; None if absent."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
 
     def add(self, key: bytes, value: V) -> None:
-        """Add an entry, used last."""
-        assert key not in self._entries, "an entry is there already"
+        """Add an entry as the most recently used."""
+        assert key not in self._entries, "the key already has an entry"
         self._entries[key] = value
 
     def remove(self, key: bytes) -> V:
         return self._entries.pop(key)
 
     def oldest(self) -> Dropped[V] | None:
-        """Return what `drop` would take out."""
+        """Return the entry that `drop` would remove."""
         version, entries = self._older[0] if self._older else (self.version, self._entries)
         return Dropped(version, *next(iter(entries.items()))) if entries else None
 
     def drop(self) -> Dropped[V] | None:
-        """Take out an entry of the oldest version, of the present one the least recently used."""
-        found = self.oldest()
-        if found is None:
+        """Remove and return the least recently used entry of the oldest version."""
+        oldest = self.oldest()
+        if oldest is None:
             return None
         entries = self._older[0][1] if self._older else self._entries
-        del entries[found.key]
+        del entries[oldest.key]
         if self._older and not entries:
             self._older.popleft()
-        return found
+        return oldest
 
     def raise_version(self, version: int) -> None:
-        """Set all entries aside; `version` is above the present one."""
+        """Start a new version, greater than the present one; all entries become older entries."""
         assert version > self.version, "weight versions only grow"
         if self._entries:
             self._older.append((self.version, self._entries))

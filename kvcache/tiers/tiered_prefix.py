@@ -1,4 +1,4 @@
-"""A prefix cache over all tiers, and the store of pages below the device."""
+"""The prefix cache over device, host and disk, and the store of pages below the device."""
 
 import logging
 from collections.abc import Hashable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvcache.allocators import Int64Array, KVAllocator, as_int64
-from kvcache.radix.cache import PrefixMatch, RadixCache
+from kvcache.radix.cache import EvictionPolicy, PrefixMatch, RadixCache
 from kvcache.radix.node import EMPTY, RadixNode, Tokens
 from kvcache.tiers.disk import DiskTier
 from kvcache.tiers.host import HostKVCache, HostTransfer
@@ -19,15 +19,17 @@ from memsaver.errors import BackendError
 _log = logging.getLogger("kvcache")
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-# After how many hits a page is written while it is on the device; 0: when inserted; else never.
+# Hits after which a page is copied to the host; 0 copies it when it is inserted. Under write_back,
+# pages are copied when they are evicted.
 _HITS = {"write_through": 0, "write_through_selective": 2}
 
 
 class LowerTiers:
-    """Pages below the device, of one weight version at a time. A page may be on the device, on the
-    host and on disk at once; each tier evicts on its own, least recently used first.
+    """Store of a `TieredPrefixCache`'s pages on the host and on disk, for one weight version.
 
-    A disk that is full or fails costs the pages meant for it: `lost_pages`, `disk_error`.
+    A page may be on the device, the host and the disk at the same time. Each tier evicts separately
+    and drops the least recently used page. If the disk is full or fails, the pages written to it
+    are lost; `lost_pages` counts them and `disk_error` is the latest error.
     """
 
     def __init__(self, host: HostKVCache, disk: DiskTier | None, version: int) -> None:
@@ -60,24 +62,32 @@ class LowerTiers:
         return len(self._private)
 
     def take_private(self, wanted: frozenset[bytes]) -> int:
-        """Take a host page of no version; 0 where none can be had without dropping `wanted`."""
+        """Allocate a host page without a key; return 0 if that would drop `wanted` pages."""
         taken = self._take(1, wanted)
         self._private.update(taken.tolist())
         return int(taken[0]) if len(taken) else 0
 
     def free_private(self, page: int) -> None:
-        """Give it back, also while copies from or to it are under way."""
+        """Free a page of `take_private`, even while it is being copied."""
         self._private.remove(page)
         self.host.allocator.free_pages([page])
 
     def raise_version(self, version: int) -> None:
-        """Make every page a miss, in O(1)."""
+        """Start a new weight version, which makes every page a miss, in O(1)."""
         self._pages.raise_version(version)
         if self.disk is not None:
             self.disk.raise_version(version)
 
     def save(self, keys: Sequence[bytes], device_pages: Int64Array) -> HostTransfer | None:
-        """Start copying device pages to the host, as many as there is room for; None: none."""
+        """Start to copy device pages to the host, as far as there is room.
+
+        Args:
+            keys: Hashes of the pages.
+            device_pages: Page numbers on the device.
+
+        Returns:
+            The transfer, or None if no page had to be copied or none had room.
+        """
         new = [i for i, key in enumerate(keys) if self._pages.use(key) is None]
         pages = self._take(len(new), frozenset(keys))
         if not len(pages):
@@ -87,7 +97,7 @@ class LowerTiers:
         source = slots(device_pages[new])
         try:
             transfer = self.host.backup_from_device_all_layer(slots(pages), source)
-        except BaseException:  # such as the device being out of memory
+        except BaseException:  # for example, the device is out of memory
             self.host.allocator.free_pages(pages)
             raise
         for i, page in zip(new, pages.tolist(), strict=True):
@@ -97,7 +107,15 @@ class LowerTiers:
     def load(
         self, keys: Sequence[bytes], device_pages: Int64Array
     ) -> tuple[int, HostTransfer | None]:
-        """Start copying pages to the device, up to the first missing one; return how many."""
+        """Start to copy pages to the device, up to the first page that is missing.
+
+        Args:
+            keys: Hashes of the pages.
+            device_pages: Target pages on the device.
+
+        Returns:
+            The number of pages being copied, and the transfer, or None without pages.
+        """
         wanted = frozenset(keys)
         pages = []
         for key in keys:
@@ -112,22 +130,22 @@ class LowerTiers:
         return len(pages), transfer
 
     def clear(self) -> None:
-        """Drop everything but private pages; costs O(pages)."""
+        """Drop all pages except private ones, in O(pages)."""
         while dropped := self._pages.drop():
             self.host.allocator.free_pages([dropped.value])
         if self.disk is not None:
             self.disk.clear()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the host's ledger and the pages that are known here differ."""
+        """Raise AssertionError if the host's ledger and the entries of this store differ."""
         self.host.allocator.check_integrity()
         held = sorted([*self._pages.values(), *self._private])
-        every = np.arange(1, self.host.allocator.total_pages + 1)
-        owned = every[self.host.allocator.ref_counts(every) > 0]
-        assert held == owned.tolist(), "a host page is owned and not known, or the reverse"
+        all_pages = np.arange(1, self.host.allocator.total_pages + 1)
+        owned = all_pages[self.host.allocator.ref_counts(all_pages) > 0]
+        assert held == owned.tolist(), "the allocated host pages are not those with an entry"
 
     def _from_disk(self, key: bytes, wanted: frozenset[bytes]) -> int:
-        """Return the host page that a page on disk was read into; 0 without one."""
+        """Read a page from disk to a host page; return 0 if it is absent or has no room."""
         if self.disk is None or not self.disk.get(key, self._read):
             return 0
         taken = self._take(1, wanted)
@@ -143,7 +161,7 @@ class LowerTiers:
         return page
 
     def _take(self, count: int, wanted: frozenset[bytes]) -> Int64Array:
-        """Take up to `count` free host pages; what goes for them is not among `wanted`."""
+        """Allocate up to `count` host pages, evicting pages that are not among `wanted`."""
         ledger = self.host.allocator
         while ledger.available_pages < count:
             oldest = self._pages.oldest()
@@ -165,8 +183,8 @@ class LowerTiers:
         try:
             self.disk.put(key, self.host.read_page(page))
         except BackendError as error:
-            if self.disk_error is None:  # once: a disk that is full stays so for many pages
-                message = "KV page not kept on disk, its tokens will be computed again: %s"
+            if self.disk_error is None:  # log once, because a full disk fails for many pages
+                message = "KV page not stored on disk, its tokens will be computed again: %s"
                 _log.warning(message, error)
             self.lost_pages += 1
             self.disk_error = error
@@ -174,21 +192,37 @@ class LowerTiers:
 
 @dataclass
 class TieredMatch(PrefixMatch):
-    """A PrefixMatch with `loaded` tokens on their way: `transfer.wait(layer)` before a layer."""
+    """A `PrefixMatch` some of whose pages may still be loading from a lower tier.
+
+    Attributes:
+        transfer: The latest load; call `transfer.wait(layer)` before a layer reads the pages.
+        loaded: Tokens that this match began to load.
+    """
 
     transfer: HostTransfer
     loaded: int
 
 
 class TieredPrefixCache(RadixCache):
-    """A RadixCache whose pages go to the host, then to disk, and come back for a match.
+    """A `RadixCache` that copies pages to host memory and disk and loads them again for a match.
 
-    Pages are known below by their hash, so that a lower tier need not follow splits and evictions
-    of the tree; a page is only ever found there under the version that it was inserted under.
-    write_policy: `write_through` copies a page to the host when it is inserted,
-    `write_through_selective` when it is hit the second time, `write_back` when it is evicted.
-    `extra_key` is a str, an int or None. The rows of a page are written, as far as the current
-    stream is concerned, before it is inserted.
+    The lower tiers identify pages by their hash, so they do not follow splits and evictions of the
+    tree. A page is found only under the weight version that it was inserted under.
+
+    `extra_key` must be a str, an int or None. The writes of a page's rows must be queued on the
+    current stream before the page is inserted.
+
+    Args:
+        allocator: Ledger of the device pages.
+        host: Host tier of the pool.
+        disk: Disk tier below the host, or None.
+        write_policy: When a page is copied to the host: when it is inserted ("write_through"), at
+            every second hit ("write_through_selective") or when it is evicted ("write_back").
+        eviction_policy: Order of eviction from the device, as in `RadixCache`.
+        version: Weight version of the first entries, the same as that of the disk tier.
+
+    Raises:
+        ValueError: A policy is unknown.
     """
 
     def __init__(
@@ -198,7 +232,7 @@ class TieredPrefixCache(RadixCache):
         disk: DiskTier | None = None,
         *,
         write_policy: WritePolicy = "write_through",
-        eviction_policy: str = "lru",
+        eviction_policy: EvictionPolicy = "lru",
         version: int = 0,
     ) -> None:
         policies = get_args(WritePolicy)
@@ -207,25 +241,34 @@ class TieredPrefixCache(RadixCache):
         super().__init__(allocator, eviction_policy, version)
         self.write_policy = write_policy
         self.lower = LowerTiers(host, disk, version)
-        # of device pages in the tree: version, hash
+        # (version, hash) of each device page in the tree.
         self._hashes: dict[int, tuple[int, bytes]] = {}
         self._hits = np.zeros(allocator.total_pages + 1, dtype=np.int64)
-        # the last load, and the last of all
+        # The latest load, and the latest transfer in either direction.
         self._loading = self._last = HostTransfer()
 
     def match_prefix(self, key: Tokens, *, extra_key: Hashable = None) -> TieredMatch:
-        """Return the longest prefix that the tiers have one after the other. What is below the
-        device gets device pages, for which others may be evicted. Nothing is reserved.
+        """Find the longest prefix over all tiers, and start to load its pages from lower tiers.
+
+        Loaded pages need device pages, for which other pages may be evicted. The match reserves
+        nothing.
+
+        Args:
+            key: Token ids `[n]`.
+            extra_key: Namespace: a str, an int or None.
+
+        Returns:
+            The match; wait for its transfer before its pages are read.
         """
         tokens = as_int64(key)
-        found = self.match_resident(tokens, extra_key=extra_key)
-        self._count_hits(found.pages)
+        match = self.match_resident(tokens, extra_key=extra_key)
+        self._count_hits(match.pages)
         loaded = 0
-        if found.length + self.page_size <= len(tokens) and not self.lower.is_empty:
-            loaded = self._load_rest(tokens, found, extra_key)
+        if match.length + self.page_size <= len(tokens) and not self.lower.is_empty:
+            loaded = self._load_rest(tokens, match, extra_key)
         if loaded:
-            found = self.match_resident(tokens[: found.length + loaded], extra_key=extra_key)
-        return TieredMatch(found.length, found.parts, found.node, self._loading, loaded)
+            match = self.match_resident(tokens[: match.length + loaded], extra_key=extra_key)
+        return TieredMatch(match.length, match.parts, match.node, self._loading, loaded)
 
     def insert(
         self,
@@ -248,13 +291,22 @@ class TieredPrefixCache(RadixCache):
         return length
 
     def raise_version(self, version: int) -> None:
-        """Raise the version as RadixCache does, on every tier, in O(1)."""
+        """Start a new weight version on every tier, in O(1).
+
+        Args:
+            version: The new version, greater than the present one.
+        """
         super().raise_version(version)
         self.lower.raise_version(version)
 
     def move_to_host(self) -> None:
-        """Copy all that can be hit to the host, as far as it has room, wait for it and drop the
-        device pages: before the pool's tag is paused. ValueError while something is locked.
+        """Copy pages of the present version to the host and drop all device pages.
+
+        The method copies as many pages as the host has room for, and waits for the copies. Call it
+        before the pool's tag is paused.
+
+        Raises:
+            ValueError: Tokens are locked. Nothing has changed.
         """
         if not self.protected_size:
             self._save(np.fromiter(self._hashes, dtype=np.int64))
@@ -263,25 +315,39 @@ class TieredPrefixCache(RadixCache):
         self.finish_copies()
 
     def save(self, hashes: Sequence[bytes], pages: Int64Array) -> bool:
-        """Start copying pages, of the present version and in the tree or not, to the host; return
-        whether all of them will be there. They may not be written before `wait_for_copies`.
+        """Start to copy pages of the present version to the host, whether cached or not.
+
+        The pages must not be written to before `wait_for_copies`.
+
+        Args:
+            hashes: Hashes of the pages.
+            pages: Page numbers on the device.
+
+        Returns:
+            Whether the host will have all of the pages.
         """
         self._last = self.lower.save(hashes, pages) or self._last
         return not self.lower.absent(hashes)
 
     def wait_for_copies(self) -> None:
-        """Make what is queued on the current stream from now on wait for all copies started."""
+        """Make the current stream wait for all copies that were started."""
         self._last.wait()
 
     def finish_copies(self) -> None:
-        """Wait for all copies: before the pool's tag is paused."""
+        """Wait on the host for all copies. Required before the pool's tag is paused."""
         self._last.synchronize()
 
     def store_private(self, slots: torch.Tensor, wanted: Sequence[bytes]) -> int:
-        """Start copying at most a page of device slots, int64 `[n]`, to a host page of its own.
+        """Start to copy up to one page of device slots to a separate host page.
 
-        Return that page; 0 where the host has no room without dropping `wanted`. `wait_for_copies`
-        before the slots are written.
+        Call `wait_for_copies` before the slots are written to.
+
+        Args:
+            slots: Device slots, int64 `[n]` with n <= page size.
+            wanted: Hashes of host pages that must not be dropped to make room.
+
+        Returns:
+            The host page, or 0 if the host has no room.
         """
         page = self.lower.take_private(frozenset(wanted))
         if page:
@@ -294,15 +360,27 @@ class TieredPrefixCache(RadixCache):
         return page
 
     def load_private(self, page: int, slots: torch.Tensor) -> HostTransfer:
-        """Start copying what `store_private` kept to as many device slots."""
+        """Start to copy a page of `store_private` to device slots.
+
+        Args:
+            page: The host page.
+            slots: Target slots, int64 `[n]`.
+
+        Returns:
+            The transfer.
+        """
         host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
         self._last = self.lower.host.load_to_device(host_slots, slots)
         return self._last
 
     def reset(self) -> None:
-        """Drop everything on every tier. ValueError while something is locked."""
+        """Drop all pages on every tier.
+
+        Raises:
+            ValueError: Tokens are locked. Nothing has changed.
+        """
         if not self.protected_size:
-            self._hashes.clear()  # so that nothing is written back
+            self._hashes.clear()  # pages without a hash are not written back
         super().reset()
         self.lower.clear()
 
@@ -310,21 +388,21 @@ class TieredPrefixCache(RadixCache):
         super().check_integrity()
         self.lower.check_integrity()
         held = set(self.pages().tolist())
-        assert held == self._hashes.keys(), "a page of the tree has no hash, or the reverse"
+        assert held == self._hashes.keys(), "the pages with a hash are not the pages of the tree"
 
     def _count_hits(self, pages: Int64Array) -> None:
         self._hits[pages] += 1
         if due := _HITS.get(self.write_policy):
-            # again and again: they may have left the host since
+            # Repeat at every multiple, because the pages may have left the host since.
             self._save(pages[self._hits[pages] % due == 0])
 
-    def _load_rest(self, tokens: Int64Array, found: PrefixMatch, extra_key: Hashable) -> int:
-        """Bring what follows a match to the device; return how many tokens."""
-        hashes = page_hashes(tokens, self.page_size, extra_key)[len(found.pages) :]
+    def _load_rest(self, tokens: Int64Array, match: PrefixMatch, extra_key: Hashable) -> int:
+        """Start to load the pages that follow a match; return the number of tokens loaded."""
+        hashes = page_hashes(tokens, self.page_size, extra_key)[len(match.pages) :]
         below = next((i for i, name in enumerate(hashes) if name not in self.lower), len(hashes))
         if not below:
             return 0
-        self.inc_lock_ref(found.node)
+        self.inc_lock_ref(match.node)
         try:
             pages = self._device_pages(below)
             try:
@@ -336,13 +414,13 @@ class TieredPrefixCache(RadixCache):
             if transfer is None:
                 return 0
             self._loading = self._last = transfer
-            loaded, end = count * self.page_size, found.length + count * self.page_size
-            all_pages = np.concatenate([found.pages, pages[:count]])
+            loaded, end = count * self.page_size, match.length + count * self.page_size
+            all_pages = np.concatenate([match.pages, pages[:count]])
             super().insert(tokens[:end], all_pages, version=self.version, extra_key=extra_key)
             self._register(pages[:count], hashes[:count], self.version)
             return loaded
         finally:
-            self.dec_lock_ref(found.node)
+            self.dec_lock_ref(match.node)
 
     def _device_pages(self, count: int) -> Int64Array:
         short = count - self.allocator.available_pages
@@ -353,25 +431,25 @@ class TieredPrefixCache(RadixCache):
         return pages
 
     def _register(self, pages: Int64Array, hashes: list[bytes], version: int) -> None:
-        for page, each in zip(pages.tolist(), hashes, strict=True):
-            self._hashes[page] = version, each
+        for page, page_hash in zip(pages.tolist(), hashes, strict=True):
+            self._hashes[page] = version, page_hash
         self._hits[pages] = 0
 
     def _save(self, pages: Int64Array) -> None:
-        """Start copying the pages that are of the present version to the host."""
+        """Start to copy pages to the host, skipping pages of older versions."""
         known = [(page, *self._hashes[page]) for page in pages.tolist() if page in self._hashes]
-        current = [(page, each) for page, version, each in known if version == self.version]
+        current = [(page, key) for page, version, key in known if version == self.version]
         if current:
             device_pages = np.array([page for page, _ in current], dtype=np.int64)
             try:
-                hashes = [each for _, each in current]
+                hashes = [key for _, key in current]
                 self._last = self.lower.save(hashes, device_pages) or self._last
             except (RuntimeError, OSError, MemoryError) as error:
-                # a copy that nobody waits for is not worth failing
+                # The request does not depend on this copy, so it must not fail.
                 _log.warning("%d KV pages are not kept below the device: %s", len(current), error)
 
     def _release(self, gone: list[RadixNode]) -> None:
-        """Write pages that leave the device back where the policy says so."""
+        """Copy removed pages to the host under write_back, then free them."""
         try:
             if self.write_policy == "write_back":
                 self._save(np.concatenate([EMPTY, *(node.pages for node in gone)]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memsaver
-from examples import own_engine, own_model, plain_loop, plain_loop_with_cycle
+from examples import kv_engine, own_engine, own_model, plain_loop, plain_loop_with_cycle
 from recipes.run import start_run
 from tests.helpers.docs.pages import ROOT, blocks
 from tests.helpers.recipes.tiny_runs import rows, without_pictures
@@ -100,6 +100,28 @@ def test_discarded_content_is_not_copied_and_reads_as_zeros_after_resume(path: s
     assert saver.report().backup_bytes == 0
     saver.resume("kv_cache")
     assert keys.abs().sum() == 0  # as new memory on the CPU reads
+    saver.close()
+
+
+def test_kv_engine_matches_transformers_before_and_after_a_pause() -> None:
+    model = kv_engine.make_model()
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = [
+        model.generate(torch.tensor([prompt]), pad_token_id=0, **settings)[0].tolist()
+        for prompt in kv_engine.PROMPTS
+    ]
+    saver = memsaver.MemorySaver(device=kv_engine.DEVICE)
+    engine = kv_engine.Engine(model, saver)
+    assert engine.generate(kv_engine.PROMPTS, max_tokens=8) == expected
+    engine.blocks.check_integrity()
+    assert engine.blocks.available_pages == engine.blocks.total_pages
+    engine.sleep()
+    assert saver.report().committed_bytes == 0
+    engine.wake_up()
+    for layer in range(model.config.num_hidden_layers):
+        for buffer in engine.pool.get_kv_buffer(layer):
+            buffer.fill_(float("nan"))  # undefined after a pause, so nothing may depend on it
+    assert engine.generate(kv_engine.PROMPTS, max_tokens=8) == expected
     saver.close()
 
 

@@ -1,5 +1,6 @@
-"""Page ledgers of one pool, and of the two pools of a sliding-window model: against a plain dict
-page -> number of owners, where either side may be exhausted; then failing devices.
+"""Page ledgers of one pool and of two pools, against a dict from page to number of owners.
+
+Worked examples cover invalid pages, failing devices, cost and waiting.
 """
 
 import time
@@ -26,7 +27,7 @@ IDS = [list, lambda ids: np.array(ids, np.int32), lambda ids: torch.tensor(ids, 
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """What every ledger does."""
+    """Operations of every ledger, against a count of owners per page."""
 
     real: KVAllocator
 
@@ -37,12 +38,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, real: KVAllocator) -> None:
         self.real, self.ps = real, real.page_size
         self.owners: Counter[int] = Counter()
-        self.open = PAGES  # the pages up to here are handed out
-        # arrays that were handed out, and what was in them
+        self.open = PAGES  # the last page that may be allocated
+        # Arrays that `alloc_pages` returned, and their content at that time.
         self.issued: list[tuple[Int64Array, list[int]]] = []
 
     def left(self) -> int:
-        """Pages that can be taken."""
+        """Return the number of pages that can be allocated."""
         return self.open - len(+self.owners)
 
     def take(self, pages: set[int]) -> None:
@@ -103,14 +104,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def ledger_equals_the_model(self) -> None:
         self.real.check_integrity()
-        every = range(1, PAGES + 1)
-        assert self.real.ref_counts(every).tolist() == [self.owners[page] for page in every]
+        all_pages = range(1, PAGES + 1)
+        assert self.real.ref_counts(all_pages).tolist() == [self.owners[page] for page in all_pages]
         assert self.real.available_pages == self.left()
-        assert all(pages.tolist() == as_they_were for pages, as_they_were in self.issued)
+        assert all(pages.tolist() == content for pages, content in self.issued)
 
 
 class SWAMachine(LedgerMachine):
-    """And what a ledger of two pools does besides."""
+    """Further operations of a ledger of two pools."""
 
     real: SWATokenToKVPoolAllocator
 
@@ -130,7 +131,7 @@ class SWAMachine(LedgerMachine):
         return min(self.sides())
 
     def slots(self) -> dict[int, int]:
-        """The window page of each page on the device; fails unless it holds its tokens in order."""
+        """Read each page's window page from the device; fail unless its tokens are in order."""
         mapping = self.real.full_to_swa_index_mapping.tolist()
         slots = {}
         for page in range(PAGES + 1):
@@ -153,7 +154,7 @@ class SWAMachine(LedgerMachine):
         self.window.update(page for page in pages if self.window[page])
 
     def drop(self, times: Counter[int]) -> None:
-        """Shares that have left the window go first."""
+        """Drop owners whose window has passed the page first."""
         excess = {page: self.window[page] - (self.owners[page] - n) for page, n in times.items()}
         self.drop_window(Counter({page: n for page, n in excess.items() if n > 0}))
         super().drop(times)
@@ -175,8 +176,9 @@ class SWAMachine(LedgerMachine):
 
     @invariant()
     def window_equals_the_model(self) -> None:
-        every = range(1, PAGES + 1)
-        assert self.real.swa_ref_counts(every).tolist() == [self.window[page] for page in every]
+        all_pages = range(1, PAGES + 1)
+        counts = self.real.swa_ref_counts(all_pages).tolist()
+        assert counts == [self.window[page] for page in all_pages]
         assert (self.real.full.available_pages, self.real.swa.available_pages) == self.sides()
         mapped = {page: slot for page, slot in self.slots().items() if slot}
         assert len(set(mapped.values())) == len(mapped)
@@ -190,7 +192,7 @@ TestSWA = pytest.mark.soak(SWAMachine.TestCase)
 TestSWA.settings = settings(max_examples=rounds(100, 3000), stateful_step_count=30)
 
 
-# ---------------------------------------------------------------- by worked steps
+# ---------------------------------------------------------------- worked examples
 
 
 def one(pages: int, page_size: int) -> PagedTokenToKVPoolAllocator:
@@ -206,12 +208,12 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("pages", [[0], [-1], [4], [[1]], [0.5]])
-def test_pages_that_do_not_exist_are_refused(pages: Any) -> None:
+def test_share_refuses_pages_that_do_not_exist(pages: Any) -> None:
     with pytest.raises(AssertionError):
         one(3, 4).share(pages)
 
 
-def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_failure_leaves_both_ledgers_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = two(4, 3, 2)
     allocator.alloc_pages(2)
     before = ledger_state(allocator)
@@ -230,7 +232,7 @@ def test_a_failing_device_leaves_the_ledgers_untouched(monkeypatch: pytest.Monke
 
 
 def drop(page: int, times: int) -> Callable[[PagedTokenToKVPoolAllocator], None]:
-    """Owners that the page may not have; a page without owners is freed again."""
+    """Return a function that drops more owners of a page than `free_pages` allows."""
     return lambda allocator: allocator.drop(np.array([page]), np.array([times]))
 
 
@@ -245,7 +247,9 @@ def drop(page: int, times: int) -> Callable[[PagedTokenToKVPoolAllocator], None]
         lambda two: two.swa.share([1]),  # more window owners than owners
     ],
 )
-def test_check_integrity_sees_damage(harm: Callable[[SWATokenToKVPoolAllocator], object]) -> None:
+def test_check_integrity_detects_damage(
+    harm: Callable[[SWATokenToKVPoolAllocator], object],
+) -> None:
     allocator = two(3, 3, 2)
     allocator.alloc_pages(2)
     allocator.check_integrity()
@@ -254,37 +258,31 @@ def test_check_integrity_sees_damage(harm: Callable[[SWATokenToKVPoolAllocator],
         allocator.check_integrity()
 
 
-def test_freeing_does_not_look_at_the_whole_pool() -> None:
-    """The same frees in a pool 4,096 times as large: reading all of it once a free would take over
-    1,000 times as long as a free does.
-    """
+def test_cost_of_freeing_does_not_depend_on_pool_size() -> None:
+    """Compare with a pool of 4,096 times the size, whose scan would take 1,000 times as long."""
 
     def seconds(size: int) -> float:
         allocator = one(size, 1)
         allocator.alloc_pages(512)
         pages = iter(range(1, 513))
 
-        # of this thread's CPU: others may be busy
         def free() -> None:
             allocator.free_pages([next(pages)])
 
+        # CPU time of this thread, because the machine may be busy.
         return min(repeat(free, timer=time.thread_time, number=128, repeat=4))
 
     assert seconds(2**22) < 20 * seconds(2**10)
 
 
-# ---------------------------------------------------------------- nothing waits for the kernels
-# under way
+# ---------------------------------------------------------------- waiting for the device
 
-TOKENS = 64 * 1024  # ids of half a MiB: CUDA takes 64 KiB from pageable memory without waiting
+TOKENS = 64 * 1024  # half a MiB of slots; CUDA copies up to 64 KiB of pageable memory directly
 
 
 def check_no_wait(run: Callable[[], object]) -> None:
-    """AssertionError or RuntimeError if `run` waits for the device, which is kept busy meanwhile.
-
-    Warm it up before.
-    """
-    if not torch.cuda.is_available():  # nobody to wait for
+    """Raise AssertionError or RuntimeError if `run`, warmed up before, waits for a busy device."""
+    if not torch.cuda.is_available():  # there is no device to wait for
         run()
         return
     torch.cuda.synchronize()
@@ -296,12 +294,12 @@ def check_no_wait(run: Callable[[], object]) -> None:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not awake.query(), "the call came back after the device was done: it waited"
+    assert not awake.query(), "the call returned after the device had finished, so it waited"
     torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-def test_extend_and_a_copy_on_write_do_not_wait() -> None:
+def test_extend_with_copy_on_write_does_not_wait_for_the_device() -> None:
     pool = make_pool(4 * TOKENS, 16)
     manager = BlockManager(ReqToTokenPool(4, 2 * TOKENS, DEVICE), one(pool.size // 16, 16), pool)
 

@@ -1,6 +1,4 @@
-"""Sequences over pages and rows of the request table, by worked examples; against a model:
-test_forest.py.
-"""
+"""Block tables and request tables, by worked examples; test_forest.py has a model."""
 
 import time
 from timeit import repeat
@@ -14,7 +12,7 @@ from kvcache.allocators import pages_across, pages_behind
 from tests.helpers.kvcache.blocks import DEVICE, make_blocks
 
 
-def test_a_failed_copy_leaves_the_sequences_as_they_were() -> None:
+def test_failed_copy_leaves_sequences_unchanged() -> None:
     blocks = make_blocks(pages=8, page_size=4)
     a = blocks.admit()
     blocks.append(a, 0, 1, 2, 3, 4, 5)
@@ -30,7 +28,7 @@ def test_a_failed_copy_leaves_the_sequences_as_they_were() -> None:
     assert blocks.values(a) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_extend_refuses_wrong_batches_and_changes_nothing() -> None:
+def test_extend_refuses_wrong_batches_without_changes() -> None:
     blocks = make_blocks(pages=40, page_size=4, max_context_len=20)
     a, b = blocks.admit(), blocks.admit()
     blocks.append(a, 0, 1, 2)
@@ -47,19 +45,19 @@ def test_extend_refuses_wrong_batches_and_changes_nothing() -> None:
     assert blocks.manager.token_ids(a, 4, 4).tolist() == []
 
 
-def test_check_integrity_sees_a_table_that_differs_and_owners_too_many() -> None:
+def test_check_integrity_detects_a_changed_table_and_surplus_owners() -> None:
     blocks = make_blocks(pages=6, page_size=2)
     a = blocks.admit()
     blocks.append(a, 0, 1, 2)
     blocks.allocator.share([blocks.pages(a)[0]])
-    with pytest.raises(AssertionError, match="owners hold other pages"):
+    with pytest.raises(AssertionError, match="counts other owners"):
         blocks.manager.check_integrity()
     blocks.table.req_to_token[a.row, 1].add_(1)
     with pytest.raises(AssertionError, match="differs from its page table"):
         blocks.manager.check_integrity()
 
 
-def test_a_decode_step_costs_well_under_a_millisecond_of_python() -> None:
+def test_extend_of_64_sequences_takes_less_than_2_ms_of_cpu_time() -> None:
     blocks = make_blocks(pages=400, page_size=16, rows=64, max_context_len=1024)
     handles = [blocks.admit() for _ in range(64)]
     blocks.manager.extend(handles, [20] * 64)
@@ -68,7 +66,7 @@ def test_a_decode_step_costs_well_under_a_millisecond_of_python() -> None:
     def step() -> None:
         assert blocks.manager.extend(handles, [next(lengths)] * 64) is not None
 
-    # of CPU time; about 0.15 ms on an idle core
+    # A step takes about 0.15 ms on an idle core.
     assert min(repeat(step, timer=time.thread_time, number=1, repeat=40)) < 2e-3
 
 
@@ -77,17 +75,17 @@ def test_a_decode_step_costs_well_under_a_millisecond_of_python() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_counts_of_pages(page_size: int, window: int) -> None:
-    for length in range(30):  # the query there sees itself and what is before
+def test_page_counts_equal_brute_force(page_size: int, window: int) -> None:
+    for length in range(30):  # the query at `length` sees itself and window - 1 positions before
         assert pages_behind(length, window, page_size) == max(0, length - window + 1) // page_size
-    most = max(len({each // page_size for each in range(s, s + window)}) for s in range(page_size))
+    most = max(len({p // page_size for p in range(s, s + window)}) for s in range(page_size))
     assert pages_across(window, page_size) == most
 
 
-# ---------------------------------------------------------------- rows of the request table
+# ---------------------------------------------------------------- request table
 
 
-def test_stale_and_forged_handles_raise() -> None:
+def test_stale_and_forged_handles_raise_value_error() -> None:
     table: Any = ReqToTokenPool(1, 5, DEVICE)
     old = table.alloc()
     table.free(old)

@@ -1,5 +1,6 @@
-"""Block tables against plain lists: copy on write without a window, and giving back what left one,
-over one ledger and over two.
+"""Block tables against lists of tokens: forks, copy-on-write, compaction and sliding windows.
+
+Random walks cover one ledger and two.
 """
 
 import random
@@ -17,11 +18,11 @@ from tests.helpers.kvcache.blocks import make_blocks
 
 ROWS = 6
 LONGEST = 32
-STEPS = ("admit", "fork", "release", "slide", "gather", "extend")
+STEPS = ("admit", "fork", "release", "slide", "compact", "extend")
 
 
 class Block:
-    """One page of the model, told apart by identity."""
+    """One page of the model, compared by identity."""
 
 
 @dataclass
@@ -35,13 +36,11 @@ class Sequence:
 
 
 class Forest:
-    """Every operation on the real thing and on plain lists, with the outcome that the lists ask
-    for.
-    """
+    """Block tables and a model of lists, to which every operation is applied and compared."""
 
     def __init__(self, page_size: int, window: int | None, two: bool) -> None:
         self.two, self.ps, self.window = two, page_size, window
-        # fewer than ROWS sequences of LONGEST tokens take
+        # Fewer pages than ROWS sequences of LONGEST tokens need.
         self.pages = (40 if window and not two else 48) // page_size
         self.window_pages = 40 // page_size if two else self.pages
         self.real = make_blocks(
@@ -64,7 +63,7 @@ class Forest:
             self.extend(list(self.model)[-1:], [dice.randint(0, 9)])
         elif step == "slide":
             self.slide(dice.sample(live, dice.randint(0, len(live))))
-        elif step == "gather":
+        elif step == "compact":
             self.compact(dice.randint(0, self.pages))
         elif step == "extend":
             batch = dice.sample(live, dice.randint(0, len(live)))
@@ -111,7 +110,7 @@ class Forest:
             sequence.behind = first
 
     def compact(self, pages: int) -> None:
-        """Then nobody reads what comes after these pages."""
+        """Compact to `pages` pages and overwrite the pages after them with NaN."""
         if self.window or self.two:
             return
         before, allocator = self.real.state(self.model), self.real.allocator
@@ -119,7 +118,7 @@ class Forest:
         if self._held(full=True) > pages:
             assert renamed is None and self.real.state(self.model) == before
             return
-        self.seen["gathered"] += 1
+        self.seen["compacted"] += 1
         assert renamed is not None
         assert isinstance(allocator, PagedTokenToKVPoolAllocator)
         allocator.limit(pages * self.ps)
@@ -167,7 +166,8 @@ class Forest:
             count, seen = len(sequence.tokens), self.first_seen(len(sequence.tokens))
             assert manager.seq_len(handle) == count
             first = (0 if self.two else seen, seen)
-            assert self.real.read(handle, first) == [sequence.tokens[each:] for each in first]
+            expected = [sequence.tokens[position:] for position in first]
+            assert self.real.read(handle, first) == expected
             slots = self.real.table.req_to_token[handle.row, seen:count].tolist()
             assert slots == manager.token_ids(handle, seen, count).tolist()
             if sequence.behind and not self.two:
@@ -175,7 +175,7 @@ class Forest:
                     manager.token_ids(handle, sequence.behind * self.ps - 1, count)
 
     def first_seen(self, length: int) -> int:
-        """The first position that the query at `length` sees."""
+        """Return the first position that the query at `length` sees."""
         return max(0, length - self.window + 1) if self.window else 0
 
     def _holds(self, sequence: Sequence, full: bool) -> list[Block]:
@@ -185,9 +185,7 @@ class Forest:
         return len({id(b) for s in self.model.values() for b in self._holds(s, full)})
 
     def _grow(self, sequence: Sequence, values: list[float]) -> tuple[int, list[int]]:
-        """Appends to the model; returns how many blocks were taken and the tokens of each copied
-        block.
-        """
+        """Append to a model sequence; return the number of new blocks and each copy's tokens."""
         taken, copied = 0, []
         partial = len(sequence.tokens) % self.ps
         if values and partial:
@@ -214,24 +212,24 @@ WALKS = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("page_size", "window", "two"), WALKS)
-def test_a_long_random_walk(page_size: int, window: int | None, two: bool) -> None:
-    """Full pools, several copies in one batch and pages behind a window, many times each."""
+def test_long_random_walk_equals_the_model(page_size: int, window: int | None, two: bool) -> None:
+    """Walk through full pools, several copies per batch and pages behind a window."""
     dice = random.Random(page_size)
     forest = Forest(page_size, window, two)
     for _ in range(rounds(400, 20_000)):
         forest.step(dice, [1, 2, 2, 4, 0, 7] if window else [1, 2, 3, 0, 1, 6])
     assert forest.seen["refused"] >= 5, forest.seen
     assert page_size == 1 or forest.seen["1 copies"] + forest.seen["2 copies"] >= 5, forest.seen
-    # two or more in one call
+    # "2 copies" counts two or more copies in one call.
     assert page_size == 1 or window or forest.seen["2 copies"] >= 5, forest.seen
-    assert window or forest.seen["gathered"] >= 5, forest.seen
+    assert window or forest.seen["compacted"] >= 5, forest.seen
     assert not window or forest.seen["left"] >= 1, forest.seen
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("two", [False, True])
-def test_short_walks_of_any_mixture(two: bool) -> None:
-    """What long walks rarely reach: rules left out of a run, and other page sizes and windows."""
+def test_short_walks_with_random_weights_equal_the_model(two: bool) -> None:
+    """Leave operations out of short walks, and draw page sizes and windows."""
     for seed in range(rounds(20, 3000)):
         dice = random.Random(seed)
         forest = Forest(

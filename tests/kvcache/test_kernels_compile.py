@@ -1,5 +1,7 @@
-"""Kernels compile for a GPU: those over rows without fp8 hardware, into arithmetic that is rounded
-as the reference's; those that move bytes with accesses as wide as their unit and no spills.
+"""Compile kernels for a GPU and inspect the PTX.
+
+Kernels over rows must need no fp8 hardware and round as the torch reference does. Kernels that copy
+bytes must use accesses as wide as their unit, without spills.
 """
 
 from tests.helpers.triton_compiler import compile_alone

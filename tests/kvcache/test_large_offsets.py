@@ -1,7 +1,6 @@
-"""Pools whose layers and slots lie past 2^31 elements, against small ones that hold the same rows.
+"""Pools with more than 2^31 elements, against small pools with the same rows.
 
-On the CPU the kernels are interpreted, and of a pool's addresses only the touched pages become real
-memory.
+On the CPU, Triton interprets the kernels, and only the touched pages of a pool take memory.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from tests.helpers.kvcache import pools
 from tests.helpers.rollout.attention import paged_attention, plan_attention
 
 pytestmark = [
-    pytest.mark.alone,  # on a GPU: a pool takes a large part of it
-    # in Triton's interpreter: `tl.range`, and numpy
+    pytest.mark.alone,  # a pool takes a large part of a GPU
+    # Warnings of Triton's interpreter, from `tl.range` and numpy.
     pytest.mark.filterwarnings(
         "ignore:Conversion of an array with ndim", "ignore:.*encountered in multiply"
     ),
@@ -35,10 +34,10 @@ ADDRESSES = 6 << 30  # bytes that a pool may span on the CPU
 
 @pytest.fixture(autouse=True)
 def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Triton kernels on both devices; what a test held is given back."""
+    """Use the Triton kernels on both devices, and free the test's memory afterwards."""
     if device == "cpu":
         if torch.cuda.is_available():
-            pytest.skip("Triton is not interpreted here: the kernels run on the GPU")
+            pytest.skip("Triton runs the kernels on the GPU and does not interpret them")
         for module in (kv_write, quant):
             monkeypatch.setattr(module, "use_triton", lambda impl, device: True)
     yield
@@ -72,14 +71,14 @@ def make(kind: str, size: int, device: str) -> TokenPool:
 
 
 def check_room(nbytes: int, device: str) -> None:
-    """Skips where so much can't be had."""
+    """Skip the test unless that much memory is available."""
     have = ADDRESSES if device == "cpu" else torch.cuda.mem_get_info()[0] - (2 << 30)
     if nbytes > have:
         pytest.skip(f"the pool spans {nbytes / 2**30:.1f} GiB, too much for {device}")
 
 
 @pytest.mark.parametrize("kind", some("bf16, slot-major", "fp8", "mla-fp4", whole=sorted(KINDS)))
-def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
+def test_rows_past_2_to_the_31_elements_equal_a_small_pools(kind: str, device: str) -> None:
     small = make(kind, 3 * PS, device)
     width = next(iter(small.stored.values())).stride(1)  # elements between slots
     past = LIMIT // width + 1
@@ -89,7 +88,7 @@ def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
     stored = next(iter(large.stored.values()))[0]
     assert past * stored.stride(0) >= LIMIT
     assert stored[past:].storage_offset() >= LIMIT
-    # two slots at each end, and where the small pool has the same
+    # Two slots at each end of the large pool, and the same rows in the small one.
     there = torch.tensor([PS, PS + 1, past, large.size + PS - 1], device=device)
     here = torch.arange(PS, PS + 4, device=device)
 
@@ -109,7 +108,7 @@ def test_rows_past_2_to_the_31_elements(kind: str, device: str) -> None:
 
 
 def test_attention_reads_slots_past_2_to_the_31_elements(device: str) -> None:
-    """Two decodes and a chunk whose tokens lie at both ends of the cache."""
+    """Read tokens at both ends of the cache, in two decodes and a chunk."""
     heads, dim, value_dim, lens = 8, 128, 16 if device == "cpu" else 128, [40, 9, 21]
     slots, total = LIMIT // (heads * dim) + 64, sum(lens)
     check_room(2 * slots * heads * (dim + value_dim), device)

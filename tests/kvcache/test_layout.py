@@ -1,4 +1,4 @@
-"""Layouts read from transformers' own config objects."""
+"""KV cache layouts of transformers' configs and of plain objects."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ QWEN3 = {"num_key_value_heads": 8, "head_dim": 96}
 OPT_13B = {"num_attention_heads": 40, "hidden_size": 5120, "dtype": "float16"}
 ALTERNATING = ("sliding", "full") * 2 + ("sliding",)
 MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], int | None, int]] = [
-    # fields; kinds of layers, pool, heads and their width, window, bytes of a token
+    # fields, kinds of layers, pool, heads and their width, window, bytes per token
     ("LlamaConfig", {}, ("full",) * 4, "mha", (32, 128), None, 65_536),
     ("LlamaConfig", OPT_13B, ("full",) * 40, "mha", (40, 128), None, 819_200),
     ("Qwen2Config", QWEN, ("full",) * 24, "mha", (2, 64), None, 12_288),  # Qwen2.5-0.5B
@@ -35,7 +35,7 @@ MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], i
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
-def test_models(model: Any) -> None:
+def test_layout_of_attention_models(model: Any) -> None:
     name, fields, kinds, pool, heads, *wanted = model
     got = layout(
         getattr(transformers, name)(
@@ -47,7 +47,7 @@ def test_models(model: Any) -> None:
     assert [got.sliding_window, got.bytes_per_token] == wanted and got.state_bytes == 0
 
 
-def test_dtypes() -> None:
+def test_layout_uses_the_given_or_the_configs_dtype() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=4, dtype="bfloat16")
     sizes = {"auto": 256, "fp16": 256, "fp32": 512, "fp8_e4m3": 128, "fp8_e5m2": 128}
     sizes["fp4_e2m1"] = 72
@@ -56,20 +56,20 @@ def test_dtypes() -> None:
     assert layout(config, "fp8_e4m3").dtype == torch.float8_e4m3fn
     assert layout(config, "fp4_e2m1").dtype == FP4_DTYPE
     assert layout(config, dtype=torch.float16).dtype == torch.float16
-    assert layout(transformers.LlamaConfig()).dtype == torch.float32  # as a model built from it
+    assert layout(transformers.LlamaConfig()).dtype == torch.float32  # as of a model built from it
     with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int4'"):
         layout(config, "int4")
     with pytest.raises(ValueError, match="a multiple of 16 elements"):
         layout(transformers.LlamaConfig(hidden_size=120, num_attention_heads=5), "fp4_e2m1")
 
 
-def test_pools_are_built_from_them() -> None:
+def test_layout_builds_the_matching_pool() -> None:
     got = layout(transformers.Gemma2Config(num_hidden_layers=5, dtype="bfloat16"))
     with pytest.raises(ValueError, match="need window_size"):
         got.build(size=32, page_size=4, device=DEVICE)
     pool = got.build(size=32, page_size=4, device=DEVICE, window_size=8)
     assert isinstance(pool, SWAKVPool)
-    assert pool.nbytes == (36 * 2 + 12 * 3) * 4096  # bytes of a layer
+    assert pool.nbytes == (36 * 2 + 12 * 3) * 4096  # slots times layers, 4096 bytes each
     assert [i for i in range(5) if pool.route(i)[0] is pool.full_pool] == [1, 3]
     fp4 = layout(transformers.DeepseekV3Config(num_hidden_layers=3, dtype="bfloat16"), "fp4_e2m1")
     latent = fp4.build(size=8, page_size=4, device=DEVICE)
@@ -84,17 +84,17 @@ def tiny(name: str, **fields: Any) -> Any:
 
 
 def states_of(config: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """Shapes of a layer's states after a forward of the model itself, None for attention layers."""
+    """Run the model itself; return the shapes of each layer's states, None for attention layers."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     cache = model(torch.tensor([[1, 2, 3, 4, 5, 6]]), use_cache=True).past_key_values
-    found: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
     for layer in cache.layers:
         kinds = ("conv_states", "recurrent_states")
         states = [getattr(layer, kind) for kind in kinds if hasattr(layer, kind)]
-        # transformers has a tensor, later releases a dict of them
-        first = [each if isinstance(each, torch.Tensor) else each[0] for each in states]
-        found.append((tuple(first[0].shape[1:]), tuple(first[1].shape[1:])) if first else None)
-    return found
+        # A state is a tensor, or a dict of tensors in later releases of transformers.
+        first = [state if isinstance(state, torch.Tensor) else state[0] for state in states]
+        shapes.append((tuple(first[0].shape[1:]), tuple(first[1].shape[1:])) if first else None)
+    return shapes
 
 
 QWEN3_NEXT = {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
@@ -112,7 +112,7 @@ BAMBA |= {"mamba_d_conv": 4, "mamba_chunk_size": 4}
         ("BambaConfig", BAMBA, ("linear", "full") * 2, 2 * 4 * (80 * 3 + 4 * 16 * 8)),
     ],
 )
-def test_linear_layers_and_their_states(
+def test_state_shapes_equal_those_of_the_model(
     name: str, fields: dict[str, Any], kinds: tuple[str, ...], state_bytes: int
 ) -> None:
     config = tiny(name, **fields)
@@ -120,7 +120,7 @@ def test_linear_layers_and_their_states(
     assert (got.kinds, got.pool) == (kinds, "hybrid_linear")
     for kind, own in zip(kinds, states_of(config), strict=True):
         assert (kind == "linear") == (own is not None)
-        # transformers keeps one column more of the convolution, which the next token shifts out
+        # transformers keeps one more column of the convolution, which the next token shifts out.
         if own is not None:
             (channels, kernel), temporal = own
             assert got.conv_shapes == ((channels, kernel - 1),) and got.temporal_shape == temporal
@@ -131,10 +131,7 @@ def test_linear_layers_and_their_states(
     assert got.build_states(size=3, device=DEVICE).nbytes == 4 * got.state_bytes == 4 * state_bytes
 
 
-def test_plain_objects_will_do() -> None:
-    """No transformers needed: attributes alone, the text side of a multimodal
-    config.
-    """
+def test_layout_of_plain_objects_and_multimodal_configs() -> None:
     old = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
     old |= {"layer_types": None, "layers_block_type": ["attention", "mamba"], "mamba_n_heads": 8}
     old |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4}
@@ -148,17 +145,17 @@ def test_plain_objects_will_do() -> None:
     assert isinstance(layout(odd).build(size=4, page_size=4, device=DEVICE), MHATokenToKVPool)
 
 
-def test_unknown_models_are_refused() -> None:
+def test_layout_refuses_unknown_models() -> None:
     base = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     both = {"layer_types": ["sliding_attention", "linear_attention"]}
     net = ["linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"]
     net += ["linear_num_key_heads", "linear_num_value_heads"]
     for fields, message in (
         ({"layer_types": ["full_attention", "conv"]}, r"kind \['conv'\] are not supported"),
-        ({"layer_types": ["full_attention"]}, "the kinds of 1 layers and has 2"),
-        (both | {"mamba_d_state": None}, "states are not known"),
-        (both | dict.fromkeys(net, 2), r"kinds \['linear', 'sliding'\] together"),
-        ({"dtype": "float7"}, "'float7' is no torch dtype"),
+        ({"layer_types": ["full_attention"]}, "kinds for 1 layers but has 2"),
+        (both | {"mamba_d_state": None}, "states of the linear layers"),
+        (both | dict.fromkeys(net, 2), r"kinds \['linear', 'sliding'\]"),
+        ({"dtype": "float7"}, "'float7' is not a torch dtype"),
     ):
         with pytest.raises(ValueError, match=message):
             layout(SimpleNamespace(**base, **fields))

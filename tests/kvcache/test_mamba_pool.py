@@ -1,4 +1,4 @@
-"""State slots, and the request table that takes and gives them back together with its rows."""
+"""The pool of recurrent states, and the request table that allocates a slot with each row."""
 
 import random
 from typing import Any
@@ -33,16 +33,16 @@ def fill(pool: MambaPool, slot: int, value: float) -> None:
 
 
 def values(pool: MambaPool, slot: int) -> list[float]:
-    """What each layer's states hold, which must be one number a layer."""
-    found = []
+    """Return the number that fills each layer's states."""
+    numbers = []
     for layer in range(3):
         conv, temporal = pool.states(layer)
         (value,) = {x for state in (*conv, temporal) for x in state[slot].flatten().tolist()}
-        found.append(value)
-    return found
+        numbers.append(value)
+    return numbers
 
 
-def test_shapes_and_bytes(saver: MemorySaver) -> None:
+def test_state_pool_has_exact_shapes_and_bytes(saver: MemorySaver) -> None:
     pool = make(saver=saver)
     assert [tuple(c.shape) for c in pool.conv] == [(3, 5, 5, 3), (3, 5, 2, 3)]
     assert tuple(pool.temporal.shape) == (3, 5, 2, 4, 3)
@@ -53,7 +53,7 @@ def test_shapes_and_bytes(saver: MemorySaver) -> None:
     assert pool.nbytes <= report.live_bytes <= pool.nbytes + 4096
 
 
-def test_slots_come_zeroed_and_never_0() -> None:
+def test_alloc_returns_zeroed_slots_and_never_slot_0() -> None:
     pool = make()
     for state in (*pool.conv, pool.temporal):
         state[:, 1:].fill_(torch.nan)
@@ -61,7 +61,7 @@ def test_slots_come_zeroed_and_never_0() -> None:
     assert len(set(slots)) == 3 and 0 not in slots
     assert all(values(pool, slot) == [0, 0, 0] for slot in (0, *slots))
     (left,) = set(range(1, 5)) - set(slots)
-    assert pool.temporal[:, left].isnan().all()  # only what was handed out is touched
+    assert pool.temporal[:, left].isnan().all()  # only allocated slots are zeroed
     take(pool, 1)
     assert pool.alloc() is None and pool.clone(slots[0]) is None
     pool.free(slots[1])
@@ -73,7 +73,7 @@ def test_slots_come_zeroed_and_never_0() -> None:
     assert pool.available_size() == 1
 
 
-def test_slots_taken_in_a_pause_are_zeroed_by_the_resume(saver: MemorySaver) -> None:
+def test_slots_allocated_during_a_pause_are_zeroed_after_the_resume(saver: MemorySaver) -> None:
     pool = make(saver=saver)
     (held,) = take(pool, 1)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_slots_taken_in_a_pause_are_zeroed_by_the_resume(saver: MemorySaver) -> 
             state.fill_(7)
         pool.on_resume()
         assert [values(pool, slot) for slot in (0, taken)] == [[0] * 3] * 2
-        # nobody's, and the owner's to restore
+        # A free slot is not zeroed, and restoring a kept slot is up to its owner.
         assert values(pool, held) == values(pool, gone) == [7] * 3
         pool.free(taken)
 
@@ -103,11 +103,11 @@ def hybrid(rows: int, slots: int) -> HybridReqToTokenPool:
     return HybridReqToTokenPool(rows, 8, DEVICE, make(size=slots))
 
 
-def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_failure_leaves_rows_and_slots_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     table = hybrid(rows=4, slots=4)
 
-    # zeroing the states fails, then the map on the device, once: what was taken is mapped to
-    # nothing after that
+    # First zeroing the states fails once, then the write of the map on the device. The rollback
+    # then writes the map successfully.
     for operation in ("zero_", "fill_"):
         original, errors = getattr(torch.Tensor, operation), [torch.OutOfMemoryError("no room")]
 
@@ -127,8 +127,8 @@ def test_a_failing_device_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(5, 4), (3, 6)])
-def test_rows_and_slots_are_taken_together_or_not_at_all(rows: int, slots: int) -> None:
-    """Held slots keep their states, new ones are zeroed."""
+def test_rows_and_slots_are_allocated_together_or_not_at_all(rows: int, slots: int) -> None:
+    """Check also that live slots keep their states and new slots are zeroed."""
     dice, table = random.Random(3), hybrid(rows, slots)
     slot_of: dict[ReqHandle, int] = {}
     for _ in range(60):
@@ -154,10 +154,10 @@ def test_rows_and_slots_are_taken_together_or_not_at_all(rows: int, slots: int) 
             == rows - table.available_size()
         )
         assert table.mamba.available_size() == slots - len(slot_of)
-        table.check_integrity()  # compares the map on the device with the slots held
+        table.check_integrity()
 
 
-def test_a_forked_sequence_has_states_of_its_own(saver: MemorySaver) -> None:
+def test_fork_copies_the_states_of_its_parent(saver: MemorySaver) -> None:
     table = HybridReqToTokenPool(4, 16, DEVICE, make(size=3, saver=saver))
     blocks = BlockManager(table, PagedTokenToKVPoolAllocator(32, 4, DEVICE), make_pool(32, 4))
     parent = blocks.admit()
@@ -173,7 +173,7 @@ def test_a_forked_sequence_has_states_of_its_own(saver: MemorySaver) -> None:
     with pytest.raises(AssertionError, match="can't be copied while tag 'kv_cache' is paused"):
         blocks.fork(parent)
     blocks.check_integrity()
-    # what the failed fork took is back
+    # The failed fork has freed its row and slot.
     assert (table.available_size(), table.mamba.available_size()) == (2, 1)
     blocks.release(parent)
     for use in (table.free, table.mamba_slot):

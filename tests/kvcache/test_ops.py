@@ -1,6 +1,7 @@
-"""Kernels beside their torch references, without a GPU in Triton's interpreter, and the references
-against plain
-arithmetic: writing and moving rows, fp8 and FP4.
+"""Kernels that write, move and read rows, against their torch references.
+
+Without a GPU, Triton interprets the kernels. The fp8 and FP4 references are checked against exact
+arithmetic.
 """
 
 import bisect
@@ -29,7 +30,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Every bit pattern is fair: NaN, infinities, subnormals."""
+    """Return random bit patterns, which include NaN, infinities and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(
         0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator
@@ -38,9 +39,7 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def inputs(n: int, heads: int, dim: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """`[n, heads, dim]` of random bits, as a slice of a wider row (fused qkv), head-first or
-    reversed in its heads.
-    """
+    """Return random bits `[n, heads, dim]` in a memory layout, such as a slice of a fused qkv."""
     if layout == "fused":
         return random_bits(n, 3 * heads * dim, dtype=dtype)[:, heads * dim : 2 * heads * dim].view(
             n, heads, dim
@@ -59,7 +58,7 @@ def poisoned(*shape: int) -> torch.Tensor:
 SHAPES = [  # heads, width of keys and of values, dtype
     (1, 1, 1, torch.float32),
     (3, 5, 7, torch.bfloat16),
-    (5, 300, 17, torch.float16),  # rows wider than one program's block
+    (5, 300, 17, torch.float16),  # rows wider than a program's block
     (3, 6, 10, torch.float8_e4m3fn),
     (2, 3, 2, torch.float64),
 ]
@@ -91,7 +90,7 @@ def test_kv_write_equals_the_reference(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
+def test_writes_of_a_single_row_and_of_no_tokens(impl: Any) -> None:
     buffer = torch.zeros(4, 2, 8, device=DEVICE)
     rows = torch.randn(2, 2, 3, device=DEVICE)
     set_rows(rows, buffer[..., 2:5], torch.tensor([3, 1], device=DEVICE), impl)
@@ -112,7 +111,7 @@ def test_one_row_a_token_and_no_tokens(impl: Any) -> None:
     assert quant.read_fp4(codes, codes[..., :2], loc, torch.bfloat16, impl).shape == (0, 1, 32)
 
 
-def test_dispatch_is_by_argument_or_device() -> None:
+def test_impl_argument_overrides_the_device() -> None:
     assert use_triton("auto", torch.device("cuda:0"))
     assert not use_triton("auto", torch.device("cpu"))
     assert use_triton("triton", torch.device("cpu"))
@@ -127,8 +126,9 @@ LAYERS, SLOTS = 2, 20
 
 
 def parts(slot_major: bool) -> list[torch.Tensor]:
-    """[L, N, W] of three widths, one wider than a program's block; slot-major: slices of one buffer
-    with gaps.
+    """Return parts [L, N, W] of three widths, one of them wider than a program's block.
+
+    With `slot_major`, they are slices of one buffer with gaps.
     """
     widths, generator = (1, 5, 1030), torch.Generator().manual_seed(0)
     if not slot_major:
@@ -149,14 +149,14 @@ def parts(slot_major: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("tgt", "src"),
     [
-        ([16, 17, 18], [4, 9, 4]),  # nothing that is read is written
+        ([16, 17, 18], [4, 9, 4]),  # no source is a target
         ([5, 6, 7, 19], [4, 5, 6, 7]),  # a chain
         ([4, 5, 6, 9], [5, 6, 4, 9]),  # a ring, and a slot onto itself
-        (list(range(SLOTS)), list(reversed(range(SLOTS)))),  # more than one program takes
+        (list(range(SLOTS)), list(reversed(range(SLOTS)))),  # rows of more than one program
     ],
 )
 @pytest.mark.parametrize("impl", IMPLS)
-def test_rows_move_as_if_all_were_read_first(
+def test_move_rows_reads_all_rows_before_writing(
     impl: Any, tgt: list[int], src: list[int], slot_major: bool
 ) -> None:
     moved, expected = parts(slot_major), [part.clone() for part in parts(slot_major)]
@@ -168,9 +168,7 @@ def test_rows_move_as_if_all_were_read_first(
 
 
 def nearest(x: float, values: list[float]) -> int:
-    """Index of the value nearest to x among ascending ones, of two equally near the one with the
-    even index.
-    """
+    """Return the index of the ascending value nearest to x; ties go to the even index."""
     i = min(max(bisect.bisect_left(values, x), 1), len(values) - 1)
     below, above = Fraction(x) - Fraction(values[i - 1]), Fraction(values[i]) - Fraction(x)
     return i - 1 if below < above or (below == above and (i - 1) % 2 == 0) else i
@@ -180,9 +178,9 @@ def nearest(x: float, values: list[float]) -> int:
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_fp8_is_the_nearest_value_and_saturates(dtype: torch.dtype) -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    positive = sorted({v for v in every.tolist() if 0 <= v < float("inf")})
+def test_fp8_rounds_to_the_nearest_value_and_saturates(dtype: torch.dtype) -> None:
+    all_values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    positive = sorted({v for v in all_values.tolist() if 0 <= v < float("inf")})
     midpoints = [(a + b) / 2 for a, b in itertools.pairwise(positive)]
     around = [m * factor for m in midpoints for factor in (1 - 2**-20, 1 + 2**-20)]
     xs = torch.tensor([*positive, *midpoints, *around, 1e30, float("inf"), 2.0**-140])
@@ -200,8 +198,8 @@ def test_fp8_is_the_nearest_value_and_saturates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("rows_dtype", "dtype"), some(*zip(FLOATS, FP8 + FP8, strict=False), whole=PAIRS)
 )
-def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """For 16-bit rows: every pattern there is."""
+def test_fp8_write_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Cover every bit pattern of 16-bit rows."""
     if rows_dtype == torch.float32:
         k = random_bits(16, 2, 512, dtype=rows_dtype)
         k[:8] = torch.ldexp(
@@ -230,7 +228,7 @@ def test_fp8_kernel_equals_the_reference(rows_dtype: torch.dtype, dtype: torch.d
     assert torch.equal(bits(k), before)
 
 
-def test_fp8_rows_are_read_times_their_scale_and_saturate_in_fp16() -> None:
+def test_fp8_reads_are_scaled_and_saturate_in_fp16() -> None:
     values = torch.tensor([[[448.0, -448.0, 0.5, 0.0]]], device=DEVICE)
     stored = values.to(FP8[0]).view(torch.uint8)
     loc = torch.zeros(2, dtype=torch.int64, device=DEVICE)
@@ -242,8 +240,8 @@ def test_fp8_rows_are_read_times_their_scale_and_saturate_in_fp16() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
 @pytest.mark.parametrize(("dtype", "stored"), PAIRS)
-def test_fp8_is_read_as_the_reference_reads_it(stored: torch.dtype, dtype: torch.dtype) -> None:
-    """Every code there is, NaN and infinity too, in rows with gaps between slots and heads."""
+def test_fp8_read_kernel_equals_the_reference(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Read all codes, NaN and infinity too, in rows with gaps between slots and heads."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     wide = poisoned(9, 4, 200)
     buffer = wide[:, 1:3, 8:136]
@@ -256,8 +254,7 @@ def test_fp8_is_read_as_the_reference_reads_it(stored: torch.dtype, dtype: torch
             quant.read_fp8(buffer, loc, factor, stored, dtype, impl) for impl in IMPLS
         )
         assert kernel.dtype == dtype and kernel.shape == (3, 2, 128)
-        # the interpreter converts to bf16 by cutting off: up to one step, 2^-7, where rounding is
-        # needed
+        # Triton's interpreter truncates when it converts to bf16, an error of up to 2^-7.
         rounding = 2**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" and scale != 1.0 else 0.0
         torch.testing.assert_close(kernel, reference, rtol=rounding, atol=0.0, equal_nan=True)
         zero = reference == 0
@@ -268,7 +265,7 @@ def test_fp8_is_read_as_the_reference_reads_it(stored: torch.dtype, dtype: torch
 
 
 def blocks_of(values: list[float], e: int) -> torch.Tensor:
-    """fp32 [n, 16]: each value times 2**e in its own block, whose largest element is 6 * 2**e."""
+    """Return a block of 16 fp32 elements per value, with value * 2**e and a largest 6 * 2**e."""
     blocks = torch.zeros(len(values), 16)
     blocks[:, 3] = 6.0
     blocks[:, 8] = torch.tensor(values)
@@ -276,7 +273,7 @@ def blocks_of(values: list[float], e: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("e", [-125, -7, 0, 9, 125])
-def test_every_code_tie_and_neighbour(e: int) -> None:
+def test_fp4_codes_of_all_values_ties_and_adjacent_numbers(e: int) -> None:
     around = [(b, b * (1 - 2**-22), b * (1 + 2**-22)) for b in quant.FP4_BOUNDS]
     values = [*quant.FP4_VALUES, *itertools.chain(*around)]
     values += [-value for value in values]
@@ -297,7 +294,7 @@ def test_every_code_tie_and_neighbour(e: int) -> None:
     ]
 
 
-def test_all_256_bytes_read_as_their_two_values() -> None:
+def test_fp4_reads_each_byte_as_two_values() -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(32, 8)
     scales = torch.full((32, 1), 127 + 3, dtype=torch.uint8, device=DEVICE)
     got = quant.dequantise_fp4(codes, scales, torch.bfloat16).float().flatten().tolist()
@@ -308,7 +305,7 @@ def test_all_256_bytes_read_as_their_two_values() -> None:
     assert not quant.dequantise_fp4(codes, zero, torch.float32).any()  # scale byte 0: zeros
 
 
-def test_the_exponent_is_the_least_that_fits() -> None:
+def test_fp4_exponent_is_the_smallest_that_fits() -> None:
     edges = [1.0, 1.5, 1.5 + 2**-23, 2.0, 6.0, 6.1, 0.75, 3e38, torch.inf]
     amax = torch.tensor([*edges, 2.0**-126, 2.0**-130, 2.0**-149])
     blocks = torch.zeros(len(amax), 16)
@@ -322,7 +319,7 @@ def test_the_exponent_is_the_least_that_fits() -> None:
         assert e == -125 or Fraction(value) > 6 * Fraction(2) ** (e - 1)
 
 
-def test_zeros_nan_and_infinity() -> None:
+def test_fp4_stores_zeros_nan_and_infinity() -> None:
     blocks = torch.zeros(4, 16, device=DEVICE)
     blocks[1, 0] = torch.nan
     blocks[2, :3] = torch.tensor([torch.inf, -torch.inf, 1.0])
@@ -338,7 +335,7 @@ def test_zeros_nan_and_infinity() -> None:
 
 @pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, whole=[torch.float16]))
 def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
-    heads, k_dim, v_dim, slots = 2, 528, 32, 30  # a row wider than one program's blocks
+    heads, k_dim, v_dim, slots = 2, 528, 32, 30  # a row wider than a program's blocks
     k = random_bits(12, heads, k_dim, dtype=dtype, seed=3)
     k[:6] = (
         torch.randn(6, heads, k_dim, generator=torch.Generator().manual_seed(4))
@@ -357,7 +354,7 @@ def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     for impl in IMPLS:
         widths = (k_dim // 2, k_dim // 16, v_dim // 2, v_dim // 16)
         wide = [poisoned(slots, heads, w + 8) for w in widths]
-        # rows inside of wider ones
+        # The rows are slices of wider rows.
         parts = [t[..., 4 : 4 + w] for t, w in zip(wide, widths, strict=True)]
         kv_write.set_kv_buffer_fp4(k, v, parts[:2], parts[2:], loc, impl)
         for t, w in zip(wide, widths, strict=True):
@@ -368,10 +365,8 @@ def test_fp4_kernels_equal_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in multiply")
-def test_fp4_reads_any_bytes_alike() -> None:
-    """Also what was never written: no byte reads as NaN or infinity, and both agree. Rows lie
-    inside of wider ones.
-    """
+def test_fp4_reads_of_arbitrary_bytes_are_finite_and_equal_the_reference() -> None:
+    """Read slices of wider rows with any bytes, as in slots that were never written."""
     codes, scales = (random_bits(9, 2, w, dtype=torch.uint8, seed=w)[..., 4:-4] for w in (272, 41))
     scales[8, :, 0], scales[3, :, 0] = 255, 254
     loc = torch.tensor([[8, 0, 3, 3]] * 2, device=DEVICE).T.contiguous()[:, 0]

@@ -1,4 +1,4 @@
-"""What only some pools do: fp8 scales, FP4 rows, latent rows, labels, layers that differ."""
+"""Features of single kinds of pools: fp8, FP4, latent rows, labels, several kinds of layers."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ from tests.helpers.kvcache.pools import FP8, PS, SLOTS, at, mha, mla, rows_for, 
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
-def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
+def test_fp8_pool_scales_each_layer_on_write_and_read(dtype: torch.dtype) -> None:
     pool = MHATokenToKVPool(mha(dtype, compute_dtype=torch.float32))
     assert pool.scales(0) == pool.scales(1) == (1.0, 1.0)
     pool.set_scales(1, 0.1, 4)
@@ -41,20 +41,20 @@ def test_fp8_scales_belong_to_the_pool(dtype: torch.dtype) -> None:
     k_rows, v_rows = pool.get_rows(1, at(6, 4, 9))
     assert torch.equal(k_rows, k_view * torch.tensor(0.1))
     assert torch.equal(v_rows, v_view * 4)
-    # half a step of 3 (2) mantissa bits: 2^-4 (2^-3) of a value, below the least normal value of
-    # half a subnormal step, 2^-10 (2^-17) x scale; scaling and unscaling in fp32 add a few 2^-24
+    # Rounding costs half a step of 3 (2) mantissa bits, 2^-4 (2^-3) of a value, or for subnormal
+    # values half a subnormal step, 2^-10 (2^-17) x scale. Scaling in fp32 adds a few 2^-24.
     half, least = {FP8: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17)}[dtype]
     assert ((k_rows - k).abs() <= (half + 2**-22) * k.abs() + 0.1 * least)[1:].all()
-    ready = torch.full((1, 2, 32), 3.0, device=DEVICE).to(dtype)  # taken as scaled
+    ready = torch.full((1, 2, 32), 3.0, device=DEVICE).to(dtype)  # fp8 rows count as scaled
     pool.set_kv_buffer(1, at(4), ready, ready[..., :16])
     assert (pool.get_rows(1, at(4))[1] == 3 * 4).all()
     with pytest.raises(ValueError, match="v is torch.float32"):
         pool.set_kv_buffer(1, at(4), ready, ready[..., :16].float())
 
 
-def test_scales_are_checked_stay_at_one_address(saver: MemorySaver) -> None:
+def test_scales_are_validated_survive_a_pause_and_keep_their_address(saver: MemorySaver) -> None:
     pool = MHATokenToKVPool(mha(FP8), saver)
-    seen = pool.device_scales(1)
+    on_device = pool.device_scales(1)
     for wrong in ((1.0,), (1.0, 0.0), (torch.inf, 1.0), (1.0, 1e-45), (torch.nan, 1.0)):
         with pytest.raises(ValueError, match="of layer 1: one finite number > 0 for each of k, v"):
             pool.set_scales(1, *wrong)
@@ -64,7 +64,7 @@ def test_scales_are_checked_stay_at_one_address(saver: MemorySaver) -> None:
     assert pool.scales(1) == (2.0, 3.0)
     saver.resume("kv_cache")
     pool.on_resume()
-    assert seen is not None and tuple(seen.tolist()) == pool.scales(1) == (2.0, 3.0)
+    assert on_device is not None and tuple(on_device.tolist()) == pool.scales(1) == (2.0, 3.0)
     latent = MLATokenToKVPool(mla(FP8))
     latent.set_scales(0, 0.25)
     assert latent.scales(0) == (0.25,)
@@ -74,7 +74,7 @@ def test_scales_are_checked_stay_at_one_address(saver: MemorySaver) -> None:
         MHATokenToKVPool(mha()).set_scales(0, 1.0, 1.0)
 
 
-def test_fp4_reads_what_the_definition_says() -> None:
+def test_fp4_pool_reads_rows_as_the_reference_rounds_them() -> None:
     pool = MHATokenToKVPool(mha(FP4_DTYPE, compute_dtype=torch.float16))
     for part in stored(pool):
         part.fill_(255)  # unallocated slots: scale byte 255 is infinity or NaN
@@ -104,7 +104,7 @@ def test_fp4_reads_what_the_definition_says() -> None:
         (lambda: mha(torch.int32), "dtype=torch.int32 can't be stored; use one of"),
     ],
 )
-def test_configs_refuse_what_pools_can_not_store(make: Callable[[], object], message: str) -> None:
+def test_configs_refuse_invalid_shapes_and_dtypes(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -113,14 +113,14 @@ def test_configs_refuse_what_pools_can_not_store(make: Callable[[], object], mes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, FP4_DTYPE])
-def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
+def test_mla_write_of_both_parts_equals_write_of_the_row(dtype: torch.dtype) -> None:
     pools = [MLATokenToKVPool(mla(dtype)) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(3, 1, 64, generator=generator).bfloat16().to(DEVICE)
     loc = at(9, 4, 30)
     for pool in pools:
         if dtype == FP8:
-            pool.set_scales(1, 0.01)  # one number: 448 * 0.01 is near the largest, some saturate
+            pool.set_scales(1, 0.01)  # 448 * 0.01 is near the largest element
             assert len(pool.scales(1)) == 1
         for part in stored(pool):
             part.zero_()
@@ -132,8 +132,8 @@ def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         assert torch.equal(k, row)
     else:
-        # FP4: half of the widest gap, 4 to 6, of a block whose largest element is above 3. fp8:
-        # 2^-4, nothing saturates; reading as bf16 rounds by 2^-9 more.
+        # FP4 is off by up to half of the widest gap, 4 to 6, in a block whose largest element is
+        # above 3. fp8 is off by up to 2^-4, without saturation, and reading as bf16 adds 2^-9.
         largest = row.abs().amax()
         assert (
             largest < 4.48
@@ -153,7 +153,7 @@ def test_mla_joins_latent_and_rotary_key(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- double sparsity
 
 
-def test_labels_beside_keys_and_values() -> None:
+def test_double_sparse_pool_stores_and_moves_labels() -> None:
     pool = DoubleSparseTokenToKVPool(mha(FP8), 5)
     label = torch.randn(2, 5, 2, device=DEVICE).bfloat16().transpose(1, 2)
     pool.set_label_buffer(1, at(4, 9), label)
@@ -167,8 +167,7 @@ def test_labels_beside_keys_and_values() -> None:
         pool.set_label_buffer(1, at(4, 9), label.float())
 
 
-# ---------------------------------------------------------------- full and window side, full and
-# linear layers
+# ---------------------------------------------------------------- models with two kinds of layers
 
 
 def config(layers: int, size: int, dtype: torch.dtype = torch.float32) -> KVCacheConfig:
@@ -187,9 +186,9 @@ def swa() -> SWAKVPool:
     return pool
 
 
-def test_writes_to_the_window_go_through_the_mapping() -> None:
+def test_swa_pool_translates_slots_of_window_layers() -> None:
     pool = swa()
-    pool.set_kv_buffer(1, at(4), rows(1), rows(1))  # the full side needs none
+    pool.set_kv_buffer(1, at(4), rows(1), rows(1))  # full layers need no mapping
     mapping = torch.zeros(36, dtype=torch.int64, device=DEVICE)
     pool.register_mapping(mapping)
     mapping[20:23] = at(9, 4, 11)  # changed in place, as the allocator does
@@ -197,10 +196,10 @@ def test_writes_to_the_window_go_through_the_mapping() -> None:
     k, v = pool.get_kv_buffer(2)
     assert k[at(11, 4), 0, 0].tolist() == [1, 2]
     assert v[at(11, 4), 0, 0].tolist() == [-1, -2]
-    assert k[0, 0, 0] == 3  # unmapped: the padding page
+    assert k[0, 0, 0] == 3  # an unmapped slot is written to the padding page
     assert k[9].isnan().all()
     assert pool.get_rows(2, at(21))[0][0, 0, 0] == 2
-    assert pool.get_kv_buffer(0)[0][4].isnan().all()  # other layers untouched
+    assert pool.get_kv_buffer(0)[0][4].isnan().all()  # other layers are unchanged
     assert pool.get_kv_buffer(3)[0][PS:].isnan().all()
     pool.set_kv_buffer(3, at(22), rows(7), rows(8))
     assert pool.get_kv_buffer(3)[0][22, 0, 0] == 7
@@ -208,10 +207,10 @@ def test_writes_to_the_window_go_through_the_mapping() -> None:
     assert k[0, 0, 0] == 0
 
 
-def test_wrong_sides_and_mappings() -> None:
+def test_swa_pool_refuses_wrong_layers_and_mappings() -> None:
     for layers, message in (
         (([0, 1], [2]), "a pool of 1 layers got the ids"),
-        (([0], [0]), r"layers \[0\] are named as full and as window"),
+        (([0], [0]), r"layers \[0\] are listed as full and as window"),
     ):
         with pytest.raises(ValueError, match=message):
             SWAKVPool(config(1, 32), config(1, 8), *layers)
@@ -220,7 +219,7 @@ def test_wrong_sides_and_mappings() -> None:
             swa().register_mapping(wrong.to(DEVICE))
 
 
-def test_only_full_layers_of_a_hybrid_keep_keys() -> None:
+def test_hybrid_pool_stores_full_layers_only() -> None:
     pool = HybridLinearKVPool(config(2, 8, FP4_DTYPE), [3, 7])
     pool.set_kv_buffer(7, at(5), rows(6), rows(-3))
     k, v = pool.get_rows(7, at(5))

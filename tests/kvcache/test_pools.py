@@ -1,6 +1,4 @@
-"""What every pool of token rows does: accounting, padding page, rows, copies, moves, pauses,
-mistakes.
-"""
+"""Features of all token pools: sizes, padding page, rows, pauses, wrong arguments, resizing."""
 
 from typing import Any
 
@@ -30,7 +28,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: MemorySaver) -> None:
+def test_pool_bytes_on_the_tag_are_exact_and_parts_do_not_overlap(
+    name: str, saver: MemorySaver
+) -> None:
     pool, per_token = make(name, saver), POOLS[name][1]
     assert pool.bytes_per_token == per_token
     expected = per_token * SLOTS if name != "swa" else per_token // 2 * (SLOTS + 16 + PS)
@@ -41,7 +41,7 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
     assert saver.tags == ["kv_cache"] and report.content == "discard"
     assert expected <= report.live_bytes <= expected + 4096
     page = saver.backend.granularity
-    # in whole extents there
+    # On a GPU, whole extents are committed.
     assert report.committed_bytes == -(-report.live_bytes // page) * page or DEVICE == "cuda"
     for part in stored(pool):
         assert 0 <= saver.offset_of(part) < report.committed_bytes
@@ -53,7 +53,7 @@ def test_bytes_are_exact_on_the_tag_and_parts_do_not_overlap(name: str, saver: M
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16, FP8, torch.float8_e5m2])
 @pytest.mark.parametrize("slot_major", [False, True])
-def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
+def test_rows_are_stored_bit_exact_and_other_slots_do_not_change(
     dtype: torch.dtype, slot_major: bool
 ) -> None:
     fields: Any = {"num_kv_heads": 3, "head_dim": 4, "v_head_dim": 8}
@@ -61,7 +61,7 @@ def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
     pool = make_pool(size=8, page_size=2, **fields)
     before = [part.fill_(7).clone() for part in stored(pool)]
     generator = torch.Generator().manual_seed(0)
-    # every bit pattern is fair: NaN with payload, infinities, denormals
+    # Random bit patterns include NaN with payload, infinities and subnormals.
     raw = [
         torch.randint(0, 256, (4, 3, w * dtype.itemsize), dtype=torch.uint8, generator=generator)
         for w in (4, 8)
@@ -72,19 +72,16 @@ def test_rows_come_back_bit_for_bit_and_no_other_slot_changes(
     for part, old, rows, given in zip(stored(pool), before, raw, (k, v), strict=True):
         old[1, loc] = rows.to(DEVICE)
         assert torch.equal(part, old)
-        assert torch.equal(given.view(torch.uint8), rows.to(DEVICE)), "what was given is modified"
+        assert torch.equal(given.view(torch.uint8), rows.to(DEVICE)), "the argument was modified"
     for view, old in zip(pool.get_kv_buffer(1), before, strict=True):
         assert view.dtype == dtype and torch.equal(view.view(torch.uint8), old[1])
-        # kernels take the stride between slots
+        # Kernels take only the stride between slots as an argument.
         assert view.stride()[1:] == view[0].contiguous().stride()
     other = make_pool(size=8, page_size=2, **fields | {"slot_major": not slot_major})
     assert pool.format() == other.format()
 
 
-def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySaver) -> None:
-    """Paused and resumed at any step: fresh, written, paused twice; rows written afterwards are
-    right.
-    """
+def test_page_0_is_zero_at_first_and_after_every_resume(name: str, saver: MemorySaver) -> None:
     pool = make(name, saver)
     assert not any(part[:, :PS].any() for part in stored(pool))
     addresses = [part.data_ptr() for part in stored(pool)]
@@ -94,7 +91,7 @@ def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySav
         assert saver.report().tags["kv_cache"].committed_bytes == 0 and pool.nbytes == nbytes
         saver.resume("kv_cache")
         for part in stored(pool):
-            part.fill_(255)  # NaN in every dtype: what undefined may be
+            part.fill_(255)  # NaN in every dtype, the worst undefined content
         pool.on_resume()
         assert addresses == [part.data_ptr() for part in stored(pool)]
         assert not any(part[:, :PS].any() for part in stored(pool))
@@ -107,7 +104,7 @@ def test_page_0_is_zero_first_and_after_every_resume(name: str, saver: MemorySav
             assert not any(rows.any() for rows in pool.get_rows(layer, at(0, 1, 3)))
 
 
-def test_mistakes_write_nothing(name: str) -> None:
+def test_pools_refuse_wrong_arguments_before_writing(name: str) -> None:
     pool: Any = make(name)
     for part in stored(pool):
         part.fill_(9)
@@ -145,12 +142,9 @@ def test_mistakes_write_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("two", [{}, {"window": 64, "window_pages": 14}])
-def test_sequences_come_go_and_go_on_through_pauses(
+def test_sequences_survive_a_pause_and_can_be_admitted_and_released_in_it(
     two: dict[str, int], saver: MemorySaver
 ) -> None:
-    """Bookkeeping without page copies touches no paged memory: it works at any time, and a pause
-    keeps all of it.
-    """
     blocks = make_blocks(pages=16, page_size=16, saver=saver, **two)
     a, gone = blocks.admit(), blocks.admit()
     blocks.append(a, *range(20))
@@ -166,7 +160,7 @@ def test_sequences_come_go_and_go_on_through_pauses(
     blocks.manager.check_integrity()
     saver.resume("kv_cache")
     blocks.pool.on_resume()
-    # contents are gone, the sequences go on: write them again through the table and diverge
+    # The contents are lost but the sequences are not. Write the rows again; a and b diverge.
     for handle, count in ((a, 20), (c, 33)):
         blocks.write(blocks.table.req_to_token[handle.row, :count].long(), range(count))
     assert blocks.append(a, 100)
@@ -175,11 +169,10 @@ def test_sequences_come_go_and_go_on_through_pauses(
     assert blocks.values(c) == [*range(33)]
 
 
-# ---------------------------------------------------------------- slots one after the other, whose
-# end can move
+# ---------------------------------------------------------------- slot-major pools
 
 
-def test_resize_keeps_addresses_and_what_stays(saver: MemorySaver) -> None:
+def test_resize_keeps_addresses_and_remaining_rows(saver: MemorySaver) -> None:
     big = 64 * 1024
     pool = MHATokenToKVPool(mha(torch.bfloat16, size=big, slot_major=True), saver)
     granularity = saver.backend.granularity
@@ -211,9 +204,9 @@ def test_resize_keeps_addresses_and_what_stays(saver: MemorySaver) -> None:
     assert not pool.get_kv_buffer(0)[0][:PS].any()
 
 
-def test_a_resume_with_less_tells_the_size() -> None:
+def test_resume_with_less_memory_reduces_the_size() -> None:
     if DEVICE == "cuda":
-        pytest.skip("the limit is in whole extents there")
+        pytest.skip("on a GPU, the limit is in whole extents")
     saver = MemorySaver(device="cpu", limit_bytes=32 << 20)
     pool = MHATokenToKVPool(mha(torch.bfloat16, size=64 * 1024, slot_major=True), saver)  # 24 MiB
     saver.pause("kv_cache")

@@ -1,4 +1,4 @@
-"""Rotation alone and with the store in one: Triton kernels and pools against the references."""
+"""Rotary kernels, with and without the write to the pool, against the torch reference."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.helpers.kvcache.blocks import DEVICE
 from tests.helpers.kvcache.pools import mha, pool_of, stored
 
 SLOTS = 50
-# query heads, KV heads, head dim, value dim, tokens, and how much of a head is rotated
+# query heads, KV heads, head dim, value dim, tokens, rotated elements of a head
 CASES = some(
     (14, 2, 64, 64, 5, 64),
     (3, 3, 24, 24, 2, 24),
@@ -23,7 +23,7 @@ CASES = some(
 
 
 class Case:
-    """Views of one fused product, scattered slots, caches full of a marker."""
+    """Queries, keys and values as views of one product, with random slots and marked caches."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         heads, kv_heads, dim, value_dim, tokens, rotated = shape
@@ -43,7 +43,7 @@ class Case:
         ]
 
     def run(self, impl: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated q and the two caches afterwards."""
+        """Rotate and store; return the rotated q and both caches."""
         k_cache, v_cache = (cache.clone() for cache in self.caches)
         tables = (self.tables.cos, self.tables.sin)
         q = rotate_and_store(
@@ -53,7 +53,7 @@ class Case:
 
 
 @pytest.mark.parametrize("shape", CASES)
-def test_fp32_equals_the_reference(shape: tuple[int, ...]) -> None:
+def test_rotate_and_store_in_fp32_equals_the_reference(shape: tuple[int, ...]) -> None:
     case = Case(shape, torch.float32)
     inputs = case.q.clone(), case.k.clone(), case.v.clone()
     for out, expected in zip(case.run("triton"), case.run("torch"), strict=True):
@@ -62,20 +62,20 @@ def test_fp32_equals_the_reference(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [CASES[0], CASES[4]])
-def test_bf16_rounds_where_torch_does(shape: tuple[int, ...]) -> None:
+def test_rotate_and_store_in_bf16_rounds_as_the_reference(shape: tuple[int, ...]) -> None:
     case = Case(shape, torch.bfloat16)
     outs, expected = case.run("triton"), case.run("torch")
     assert torch.equal(outs[2], expected[2])  # values are copied
     for out, reference in zip(outs[:2], expected[:2], strict=True):
         if case.q.is_cuda:
             assert torch.equal(out, reference)
-        else:  # the interpreter truncates cosine, sine, two products and their sum
+        else:  # Triton's interpreter truncates cosine, sine, two products and their sum
             torch.testing.assert_close(out.float(), reference.float(), rtol=2**-7, atol=2**-5)
 
 
 @pytest.mark.parametrize("shape", [CASES[0], CASES[4]])
-def test_reference_is_rotation_then_assignment(shape: tuple[int, ...]) -> None:
-    """And `rotate` alone does as much of it; the rest of a head stays."""
+def test_rotate_and_store_equals_rotation_and_assignment(shape: tuple[int, ...]) -> None:
+    """Compare also with `rotate`, and check that the rest of a head does not change."""
     case = Case(shape, torch.bfloat16)
     cos, sin = case.tables.at(case.positions, torch.bfloat16)
     for impl in ("torch", "triton"):
@@ -93,8 +93,8 @@ def test_reference_is_rotation_then_assignment(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("heads", [1, 20])
-def test_rotation_alone(heads: int, interleaved: bool) -> None:
-    """Between two views of wider rows; pairs of neighbours end up as halves."""
+def test_rotate_heads_writes_only_its_view(heads: int, interleaved: bool) -> None:
+    """Rotate between views of wider rows, splitting adjacent pairs into halves."""
     case = Case((heads, 1, 24, 24, 5, 24), torch.float32)
     wide = torch.full((5, heads, 40), 7.0, device=DEVICE)
     outs = [wide.clone(), wide.clone()]
@@ -113,7 +113,7 @@ POOL_DTYPES = [torch.float32, torch.float8_e4m3fn, FP4_DTYPE]
 
 
 def layer_of(dtype: torch.dtype, case: Case) -> MHATokenToKVPool:
-    """A pool of one layer that has room for the case's rows, markers in its slots."""
+    """Build a pool of one layer for the case's rows, with markers in all slots."""
     heads, dim = case.k.shape[1:]
     widths = {"head_dim": dim, "v_head_dim": case.v.shape[2]}
     pool = pool_of(mha(dtype, layers=1, num_kv_heads=heads, **widths))
@@ -124,7 +124,7 @@ def layer_of(dtype: torch.dtype, case: Case) -> MHATokenToKVPool:
 
 
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
-def test_a_pool_stores_what_it_would_of_rotated_rows(dtype: torch.dtype) -> None:
+def test_set_rotated_kv_buffer_equals_rotate_and_set_kv_buffer(dtype: torch.dtype) -> None:
     case = Case(CASES[4], torch.float32)
     pools = [layer_of(dtype, case) for _ in range(2)]
     inputs = case.q.clone(), case.k.clone(), case.v.clone()
@@ -136,7 +136,7 @@ def test_a_pool_stores_what_it_would_of_rotated_rows(dtype: torch.dtype) -> None
     assert all(map(torch.equal, inputs, (case.q, case.k, case.v)))
 
 
-def test_mistakes_write_nothing() -> None:
+def test_set_rotated_kv_buffer_refuses_wrong_tensors_before_writing() -> None:
     case = Case(CASES[4], torch.float32)
     pool = layer_of(torch.float32, case)
     before = [part.clone() for part in stored(pool)]

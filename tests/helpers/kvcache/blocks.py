@@ -1,4 +1,4 @@
-"""Small pools whose every slot can be told apart."""
+"""Small pools with block tables, written and read through the request table."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,9 +25,9 @@ def make_pool(size: int, page_size: int, saver: Any = None, **changes: Any) -> M
 
 
 class Blocks:
-    """A BlockManager over two layers, and values written and read through `req_to_token`.
+    """A `BlockManager` over two layers, with methods to write and read one number per token.
 
-    Remembers how many tokens each copy moved, and fails one on demand.
+    It records how many tokens each copy moves, and makes a copy fail on demand.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -37,7 +37,7 @@ class Blocks:
         self.fail_next_move = False
         self._move = self.pool.move_kv_cache
         self.pool.move_kv_cache = self._counted_move  # type: ignore[method-assign]
-        for layer in range(2):  # reading a slot that was never written must not look right
+        for layer in range(2):  # NaN reveals a read of a slot that was never written
             for buffer in self.pool.get_kv_buffer(layer):
                 buffer[self.allocator.page_size :] = torch.nan
 
@@ -59,7 +59,7 @@ class Blocks:
         return handle
 
     def write(self, loc: torch.Tensor, values: Sequence[float]) -> None:
-        """One value a token: layer l holds value + l / 4 as key and its negative as value."""
+        """Write a number per token: layer l stores number + l / 4 as key, its negative as value."""
         for layer in range(2):
             k_like, v_like = self.pool.get_kv_buffer(layer)
             rows = (
@@ -69,21 +69,22 @@ class Blocks:
             self.pool.set_kv_buffer(layer, loc, k, -rows.expand(-1, *v_like.shape[1:]))
 
     def read(self, handle: ReqHandle, first: Sequence[int] = (0, 0)) -> list[list[float]]:
-        """The values of a sequence by layer, from a first position of each on; fails unless keys
-        and values agree.
+        """Read a sequence's numbers in each layer from position `first[layer]` on.
+
+        Fail unless keys and values agree.
         """
-        found = []
+        by_layer = []
         for layer in range(2):
             slots = self.table.req_to_token[
                 handle.row, first[layer] : self.manager.seq_len(handle)
             ].long()
             k, v = self.pool.get_rows(layer, slots)
             assert torch.equal(k, k[:, :1, :1].expand_as(k)) and torch.equal(v, -k)
-            found.append((k[:, 0, 0] - layer / 4).tolist())
-        return found
+            by_layer.append((k[:, 0, 0] - layer / 4).tolist())
+        return by_layer
 
     def values(self, handle: ReqHandle) -> list[float]:
-        """Those of a sequence, which all layers must agree on."""
+        """Read a sequence's numbers, which must be the same in both layers."""
         first, second = self.read(handle)
         assert first == second
         return first
@@ -96,14 +97,14 @@ class Blocks:
         return True
 
     def pages(self, handle: ReqHandle) -> list[int]:
-        """The pages of a sequence in order, as the device's table shows them."""
+        """Return the pages of a sequence according to the table on the device."""
         row = self.table.req_to_token[
             handle.row, : self.manager.seq_len(handle) : self.allocator.page_size
         ]
         return (row // self.allocator.page_size).tolist()
 
     def state(self, handles: Iterable[ReqHandle]) -> tuple[Any, ...]:
-        """What a refused call must leave as it was, of these sequences and of what they share."""
+        """Return the state that a refused call must not change, for the given sequences."""
         return (
             ledger_state(self.allocator),
             [
@@ -125,8 +126,10 @@ def make_blocks(
     window_pages: int | None = None,
     saver: Any = None,
 ) -> Blocks:
-    """Two layers over one ledger, which slide where there is a window; with window_pages over two,
-    layer 0 is full.
+    """Build block tables over two layers.
+
+    With `window`, the layers slide. With `window_pages` too, only layer 1 slides, and there are two
+    ledgers.
     """
     allocator: KVAllocator
     pool: KVPool
@@ -161,7 +164,7 @@ def make_windowed(
 
 
 def ledger_state(allocator: KVAllocator) -> tuple[Any, ...]:
-    """All that a refused call must leave as it was: owners, free pages in order, the mapping."""
+    """Return owners, free pages in order and the mapping, which a refused call must not change."""
     owners = allocator.ref_counts(np.arange(1, allocator.total_pages + 1)).tolist()
     if isinstance(allocator, SWATokenToKVPoolAllocator):
         mapping = allocator.full_to_swa_index_mapping.tolist()

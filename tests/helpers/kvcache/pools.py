@@ -1,4 +1,4 @@
-"""One small pool of every kind, and rows to write into it."""
+"""One small pool of every kind, and rows to write to it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def swa(saver: MemorySaver | None = None) -> SWAKVPool:
 
 
 def kind(config: Callable[..., Any], dtype: torch.dtype, **fixed: Any) -> Callable[..., Any]:
-    """A maker of pools of one kind: (saver, of other fields)."""
+    """Return a function that builds pools of one kind, given a saver and further fields."""
     return lambda saver=None, **fields: pool_of(config(dtype, **fixed, **fields), saver)
 
 
@@ -65,8 +65,8 @@ def double_sparse(saver: MemorySaver | None = None, **fields: Any) -> TokenPool:
     return DoubleSparseTokenToKVPool(mha(FP8, **fields), 5, saver)
 
 
-# pool, bytes a token; all but the last two also of other sizes. Some rows are no multiple of a wide
-# access
+# Builder and bytes per token. All but the last two builders accept other sizes. Rows of some pools
+# are not a multiple of a wide memory access.
 POOLS: dict[str, tuple[Callable[..., Any], int]] = {
     "mha": (kind(mha, torch.float32), 2 * 2 * 48 * 4),
     "slot-major": (kind(mha, BF16, slot_major=True), 2 * 2 * 48 * 2),
@@ -88,13 +88,13 @@ def make(name: str, saver: MemorySaver | None = None, **fields: Any) -> Any:
 
 
 def make_states(size: int) -> MambaPool:
-    """Slots whose states hardly take memory."""
+    """Build a pool of states that take little memory."""
     shapes: dict[str, Any] = {"conv_shapes": (), "temporal_shape": (1,), "conv_dtype": BF16}
     return MambaPool(MambaConfig(num_layers=1, size=size, device="cpu", **shapes))
 
 
 def stored(pool: Any) -> list[torch.Tensor]:
-    """All tensors [L, slots, ...] of a pool and its sub-pools, as bytes."""
+    """Return all tensors [L, slots, ...] of a pool and its sub-pools, as bytes."""
     return [
         part.view(torch.uint8) for p in getattr(pool, "pools", [pool]) for part in p.stored.values()
     ]

@@ -1,4 +1,4 @@
-"""Prefix caches: the design's cases one by one. Against a model: test_radix_stateful.py."""
+"""Prefix caches, by worked examples; test_radix_stateful.py has a model."""
 
 import random
 import sys
@@ -24,9 +24,7 @@ def make_cache(pages: int, page_size: int = 1, policy: str = "lru") -> RadixCach
 def put(
     cache: RadixCache, key: Sequence[int], *, salt: Hashable = None, priority: int = 0
 ) -> list[int]:
-    """Inserts under the current version with fresh pages and frees the duplicates; the pages handed
-    in.
-    """
+    """Insert a key with new pages, free the duplicates and return the new pages."""
     pages = cache.allocator.alloc_pages(len(key) // cache.page_size)  # type: ignore[attr-defined]
     assert pages is not None
     kept = cache.insert(key, pages, version=cache.version, extra_key=salt, priority=priority)
@@ -36,7 +34,7 @@ def put(
 
 
 def held(cache: RadixCache, key: Sequence[int], salt: Hashable = None) -> int:
-    """How much of a key is cached, found without counting as a use."""
+    """Return how many tokens of a key are cached, without counting as a use."""
     return cache.peek(key, extra_key=salt)[0]
 
 
@@ -52,18 +50,18 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_of_any_layout_and_type(kind: Callable[[list[int]], Any]) -> None:
+def test_keys_may_have_any_integer_type_and_layout(kind: Callable[[list[int]], Any]) -> None:
     cache = make_cache(4)
     put(cache, kind([7, 2**31 - 1, 5]))
     assert cache.match_prefix(kind([7, 2**31 - 1, 6])).length == 2
     assert cache.match_prefix([]).pages.dtype == np.int64
 
 
-def test_wrong_entries_are_refused_and_change_nothing() -> None:
+def test_insert_refuses_wrong_entries_without_changes() -> None:
     cache = make_cache(4, page_size=2)
     wrong: list[tuple[Any, Any, int]] = [
         ([1, 2, 3], [1, 2], 0),  # one page too many
-        ([1, 2], [1], 1),  # of a version to come
+        ([1, 2], [1], 1),  # a newer version than the cache's
         ([1.5, 2], [1], 0),
         (np.array([[1, 2]]), [1], 0),
         ([1, 2], [1.0], 0),
@@ -75,41 +73,41 @@ def test_wrong_entries_are_refused_and_change_nothing() -> None:
         with pytest.raises((AssertionError, TypeError, OverflowError)):
             cache.insert(key, pages, version=version)
         assert cache.total_size == 0 and not cache.generations()[-1].roots
-    with pytest.raises(ValueError, match="no eviction policy 'best'; there are lru"):
+    with pytest.raises(ValueError, match="unknown eviction policy 'best'; use one of lru"):
         make_cache(1, policy="best")
 
 
-def test_pages_of_a_match_stay_what_they_were_and_shared_ones_stay_with_their_sequence() -> None:
+def test_match_keeps_its_pages_after_a_split_and_an_eviction() -> None:
     cache = make_cache(10)
     pages = put(cache, [1, 2, 3, 4])
     match = cache.match_prefix([1, 2, 3, 4])
     put(cache, [1, 2, 9])  # splits after 2
     cache.allocator.share(pages[:1])  # type: ignore[attr-defined]
     assert cache.evict(5) == 5
-    assert cache.allocator.available_pages == 9, "a page that a sequence shares"  # type: ignore[attr-defined]
+    assert cache.allocator.available_pages == 9, "a page that a sequence shares was freed"  # type: ignore[attr-defined]
     assert match.pages.tolist() == pages and match.pages is match.pages
 
 
-def test_locks_are_checked() -> None:
+def test_wrong_locks_are_refused() -> None:
     cache = make_cache(10)
     put(cache, [1, 2])
     put(cache, [1, 3])
     above, leaf = cache.match_prefix([1]).node, cache.match_prefix([1, 2]).node
     cache.inc_lock_ref(leaf)
     with pytest.raises(AssertionError, match="no lock of its own"):
-        cache.dec_lock_ref(above)  # locked, but by the leaf
+        cache.dec_lock_ref(above)  # locked only through the leaf
     cache.check_integrity()
     cache.dec_lock_ref(leaf)
     cache.reset()
     with pytest.raises(ValueError, match="was evicted since"):
         cache.inc_lock_ref(leaf)
     nothing = cache.match_prefix([5]).node
-    cache.inc_lock_ref(nothing)  # a miss has nothing to keep
+    cache.inc_lock_ref(nothing)  # the node of a miss has no tokens
     cache.dec_lock_ref(nothing)
     assert cache.protected_size == 0
 
 
-def test_misses_and_empty_namespaces_leave_nothing_behind() -> None:
+def test_misses_and_empty_namespaces_leave_no_roots() -> None:
     cache = make_cache(10)
     put(cache, [1, 2], salt="lora")
     assert [
@@ -120,19 +118,20 @@ def test_misses_and_empty_namespaces_leave_nothing_behind() -> None:
     assert not cache.generations()[-1].roots
 
 
-def test_raising_the_version_walks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raise_version_visits_no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(400)
     for token in range(400):
         cache.insert([token], cache.allocator.alloc_pages(1), version=0)  # type: ignore[attr-defined]
     monkeypatch.setattr(Generation, "nodes", "not to be called")
     cache.raise_version(1)
-    assert [(each.version, len(each.leaves)) for each in cache.generations()] == [(0, 400), (1, 0)]
+    leaves = [(generation.version, len(generation.leaves)) for generation in cache.generations()]
+    assert leaves == [(0, 400), (1, 0)]
 
 
 @pytest.mark.parametrize(
     ("policy", "victim"), [("lru", 2), ("mru", 1), ("fifo", 1), ("lfu", 3), ("priority", 2)]
 )
-def test_policies(policy: str, victim: int) -> None:
+def test_policy_chooses_the_victim(policy: str, victim: int) -> None:
     cache = make_cache(4, policy=policy)
     for token, priority in ((1, 5), (2, 0), (3, 1)):
         put(cache, [token], priority=priority)
@@ -143,7 +142,7 @@ def test_policies(policy: str, victim: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_victims_are_those_of_a_full_scan(policy: str) -> None:
+def test_victims_equal_those_of_a_full_scan(policy: str) -> None:
     dice = random.Random(1)
     cache = make_cache(200, policy=policy)
     for _ in range(400):
@@ -162,7 +161,7 @@ def test_victims_are_those_of_a_full_scan(policy: str) -> None:
     cache.check_integrity()
 
 
-def test_the_heap_stays_in_proportion_to_the_items() -> None:
+def test_queue_keeps_at_most_two_entries_per_item() -> None:
     ranks = dict.fromkeys(range(50), 0)
     queue = EvictionQueue[int](lambda item: (ranks[item],))
     for _ in range(200):
@@ -174,7 +173,7 @@ def test_the_heap_stays_in_proportion_to_the_items() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"mru"}))
-def test_a_match_leaves_the_heap_alone(policy: str) -> None:
+def test_match_adds_no_queue_entry(policy: str) -> None:
     cache = make_cache(3, policy=policy)
     for token in range(3):
         put(cache, [token])
@@ -184,41 +183,41 @@ def test_a_match_leaves_the_heap_alone(policy: str) -> None:
         cache.match_prefix([0])
     assert leaves.entries == before
     assert cache.evict(1) == 1
-    assert held(cache, [0]) == (policy != "fifo")  # put right when it came up
+    assert held(cache, [0]) == (policy != "fifo")  # its entry was corrected when it came up
     cache.check_integrity()
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 2304, 2305, 50_000])
-def test_common_prefix_at_every_stretch(length: int) -> None:
+def test_common_prefix_at_chunk_boundaries(length: int) -> None:
     a = np.arange(50_001, dtype=np.int32)
     b = a.copy()
     b[length] = -1
-    agree = length * TOKEN_BYTES
+    expected = length * TOKEN_BYTES
     assert (
         common_prefix(a.tobytes(), as_run(b))
         == common_prefix(b.tobytes(), as_run(a[:50_000]))
-        == agree
+        == expected
     )
-    assert common_prefix(a[:length].tobytes(), as_run(a)) == agree
-    assert common_prefix(a.tobytes(), as_run(a[:length])) == agree
+    assert common_prefix(a[:length].tobytes(), as_run(a)) == expected
+    assert common_prefix(a.tobytes(), as_run(a[:length])) == expected
 
 
-@pytest.mark.parametrize("break_it", ["tokens", "lock", "page", "queue", "rank", "free"])
-def test_check_integrity_notices(break_it: str) -> None:
+@pytest.mark.parametrize("damage", ["tokens", "lock", "page", "queue", "rank", "free"])
+def test_check_integrity_detects_damage(damage: str) -> None:
     cache = make_cache(9)
     put(cache, [1, 2, 3])
     put(cache, [1, 5])
     node = cache.match_prefix([1, 2, 3]).node
     generation = cache.generations()[-1]
-    if break_it == "tokens":
+    if damage == "tokens":
         generation.tokens += 1
-    elif break_it == "lock":
+    elif damage == "lock":
         node.lock_ref += 1
-    elif break_it == "page":
+    elif damage == "page":
         node.pages[0] = cache.match_prefix([1]).pages[0]
-    elif break_it == "queue":
+    elif damage == "queue":
         generation.leaves.discard(node)
-    elif break_it == "rank":
+    elif damage == "rank":
         node.last_access = 0  # its entry would come up too late
     else:
         cache.allocator.free_pages(node.pages)
@@ -226,11 +225,11 @@ def test_check_integrity_notices(break_it: str) -> None:
         cache.check_integrity()
 
 
-# ---------------------------------------------------------------- with states
+# ---------------------------------------------------------------- models with states
 
 
 def make_mamba(*keys: tuple[int, ...], page_size: int = 1) -> MambaRadixCache:
-    """A cache of these keys, each with a state."""
+    """Build a cache of the given keys, each with a state."""
     ledger, states = PagedTokenToKVPoolAllocator(24 * page_size, page_size, "cpu"), make_states(6)
     cache = MambaRadixCache(ledger, states)
     for key in keys:
@@ -241,11 +240,11 @@ def make_mamba(*keys: tuple[int, ...], page_size: int = 1) -> MambaRadixCache:
     return cache
 
 
-def test_states_go_by_their_own_use_but_locked_ones() -> None:
+def test_states_are_evicted_by_their_own_use_unless_locked() -> None:
     cache = make_mamba((1,), (2,), (1, 3))
     above = cache.match_prefix((1,)).node
     cache.match_prefix((2,))
-    cache.match_prefix((1, 3))  # uses the pages of (1,), not its state
+    cache.match_prefix((1, 3))  # uses the pages of (1,) but not its state
     assert cache.evict_states(1) == 1
     assert [cache.match_prefix(key).length for key in ((1,), (2,), (1, 3))] == [0, 1, 2]
     assert cache.total_size == 3  # (1,) has become a tombstone
@@ -261,7 +260,7 @@ def test_states_go_by_their_own_use_but_locked_ones() -> None:
 def test_chain_of_nodes_without_states_deeper_than_the_recursion_limit_is_removed(
     last: str,
 ) -> None:
-    """A conversation of one page a turn leaves one node a turn; the last ones alone keep states."""
+    """Build a conversation of one page, and thus one node, per turn, and evict its states."""
     turns = 2 * sys.getrecursionlimit()
     ledger = PagedTokenToKVPoolAllocator(turns, 1, "cpu")
     cache = MambaRadixCache(ledger, states := make_states(turns))

@@ -1,6 +1,4 @@
-"""Both prefix caches against a brute-force prefix set: every cached page-aligned prefix, one by
-one, with its page, and with its state where the model has some.
-"""
+"""Both prefix caches against a set of all cached prefixes, with the page and state of each."""
 
 import random
 from collections import Counter
@@ -25,7 +23,7 @@ Prefix = tuple[int, str | None, Key]  # version, salt, tokens
 
 
 class Model:
-    """The real cache, and `prefixes`: for each cached prefix the page of its last tokens."""
+    """A prefix cache and its model: `prefixes` maps each cached prefix to its last page."""
 
     steps: ClassVar[dict[str, float]] = {
         "insert": 8,
@@ -67,7 +65,7 @@ class Model:
         self.check()
 
     def key(self, dice: random.Random) -> Key:
-        """Of few prefixes, that sometimes part in the middle of a page or end there."""
+        """Draw a key from few prefixes, which sometimes diverge or end inside a page."""
         key = [
             token for token in dice.choices((0, 1), k=dice.randint(0, 4)) for _ in range(self.ps)
         ]
@@ -83,7 +81,7 @@ class Model:
         return {prefix for at, _ in self.locks for prefix in self.aligned(*at)}
 
     def in_tree(self) -> tuple[dict[Prefix, int], dict[Prefix, int]]:
-        """Pages and states that the real cache holds, by walking it."""
+        """Collect pages and states by walking the real cache."""
         pages: dict[Prefix, int] = {}
         states: dict[Prefix, int] = {}
         for generation in self.real.generations():
@@ -111,7 +109,7 @@ class Model:
             return
         given, filled = np.array(key, int), pages.copy()
         kept = self.put(given, filled, version, salt)
-        given[:], filled[:] = 9, 9  # what was given is copied
+        given[:], filled[:] = 9, 9  # the cache must have copied its arguments
         self.ledger.free_pages(pages[: kept // self.ps])
         if version < self.real.version:
             assert kept == whole * self.ps
@@ -153,16 +151,16 @@ class Model:
         self.seen["locks in the way"] += dropped < tokens and bool(self.locked())
 
     def adopt(self) -> None:
-        """Takes over what eviction has left; locks must have held."""
+        """Update the model after an eviction, which must have respected all locks."""
         before, (self.prefixes, _) = self.prefixes, self.in_tree()
         assert self.prefixes.items() <= before.items() and self.locked() <= self.prefixes.keys()
 
     def check_order(self, gone: set[Prefix], could: set[Prefix]) -> bool:
-        """Entries of older versions go first; whether some went."""
+        """Check that older versions were evicted first; return whether any of them was evicted."""
         old = {version for version, _, _ in gone if version < self.real.version}
         left = {version for version, _, _ in could - gone if version < self.real.version}
         assert not left or all(version <= min(left) for version, _, _ in gone), (
-            "one went before an older one"
+            "an entry was evicted before an older one"
         )
         return bool(old)
 
@@ -185,7 +183,7 @@ class Model:
 
 
 class Hybrid(Model):
-    """And `states`: the slot of each prefix that has a state."""
+    """A `MambaRadixCache` and its model, in which `states` maps a prefix to its state slot."""
 
     steps: ClassVar[dict[str, float]] = {**Model.steps, "states": 3}
 
@@ -257,22 +255,22 @@ MODELS = [Model, Hybrid]
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("page_size", [1, 2, 3])
-def test_a_long_random_walk(page_size: int, kind: type[Model]) -> None:
-    """A cache that is full, with many locks, over several versions."""
+def test_long_random_walk_equals_the_model(page_size: int, kind: type[Model]) -> None:
+    """Walk through a full cache with many locks, over several versions."""
     dice = random.Random(page_size)
     model = kind(page_size, "lru")
     for _ in range(rounds(1000, 50_000)):
         model.step(dice, list(model.steps.values()))
     assert (
-        min(model.seen[what] for what in ("hits", "old ones evicted", "locks in the way")) >= 5
+        min(model.seen[event] for event in ("hits", "old ones evicted", "locks in the way")) >= 5
     ), model.seen
     assert kind is Model or model.seen["tombstones"] > 50
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", MODELS)
-def test_short_walks_of_any_mixture(kind: type[Model]) -> None:
-    """What long walks rarely reach: rules left out of a run, and all policies."""
+def test_short_walks_with_random_weights_equal_the_model(kind: type[Model]) -> None:
+    """Leave operations out of short walks, and draw from all policies."""
     for seed in range(rounds(60, 3000)):
         dice = random.Random(seed)
         model = kind(dice.randint(1, 3), dice.choice(list(POLICIES)))

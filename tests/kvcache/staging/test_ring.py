@@ -1,6 +1,4 @@
-"""Who may write which bytes of a staging buffer, and when: the ring against a model of its writers
-and reader, and the head slices by brute force.
-"""
+"""The staging ring against a model of its writers and reader, and head slices by brute force."""
 
 import random
 from collections.abc import Callable
@@ -14,23 +12,24 @@ from tests.helpers.case_selection import rounds
 
 
 class Transfers:
-    """Ranges of these sizes that are assigned, filled and freed in random turns, through messages
-    that come late.
+    """A model of the ring's reader and writers, which assign, fill and free ranges in random order.
+
+    Writers may know an outdated watermark.
     """
 
     def __init__(self, ring: StagingAllocator, sizes: list[int]) -> None:
         self.ring, self.todo = ring, list(sizes)
-        # id -> offset, end, round: assigned, not filled
+        # Ranges assigned and not filled: id -> offset, end, round.
         self.waiting: dict[int, tuple[int, int, int]] = {}
         self.filled: dict[int, tuple[int, int]] = {}
-        # of every byte that is filled and not freed
+        # The range that occupies each byte, from its filling until it is freed.
         self.owner: list[int | None] = [None] * ring.size_bytes
-        # as sent to the writers; they may know an old one
-        self.seen: list[Watermark] = [ring.watermark]
+        # Watermarks sent to the writers, and the index of the one that they know.
+        self.watermarks: list[Watermark] = [ring.watermark]
         self.known = 0
 
     def turn(self, dice: random.Random) -> None:
-        known = self.seen[self.known]
+        known = self.watermarks[self.known]
         moves: list[Callable[[], None]] = [self.assign] if self.todo else []
         moves += [
             lambda id=id: self.fill(id)
@@ -39,9 +38,10 @@ class Transfers:
         ]
         moves += [lambda id=id: self.free(id) for id in self.filled]
         moves += [
-            lambda at=at: setattr(self, "known", at) for at in range(self.known + 1, len(self.seen))
+            lambda at=at: setattr(self, "known", at)
+            for at in range(self.known + 1, len(self.watermarks))
         ]
-        assert moves, f"{self.waiting} wait at watermark {self.ring.watermark}, and nobody can move"
+        assert moves, f"{self.waiting} wait at watermark {self.ring.watermark}: a deadlock"
         dice.choice(moves)()
 
     def assign(self) -> None:
@@ -57,7 +57,7 @@ class Transfers:
     def fill(self, id: int) -> None:
         offset, end, _ = self.waiting.pop(id)
         assert set(self.owner[offset:end]) == {None}, (
-            f"range {id} is let into bytes that are not read yet"
+            f"range {id} may be filled over bytes that are not read yet"
         )
         self.owner[offset:end] = [id] * (end - offset)
         self.filled[id] = (offset, end)
@@ -65,8 +65,8 @@ class Transfers:
     def free(self, id: int) -> None:
         offset, end = self.filled.pop(id)
         self.owner[offset:end] = [None] * (end - offset)
-        self.seen.append(self.ring.free(id))
-        assert self.ring.watermark == self.seen[-1] >= self.seen[-2]  # never back
+        self.watermarks.append(self.ring.free(id))
+        assert self.ring.watermark == self.watermarks[-1] >= self.watermarks[-2]
 
 
 @pytest.mark.soak
@@ -77,7 +77,7 @@ class Transfers:
     sizes=st.lists(st.integers(1, 70), max_size=25),
     dice=st.randoms(use_true_random=False),
 )
-def test_never_overlaps_and_always_finishes(
+def test_ring_never_overlaps_ranges_and_never_deadlocks(
     size: int, alignment: int, sizes: list[int], dice: random.Random
 ) -> None:
     model = Transfers(StagingAllocator(size, alignment), sizes)
@@ -85,24 +85,24 @@ def test_never_overlaps_and_always_finishes(
         model.turn(dice)
 
 
-def test_a_ring_step_by_step() -> None:
+def test_ring_step_by_step() -> None:
     ring = StagingAllocator(100, alignment=16)
     a, b, c = ring.assign(20), ring.assign(50), ring.assign(40)
     assert (a, b) == ((0, 0, 0), (1, 32, 0))
-    assert c == (2, 0, 1)  # 96 + 40 does not fit behind: promised over a and b
+    assert c == (2, 0, 1)  # 96 + 40 exceeds the ring, so c overlaps a and b in the next round
     assert ring.watermark == (0, 0)
     assert not may_fill(1, 40, ring.watermark)
-    assert ring.free(1) == (0, 0)  # out of order: a is still there
+    assert ring.free(1) == (0, 0)  # out of order: a is not freed yet
     assert ring.free(0) == (1, 0)
     assert may_fill(1, 40, ring.watermark)
     assert ring.assign(101) is None
     assert ring.outstanding == 1
-    assert ring.free(2) == (2, 0)  # empty: a new round, from its beginning
+    assert ring.free(2) == (2, 0)  # the empty ring starts a new round
     assert ring.assign(100) == (3, 0, 2)
     assert may_fill(2, 100, ring.watermark)
 
 
-def test_a_range_is_freed_once() -> None:
+def test_free_refuses_ranges_that_are_not_assigned() -> None:
     ring = StagingAllocator(64, 1)
     ring.assign(10)
     ring.assign(10)
@@ -120,7 +120,7 @@ HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40)
 
 
 def held(size: int, rank: int, total: int) -> list[int]:
-    """The heads of a rank, counted out: heads dealt to ranks in order, or ranks to heads."""
+    """Return the heads of a rank by counting through all heads or ranks."""
     if total >= size:
         return [head for head in range(total) if head * size // total == rank]
     return [rank * total // size]
@@ -149,17 +149,18 @@ def check_destination(src_size: int, dst_size: int, dst: int, total: int) -> Non
             got[dst_start + i] = held(src_size, src, total)[start + i]
         before += count
     assert got == held(dst_size, dst, total)  # as slicing the full tensor
-    assert [each.src_tp_rank for each in writers] == sorted({each.src_tp_rank for each in writers})
+    sources = [writer.src_tp_rank for writer in writers]
+    assert sources == sorted(set(sources))
     assert heads_per_rank(dst_size, total) == len(got)
 
 
-def test_the_work_is_dealt_out_among_replicas() -> None:
-    # two heads on eight ranks: of four that hold head 1, one writes
-    assert [each.src_tp_rank for each in head_writers(8, 1, 0, 2)] == [0, 4]
+def test_source_replicas_share_the_destinations() -> None:
+    # With two heads on eight ranks, one of the four replicas of each head writes.
+    assert [writer.src_tp_rank for writer in head_writers(8, 1, 0, 2)] == [0, 4]
     assert [head_writers(4, 4, dst, 1)[0].src_tp_rank for dst in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("arguments", [(2, 2, -1, 4), (2, 0, 0, 4), (2, 4, 0, 6)])
-def test_wrong_ranks_and_sizes_are_refused(arguments: tuple[int, int, int, int]) -> None:
+def test_head_writers_refuses_wrong_ranks_and_sizes(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="destination"):
         head_writers(*arguments)

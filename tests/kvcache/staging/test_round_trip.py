@@ -1,6 +1,4 @@
-"""K/V from prefill ranks to decode ranks: the kernels against plain indexing, byte by byte, without
-a GPU in Triton's interpreter.
-"""
+"""The staging copies against torch indexing, in Triton's interpreter if there is no GPU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +18,13 @@ IMPLS = ["torch", "triton"]
 
 
 def noise(*shape: int, itemsize: int) -> torch.Tensor:
-    """Any bits at all, NaN patterns among them, as integers of this size."""
+    """Return random bits, which include NaN patterns, as integers of this size."""
     bytes_ = torch.randint(0, 256, (*shape[:-1], shape[-1] * itemsize), dtype=torch.uint8)
     return bytes_.view(BITS[itemsize]).to(DEVICE)
 
 
 def locations(*slots: int) -> torch.Tensor:
-    """int64, every other element of a tensor."""
+    """Return slots as a strided int64 tensor."""
     return torch.tensor(slots, dtype=torch.int64, device=DEVICE).repeat_interleave(2)[::2]
 
 
@@ -35,12 +33,12 @@ def as_bytes(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def memory(pages: torch.Tensor) -> torch.Tensor:
-    """All bytes behind a view, those between its rows too."""
+    """Return all bytes of a view's storage, including the gaps between its rows."""
     return torch.empty(0, dtype=torch.uint8, device=pages.device).set_(pages.untyped_storage())
 
 
 def with_surroundings(pages: torch.Tensor) -> torch.Tensor:
-    """The same view of a copy of that memory."""
+    """Copy a view's storage and return the same view of the copy."""
     return (
         memory(pages)
         .clone()
@@ -50,7 +48,7 @@ def with_surroundings(pages: torch.Tensor) -> torch.Tensor:
 
 
 def poisoned(nbytes: int, offset: int = 16) -> torch.Tensor:
-    """That many bytes, in the midst of others that are poisoned, too."""
+    """Return `nbytes` bytes of poison inside a larger poisoned buffer."""
     return torch.full((offset + nbytes + 16,), POISON, dtype=torch.uint8, device=DEVICE)[
         offset : offset + nbytes
     ]
@@ -59,9 +57,7 @@ def poisoned(nbytes: int, offset: int = 16) -> torch.Tensor:
 def in_memory_order(
     order: str, layers: int, slots: int, heads: int, width: int, itemsize: int
 ) -> torch.Tensor:
-    """`[L, N, H, W]` as layer-major and slot-major pools hold it, and cut out of wider rows, at an
-    odd place.
-    """
+    """Return random `[L, N, H, W]`, layer-major, slot-major, or as a slice at an odd offset."""
     if order == "layers":
         return noise(layers, slots, heads, width, itemsize=itemsize)
     if order == "slots":
@@ -69,11 +65,11 @@ def in_memory_order(
     return noise(layers, slots, heads + 1, width + 3, itemsize=itemsize)[:, :, 1:, 1 : 1 + width]
 
 
-ROWS = [  # bytes of an element, widths of keys and values, where staged
-    (1, (16, 48), 16),  # 16 bytes at a time, 48 no power of two
+ROWS = [  # bytes of an element, widths of keys and values, offset of the staged bytes
+    (1, (16, 48), 16),  # units of 16 bytes; 48 is not a power of two
     (1, (5, 3), 1),
     (2, (8, 24), 16),
-    (2, (8, 24), 2),  # staged at an odd place
+    (2, (8, 24), 2),  # staged at an offset that allows only small units
     (2, (6, 10), 8),
     (4, (4, 1), 4),
     (4, (2, 6), 16),
@@ -83,11 +79,13 @@ ROWS = [  # bytes of an element, widths of keys and values, where staged
 @pytest.mark.parametrize(
     ("impl", "order", "rows"), pairwise(IMPLS, ["layers", "slots", "sliced"], ROWS)
 )
-def test_gather_and_scatter(impl: Any, order: str, rows: tuple[int, tuple[int, int], int]) -> None:
+def test_gather_and_scatter_equal_indexing(
+    impl: Any, order: str, rows: tuple[int, tuple[int, int], int]
+) -> None:
     itemsize, widths, offset = rows
     torch.manual_seed(0)
     k, v = (in_memory_order(order, 2, 11, 5, width, itemsize) for width in widths)
-    loc = locations(9, 2, 2, 0, 7, 9, 10)  # scattered, and some twice
+    loc = locations(9, 2, 2, 0, 7, 9, 10)  # out of order, and some twice
     staged = poisoned(staged_bytes(k, v, len(loc), 3), offset)
     parts, expected = (k, v, staged), [with_surroundings(part) for part in (k, v, staged)]
     expected[2].copy_(as_bytes(k[:, loc, 1:4], v[:, loc, 1:4]))
@@ -107,10 +105,7 @@ def check_scatter(
     heads: Sequence[tuple[int, int]],
     offset: int,
 ) -> None:
-    """Head 2 has no writer.
-
-    All other slots and heads, and what lies between the rows, stay as they are.
-    """
+    """Scatter random rows, and check that all other bytes stay unchanged."""
     writers = Writers.of(heads, DEVICE)
     staged = poisoned(staged_bytes(k, v, len(loc), writers.total), offset)
     sent, expected = [], (with_surroundings(k), with_surroundings(v))
@@ -126,8 +121,10 @@ def check_scatter(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_many_blocks_long_rows_and_no_tokens(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows longer than a program, more blocks than the grid takes: programs go round."""
+def test_copies_of_more_blocks_than_the_grid_and_of_no_tokens(
+    impl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shrink the limits, so that rows exceed a block and programs copy several blocks."""
     monkeypatch.setattr(staging_copy, "MAX_BLOCK", 32)
     monkeypatch.setattr(staging_copy, "MAX_BLOCKS", 3)
     torch.manual_seed(1)
@@ -144,8 +141,8 @@ def test_many_blocks_long_rows_and_no_tokens(impl: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_offsets_past_2_to_the_31(impl: Any) -> None:
-    """Slots a gigabyte apart, of memory that is reserved and hardly touched."""
+def test_copies_with_offsets_past_2_to_the_31(impl: Any) -> None:
+    """Lay slots a gigabyte apart; on the CPU, only the touched pages take memory."""
     far = 2**30 + 1
     block = torch.empty(3 * far + 64, dtype=torch.uint8, device=DEVICE)
     k = block.as_strided((1, 4, 2, 3), (1, far, 3, 1))
@@ -160,14 +157,14 @@ def test_offsets_past_2_to_the_31(impl: Any) -> None:
     assert torch.equal(v[:, [2, 3], 0], v[:, loc, 1])
 
 
-def test_wrong_heads_and_ranges_are_refused_before_anything_is_written() -> None:
+def test_wrong_heads_and_sizes_are_refused_before_writing() -> None:
     k = noise(1, 3, 2, 4, itemsize=2)
     before, staged = k.clone(), torch.full((32,), POISON, dtype=torch.uint8, device=DEVICE)
     for first, count, into in ((1, 2, staged), (-1, 2, staged), (0, 0, staged), (0, 2, staged[1:])):
         with pytest.raises(AssertionError):
             gather_staged(k, k, locations(1), first, count, into)
     for heads in ([], [(0, 2), (1, 1)], [(-1, 1)]):
-        with pytest.raises(AssertionError, match="share heads"):
+        with pytest.raises(AssertionError, match="overlap"):
             Writers.of(heads, DEVICE)
     with pytest.raises(AssertionError, match="not in a pool of 2"):
         scatter_staged(staged, k, k, locations(1), Writers.of([(1, 2)], DEVICE))
@@ -176,9 +173,7 @@ def test_wrong_heads_and_ranges_are_refused_before_anything_is_written() -> None
 
 @pytest.mark.parametrize("slot_major", [False, True])
 @pytest.mark.parametrize("dtype", [torch.half, torch.float8_e4m3fn])
-def test_layers_of_a_pool_are_views_of_what_its_slots_hold(
-    dtype: torch.dtype, slot_major: bool
-) -> None:
+def test_pool_layers_are_views_of_the_pool(dtype: torch.dtype, slot_major: bool) -> None:
     pool = make_pool(8, 4, head_dim=4, v_head_dim=8, dtype=dtype, slot_major=slot_major)
     rows = torch.randn(2, 1, 8, device=DEVICE).to(dtype)
     pool.set_kv_buffer(1, locations(5, 9), rows[..., :4], rows)

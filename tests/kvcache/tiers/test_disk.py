@@ -1,4 +1,4 @@
-"""The disk tier: what comes back is what was stored under this version, or nothing."""
+"""The disk tier returns a page as it was stored under the present version, or a miss."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def page(seed: int, nbytes: int = PAGE) -> torch.Tensor:
 
 
 def stored(disk: DiskTier, *seeds: int) -> list[bool]:
-    """Which of these pages are there and what they were; of the others nothing is read."""
-    found = []
+    """Read pages and check their content; return which of them are hits."""
+    hits = []
     for seed in seeds:
         into = torch.zeros(disk.page_bytes, dtype=torch.uint8)
-        found.append(disk.get(KEYS[seed], into))
+        hits.append(disk.get(KEYS[seed], into))
         assert torch.equal(
-            into, page(seed, disk.page_bytes) if found[-1] else torch.zeros_like(into)
+            into, page(seed, disk.page_bytes) if hits[-1] else torch.zeros_like(into)
         )
-    return found
+    return hits
 
 
 def filled(directory: Path, count: int, **fields: Any) -> DiskTier:
@@ -69,7 +69,7 @@ def failing(code: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, PAGE, 3 << 20])
-def test_round_trip(
+def test_pages_are_read_as_stored_and_files_are_closed(
     nbytes: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
@@ -88,18 +88,18 @@ def test_round_trip(
     assert open_files_in(tmp_path) == before, "files stay open"
 
 
-def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
+def test_least_recently_used_page_is_evicted_first(tmp_path: Path) -> None:
     disk = filled(tmp_path, 3, pages=3)
     assert stored(disk, 0) == [True]
-    disk.put(KEYS[1], page(1))  # there already: used, not stored again
+    disk.put(KEYS[1], page(1))  # already stored, so this counts only as a use
     disk.put(KEYS[3], page(3))
     assert stored(disk, 0, 1, 2, 3) == [True, True, False, True]
     assert disk.nbytes == 3 * FILE and len(list(tmp_path.iterdir())) == 3
-    with pytest.raises(ValueError, match="hold no page"):
+    with pytest.raises(ValueError, match="holds no page"):
         DiskTier(tmp_path / "b", FILE - 1, page_bytes=PAGE, format="f", owner="o")
 
 
-def test_a_raised_version_makes_everything_a_miss_and_touches_no_file(
+def test_raise_version_makes_all_pages_misses_without_file_access(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = filled(tmp_path, 3, pages=4)
@@ -110,21 +110,21 @@ def test_a_raised_version_makes_everything_a_miss_and_touches_no_file(
     assert len(disk) == 0 and disk.nbytes == 3 * FILE
     assert stored(disk, 0, 1, 2) == [False] * 3
     disk.put(KEYS[5], page(5))
-    disk.put(KEYS[6], page(6))  # what is old makes room, not page 5
+    disk.put(KEYS[6], page(6))  # evicts a page of the older version, not page 5
     assert stored(disk, 5, 6) == [True] * 2 and disk.nbytes == 4 * FILE
     disk.put(KEYS[0], page(0))
     assert stored(disk, 0, 5, 6) == [True] * 3
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_the_next_process_goes_on_in_order_of_use(tmp_path: Path) -> None:
+def test_next_process_keeps_pages_in_order_of_use(tmp_path: Path) -> None:
     disk = filled(tmp_path, 3)
     for seed, seconds in ((1, 1), (0, 2), (2, 3)):
         os.utime(file_of(tmp_path, seed), (seconds, seconds))
     assert stored(disk, 1) == [True]
     with pytest.raises(BackendError, match="held by another disk tier"):
         tier(tmp_path)
-    del disk  # as `close` would
+    del disk  # has the same effect as `close`
     gc.collect()
     disk = tier(tmp_path, pages=2)
     assert stored(disk, 0, 1, 2) == [False, True, True] and disk.nbytes == 2 * FILE
@@ -134,14 +134,14 @@ def test_the_next_process_goes_on_in_order_of_use(tmp_path: Path) -> None:
     "changed",
     [{"owner": "run 2"}, {"format": ("fp8", 2)}, {"version": 1}, {"page_bytes": PAGE - 1}],
 )
-def test_another_owner_format_or_version_is_never_served(
+def test_pages_of_another_owner_format_or_version_are_never_served(
     changed: dict[str, Any], tmp_path: Path
 ) -> None:
     filled(tmp_path, 2, version=3 if "version" in changed else 0).close()
     disk = tier(tmp_path, **changed)
     assert len(disk) == disk.nbytes == 0 and list(tmp_path.iterdir()) == []
     if "version" in changed:
-        disk.raise_version(3)  # the other run's version 3 was of other weights
+        disk.raise_version(3)  # version 3 of the earlier run had other weights
     assert stored(disk, 0) == [False]
 
 
@@ -152,7 +152,9 @@ def test_another_owner_format_or_version_is_never_served(
         *((FILE, at) for at in (0, 9, 24, 30, 48, 60, 4096, 4096 + PAGE - 1)),
     ],
 )
-def test_a_damaged_file_is_a_miss(length: int, flipped: int | None, tmp_path: Path) -> None:
+def test_damaged_file_is_deleted_and_a_miss(
+    length: int, flipped: int | None, tmp_path: Path
+) -> None:
     def damage() -> None:
         content = bytearray(file_of(tmp_path, 1).read_bytes()[:length])
         if flipped is not None:
@@ -162,7 +164,7 @@ def test_a_damaged_file_is_a_miss(length: int, flipped: int | None, tmp_path: Pa
     disk = filled(tmp_path, 3)
     damage()
     assert stored(disk, 0, 1, 2) == [True, False, True]
-    assert len(list(tmp_path.iterdir())) == 2 and disk.nbytes == 2 * FILE, "it was not removed"
+    assert len(list(tmp_path.iterdir())) == 2 and disk.nbytes == 2 * FILE, "the file is kept"
     disk.put(KEYS[1], page(1))
     assert stored(disk, 1) == [True]
     damage()
@@ -170,15 +172,14 @@ def test_a_damaged_file_is_a_miss(length: int, flipped: int | None, tmp_path: Pa
     assert stored(tier(tmp_path), 0, 1, 2) == [True, False, True]
 
 
-def test_foreign_files(tmp_path: Path) -> None:
-    """Files that are no pages stay; those that pretend to be one are not believed."""
+def test_foreign_files_stay_and_forged_pages_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.kvpage").write_bytes(b"x" * FILE)
     disk = filled(tmp_path, 2)
     assert not (tmp_path / "x.kvpage").exists()
     path = file_of(tmp_path, 0)
-    # the second is a good page, of other tokens
+    # The second content is an intact page of other tokens.
     for content in (b"y" * FILE, file_of(tmp_path, 1).read_bytes()):
         path.write_bytes(content)
         assert stored(disk, 0) == [False]
@@ -190,7 +191,7 @@ def test_foreign_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["pwrite", "posix_fallocate", "replace"])
-def test_a_full_disk_is_told_and_the_cache_goes_on(
+def test_put_on_a_full_disk_raises_and_keeps_other_pages(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, written, full = filled(tmp_path, 3), os.pwrite, failing(errno.ENOSPC)
@@ -200,9 +201,7 @@ def test_a_full_disk_is_told_and_the_cache_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, operation, first_block_still_fits if operation == "pwrite" else full)
-        with pytest.raises(
-            BackendError, match=r"ENOSPC.*free some space.*stored before are still there"
-        ):
+        with pytest.raises(BackendError, match=r"ENOSPC.*free some space.*stored before are kept"):
             disk.put(KEYS[3], page(3))
         assert (
             KEYS[3] not in disk and len(list(tmp_path.iterdir())) == 3 and disk.nbytes == 3 * FILE
@@ -217,10 +216,10 @@ def test_a_full_disk_is_told_and_the_cache_goes_on(
     assert stored(disk, 0) == [True]
 
 
-def test_a_file_system_that_becomes_read_only_costs_pages_alone(
+def test_read_only_file_system_loses_pages_but_still_serves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = filled(tmp_path, 4, pages=4)  # all that the budget has
+    disk = filled(tmp_path, 4, pages=4)  # the whole budget
     with monkeypatch.context() as patch:
         read_only(patch, tmp_path)
         for seed in (4, 5):
@@ -228,7 +227,7 @@ def test_a_file_system_that_becomes_read_only_costs_pages_alone(
                 disk.put(KEYS[seed], page(seed))
         file_of(tmp_path, 3).write_bytes(b"damaged")
         assert stored(disk, 1, 2, 3) == [True, True, False]
-        assert disk.nbytes == 4 * FILE, "what is there is counted"
+        assert disk.nbytes == 4 * FILE, "a file that can't be deleted is not counted"
         disk.clear()
         assert len(disk) == 0
     disk.put(KEYS[5], page(5))
@@ -237,7 +236,7 @@ def test_a_file_system_that_becomes_read_only_costs_pages_alone(
 
 
 def dying_put(pipe: Connection, directory: Path, when: str) -> None:
-    """In a process of its own."""
+    """Fill a tier, and kill this process during the next put."""
     disk = filled(directory, 3)
     written, renamed = os.pwrite, os.replace
 
@@ -257,27 +256,27 @@ def dying_put(pipe: Connection, directory: Path, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["first block", "before the rename", "after the rename"])
-def test_killed_during_put(when: str, tmp_path: Path) -> None:
+def test_kill_during_put_loses_at_most_that_page(when: str, tmp_path: Path) -> None:
     peer = Peer(dying_put, tmp_path, when)
     assert peer.dies_within(100) and peer.process.exitcode == -signal.SIGKILL
     peer.bury()
     assert len(list(tmp_path.iterdir())) == 4
     disk = tier(tmp_path)
     assert stored(disk, 0, 1, 2, 3) == [True] * 3 + [when == "after the rename"]
-    assert len(list(tmp_path.iterdir())) == len(disk), "the unfinished file is still there"
+    assert len(list(tmp_path.iterdir())) == len(disk), "the unfinished file is not deleted"
 
 
-def test_hashes_tell_prefixes_apart() -> None:
-    one = page_hashes([1, 2, 3, 4, 5, 6, 7], 2)
-    assert len(one) == 3 and len({len(each) for each in one}) == 1
-    assert page_hashes([1, 2, 3, 4], 2) == one[:2], "a hash depends on what follows"
-    assert page_hashes([9, 2, 3, 4], 2)[1] != one[1], "a hash does not depend on what precedes"
-    assert page_hashes([3, 4], 2)[0] != one[1]
-    assert page_hashes([1, 2, 3, 4], 4)[0] != one[1]
+def test_page_hashes_differ_for_different_prefixes_and_never_change() -> None:
+    hashes = page_hashes([1, 2, 3, 4, 5, 6, 7], 2)
+    assert len(hashes) == 3 and len({len(page_hash) for page_hash in hashes}) == 1
+    assert page_hashes([1, 2, 3, 4], 2) == hashes[:2], "a hash depends on later tokens"
+    assert page_hashes([9, 2, 3, 4], 2)[1] != hashes[1], "a hash ignores earlier tokens"
+    assert page_hashes([3, 4], 2)[0] != hashes[1]
+    assert page_hashes([1, 2, 3, 4], 4)[0] != hashes[1]
     names = [page_hashes([1, 2], 2, namespace)[0] for namespace in (None, "None", 1, "1", "", True)]
     assert len(set(names)) == len(names)
     assert page_hashes([1, 2], 2)[0].hex() == "3818512af8f3d399731a3efefafc6e18", (
-        "hashes changed: pages on disks are lost"
+        "the hashes have changed, so pages on disks are lost"
     )
     with pytest.raises(ValueError, match="a namespace of tiers is a str, an int or None"):
         page_hashes([1], 1, ("lora",))

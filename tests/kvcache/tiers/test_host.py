@@ -1,6 +1,4 @@
-"""Host pages: bytes come back as they went, wherever they were put, and nothing beside them
-changes; the memory they take, and what is refused.
-"""
+"""The host tier: copies are exact and change no other bytes; sizes and refused arguments."""
 
 from __future__ import annotations
 
@@ -38,26 +36,25 @@ def make(
 
 
 def poison(pool: Any, seed: int) -> None:
-    """Random bytes everywhere, NaN patterns among them."""
+    """Fill a pool with random bytes, which include NaN patterns."""
     generator = torch.Generator().manual_seed(seed)
     for raw in pools.stored(pool):
         raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
 
 
 def contents(pool: Any) -> list[torch.Tensor]:
-    """All bytes, `[L, N, row bytes]` a part on the CPU: a copy."""
+    """Copy all bytes of a pool to the CPU, `[L, N, row bytes]` per part."""
     return [raw.flatten(2).cpu().clone() for raw in pools.stored(pool)]
 
 
 def random_slots(cache: HostKVCache) -> list[torch.Tensor]:
-    """Slots of scattered host pages, and as many scattered device slots, from and to where rows go;
-    all strided.
-    """
+    """Return random host slots, and random device slots to copy from and to, all strided."""
     generator, ps = torch.Generator().manual_seed(0), cache.page_size
     pages = cache.allocator.alloc_pages(PAGES - 2)
     assert pages is not None
-    every = [cache.slots_of(pages), *[ps + torch.arange(cache.pool.size)] * 2]
-    return [slots[torch.randperm(len(slots), generator=generator)][: 6 * ps : 2] for slots in every]
+    ranges = [cache.slots_of(pages), *[ps + torch.arange(cache.pool.size)] * 2]
+    order = [torch.randperm(len(slots), generator=generator) for slots in ranges]
+    return [slots[index][: 6 * ps : 2] for slots, index in zip(ranges, order, strict=True)]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -65,7 +62,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def host_contents(cache: HostKVCache) -> list[torch.Tensor]:
-    """`[L, slots, row bytes]` a part, the padding page left out: a copy."""
+    """Copy all host bytes, `[L, slots, row bytes]` per part, without the padding page."""
     return [part.host.flatten(1, 2).clone() for part in cache.plan.parts]
 
 
@@ -73,7 +70,9 @@ def host_contents(cache: HostKVCache) -> list[torch.Tensor]:
     ("name", "page_size", "layout", "impl"),
     pairwise(POOLS, [1, 3, 16], LAYOUTS, ["torch", "triton"]),
 )
-def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: str) -> None:
+def test_backup_and_load_copy_exactly_the_given_slots(
+    name: str, page_size: int, layout: Any, impl: Impl, device: str
+) -> None:
     cache = make(name, device, page_size, impl, layout=layout)
     host_slots, source, target = random_slots(cache)
     for part in cache.plan.parts:
@@ -88,14 +87,14 @@ def test_round_trip(name: str, page_size: int, layout: Any, impl: Impl, device: 
 
     poison(cache.pool, 2)
     expected = contents(cache.pool)
-    cache.load_to_device(host_slots, target).wait()  # which are on the CPU
+    cache.load_to_device(host_slots, target).wait()  # both index tensors are on the CPU
     for want, saved in zip(expected, before, strict=True):
         want[:, target] = saved[:, source]
     assert same(contents(cache.pool), expected)
 
 
 @pytest.mark.gpu
-def test_compute_waits_for_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_layer_does_not_wait_for_later_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make("mha", "cuda:0", 16)
     host_slots, source, target = random_slots(cache)
     cache.backup_from_device_all_layer(host_slots, source).synchronize()
@@ -118,12 +117,13 @@ def test_compute_waits_for_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", POOLS)
-def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
-    """What the disk keeps is the same from both layouts, and comes back."""
+def test_read_page_returns_the_same_bytes_from_both_layouts(
+    name: str, layout: Any, device: str
+) -> None:
     cache = make(name, device, layout=layout)
     other = make(name, device, layout=LAYOUTS[layout == LAYOUTS[0]])
-    strides = [each.plan.parts[0].host.stride()[:2] for each in (cache, other)]
-    assert strides[0] != strides[1], "so there is one layout only"
+    strides = [tier.plan.parts[0].host.stride()[:2] for tier in (cache, other)]
+    assert strides[0] != strides[1], "both tiers have the same layout"
     poison(cache.pool, 5)
     pages = cache.allocator.alloc_pages(3)
     assert pages is not None
@@ -140,7 +140,7 @@ def test_pages_as_bytes(name: str, layout: Any, device: str) -> None:
     assert torch.equal(other.read_page(2), content)
 
 
-def test_wrong_slots_copy_nothing(device: str) -> None:
+def test_transfers_refuse_wrong_slots_before_copying(device: str) -> None:
     cache = make("mha", device)
     pages = cache.allocator.alloc_pages(2)
     assert pages is not None
@@ -156,7 +156,7 @@ def test_wrong_slots_copy_nothing(device: str) -> None:
     assert same(contents(cache.pool), before[0]) and same(host_contents(cache), before[1])
 
 
-def test_scales_that_change_are_refused(device: str) -> None:
+def test_transfers_refuse_changed_fp8_scales(device: str) -> None:
     cache = make("fp8", device)
     host_slots, source, target = random_slots(cache)
     cache.backup_from_device_all_layer(host_slots, source)
@@ -168,10 +168,8 @@ def test_scales_that_change_are_refused(device: str) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
-    """Strides that only int64 can follow: two rows, 5 GiB apart on both sides, nothing touched
-    between them.
-    """
+def test_copy_rows_with_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
+    """Copy two rows that are 5 GiB apart in both memories, without touching other memory."""
     far = 5 << 30
     device_block = torch.empty(far + 64, dtype=torch.uint8, device=device)
     host_block = torch.empty(far + 64, dtype=torch.uint8, pin_memory=device != "cpu")
@@ -191,7 +189,7 @@ def test_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_bytes_are_exact(device: str) -> None:
+def test_host_tier_has_exact_bytes(device: str) -> None:
     pool = make_pool("odd", device, 3)
     page = 3 * LAYERS * 3 * (5 + 7) * 2
     for config, pages in (
@@ -207,7 +205,9 @@ def test_bytes_are_exact(device: str) -> None:
         HostKVCache(pool, HostCacheConfig(size_bytes=page - 1))
 
 
-def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_invalid_configs_and_lack_of_memory_raise(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     with pytest.raises(ValueError, match="size_bytes=-1 must be positive"):
         HostCacheConfig(size_bytes=-1)
     with pytest.raises(ValueError, match="layout='token_first' must be one of"):
@@ -219,21 +219,23 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, device: str) ->
         make("mha", device)
 
 
-def test_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_host_memory_is_released_with_its_last_view(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     given: list[int] = []
     original = pinned_arena.give_back
     cache = make("mha", device)
     view = cache.plan.parts[0].host[0, 0]
     address = view.data_ptr()
 
-    def spy(*arguments: Any) -> None:  # memory of other tests may be given back, too
+    def spy(*arguments: Any) -> None:  # other tests' memory may be released meanwhile
         given.extend([arguments[1]] if arguments[0] == address else [])
         original(*arguments)
 
     monkeypatch.setattr(pinned_arena, "give_back", spy)
     del cache
     gc.collect()
-    assert not given, "a tensor still looks at it"
+    assert not given, "the memory was released under a view"
     del view
     gc.collect()
     assert given == [2 << 20]

@@ -1,6 +1,4 @@
-"""The cache over all tiers: every row that a match gives is what the present weights make of its
-tokens.
-"""
+"""The tiered prefix cache: every row of a match is that of its tokens under the present weights."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ PS, DEVICE_PAGES, DISK_PAGES = 2, 10, 20
 
 
 def value(version: int, salt: str | None, tokens: list[int], layer: int) -> float:
-    """What the row of the last of these tokens is made of; exact in fp32."""
+    """Return the number that stands for the last token's row, exact in fp32."""
     return hash((version, salt is None, tuple(tokens), layer)) % (1 << 24)
 
 
 class Engine:
-    """Computes what is not cached and inserts it."""
+    """A stand-in for an engine, which writes and inserts the rows of tokens that are not cached."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Engine:
     def run(
         self, tokens: list[int], salt: str | None = None, version: int | None = None
     ) -> TieredMatch:
-        """One request from beginning to end; checks what the cache gave it."""
+        """Run one request, and check the rows of its match."""
         match = self.cache.match_prefix(tokens, extra_key=salt)
         self.check(match, tokens, salt)
         self.cache.inc_lock_ref(match.node)
@@ -78,17 +76,14 @@ class Engine:
         if pages is not None:
             version = self.cache.version if version is None else version
             self.write(pages, tokens, salt, version, len(match.pages))
-            every = [*match.pages.tolist(), *pages.tolist()]
-            known = self.cache.insert(tokens, every, version=version, extra_key=salt)
-            self.ledger.free_pages(every[len(match.pages) : known // PS])
+            all_pages = [*match.pages.tolist(), *pages.tolist()]
+            known = self.cache.insert(tokens, all_pages, version=version, extra_key=salt)
+            self.ledger.free_pages(all_pages[len(match.pages) : known // PS])
         self.cache.dec_lock_ref(match.node)
         return match
 
     def forget(self) -> None:
-        """What a pause and a resume may leave.
-
-        NaN: reading a row that nobody wrote since must not look right.
-        """
+        """Overwrite the pool with NaN, as a pause may, to reveal reads of stale rows."""
         for part in self.pool.stored.values():
             part.fill_(torch.nan)
 
@@ -96,29 +91,29 @@ class Engine:
         return 0 if self.disk is None else len(self.disk)
 
     def rows(self, pages: Any, tokens: list[int], first: int) -> Iterator[tuple[list[int], int]]:
-        """The slots of pages that follow the first ones, and the tokens that they are made of."""
-        for nth, page in enumerate(pages.tolist(), first):
-            yield from ((tokens[: nth * PS + at + 1], page * PS + at) for at in range(PS))
+        """Yield the tokens up to each slot, and the slot, for pages from number `first` on."""
+        for number, page in enumerate(pages.tolist(), first):
+            yield from ((tokens[: number * PS + at + 1], page * PS + at) for at in range(PS))
 
     def write(
         self, pages: Any, tokens: list[int], salt: str | None, version: int, first: int
     ) -> None:
-        for seen, slot in self.rows(pages, tokens, first):
+        for prefix, slot in self.rows(pages, tokens, first):
             for part in self.pool.stored.values():
                 for layer in range(2):
-                    part[layer, slot] = value(version, salt, seen, layer)
+                    part[layer, slot] = value(version, salt, prefix, layer)
 
     def check(self, match: TieredMatch, tokens: list[int], salt: str | None) -> None:
         assert match.length == len(match.pages) * PS <= len(tokens) and match.loaded <= match.length
         for layer in range(2):
             match.transfer.wait(layer)
-            for seen, slot in self.rows(match.pages, tokens, 0):
-                expected = value(self.cache.version, salt, seen, layer)
+            for prefix, slot in self.rows(match.pages, tokens, 0):
+                expected = value(self.cache.version, salt, prefix, layer)
                 for part in self.pool.stored.values():
                     assert bool((part[layer, slot] == expected).all()), "a stale or foreign slot"
 
     def fill_device(self, *seeds: int) -> None:
-        """Requests that need the whole device, one after the other."""
+        """Run requests that need all device pages, one after another."""
         for seed in seeds:
             self.run([100 + seed] * (DEVICE_PAGES * PS))
 
@@ -135,7 +130,7 @@ def full(*arguments: object) -> None:
     ("layout", "host_pages", "others"),
     [("layer_first", 20, [1]), ("page_first", 20, [1]), ("page_first", 11, [1, 2])],
 )
-def test_a_prefix_comes_back_from_host_or_disk(
+def test_evicted_prefix_is_loaded_from_host_or_disk(
     layout: Any, host_pages: int, others: list[int], device: str, tmp_path: Path
 ) -> None:
     engine = Engine(device, "write_through", host_pages, tmp_path, layout=layout)
@@ -149,24 +144,24 @@ def test_a_prefix_comes_back_from_host_or_disk(
     engine.cache.check_integrity()
 
 
-def test_what_is_split_between_tiers(device: str, tmp_path: Path) -> None:
-    """The beginning on the device, then the host, then the disk, then nowhere."""
+def test_match_of_a_prefix_that_is_split_over_tiers(device: str, tmp_path: Path) -> None:
+    """Find pages on the device, the host and the disk, but not the last page."""
     engine = Engine(device, "write_through", 3, tmp_path)
-    engine.run(PROMPT)  # pages 1 to 3 on the host, the fourth found no room
+    engine.run(PROMPT)  # pages 1 to 3 are copied to the host, which has no room for the fourth
     assert engine.cache.match_prefix(PROMPT).length == 8
     engine.cache.evict(2 * PS)
     assert engine.cache.match_prefix(PROMPT).length == 6
-    engine.fill_device(1)  # 3 of its pages push those of the prompt to the disk
+    engine.fill_device(1)  # 3 of its pages displace the prompt's pages to the disk
     assert engine.on_disk() == 3
     match = engine.run(PROMPT)
     assert (match.length, match.loaded) == (6, 6)
     engine.cache.check_integrity()
 
 
-def test_each_tier_drops_what_was_used_longest_ago(
+def test_each_tier_evicts_the_least_recently_used_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes from a host of three pages, and where; never what the same call asked for."""
+    """Check that no call evicts a page that it asks for, with a host of three pages."""
     lower = Engine("cpu", "write_through", 3, tmp_path).cache.lower
     keys = page_hashes(range(20), PS)
     assert lower.disk is not None
@@ -176,30 +171,30 @@ def test_each_tier_drops_what_was_used_longest_ago(
         assert {i for i, key in enumerate(keys) if lower.disk and key in lower.disk} == on_disk
         lower.check_integrity()
 
-    def pages(*which: int) -> tuple[list[bytes], Any]:
-        return [keys[i] for i in which], np.arange(1, len(which) + 1)
+    def pages(*numbers: int) -> tuple[list[bytes], Any]:
+        return [keys[i] for i in numbers], np.arange(1, len(numbers) + 1)
 
     lower.save(*pages(0, 1, 2))
     lower.save(*pages(0, 3))
     check({0, 2, 3}, {1})
     lower.save(*pages(3, 4, 5, 6))
     check({3, 4, 5}, {0, 1, 2})
-    assert lower.load(*pages(1, 3)) == (0, None)  # 3 would have to go
-    assert lower.load(*pages(1, 7))[0] == 1  # 7 is nowhere: what follows it is of no use
+    assert lower.load(*pages(1, 3)) == (0, None)  # loading 1 would evict 3
+    assert lower.load(*pages(1, 7))[0] == 1  # 7 is not stored, so the load ends before it
     check({1, 4, 5}, {0, 1, 2, 3})
     assert lower.load(*pages(4))[0] == 1 and lower.load(*pages(8, 4)) == (0, None)
     lower.save(*pages(6))
     check({1, 4, 6}, {0, 1, 2, 3, 5})
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        lower.save(*pages(7, 8))  # 1 is on the disk already, 4 is lost
+        lower.save(*pages(7, 8))  # 1 is already on disk; 4 is lost
         check({6, 7, 8}, {0, 1, 2, 3, 5})
     assert lower.lost_pages == 1 and isinstance(lower.disk_error, BackendError)
     lower.raise_version(1)
     check(set(), set())
     lower.save(*pages(0, 1))
     check({0, 1}, set())
-    lower.save(*pages(2, 3))  # the last one of the old version is not worth a file
+    lower.save(*pages(2, 3))  # the last page of the older version is not written to disk
     check({1, 2, 3}, {0})
 
 
@@ -211,7 +206,9 @@ def test_each_tier_drops_what_was_used_longest_ago(
         ("write_back", [20, 20, 20, 16]),
     ],
 )
-def test_when_pages_are_written(policy: WritePolicy, free: list[int], device: str) -> None:
+def test_write_policy_decides_when_pages_are_copied(
+    policy: WritePolicy, free: list[int], device: str
+) -> None:
     engine = Engine(device, policy, 20)
     for left in free[:3]:
         engine.run(PROMPT)
@@ -221,7 +218,7 @@ def test_when_pages_are_written(policy: WritePolicy, free: list[int], device: st
     assert engine.run(PROMPT).loaded == 8
 
 
-def test_what_was_not_hit_twice_is_lost(device: str) -> None:
+def test_selective_policy_loses_pages_without_a_second_hit(device: str) -> None:
     engine = Engine(device, "write_through_selective", 20)
     engine.run(PROMPT)
     engine.run(PROMPT)
@@ -229,13 +226,13 @@ def test_what_was_not_hit_twice_is_lost(device: str) -> None:
     assert engine.run(PROMPT).length == 0
     engine.run(PROMPT)
     assert engine.host.allocator.available_pages == 20, (
-        "hits of what was in these device pages before are counted"
+        "hits of the pages' earlier content are counted"
     )
 
 
 @pytest.mark.parametrize("forget", ["raise_version", "reset"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_hit_under_new_weights_or_after_a_reset(
+def test_no_page_is_hit_after_new_weights_or_a_reset(
     policy: WritePolicy, forget: str, device: str, tmp_path: Path
 ) -> None:
     engine = Engine(device, policy, 3, tmp_path)
@@ -249,12 +246,12 @@ def test_nothing_is_hit_under_new_weights_or_after_a_reset(
     else:
         engine.cache.raise_version(1)
     assert engine.run(PROMPT).length == 0
-    assert engine.run(PROMPT[:6], version=0).length == 6, "and what was made since is"
+    assert engine.run(PROMPT[:6], version=0).length == 6, "new entries are not hit"
     engine.cache.check_integrity()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: str) -> None:
+def test_move_to_host_preserves_prefixes_over_a_pause(policy: WritePolicy, device: str) -> None:
     saver = MemorySaver(device)
     engine = Engine(device, policy, 20, saver=saver)
     engine.run(PROMPT)
@@ -277,7 +274,7 @@ def test_everything_survives_a_pause_on_the_host(policy: WritePolicy, device: st
 @pytest.mark.soak
 @pytest.mark.parametrize("on_disk", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_random_workload_never_sees_a_stale_slot(
+def test_random_workload_never_hits_a_stale_slot(
     policy: WritePolicy, on_disk: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dice, seen = random.Random(f"{policy} {on_disk}"), Counter[str]()
@@ -303,7 +300,7 @@ def test_a_random_workload_never_sees_a_stale_slot(
         elif step == "raise":
             engine.cache.raise_version(engine.cache.version + dice.randint(1, 2))
             seen["raised"] += 1
-        elif step == "late" and engine.cache.version:  # a request that began under older weights
+        elif step == "late" and engine.cache.version:  # a request that started under older weights
             pages = engine.ledger.alloc_pages(min(len(tokens) // PS, engine.ledger.available_pages))
             assert pages is not None
             old = engine.cache.version - 1
@@ -323,6 +320,6 @@ def test_a_random_workload_never_sees_a_stale_slot(
         engine.ledger.check_integrity()
         assert engine.ledger.available_pages + engine.cache.total_size // PS == DEVICE_PAGES
     assert (
-        min(seen[what] for what in ("device", "loaded", "misses")) >= 10 and seen["raised"] >= 2
+        min(seen[event] for event in ("device", "loaded", "misses")) >= 10 and seen["raised"] >= 2
     ), seen
     assert (engine.cache.lower.lost_pages > 0) == on_disk
