@@ -1,4 +1,4 @@
-"""A loop in which vLLM generates and an FSDP2 trainer learns, by turns on one GPU (GRPO).
+"""A GRPO loop in which vLLM generates and an FSDP2 trainer learns, in turns on one GPU.
 
     python examples/vllm_loop.py MODEL_DIR
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
 
 from memsaver import MemorySaver
 from rollout import SamplingParams
@@ -22,14 +22,14 @@ SAMPLES, TOKENS = 16, 8
 
 
 def score(answer: list[int]) -> float:
-    """The share of an answer's tokens that are below 48."""
+    """Return the fraction of an answer's tokens that are below 48."""
     return sum(token < 48 for token in answer) / len(answer)
 
 
 def main(path: str, steps: int = 20) -> list[float]:
-    """The mean reward of each step."""
+    """Train, and return the mean reward of each step."""
     sizes = {"kv_tokens": 4096, "max_running": 64, "max_context_len": 64}
-    # so short a run does not pay for captured graphs
+    # Capturing CUDA graphs would take longer than it saves in such a short run.
     rollout = VllmRollout.from_pretrained(path, load_weights=False, cuda_graphs=False, **sizes)
     rollout.sleep(level=2)
     saver = MemorySaver("cuda:0")
@@ -41,10 +41,10 @@ def main(path: str, steps: int = 20) -> list[float]:
     cycle = Cycle(trainer, rollout)
     rewards = []
     for step in range(1, steps + 1):
-        cycle.to_rollout(version=step)  # vLLM has the memory, and the trainer's weights
+        cycle.to_rollout(version=step)  # vLLM now has the memory and the trainer's weights
         params = SamplingParams(n=SAMPLES, max_tokens=TOKENS, ignore_eos=True, seed=step)
         groups = rollout.generate(PROMPTS, params)
-        cycle.to_train()  # the trainer has the memory
+        cycle.to_train()  # the trainer now has the memory
         rewards.append(learn(trainer, groups))
         print(f"step {step}: reward {rewards[-1]:.3f}")
     trainer.close()
@@ -54,7 +54,7 @@ def main(path: str, steps: int = 20) -> list[float]:
 
 
 def learn(trainer: Trainer, groups: list) -> float:
-    """One update from the answers to each prompt; their mean reward."""
+    """Update the model from the answers to each prompt; return their mean reward."""
     answers = [answer for group in groups for answer in group]
     scores = [score(answer.token_ids) for answer in answers]
     means = [sum(scores[i : i + SAMPLES]) / SAMPLES for i in range(0, len(scores), SAMPLES)]
@@ -63,7 +63,7 @@ def learn(trainer: Trainer, groups: list) -> float:
             prompt_ids=[prompt for prompt in PROMPTS for _ in range(SAMPLES)],
             response_ids=[answer.token_ids for answer in answers],
             old_logprobs=[answer.logprobs for answer in answers],
-            advantages=[each - means[i // SAMPLES] for i, each in enumerate(scores)],
+            advantages=[reward - means[i // SAMPLES] for i, reward in enumerate(scores)],
         )
     )
     return sum(scores) / len(scores)

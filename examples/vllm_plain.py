@@ -1,8 +1,8 @@
-"""vLLM as one writes it: answers to two prompts, by token ids. It learns nothing.
+"""Answers of vLLM to two prompts, as token ids, without training.
 
     python examples/vllm_plain.py MODEL_DIR
 
-`vllm_loop.py` is the same with a trainer on the same GPU.
+`vllm_loop.py` adds a trainer on the same GPU.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 SAMPLES, TOKENS = 16, 8
 
 
 def score(answer: list[int]) -> float:
-    """The share of an answer's tokens that are below 48."""
+    """Return the fraction of an answer's tokens that are below 48."""
     return sum(token < 48 for token in answer) / len(answer)
 
 
 def main(path: str) -> float:
-    """The mean reward."""
+    """Generate, and return the mean reward."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=64)

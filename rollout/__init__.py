@@ -1,6 +1,4 @@
-"""A generating engine for RL: paged KV cache, continuous batching, memory that sleeps, weights
-replaced in place.
-"""
+"""A generating engine for RL: paged KV cache, continuous batching, sleep, in-place updates."""
 
 from rollout.config import DoubleSparsity, EngineConfig, KVTiers
 from rollout.engine import Engine

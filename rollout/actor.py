@@ -1,12 +1,13 @@
-"""The engines that a rollout can be made of, by name; and one as a Ray actor:
-`ray.remote(RolloutActor).options(...).remote(path, ...)`, then `build`.
+"""Build an engine by the name of its kind, in this process or in a Ray actor.
+
+An actor is started by `ray.remote(RolloutActor).options(...).remote(path, ...)`, then by `build`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
@@ -18,14 +19,15 @@ from rollout.engine import Engine
 from rollout.hosted import SglangRollout, VllmRollout
 from rollout.protocols import Rollout
 
+EngineKind = Literal["native", "vllm", "sglang"]
 _HOSTED: dict[str, Any] = {"vllm": VllmRollout, "sglang": SglangRollout}
 KINDS = ("native", *_HOSTED)
 
 
 class RolloutActor(ActorBase):
-    """An engine in a process of its own: `actor.call.remote("generate", prompts, params)`.
+    """An engine in its own process, called by `actor.call.remote("generate", prompts, params)`.
 
-    It takes one call at a time. What a call passes is pickled, callbacks run in the actor.
+    The actor executes one call at a time. Arguments are pickled. Callbacks run in the actor.
     """
 
     held: Rollout
@@ -38,11 +40,17 @@ class RolloutActor(ActorBase):
         dtype: str = "float32",
         threads: int | None = None,
         engine: Mapping[str, Any] = MappingProxyType({}),
-        kind: str = "native",
+        kind: EngineKind = "native",
     ) -> None:
-        """path: model directory. threads: torch's CPU threads in this process.
+        """Store the arguments of the engine, which `build` starts.
 
-        engine: further arguments of `Engine.from_pretrained`. kind: one of `KINDS`.
+        Args:
+            path: Model directory.
+            device: Device of the engine.
+            dtype: Name of the torch dtype in which the model computes.
+            threads: Torch's CPU threads in this process; None keeps torch's default.
+            engine: Further arguments of the engine's `from_pretrained`.
+            kind: Whose engine it is.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -51,21 +59,34 @@ class RolloutActor(ActorBase):
         self._arguments = {**engine, **own}
 
     def build(self, address: RankAddress | None = None) -> None:
-        """Make the engine. address: this one's among the ranks of a tensor-parallel engine."""
+        """Build the engine.
+
+        Args:
+            address: This process's rank in a tensor-parallel engine; None for one process.
+        """
         if self._kind == "vllm":
-            # before ranks meet: what it says to NCCL is read once
+            # It sets options of NCCL, which NCCL reads only once: when the ranks meet.
             memsaver.compat.install("vllm.device_allocator.cumem")
         group = self._join(address, self._device)
         self.held, _ = build_engine(self._kind, self._arguments, group)
 
 
 def build_engine(
-    kind: str, arguments: Mapping[str, Any], group: ProcessGroup | None = None
+    kind: EngineKind, arguments: Mapping[str, Any], group: ProcessGroup | None = None
 ) -> tuple[Rollout, Callable[[], None]]:
-    """Build an engine; return it, and what ends it and gives its memory back.
+    """Build an engine of the given kind.
 
-    arguments: of its class's `from_pretrained`. group: of the ranks that share it; vLLM takes
-    torch's default one, SGLang none.
+    Args:
+        kind: Whose engine it is.
+        arguments: Arguments of the `from_pretrained` of its class.
+        group: Ranks that share a native engine. vLLM uses torch's default group instead, and
+            SGLang runs in one process.
+
+    Returns:
+        The engine, and the function that ends it and releases its memory.
+
+    Raises:
+        ValueError: The kind is unknown, or SGLang is asked to share its model with other ranks.
     """
     if kind in _HOSTED:
         if group is not None and kind == "sglang":

@@ -1,7 +1,6 @@
-"""The base of both sides' Ray actors: a process around one object, which others call by name.
-Brings a group's processes together: rank 0 keeps a store, the others are told where it is.
+"""The base class of the Ray actors of rollout and trainer, and the start of their process groups.
 
-ray is imported when first needed.
+Ray is imported on first use.
 """
 
 from __future__ import annotations
@@ -17,26 +16,36 @@ import torch.distributed as dist
 
 
 class ActorBase:
-    """Starts empty: the process starts while others work, then a subclass's `build` makes `held`.
+    """Process around one object, `held`, whose methods other processes call by name.
 
-    A method that a subclass has goes before the held object's of the same name.
+    The actor starts empty, so that processes can start early; a subclass's `build` creates `held`.
+    A method of the subclass takes precedence over a method of `held` with the same name.
     """
 
     held: Any
     _store: dist.TCPStore | None = None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call that method of the actor, or else of what it holds. The answer is its own.
+        """Call a method, or read a property, of the actor or else of the held object.
 
-        A property is read. ValueError for a private name.
+        Args:
+            method: Public name of the method or property.
+            *args: Positional arguments of the method.
+            **kwargs: Keyword arguments of the method.
+
+        Returns:
+            The method's result, or the property's value.
+
+        Raises:
+            ValueError: The name is private.
         """
         if method.startswith("_"):
             raise ValueError(f"{method} is private; actors are called by public names")
-        found = getattr(self if hasattr(type(self), method) else self.held, method)
-        return found(*args, **kwargs) if callable(found) else found
+        member = getattr(self if hasattr(type(self), method) else self.held, method)
+        return member(*args, **kwargs) if callable(member) else member
 
     def meet(self) -> tuple[str, int]:
-        """Host and port at which the other ranks join this one, which is rank 0."""
+        """Open the group's store on rank 0; return the host and port where the others join it."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -47,7 +56,7 @@ class ActorBase:
         return os.getpid()
 
     def _join(self, address: RankAddress | None, device: str) -> dist.ProcessGroup | None:
-        """The process group of all ranks, which call this at the same time. None for one alone."""
+        """Return the process group once all ranks have called this; None without an address."""
         return None if address is None else join(address, torch.device(device), self._store)
 
 
@@ -55,8 +64,12 @@ class ActorBase:
 class RankAddress:
     """One rank's place in a process group.
 
-    host, port: of the store that rank 0 keeps. seconds: the group's time-out, also for the ranks to
-    come together.
+    Attributes:
+        host: Address of the store, which rank 0 keeps.
+        port: Port of the store.
+        rank: This process's rank.
+        size: Number of ranks.
+        seconds: The group's timeout, which also limits the wait for all ranks to join.
     """
 
     host: str
@@ -67,10 +80,12 @@ class RankAddress:
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """The store of a group, on a free port of `host`, an address of this machine that the ranks
-    reach, and of no other.
+    """Open a group's store on a free port of one address of this machine.
 
-    Left to itself, torch's store listens at all addresses of the machine.
+    By default, torch's store would listen on all addresses of the machine.
+
+    Args:
+        host: Address of this machine that all ranks can reach.
     """
     family = socket.getaddrinfo(host, None)[0][0]
     listener = socket.create_server((host, 0), family=family)
@@ -83,8 +98,14 @@ def open_store(host: str) -> dist.TCPStore:
 def join(
     address: RankAddress, device: torch.device, store: dist.Store | None = None
 ) -> dist.ProcessGroup:
-    """This process's default group, once all ranks have come: gloo for the CPU, NCCL for a GPU,
-    which becomes the current one. store: what `open_store` returned to rank 0.
+    """Initialize this process's default group (gloo for the CPU, NCCL for a GPU) and return it.
+
+    The call returns when all ranks have joined. A GPU becomes the current device.
+
+    Args:
+        address: This process's place in the group.
+        device: Device on which the group communicates.
+        store: On rank 0, the result of `open_store`; None on the other ranks.
     """
     timeout = timedelta(seconds=address.seconds)
     if store is None:

@@ -1,4 +1,4 @@
-"""Configuration of an engine, validated where it is made."""
+"""Configuration of an engine, validated on construction."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleSparsity:
-    """Decode scores all cached tokens by a few channels of the keys, and attends to the best.
+    """Sparse decode: scores all cached tokens by a few key channels and attends to the best tokens.
 
-    heavy_token_num: tokens that a query head attends to, the `recent_token_num` last ones always
-    among them.
-    heavy_channel_num: channels that are scored. channels: which, [layer][KV head]; None: the first
-    ones of every head. Better ones come from `heavy_channels` over keys of a few prompts.
+    Attributes:
+        heavy_channel_num: Number of key channels that are scored, per KV head.
+        heavy_token_num: Number of tokens that a query head attends to.
+        recent_token_num: Number of most recent tokens that are always among them.
+        channels: The scored channels, [layer][KV head]; None scores the first channels of every
+            head. `heavy_channels` chooses better ones from the keys of a few prompts.
     """
 
     heavy_channel_num: int
@@ -32,12 +34,21 @@ class DoubleSparsity:
 
     def __post_init__(self) -> None:
         check_counts(self, "heavy_channel_num", "heavy_token_num", "recent_token_num")
-        rule = f"exceeds heavy_token_num={self.heavy_token_num}, of which they are a part"
+        rule = f"exceeds heavy_token_num={self.heavy_token_num}, which includes these tokens"
         few = self.recent_token_num <= self.heavy_token_num
         check_option(self, "recent_token_num", few, rule)
 
     def check(self, num_layers: int, kv_heads: int, head_dim: int) -> None:
-        """ValueError unless the channels are those of a model of this shape."""
+        """Check that the channels fit a model of this shape.
+
+        Args:
+            num_layers: Layers of the model.
+            kv_heads: KV heads of a layer.
+            head_dim: Channels of a key.
+
+        Raises:
+            ValueError: They do not fit.
+        """
         rule = f"exceeds the {head_dim} channels of keys; lower it"
         check_option(self, "heavy_channel_num", self.heavy_channel_num <= head_dim, rule)
         if self.channels is None:
@@ -54,7 +65,15 @@ class DoubleSparsity:
             )
 
     def of_layer(self, layer: int, kv_heads: int) -> HeadChannels:
-        """The channels of each KV head of a layer."""
+        """Return the scored channels of each KV head of a layer.
+
+        Args:
+            layer: Index of the layer.
+            kv_heads: KV heads of the layer.
+
+        Returns:
+            The channels, [KV head][heavy_channel_num].
+        """
         first = tuple(range(self.heavy_channel_num))
         return self.channels[layer] if self.channels else (first,) * kv_heads
 
@@ -64,18 +83,20 @@ Preemption = Literal["recompute", "swap"]
 
 @dataclass(frozen=True, kw_only=True)
 class KVTiers:
-    """Says where cached pages go when the device pool is full, and come back from.
+    """Host memory and disk to which cached pages move when the device pool is full.
 
-    host_ratio: host tokens for a token of the device pool, or host_bytes: the most bytes; exactly
-    one of them.
-    layout: of the host pages, see HostCacheConfig. write_policy: when a page is copied to the host,
-    see `kvcache.tiers`. disk_directory, disk_bytes: where pages go from the host, and the most
-    bytes of files; None: no disk. The directory is this engine's alone, and what another one left
-    there is deleted.
-    preemption: a sample that has to make room is brought back by computing its tokens again
-    ("recompute"), or by copying its pages to the host and back ("swap").
-    keep_asleep: cached pages go to the host before a sleep of the KV cache, and are found again
-    afterwards under the same weights; False: they are forgotten.
+    Attributes:
+        host_ratio: Host tokens per token of the device pool. Give either this or `host_bytes`.
+        host_bytes: Maximum bytes of host memory.
+        layout: Layout of the host pages, see `HostCacheConfig`.
+        write_policy: When a page is copied to the host, see `kvcache.tiers`.
+        disk_directory: Directory for pages that leave the host; None: no disk. Only one engine may
+            use it: files that another engine left there are deleted.
+        disk_bytes: Maximum bytes of the files; given together with `disk_directory`.
+        preemption: How a sample that had to make room returns: by computing its tokens again
+            ("recompute"), or by copying its pages to the host and back ("swap").
+        keep_asleep: Copy cached pages to the host before a sleep of the KV cache, and find them
+            again under the same weights. False: a sleep forgets them.
     """
 
     host_ratio: float | None = None
@@ -88,7 +109,7 @@ class KVTiers:
     keep_asleep: bool = True
 
     def __post_init__(self) -> None:
-        _ = self.host  # says what is wrong with it
+        _ = self.host  # construction validates host_ratio, host_bytes and layout
         for key, known in (("write_policy", WritePolicy), ("preemption", Preemption)):
             names = get_args(known)
             good = getattr(self, key) in names
@@ -101,6 +122,7 @@ class KVTiers:
 
     @property
     def host(self) -> HostCacheConfig:
+        """Return the configuration of the host tier."""
         return HostCacheConfig(
             ratio=self.host_ratio, size_bytes=self.host_bytes, layout=self.layout
         )
@@ -129,49 +151,51 @@ def why_one_size(
 
 
 def first_tokens(max_context_len: int, kv_tokens: int, page_size: int) -> int:
-    """Return the tokens of a growing pool after `wake_up(partly=True)`: one longest sample."""
+    """Return the tokens of an elastic pool after `wake_up(partly=True)`: one longest sample."""
     return round_up(min(max_context_len, kv_tokens), page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes and policy of one engine.
+    """Sizes and policies of one engine.
 
-    kv_tokens: tokens the KV pool holds. page_size: tokens a page. max_running: samples computed at
-    the same time.
-    window_tokens: tokens that the pool of sliding layers holds, in a model that mixes them with
-    full ones; None takes room for max_running windows and max_prefill_tokens besides, at most
-    kv_tokens.
-    max_prefill_tokens: prompt tokens computed in one step (longer prompts are computed in chunks of
-    it).
-    max_context_len: longest prompt + answer; None takes the model's limit, bounded by kv_tokens.
-    attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
-    kv_cache_dtype: what the pool stores: "auto" (the model's dtype), "fp8_e4m3", "fp8_e5m2" or
-    "fp4_e2m1".
-    double_sparsity: decode over the heaviest tokens only; with torch attention, "auto" becomes
-    that.
-    cuda_graphs: decode by CUDA graphs, where there is a GPU and Triton attention.
-    graph_batch_sizes: batches that get a graph, others are padded to the next or run without; None
-    takes a ladder up to max_running.
-    prefix_cache: prompts that begin like earlier ones share their pages instead of being computed;
-    only without sliding layers and double sparsity, and otherwise off whatever it says.
-    prefix_states: prompts whose states the prefix cache keeps, in a model with linear layers; each
-    takes a slot as a running sample does, and 0 turns the cache off there.
-    elastic: `wake_up(partly=True)` begins with a pool for one sample of max_context_len, which
-    takes more between steps as others leave the device, up to what the unfinished samples can use
-    and kv_tokens, and after `shrink()` gives it back as they end; only where `why_one_size` has
-    nothing against it. Elsewhere the pool wakes whole, and the log says why.
-    return_routed_experts: answers come with the experts of each layer that their tokens went to
-    (`Completion.routed_experts`); for mixtures of experts.
-    fp32_router: routers multiply in fp32, and weigh experts by fp32, whatever the model's dtype.
-    tiers: host memory and disk below the pool, for cached pages and preempted samples; None:
-    neither.
-    seed: of the requests that bring none.
-    tensor_parallel_size: processes that share the model, each with an engine of this config and
-    `Engine(..., group=)`, without double sparsity and FP4. kv_tokens is what each of them holds.
-    expert_parallel: so many parts are made of each layer's experts, a divisor of
-    tensor_parallel_size; the ranks of one part share its experts' inner channels. 1: every rank has
-    inner channels of every expert.
+    Attributes:
+        kv_tokens: Tokens in the KV pool of one rank; a multiple of `page_size`.
+        window_tokens: Tokens in the pool of the sliding layers, in a model that mixes them with
+            full layers. None: enough for `max_running` windows and one `max_prefill_tokens`, at
+            most `kv_tokens`.
+        page_size: Tokens per page.
+        max_running: Samples in one step.
+        max_prefill_tokens: Prompt tokens computed in one step; longer prompts are split.
+        max_context_len: Maximum tokens of prompt and answer together. None: the model's limit,
+            at most `kv_tokens`.
+        attention: "torch" (reference), "triton", or "auto": Triton on a GPU, torch elsewhere.
+        kv_cache_dtype: Stored dtype of the pool: "auto" (the model's dtype), "fp8_e4m3", "fp8_e5m2"
+            or "fp4_e2m1". Another name is accepted only if it is the model's dtype.
+        double_sparsity: Decode over the heaviest tokens only. It needs torch attention, which
+            "auto" then selects.
+        cuda_graphs: Decode with CUDA graphs, on a GPU with Triton attention.
+        graph_batch_sizes: Batch sizes that are captured. Smaller batches are padded to the next
+            size, larger ones run without a graph. None: a ladder of sizes up to `max_running`.
+        prefix_cache: Reuse the pages of earlier prompts with the same beginning. Always off in
+            models with sliding layers and with double sparsity.
+        prefix_states: Number of prompts whose states the prefix cache keeps, in a model with linear
+            layers. Each takes the slot of a running sample; 0 turns the cache off in such a model.
+        elastic: `wake_up(partly=True)` starts with a pool for one sample of `max_context_len`.
+            Between steps the pool grows into memory that other tags free, up to `kv_tokens` and to
+            the tokens that unfinished samples can use; after `shrink()` it gives memory back as
+            samples end. Where `why_one_size` names a reason against it, the pool wakes up whole
+            and the reason is logged.
+        return_routed_experts: Return each token's experts in `Completion.routed_experts`; for
+            mixtures of experts.
+        fp32_router: Compute routers and expert weights in fp32 for any dtype of the model.
+        tiers: Host memory and disk for cached pages and preempted samples; None: neither.
+        seed: Seed of requests without a seed.
+        tensor_parallel_size: Number of ranks that share the model. Each has an engine with this
+            configuration and `Engine(..., group=)`. Excludes double sparsity and FP4.
+        expert_parallel: Number of parts into which each layer's experts are divided; a divisor of
+            `tensor_parallel_size`. The ranks of one part divide the inner channels of its experts.
+            1: every rank has inner channels of every expert.
     """
 
     kv_tokens: int = 4096
@@ -211,7 +235,7 @@ class EngineConfig:
         check_option(self, "max_context_len", longest is None or longest >= 2, rule)
         rule = f"must be one of {', '.join(get_args(Impl))}"
         check_option(self, "attention", self.attention in get_args(Impl), rule)
-        kv_dtype(self.kv_cache_dtype, torch.float32)  # says if it is unknown
+        kv_dtype(self.kv_cache_dtype, torch.float32)  # raises a ValueError for an unknown name
         check_option(self, "seed", 0 <= self.seed < 2**63, "must be in [0, 2**63)")
         if self.graph_batch_sizes is not None:
             object.__setattr__(self, "graph_batch_sizes", tuple(self.graph_batch_sizes))
@@ -221,7 +245,7 @@ class EngineConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        """ValueError for options that exclude each other."""
+        """Raise a ValueError for options that exclude each other."""
         sparse, fp4 = self.double_sparsity is not None, self.kv_cache_dtype == "fp4_e2m1"
         if sparse:
             rule = "has no double sparsity; use attention='torch' or 'auto'"
@@ -237,10 +261,10 @@ class EngineConfig:
         rule = "takes neither double_sparsity nor kv_cache_dtype='fp4_e2m1'; leave these out"
         check_option(self, "tensor_parallel_size", ranks == 1 or not (sparse or fp4), rule)
         disk = self.tiers is not None and self.tiers.disk_directory is not None
-        rule = "takes no tiers with disk_directory: ranks must decide alike, whatever a disk does"
+        rule = "excludes tiers with disk_directory: ranks must decide alike, and disks may differ"
         check_option(self, "tensor_parallel_size", ranks == 1 or not disk, rule)
 
     @property
     def state_slots(self) -> int:
-        """Counts the state slots of a model with linear layers, without the padding slot."""
+        """Return the number of state slots, for linear layers, without the padding slot."""
         return self.max_running + (self.prefix_states if self.prefix_cache else 0)

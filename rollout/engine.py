@@ -1,6 +1,4 @@
-"""The generating engine: requests in, completions out; memory that sleeps; weights that are
-replaced in place.
-"""
+"""The native engine: generates, sleeps and wakes up, and replaces its weights in place."""
 
 import contextlib
 import logging
@@ -9,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import deliver, held
 from rollout.config import EngineConfig
-from rollout.engine_base import EngineBase, check_sleep_level, handing_over
+from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
 from rollout.model.decoder import ModelConfig, aliases, buffers, rank_groups, rank_model
 from rollout.model.loading import iter_checkpoint, load_model_config, read_buffers, resolve_model
 from rollout.ops.row_wise import probe_products
@@ -40,25 +38,40 @@ from rollout.weights.store import WeightStore
 from rollout.weights.update import WeightUpdate, require_active
 
 _log = logging.getLogger("rollout")
-UNFINISHED = ("raise", "preempt", "abort")
+UNFINISHED = get_args(Unfinished)
 
 
 class Engine(EngineBase):
-    """One model on one device, or one rank's part of it. Not thread-safe: one call at a time
-    (callbacks of `generate` may call back in).
+    """Engine for one model on one device, or for one rank's part of the model.
 
-    Weights are under tag `weights`, keys and values under tag `kv_cache`, on a GPU what CUDA graphs
-    compute with under tag `cuda_graph`, all bookkeeping outside of them. The engine generates only
-    while all its tags are active and the weights are some version; otherwise it says why not. What
-    others do with its saver is noticed: keys and values that they discard are computed again,
-    weights that they discard are undefined.
+    The weights lie on tag `weights`, keys and values on tag `kv_cache`, and the memory of CUDA
+    graphs on tag `cuda_graph`. All bookkeeping lies outside of the tags. The engine generates only
+    while all its tags are active and the weights are defined; `unavailable_reason` names what is
+    missing. The engine notices when another user of its saver discards content: it computes
+    discarded keys and values again, and treats discarded weights as undefined.
 
-    Ranks of a tensor-parallel engine make the same calls in the same order, and all get the same
-    answers.
+    The engine is not thread-safe: one call at a time, except that callbacks of `generate` may call
+    methods. Ranks of a tensor-parallel engine make the same calls in the same order, and all
+    receive the same answers.
 
-    What it is made of can be looked at: `store` (the weights), `cache` (pool, request table,
-    states), `blocks` and `prefixes` (pages), `scheduler` (requests) and `runner` (the computing
-    half). Change it by the methods alone.
+    Construction allocates all memory. The weights are undefined until `load` or a weight update.
+    `cache` (pool, request table, states), `blocks` and `prefixes` (pages), `scheduler` (requests)
+    and `runner` (computation) are open to inspection; only the engine's methods may change them.
+
+    Args:
+        model: The model's configuration.
+        config: Sizes and policies.
+        dtype: Dtype of weights and computation.
+        saver: Saver on whose tags the memory lies; it also chooses the device.
+        group: Process group of the tensor-parallel ranks. Its timeout limits the wait for a rank
+            that failed.
+
+    Attributes:
+        store: The weights.
+
+    Raises:
+        ValueError: The configuration does not fit the model, or differs between ranks.
+        OutOfMemory: The device has too little memory.
     """
 
     store: WeightStore
@@ -72,9 +85,6 @@ class Engine(EngineBase):
         saver: MemorySaver,
         group: ProcessGroup | None = None,
     ) -> None:
-        """Takes the memory; the weights are undefined until `load` or a weight update. group: of
-        the tensor-parallel ranks; its time-out is how long one waits for another that fails.
-        """
         _check_experts(model, config)
         if config.fp32_router:
             model = model.with_fp32_routers()
@@ -107,7 +117,7 @@ class Engine(EngineBase):
         )
         self._update = WeightUpdate(self.store, self.saver, self.prefixes.new_weights)
         self._watch = ContentWatch(saver, KV_CACHE)
-        self._renewed = True  # the KV cache, since its memory came back
+        self._renewed = True  # whether the KV cache was prepared after its last resume
 
     @classmethod
     def from_pretrained(
@@ -121,12 +131,24 @@ class Engine(EngineBase):
         group: ProcessGroup | None = None,
         **engine_config: Any,
     ) -> Self:
-        """An engine for a model directory, or ORG/NAME of the Hub, weights loaded as version 0.
+        """Build an engine for a model, and load its weights as version 0.
 
-        load_weights: False reads no weights, which may then be missing; they are undefined until an
-        update commits.
-        engine_config: fields of EngineConfig. ValueError names what the directory or the
-        configuration gets wrong.
+        Args:
+            path: Model directory, or ORG/NAME of the Hub.
+            device: Device of the engine.
+            dtype: Dtype of weights and computation.
+            kv_tokens: Tokens in the KV pool.
+            saver: Saver on whose tags the memory lies; None: a new one.
+            load_weights: False reads no weights, and the files may be missing. The weights are then
+                undefined until an update commits.
+            group: Process group of the tensor-parallel ranks.
+            **engine_config: Further fields of `EngineConfig`.
+
+        Returns:
+            The engine.
+
+        Raises:
+            ValueError: Names what is wrong with the directory or the configuration.
         """
         config = EngineConfig(kv_tokens=kv_tokens, **engine_config)
         path = resolve_model(path)
@@ -145,18 +167,29 @@ class Engine(EngineBase):
         return engine
 
     def _probe_products(self, groups: list[ParamGroup], dtype: torch.dtype) -> None:
-        """Measure products; warn where they depend on the batch. The weights are undefined yet."""
+        """Warn about matrix products whose results depend on the batch.
+
+        The measurement overwrites the weights, which are still undefined.
+        """
         if shapes := probe_products(self.store.products(groups)):
             named = ", ".join(f"{words} x {inner}" for words, inner in shapes)
             text = (
                 "%s products with weights of %s depend on the number of rows on this %s (torch %s):"
-                " the same prompt may get other last bits in another batch"
+                " the same prompt may get results with different last bits in another batch"
             )
             gpu = torch.cuda.get_device_name(self.saver.device)
             _log.warning(text, dtype, named, gpu, torch.__version__)
 
     def load(self, path: str | Path) -> None:
-        """Load a checkpoint of the same model as version 0. Ends an update that is open."""
+        """Load a checkpoint of the same model as version 0, which ends an open update.
+
+        Args:
+            path: Model directory.
+
+        Raises:
+            StateError: The weights sleep, or lie in the trainer's pages.
+            ValueError: The checkpoint does not fit the model.
+        """
         require_active(self.saver, WEIGHTS, "load weights")
         self._update.require_own("load weights")
         self._update.abort(f"loading from {path} did not finish")
@@ -171,25 +204,34 @@ class Engine(EngineBase):
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """Continue every prompt params.n times; result [prompt][sample], of a beam search the best
-        n, best first.
-        params: one for all, or one a prompt.
+        """Continue every prompt `params.n` times.
 
-        Prompts beyond what the pool holds wait their turn. Raises StateError with the reason while
-        the engine is unavailable, ValueError naming a prompt that could never fit. Whatever raises,
-        no request of this call is left. A Ctrl-C, or another signal that Python handles, waits for
-        the end of the present step.
+        Prompts wait in a queue while the pool is full. After any error, no request of this call is
+        left in the engine. Ctrl-C, or another signal that Python handles, takes effect at the end
+        of the present step.
+
+        Args:
+            prompts: Token ids.
+            params: Sampling parameters, for all prompts or one per prompt.
+            on_progress: Callback after every step.
+
+        Returns:
+            The samples, [prompt][sample]; of a beam search the best `n`, best first.
+
+        Raises:
+            StateError: Names why the engine is unavailable.
+            ValueError: Names a prompt that is invalid or can never fit.
         """
         self._require_current(together=True)
-        each = for_each(prompts, params)
-        for i, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+        prompt_params = for_each(prompts, params)
+        for i, (prompt, param) in enumerate(zip(prompts, prompt_params, strict=True)):
             self._intake.check(f"prompt {i}", prompt, param)
             if param.beam_width > 1 and self.cache.withheld_pages:
                 raise ValueError(
                     f"prompt {i}: no beam search in a pool that woke partly; sleep, then wake_up()"
                 )
         with held():
-            requests = [self._submit(*pair) for pair in zip(prompts, each, strict=True)]
+            requests = [self._submit(*pair) for pair in zip(prompts, prompt_params, strict=True)]
             samples = list(chain.from_iterable(requests))
             if self.cache.elastic is not None:
                 self.cache.elastic.hurry()
@@ -203,19 +245,23 @@ class Engine(EngineBase):
                     deliver()
             except BaseException as error:
                 self._ranks.fail(error)
-                with contextlib.suppress(StateError):  # the saver is closed
+                with contextlib.suppress(StateError):  # raised if the saver is closed
                     self._notice_loss()
                 self.scheduler.abort(samples)
                 raise
-        return [list(map(Sample.completion, each[: each[0].params.n])) for each in requests]
+        return [
+            list(map(Sample.completion, request[: request[0].params.n])) for request in requests
+        ]
 
     def _submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """Queue a request that was checked; an engine that does more with each overrides this."""
+        """Queue a checked request; subclasses override this to do more with each request."""
         return self._intake.submit(prompt, params)
 
     def _step(self) -> None:
-        """One forward for whatever the scheduler chose, and a token for every sample that is due
-        one.
+        """Run one forward of the samples that the scheduler chooses, and sample their next tokens.
+
+        Where it raises, the running samples start over: pages were allocated for tokens that were
+        not computed.
         """
         self._require_current()
         if self.cache.elastic is not None:
@@ -224,12 +270,11 @@ class Engine(EngineBase):
         try:
             self._run(self.scheduler.schedule())
         except BaseException:
-            # pages were taken for tokens that were not computed: start those over
             self.scheduler.preempt_all()
             raise
 
     def _compact(self, pages: int) -> bool:
-        """Has the first `pages` pages of the pool hold all that requests use, if they can."""
+        """Move all pages in use to the first `pages` pages; return whether that was possible."""
         arriving = any(sample.remote for sample in self.scheduler.running)
         return not arriving and self.prefixes.compact(pages)
 
@@ -248,10 +293,10 @@ class Engine(EngineBase):
             samples += family
             rows += [row] * len(family)
         members = list(zip(rows, samples, strict=True))
-        self._branch(logits, [(row, each) for row, each in members if each.beams is not None])
-        plain = [(row, each) for row, each in members if each.beams is None]
+        self._branch(logits, [(row, sample) for row, sample in members if sample.beams is not None])
+        plain = [(row, sample) for row, sample in members if sample.beams is None]
         if plain:
-            rows, samples = [row for row, _ in plain], [each for _, each in plain]
+            rows, samples = [row for row, _ in plain], [sample for _, sample in plain]
             tokens, logprobs = self.runner.sample(logits, rows, samples)
             for sample, token, logprob in zip(samples, tokens, logprobs, strict=True):
                 self.scheduler.append(sample, token, logprob, self.store.last_version)
@@ -259,60 +304,67 @@ class Engine(EngineBase):
             routing.arrive(waited=bool(samples))
 
     def _branch(self, logits: Tensor, members: Sequence[tuple[int, Sample]]) -> None:
-        """The next token of every beam search: all branches of one are in the same step."""
-        groups = list(dict.fromkeys(each.beams for _, each in members if each.beams is not None))
+        """Advance every beam search by one token. All branches of a search are in the same step."""
+        searches = (branch.beams for _, branch in members)
+        groups = list(dict.fromkeys(search for search in searches if search is not None))
         if not groups:
             return
         count = max(group.search.num_candidates for group in groups)
-        found = self.runner.candidates(logits, [row for row, _ in members], count)
-        of = {each: row for (_, each), row in zip(members, found, strict=True)}
+        ranked = self.runner.candidates(logits, [row for row, _ in members], count)
+        candidates = {branch: row for (_, branch), row in zip(members, ranked, strict=True)}
         for group in groups:
-            likeliest = [of[each] for each in group.members]
+            likeliest = [candidates[branch] for branch in group.members]
             self.scheduler.branch(group, likeliest, self.store.last_version)
 
     def _prefilled(self, sample: Sample) -> list[Sample]:
-        """Samples whose first token follows from this sample's prompt, all of which is computed
-        now.
-        """
+        """Return the samples that start from this sample's prompt, which is now computed."""
         return [sample, *self.scheduler.fork_siblings(sample)]
 
     # ---------------------------------------------------------------- sleep and wake up
 
     @property
     def kv_pool(self) -> KVPool:
-        """The memory of keys and values.
+        """Return the pool of keys and values.
 
-        Of an fp8 pool, `set_scales(layer, k, v)` while no request runs.
+        Of an fp8 pool, call `set_scales(layer, k, v)` only while no request runs.
         """
         return self.cache.pool
 
     @property
     def graphs(self) -> DecodeGraphs | None:
-        """The captured graphs; None where decode runs without."""
+        """Return the captured graphs; None where decode runs without graphs."""
         return self.runner.graphs
 
     @held()
     def sleep(
         self,
         level: int = 1,
-        unfinished: str = "raise",
+        unfinished: Unfinished = "raise",
         tags: Sequence[str] | None = None,
         into: str | None = None,
     ) -> None:
-        """Give the memory of the tags (None: all) back. Tags that already sleep are skipped.
+        """Release the memory of tags. Tags that already sleep are skipped.
 
-        into: the tag of this device's trainer (`hand_over_to`) that is reloaded next: it gets what
-        it needs, and the driver the rest.
+        With tiers, cached pages move to the host first, and are found again under the same weights.
 
-        level 1 keeps the weights in host memory; 2 discards them: undefined until a weight update
-        commits. With tiers, cached pages go to the host first and are found again if the weights
-        are still the same.
-        unfinished: "raise" StateError naming unfinished requests (nothing changes); "preempt"
-        recomputes them after wake-up under the version then loaded; "abort" ends them with what
-        they have. A sleep of the weights ends an open update: one with shadow pages is rolled back
-        first (and stays so where the sleep is refused after all), what another has written is lost,
-        and the weights are undefined. Aliased pages go back to the trainer at either level: the
-        weights are undefined.
+        A sleep of the weights ends an open update. An update with shadow pages is rolled back,
+        even if the sleep is then refused. Any other update is lost, and the weights are undefined.
+        Aliased pages go back to the trainer at either level, which leaves the weights undefined.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 discards them: they are undefined until a
+                weight update commits.
+            unfinished: "raise" refuses to sleep while requests are unfinished. "preempt" recomputes
+                them after the wake-up under the version that is loaded then. "abort" ends them with
+                their present answers.
+            tags: Tags to pause; None: all.
+            into: The trainer's tag (of the peer set by `hand_over_to`) that is reloaded next. It
+                receives the memory that it needs, and the driver the rest.
+
+        Raises:
+            StateError: Names the unfinished requests; nothing changed.
+            ValueError: The level, a tag or `unfinished` is unknown; nothing changed.
+            LeaseError: Another process maps a tag.
         """
         check_sleep_level(level)
         if unfinished not in UNFINISHED:
@@ -343,23 +395,30 @@ class Engine(EngineBase):
                             self.cache.elastic.shrink()
                     self.saver.pause(*rest, content="discard", release=release)
         if KV_CACHE in chosen:
-            # what steps left there; whoever works next needs it
+            # Torch caches blocks that the steps freed; the other users of the device need them.
             empty_torch_cache(self.saver.device)
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
-        """Put memory of the tags (None: all) back at the same addresses. Active tags are skipped.
+        """Map memory behind tags at their addresses, all of them or none. Active tags are skipped.
 
-        An engine without CUDA graphs has nothing on tag "cuda_graph", and takes its name all the
-        same. partly: an `elastic` pool may begin with little, and grow while the engine generates,
-        to what its requests can use at once. A pool that cannot grow wakes whole, as without it:
-        see `why_one_size`.
+        An engine without CUDA graphs has nothing on tag "cuda_graph", but accepts its name.
+
+        Args:
+            tags: Tags to resume; None: all.
+            partly: Let an elastic pool start small and grow while the engine generates, up to the
+                tokens that its requests can use together. A pool that cannot grow (see
+                `why_one_size`) wakes up whole.
+
+        Raises:
+            OutOfMemory: The device has too little memory. Nothing changed.
+            ValueError: A tag is unknown.
         """
         paused = [tag for tag in self._known(tags) if self.saver.is_paused(tag)]
         if self.cache.elastic is not None:
             self.cache.elastic.shrinking = False
         renews = KV_CACHE in paused
-        with self._own_discards(), contextlib.ExitStack() as undo:  # all of them or none
+        with self._own_discards(), contextlib.ExitStack() as undo:
             if renews:
                 self.saver.resume(KV_CACHE)
                 undo.callback(self.saver.pause, KV_CACHE, content="discard")
@@ -371,14 +430,19 @@ class Engine(EngineBase):
             self._renewed |= renews
 
     def shrink(self) -> None:
-        """Have an `elastic` pool give memory back between steps as its requests end, until the next
-        wake-up: others wait for it, and nobody comes back to what is cached.
+        """Let an elastic pool release memory between steps as its requests end.
+
+        This lasts until the next wake-up. Cached prefixes are given up, too.
         """
         if self.cache.elastic is not None:
             self.cache.elastic.shrinking = True
 
     def unavailable_reason(self) -> str | None:
-        """Returns why `generate` would refuse now; None when it would not."""
+        """Return why `generate` would raise a StateError now.
+
+        Returns:
+            The reasons; None if the engine is available.
+        """
         reasons = []
         if paused := [tag for tag in self.tags if self.saver.is_paused(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
@@ -396,17 +460,26 @@ class Engine(EngineBase):
     def begin_update(
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer:
-        """Offer pages for version `version` to be written into; replaces an open update.
+        """Offer pages into which a new version can be written; replaces an open update.
 
-        See `rollout/weights/update.py`.
+        `rollout/weights/update.py` documents the states of an update.
 
-        shadow: pages beside those of `weights`, as many; the present version is served until the
-        commit. Otherwise the pages of `weights`, which are undefined from here on, so that no
-        request may hold keys of the old version.
-        names: only these parameters will be written, the others stay as they are (tied names count
-        as one). Needs the tag active and a version not lower than the present one; names need
-        weights that are defined. Where it is refused (StateError, ValueError, OutOfMemory: no room
-        for shadow pages), nothing changes.
+        Args:
+            version: Number of the new version, not lower than the present one.
+            shadow: Offer a second copy of the pages. The present version is served until the
+                commit. Otherwise the pages of tag `weights` are offered, and the weights are
+                undefined from now on, so that no request may run.
+            names: Only these parameters will be written, and the rest keeps its values, which must
+                be defined. Tied names count as one. None: all parameters.
+
+        Returns:
+            The offer, with a ticket to the pages.
+
+        Raises:
+            StateError: The weights sleep, requests run, or `names` are given while the weights are
+                undefined. Nothing changed, as after every error.
+            ValueError: The version is older than the present one, or a name is unknown.
+            OutOfMemory: There is no room for shadow pages.
         """
         if not shadow:
             self._require_idle(
@@ -416,10 +489,21 @@ class Engine(EngineBase):
 
     @held()
     def commit_update(self, version: int) -> UpdateReceipt:
-        """Serve the version that was verified. Addresses stay; shadow pages become those of
-        `weights`, and the old ones go back to the driver. Needs that no request runs and no process
-        maps shadow pages or `weights`; otherwise StateError or LeaseError, and a later call may go
-        through.
+        """Serve the verified version. Addresses do not change.
+
+        Shadow pages become the pages of tag `weights`, and the old pages go back to the driver.
+
+        Args:
+            version: The verified version.
+
+        Returns:
+            The version that is served now.
+
+        Raises:
+            WeightUpdateError: The version is not verified.
+            StateError: Requests run, or the weights sleep.
+            LeaseError: A process maps the shadow pages or the weights. As after the other errors,
+                nothing changed, and a later call may succeed.
         """
         self._require_idle("commit a weight update", "commit it when generate has returned")
         return super().commit_update(version)
@@ -433,17 +517,30 @@ class Engine(EngineBase):
         digest: int | None = None,
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> UpdateReceipt:
-        """Serve another saver's pages as version `version`, without a copy. Replaces an open
-        update.
+        """Serve another saver's pages as a new version, without a copy; replaces an open update.
 
-        ticket: of a tag laid out as this engine's manifest says (`Trainer(layout=...)`);
-        layout_hash: of that. Memory of the engine's own goes back, the tag may sleep already;
-        addresses stay. digest: what the pages must hold, read back; None: not read. buffers: as in
-        `WriteReceipt`. Their owner
-        must not write to them until a sleep or an abort has given them back. Nothing changes where
-        it raises a ValueError (an older version, another layout), a StateError (requests run, other
-        tensors on tag `weights`) or a LeaseError before the engine's own memory went. After other
-        errors (WeightUpdateError: the digest) the engine is poisoned and holds no pages.
+        The engine releases its own memory of the weights, whose tag may also sleep already.
+        Addresses do not change. The owner must not write to the pages until a sleep or an abort has
+        given them back.
+
+        Args:
+            version: Number of the new version, not lower than the present one.
+            ticket: Ticket to a tag that is laid out as this engine's manifest says
+                (`Trainer(layout=...)`).
+            layout_hash: Hash of that layout.
+            digest: Expected digest of the pages, which are read back; None: they are not read.
+            buffers: Values of buffers, as in `WriteReceipt`.
+
+        Returns:
+            The version that is served now.
+
+        Raises:
+            ValueError: The version is older than the present one, or the layout differs. Nothing
+                changed.
+            StateError: Requests run, or other tensors lie on tag `weights`. Nothing changed.
+            LeaseError: A process maps the weights. Nothing changed.
+            WeightUpdateError: The digest differs. After this and any later error the engine is
+                poisoned and has no pages.
         """
         self._require_idle("alias weights", "alias them when generate has returned")
         return self._update.alias(version, ticket, layout_hash, digest, buffers)
@@ -452,12 +549,14 @@ class Engine(EngineBase):
 
     @property
     def stats(self) -> EngineStats:
-        """Tokens computed, those that the prefix cache spared, and preemptions."""
+        """Return the counts of computed tokens, prefix cache hits, and preemptions."""
         return replace(self.scheduler.stats)
 
     def check_integrity(self) -> None:
-        """AssertionError unless the page ledger, the request table, the prefix cache and the
-        scheduler agree. Any time between calls.
+        """Check that page ledger, request table, prefix cache and scheduler agree.
+
+        Raises:
+            AssertionError: They do not.
         """
         self.prefixes.check_integrity()
         if not self.scheduler.running:
@@ -477,20 +576,20 @@ class Engine(EngineBase):
 
     @property
     def _whole_tags(self) -> Sequence[str]:
-        """The tags that compute with all of their memory or not at all."""
+        """Return the tags that the engine can use only with all of their memory."""
         return self.tags if self.cache.elastic is None else [t for t in self.tags if t != KV_CACHE]
 
     def _require_current(self, together: bool = False) -> None:
-        """Raise a StateError while the engine cannot compute, and start over with the keys and
-        values that others discarded.
+        """Raise a StateError if the engine cannot compute; forget keys and values that were lost.
 
-        together: all tensor-parallel ranks call it, none has a request, and all decide alike.
+        Args:
+            together: All tensor-parallel ranks call this without a request, and decide together.
         """
         reason = self.unavailable_reason()
         kept = not self._notice_loss()
         if together and self._ranks.failure is None:
-            others, kept = self._ranks.agree_ready(reason, kept, self.saver.device)
-            reason = reason or others
+            rank_reason, kept = self._ranks.agree_ready(reason, kept, self.saver.device)
+            reason = reason or rank_reason
         if not kept and not together and self._ranks.size > 1:
             reason = reason or f"{lost_by_others([KV_CACHE], 'engine')} while requests run"
         if reason:
@@ -504,10 +603,10 @@ class Engine(EngineBase):
             self._renewed = True
 
     def _notice_loss(self) -> bool:
-        """Start over where others took what running requests compute with, or what they may find.
+        """Start over if another user of the saver discarded or paused the KV cache.
 
         Returns:
-            Whether content of the KV cache is lost.
+            Whether content of the KV cache was lost.
         """
         lost = bool(self._watch.lost(KV_CACHE))
         if lost or (self.scheduler.running and self.saver.is_paused(KV_CACHE)):
@@ -515,14 +614,15 @@ class Engine(EngineBase):
         return lost
 
     def _start_over(self) -> None:
-        """Forget all keys and values; running requests compute theirs again."""
+        """Forget all keys and values; running requests will compute theirs again."""
         self.prefixes.clear()
         self.scheduler.preempt_all()
 
     @contextlib.contextmanager
     def _own_discards(self) -> Iterator[None]:
-        """Take discards of the KV cache inside as the engine's own; what others discarded before is
-        forgotten first, and stays noticed, so that all ranks hear of it.
+        """Ignore discards of the KV cache inside the block, which are the engine's own.
+
+        An earlier loss is handled first. It stays recorded, because all ranks must agree on it.
         """
         lost = self._notice_loss()
         try:

@@ -1,13 +1,11 @@
-"""Defines what every engine has whose weights are replaced in place and whose memory is on tags;
-and the other side of a device, which takes the memory that this one does not need now.
-"""
+"""The base class of all engines, and how trainer and engine hand memory over to each other."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -19,11 +17,17 @@ from rollout.weights.messages import Manifest, PackedBox, UpdateReceipt, WeightL
 from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate
 
+Unfinished = Literal["raise", "preempt", "abort"]
+"""What `sleep` does with unfinished requests."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSaver:
-    """A saver of the same device, here or in another process. nbytes: of each of its tags while it
-    has memory.
+    """Description of another saver of the same device, in this process or in another.
+
+    Attributes:
+        ticket: Names the saver's page pool.
+        nbytes: Bytes of each of its tags when resumed.
     """
 
     ticket: PoolTicket
@@ -31,7 +35,7 @@ class PeerSaver:
 
     @classmethod
     def of(cls, saver: MemorySaver) -> Self:
-        """Returns what another side is told of this saver, all of whose tags are made."""
+        """Describe a saver, whose tags must all exist already."""
         tags = saver.report(others=False).tags.items()
         return cls(
             ticket=saver.pool_ticket(),
@@ -49,9 +53,18 @@ def check_sleep_level(level: int) -> None:
 
 @contextlib.contextmanager
 def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -> Iterator[Release]:
-    """Gives the `release` of pauses in the block. What they free goes to the peer, as far as its
-    tag `into`, which gets memory next, can use it; the rest, and all where the peer is gone or
-    there is none, to the driver. So no more is kept than what takes its place.
+    """Hand the memory that is freed by pauses inside the block over to the peer.
+
+    At the end of the block the peer receives at most the bytes of its tag `into`. The rest goes to
+    the driver, as does all of the memory when the peer is gone.
+
+    Args:
+        saver: The saver whose tags are paused.
+        peer: The saver that receives memory; None: the driver does.
+        into: The peer's tag that is resumed next; None: the driver receives the memory.
+
+    Yields:
+        The `release` argument for the pauses.
     """
     if peer is None or into is None:
         yield "driver"
@@ -63,37 +76,51 @@ def handing_over(saver: MemorySaver, peer: PeerSaver | None, into: str | None) -
 
 
 class SaverSide:
-    """One side of a device, a trainer or an engine: what it tells of its saver, and who gets the
-    memory that it does not need now.
+    """One side of a device, a trainer or an engine, which owns a saver.
+
+    It hands memory that it frees over to the other side, its peer.
     """
 
     saver: MemorySaver
     _peer: PeerSaver | None = None
 
     def as_peer(self) -> PeerSaver:
-        """Return what the other side of this device is told, to hand memory over to this one."""
+        """Return the description that the other side needs to hand memory over to this side."""
         return PeerSaver.of(self.saver)
 
     def hand_over_to(self, peer: PeerSaver | None) -> None:
-        """Say who gets the memory that `into=` names; None: the driver."""
+        """Set the receiver of memory that a sleep frees.
+
+        Args:
+            peer: The other side, for calls with `into=`; None: the driver.
+        """
         self._peer = peer
 
     def report(self, *, others: bool = True) -> Report:
-        """See `MemorySaver.report`."""
+        """Return the saver's report, see `MemorySaver.report`.
+
+        Args:
+            others: Include `Report.others`, which takes milliseconds where torch holds much memory.
+        """
         return self.saver.report(others=others)
 
     def drain_events(self) -> list[Event]:
+        """Return the saver's events since the last call, see `MemorySaver.drain_events`."""
         return self.saver.drain_events()
 
     def take_usage(self) -> Usage:
-        """See `MemorySaver.take_usage`."""
+        """Return the saver's usage since the last call, see `MemorySaver.take_usage`."""
         return self.saver.take_usage()
 
 
 class EngineBase(SaverSide):
-    """A subclass makes these, and says when weights may be offered, committed and given up.
+    """Engine with weights that are replaced in place and memory on tags.
 
-    tags: that it has memory on.
+    A subclass creates the attributes, and decides when an update may begin, commit and abort.
+
+    Attributes:
+        store: The weights.
+        tags: Tags on which the engine has memory.
     """
 
     store: WeightPages
@@ -104,22 +131,31 @@ class EngineBase(SaverSide):
 
     @property
     def weights_version(self) -> int:
-        """The version last defined; 0 after loading."""
+        """Return the version that was defined last; 0 after loading."""
         return self.store.last_version
 
     def served_version(self) -> int | None:
-        """Returns the version of the weights, also while they sleep with their content kept; None
-        while they are undefined.
+        """Return the version of the weights; None while they are undefined.
+
+        Weights that sleep with their content kept have a version.
+
+        Returns:
+            The version, or None.
         """
         return self.store.version
 
     @property
     def manifest(self) -> Manifest:
+        """Return the places of all parameters in the arena of the weights."""
         return self.store.manifest
 
     def weight_layout(self) -> WeightLayout:
-        """Returns where every parameter lies, for `Trainer.connect` to plan with; also while the
-        weights sleep.
+        """Return the places of all parameters, from which `Trainer.connect` plans the sync.
+
+        The weights may be asleep.
+
+        Returns:
+            The manifest, the device, and the shapes of the buffers.
         """
         buffers = {name: tuple(buffer.shape) for name, buffer in self.store.buffers.items()}
         place = place_of(self.saver.device)
@@ -127,53 +163,88 @@ class EngineBase(SaverSide):
 
     @held()
     def write_update(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """Put boxes of `data` (uint8, on the CPU) into the pages of the open update, for a writer
-        that cannot map them.
+        """Write boxes into the pages of the open update, for a writer that cannot map them.
 
-        WeightUpdateError: no update is open, it is verified, or a box is outside; nothing was
-        written then.
+        Args:
+            boxes: Where the elements go, and where they are in `data`.
+            data: The message, uint8 on the CPU.
+
+        Raises:
+            WeightUpdateError: No update is open, it is verified already, or a box is outside of the
+                weights or the message. Nothing was written.
+            StateError: The weights sleep.
         """
         self._update.write(boxes, data)
 
     @held()
     def verify_update(self, receipt: WriteReceipt) -> UpdateReceipt:
-        """Read the written pages back, and compare with what the writer says it wrote. The commit
-        puts the receipt's buffers in place.
+        """Read the written pages back and compare them with the writer's receipt.
 
-        WeightUpdateError says what differs, and ends the update: with shadow pages the old version
-        goes on being served, otherwise the engine is poisoned.
+        Args:
+            receipt: The writer's claims, and values of buffers, which the commit copies.
+
+        Returns:
+            The digest that was read back.
+
+        Raises:
+            WeightUpdateError: Names the differences, and the update is closed: with shadow pages
+                the old version is still served, otherwise the engine is poisoned. Also if no update
+                is open or it is verified already, which changes nothing.
+            StateError: The weights sleep.
         """
         return self._update.verify(receipt)
 
     @held()
     def commit_update(self, version: int) -> UpdateReceipt:
-        """Serve the version that was verified. Addresses stay."""
+        """Serve the verified version. Addresses do not change.
+
+        Args:
+            version: The verified version.
+
+        Returns:
+            The version that is served now.
+
+        Raises:
+            WeightUpdateError: The version is not verified. Nothing changed.
+            StateError: The weights sleep.
+            LeaseError: A process still maps the shadow pages or the weights. Nothing changed; try
+                again.
+        """
         return self._update.commit(version)
 
     @held()
     def abort_update(self, reason: str) -> None:
-        """End the update. One with shadow pages, open or refused, leaves the version that is
-        served; otherwise the engine is poisoned: it refuses to generate, giving `reason`, until an
-        update commits. Aliased pages go back.
+        """End the update without a commit, and give aliased pages back.
+
+        After an update with shadow pages the engine still serves the old version. Otherwise it is
+        poisoned: it refuses to generate until an update commits.
+
+        Args:
+            reason: The reason that a poisoned engine reports.
         """
         self._update.abort(reason)
 
     # ---------------------------------------------------------------- memory
 
     def prepare_sleep(self) -> None:
-        """Begin to obtain, beside other work, the host memory that sleeps at level 1 keep the
-        weights in. A sleep meanwhile waits for it.
+        """Allocate the host memory for sleeps at level 1 in the background.
+
+        A sleep that starts earlier waits for the allocation.
         """
         tag = self.store.tag
         self.saver.reserve_host({tag: self.saver.report(others=False).tags[tag].live_bytes})
 
     def shrink(self) -> None:
-        """Say that what is asked for next are the last answers before a sleep, and that others wait
-        for memory. Without effect where a KV cache has one size.
+        """Announce that the next answers are the last ones before a sleep.
+
+        An elastic KV pool then frees memory as requests end; a pool of fixed size does nothing.
         """
 
     def _known(self, tags: Sequence[str] | None) -> list[str]:
-        """The ones of `tags` that the engine has memory on; ValueError for a name that none has."""
+        """Return the engine's tags among `tags` (None: all); raise a ValueError for unknown tags.
+
+        A tag of `TAGS` on which this engine has no memory is known, and left out.
+        """
         if unknown := [tag for tag in tags or () if tag not in TAGS]:
             raise ValueError(f"unknown tags {unknown}; the engine's tags are {', '.join(TAGS)}")
         return [tag for tag in self.tags if tags is None or tag in tags]

@@ -1,19 +1,16 @@
-"""Errors that are not a user's mistake (those are ValueError)."""
+"""Errors of the rollout other than mistakes of the caller, which raise ValueError."""
 
 
 class RankError(RuntimeError):
-    """The other tensor-parallel ranks did not come to an exchange; the text names them, and the
-    stage.
-    """
+    """Tensor-parallel ranks are missing from an exchange; the message names them and the stage."""
 
 
 class PeerLostError(RuntimeError):
-    """A rank of the engine at the other end of a prefill/decode split is gone or silent; the text
-    names it.
-    """
+    """A rank at the other end of a prefill/decode split is gone or silent; the message names it."""
 
 
 class WeightUpdateError(RuntimeError):
-    """A weight update failed, or was called out of order; `unavailable_reason()` says whether the
-    engine can serve.
+    """A weight update failed, or its methods were called out of order.
+
+    `unavailable_reason()` says whether the engine can still generate.
     """

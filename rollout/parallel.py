@@ -1,9 +1,8 @@
-"""Tensor parallel: one engine over several processes that run the same requests, and what they
-exchange.
+"""Tensor parallelism: the collectives of an engine whose ranks all run the same requests.
 
-Every rank holds its heads, MLP columns and vocabulary rows (`rollout.weights.params`), schedules
-and samples the same way, and so never has to be told what the others do. The group's own time-out
-ends a wait for a rank that fails.
+Every rank has its own heads, MLP columns and vocabulary rows (`rollout.weights.params`). All ranks
+schedule and sample identically, so that no rank sends its decisions to the others. A wait for a
+rank that failed ends with the group's timeout.
 """
 
 from __future__ import annotations
@@ -23,19 +22,26 @@ from memsaver.ops.layout import round_up
 from memsaver.system.plain import all_gather_plain
 from rollout.errors import RankError
 
-_GRACE_SECONDS = 2.0  # for the other ranks to say in which stage they stopped
+_GRACE_SECONDS = 2.0  # for the other ranks to post the stage in which they stopped
 _STAGING_BYTES = 32 << 20
-_ALIGNMENT = 256  # bytes: of what NCCL reads and writes
+_ALIGNMENT = 256  # bytes: alignment of NCCL's buffers
 
 
 class TensorParallel:
-    """This process's rank among `size`; of one, nothing is exchanged. All ranks call the same
-    methods in one order.
+    """A process's rank in a tensor-parallel engine, and its collectives.
+
+    All ranks call the same methods in the same order. With one rank, nothing is exchanged.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup | None) -> None:
-        """group: of `size` ranks, gloo for the CPU, NCCL for GPUs; None for one rank. ValueError
-        where they differ.
+        """Join the ranks of a group.
+
+        Args:
+            size: Number of ranks.
+            group: Their process group, gloo for the CPU or NCCL for GPUs; None for one rank.
+
+        Raises:
+            ValueError: The group has another number of ranks.
         """
         ranks = 1 if group is None else dist.get_world_size(group)
         if ranks != size:
@@ -48,9 +54,18 @@ class TensorParallel:
         self._staging: Tensor | None = None
 
     def stage_captures(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Prepares for the capture of graphs: their collectives then work on memory of this object,
-        outside of every tag. NCCL registers the buffers of captured collectives with the other
-        ranks, who would use a tag's old pages after a pause. width: of `join`.
+        """Allocate the buffer on which collectives in captured graphs work, outside of every tag.
+
+        NCCL registers the buffers of captured collectives with the other ranks, which would access
+        a tag's old pages after a pause.
+
+        Args:
+            width: The largest `width` of `join`.
+            dtype: Dtype of the exchanged tensors.
+            device: Device of the engine.
+
+        Raises:
+            StateError: The buffer lies on a tag, because the caller is inside a region.
         """
         if self.size == 1:
             return
@@ -59,18 +74,18 @@ class TensorParallel:
         self._staging = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if on_a_tag(self._staging):
             raise StateError(
-                "a tensor-parallel engine is being made inside a region; make it outside, it has "
-                "tags of its own"
+                "cannot build a tensor-parallel engine inside a region; build it outside, its "
+                "memory has its own tags"
             )
 
     def sum(self, x: Tensor, stage: str) -> Tensor:
-        """x summed over the ranks, in place."""
+        """Sum `x` over the ranks, in place, and return it."""
         if self.size > 1:
             self._exchange(stage, lambda: self._sum(x))
         return x
 
     def agree(self, values: list[int], device: torch.device, stage: str) -> list[int]:
-        """The smallest of each value over the ranks; waits for all of them."""
+        """Return the minimum of each value over the ranks, once all ranks have called this."""
         if self.size == 1:
             return values
         least = torch.tensor(values, dtype=torch.int64, device=device)
@@ -82,17 +97,26 @@ class TensorParallel:
     def agree_ready(
         self, reason: str | None, kept: bool, device: torch.device
     ) -> tuple[str | None, bool]:
-        """Returns why one of the ranks cannot generate, and whether all have kept their KV cache.
+        """Agree whether all ranks can generate.
 
-        reason: why this rank cannot; None where it can.
+        Args:
+            reason: Why this rank cannot generate; None if it can.
+            kept: Whether the content of this rank's KV cache is intact.
+            device: Device on which the group communicates.
+
+        Returns:
+            Why a rank cannot generate, or None; and whether all KV caches are intact.
         """
         mine = [self.size if reason is None else self.rank, int(kept)]
-        first, whole = self.agree(mine, device, "what others discarded")
+        first, whole = self.agree(mine, device, "readiness")
         return f"tensor-parallel rank {first} cannot" if first < self.size else None, bool(whole)
 
     def embed(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        """Embeddings [T, hidden] of int64 [T], of which this rank holds `rows`; the same bits as
-        from all rows.
+        """Return the embeddings [T, hidden] of int64 [T], bitwise as from one whole table.
+
+        Args:
+            token_ids: int64 [T].
+            rows: This rank's rows of the table, [vocab / size, hidden].
         """
         if self.size == 1:
             return F.embedding(token_ids, rows)
@@ -102,13 +126,11 @@ class TensorParallel:
         return self.sum(mine.masked_fill_(elsewhere.unsqueeze(1), 0), "embedding")
 
     def join(self, columns: Tensor, width: int) -> Tensor:
-        """[T, width] of all ranks' [T, columns], one after the other; what is past `width` is
-        padding and left out.
-        """
+        """Concatenate all ranks' [T, columns] to [T, width], without the padding past `width`."""
         if self.size == 1:
             return columns
         gathered = columns.new_empty((self.size, *columns.shape))
-        if len(columns):  # none where a step ends no prompt
+        if len(columns):  # a step that completes no prompt has no rows
             self._exchange("logits", lambda: self._gather(columns.contiguous(), gathered))
         return gathered.transpose(0, 1).flatten(1)[:, :width]
 
@@ -124,7 +146,7 @@ class TensorParallel:
             part.copy_(mine)
 
     def _gather(self, columns: Tensor, gathered: Tensor) -> None:
-        """[T, columns] of every rank into [ranks, T, columns]."""
+        """Gather [T, columns] of every rank into [ranks, T, columns]."""
         if not _capturing():
             dist.all_gather(list(gathered.unbind(0)), columns, group=self._group)
             return
@@ -139,80 +161,83 @@ class TensorParallel:
             dist.all_gather_into_tensor(theirs.view(-1, width), mine, group=self._group)
             gathered[:, at : at + most].copy_(theirs.view(self.size, *part.shape))
 
-    def check_same(self, what: str, value: str) -> None:
-        """ValueError naming the ranks whose `value` is not rank 0's: they would not compute the
-        same.
+    def check_same(self, subject: str, value: str) -> None:
+        """Raise a ValueError naming the ranks whose value differs from rank 0's.
+
+        Such ranks would not compute the same results.
+
+        Args:
+            subject: Names the value in the message.
+            value: This rank's value.
         """
         if self.size == 1:
             return
         values: list[Any] = []
-        self._exchange(what, lambda: values.extend(all_gather_plain(value, self._group)))
-        if others := [rank for rank, each in enumerate(values) if each != values[0]]:
+        self._exchange(subject, lambda: values.extend(all_gather_plain(value, self._group)))
+        if differing := [rank for rank, theirs in enumerate(values) if theirs != values[0]]:
             raise ValueError(
-                f"{what} of tensor-parallel ranks {others} differs from rank 0's; give all "
+                f"{subject} of tensor-parallel ranks {differing} differs from rank 0's; give all "
                 f"ranks the same"
             )
 
     # ---------------------------------------------------------------- failures
 
     def check_others(self) -> None:
-        """RankError where another rank has said by now that it takes no further part."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        if any(self._store.check([self._key(rank)]) for rank in others):
+        """Raise a RankError if another rank has already posted that it failed."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        if any(self._store.check([self._key(rank)]) for rank in peers):
             self.failure = (
-                f"tensor-parallel rank {self.rank} of {self.size} goes on alone: "
-                f"{self._others()}; start all ranks anew"
+                f"tensor-parallel rank {self.rank} of {self.size} cannot continue alone: "
+                f"{self._peer_states()}; restart all ranks"
             )
             raise RankError(self.failure)
 
     def fail(self, error: BaseException) -> None:
-        """This rank leaves the common order: tells the others, which will miss it, and refuses to
-        go on.
-        """
+        """Record that this rank failed, and post it for the other ranks, which will wait for it."""
         if self.size > 1 and self.failure is None:
             text = f"failed: {type(error).__name__}: {error}"
             self.failure = f"tensor-parallel rank {self.rank} {text}"
-            self._say(text)
+            self._post(text)
 
     def _exchange(self, stage: str, collective: Callable[[], object]) -> None:
         try:
             collective()
-        # also what torch.distributed raises for a time-out and a lost connection
+        # torch.distributed raises its subclasses for a timeout and for a lost connection
         except RuntimeError as error:
             if _capturing():
                 raise
-            self._say(f"waited in stage {stage!r}")
+            self._post(f"waited in stage {stage!r}")
             self.failure = (
-                f"tensor-parallel rank {self.rank} of {self.size} waited in stage {stage!r} "
-                f"in vain: {self._others()}; start all ranks anew"
+                f"tensor-parallel rank {self.rank} of {self.size} gave up waiting in stage "
+                f"{stage!r}: {self._peer_states()}; restart all ranks"
             )
             raise RankError(self.failure) from error
 
-    def _say(self, what: str) -> None:
+    def _post(self, text: str) -> None:
         try:
-            self._store.set(self._key(self.rank), what)
-        except RuntimeError:  # the store went with the process that hosts it; `_others` says so
+            self._store.set(self._key(self.rank), text)
+        except RuntimeError:  # the process that hosts the store is gone; `_peer_states` reports it
             return
 
-    def _others(self) -> str:
-        """Returns what the other ranks said, and who said nothing."""
-        said: dict[int, str] = {}
+    def _peer_states(self) -> str:
+        """Describe the other ranks: the text that each has posted, or that it is silent."""
+        posted: dict[int, str] = {}
         missing = [rank for rank in range(self.size) if rank != self.rank]
         end = time.monotonic() + _GRACE_SECONDS
         try:
             while missing and time.monotonic() < end:
                 for rank in missing:
                     if self._store.check([self._key(rank)]):
-                        said[rank] = self._store.get(self._key(rank)).decode()
-                missing = [rank for rank in missing if rank not in said]
+                        posted[rank] = self._store.get(self._key(rank)).decode()
+                missing = [rank for rank in missing if rank not in posted]
                 time.sleep(0.05)
         except RuntimeError:
             return (
                 f"ranks {missing} do not answer, and the rank that hosts the group's store is gone"
             )
         return ", ".join(
-            [f"rank {rank} {text}" for rank, text in said.items()]
-            + [f"rank {r} is silent" for r in missing]
+            [f"rank {rank} {text}" for rank, text in posted.items()]
+            + [f"rank {rank} is silent" for rank in missing]
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Define what a request asks for, and its answer."""
+"""Sampling parameters of a request, and the completions that answer it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 COLDEST = 1e-6
-"""Below, logits divided by the temperature may pass the range of fp32; the draw is greedy long
-before.
+"""Lowest temperature above 0. Below it, logits / temperature could overflow fp32.
+
+Sampling is greedy in effect long before.
 """
 
 
@@ -26,20 +27,24 @@ def _is_number(value: Any, kind: type) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Says how to continue one prompt.
+    """How to continue one prompt.
 
-    max_tokens: most tokens generated. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
-    n: samples a prompt.
-    seed: the same (seed, sample index, position) draws the same number in any batch; None takes one
-    from the engine.
-    stop_token_ids: end a sample, besides the model's own end tokens. ignore_eos: only
-    stop_token_ids end it.
-    beam_width: above 1, beam search: so many branches, of whose answers the best n are returned;
-    nothing is sampled.
-    length_penalty: answers of a search are ranked by sum of logprobs / length ** length_penalty.
-    early_stopping: True: a search is over with beam_width answers; False: when the best branch, at
-    its present length, is not better than the worst of them; "never": the same at the length it
-    could reach (transformers' rules).
+    Attributes:
+        max_tokens: Maximum number of generated tokens per sample.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Sample among the k likeliest tokens; 0 is off.
+        top_p: Sample among the likeliest tokens with this total probability, in (0, 1]; 1 is off.
+        n: Samples per prompt.
+        seed: Makes sampling reproducible: the same (seed, sample index, position) draws the same
+            number in any batch. None takes a seed from the engine.
+        stop_token_ids: Token ids that end a sample, in addition to the model's end tokens.
+        ignore_eos: Only `stop_token_ids` end a sample.
+        beam_width: Above 1, beam search with this number of branches. The best `n` answers are
+            returned, and nothing is sampled.
+        length_penalty: Beam search ranks answers by sum of log-probs / length ** length_penalty.
+        early_stopping: When a beam search ends (the rules of transformers). True: once there are
+            `beam_width` answers. False: once the best branch, at its present length, does not rank
+            above the worst answer. "never": the same, at the greatest length the branch can reach.
     """
 
     max_tokens: int = 16
@@ -92,14 +97,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sample. The three lists have one entry a generated token; the end token is included.
+    """One sample. Each of its lists has one entry per generated token, including the end token.
 
-    logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p (temperature
-    1 when greedy).
-    weight_versions: the version of the weights that made the token. score: of beam search, what it
-    ranks by. routed_experts: with `EngineConfig.return_routed_experts`, and no beam search, uint8
-    or int16 [K, layers with experts, top_k]: which experts the K tokens before the last went to;
-    what the prefix cache had of the prompt, or another engine computed, is not among them.
+    Attributes:
+        token_ids: The generated tokens.
+        logprobs: log_softmax(logits / temperature)[token] in fp32, before top-k and top-p. Greedy
+            sampling counts as temperature 1.
+        finish_reason: "stop" after an end token, "length" after `max_tokens`, or "abort".
+        weight_versions: The version of the weights that generated each token.
+        score: The rank value of a beam search's answer; None without beam search.
+        routed_experts: With `EngineConfig.return_routed_experts` and without beam search, uint8 or
+            int16 [K, layers with experts, top_k]: the experts of the last K tokens before the final
+            one. Prompt tokens from the prefix cache or from another engine are not included.
     """
 
     token_ids: list[int]

@@ -1,7 +1,7 @@
-"""The names of the tags that an engine has memory on."""
+"""The names of an engine's tags."""
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 CUDA_GRAPH = "cuda_graph"
-WEIGHTS_SHADOW = "weights_shadow"  # of an update only: has memory while one is under way
+WEIGHTS_SHADOW = "weights_shadow"  # has memory only while a shadow update is open
 TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)

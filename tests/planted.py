@@ -207,8 +207,8 @@ BUGS = [
         "what a sample draws depends on its row in the batch",
         "rollout/serving/runner.py",
         "rollout/test_engine.py",
-        "(each.seed, each.index, len(each.output)) for each in samples",
-        "(each.seed, row, len(each.output)) for row, each in enumerate(samples)",
+        "(member.seed, member.index, len(member.output)) for member in samples",
+        "(member.seed, row, len(member.output)) for row, member in enumerate(samples)",
     ),
     Bug(
         "ranks beyond the KV heads hold copies in turn, not side by side",

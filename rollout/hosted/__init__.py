@@ -1,6 +1,6 @@
-"""Other projects' engines as rollouts: their memory on our tags, their weights written in place.
+"""vLLM and SGLang as rollouts, with memory on memsaver's tags and weights updated in place.
 
-vLLM and SGLang are imported when an engine is made.
+Both packages are imported only when an engine is built.
 """
 
 from rollout.hosted.base import HostedEngine, HostedRollout

@@ -1,4 +1,4 @@
-"""Sleeps and weight updates of an engine that is another project's."""
+"""Sleep and weight updates of hosted engines, which belong to another project."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memsaver.content_watch import lost_by_others, shortfall
 from memsaver.memory import empty_torch_cache
 from memsaver.system.interrupts import held
 from memsaver.system.plain import all_gather_plain
-from rollout.engine_base import EngineBase, check_sleep_level, handing_over
+from rollout.engine_base import EngineBase, Unfinished, check_sleep_level, handing_over
 from rollout.hosted.load_recorder import (
     check_filled,
     check_taken,
@@ -37,9 +37,9 @@ from rollout.weights.pages import WeightPages
 from rollout.weights.update import WeightUpdate, require_active
 
 Request = dict[str, Any]
-"""Sampling parameters in an engine's own words."""
+"""Sampling parameters in the engine's own format."""
 Answers = Iterable[tuple[int, Any]]
-"""Numbers of requests, and the engine's outputs for them."""
+"""Pairs of a request's number and the engine's output for it."""
 OnStep = Callable[[Answers], None]
 Prompts = Sequence[Sequence[int]]
 
@@ -48,13 +48,13 @@ class HostedEngine(ABC):
     """Another project's engine, in the process that has its weights.
 
     Attributes:
-        name: What errors call the engine.
-        experts_option: The engine's option that chooses how experts are computed.
-        graphs_need_content: Captured graphs read what only the capture has written into their
-            memory.
-        group: Processes that share the model, on gloo; None where this one has all of it.
-        saver: The saver on whose tags the engine's memory is.
-        model: The model, with a `load_weights` of its own.
+        name: Name of the engine in error messages.
+        experts_option: The engine's option that chooses the kernel of experts.
+        graphs_need_content: Whether captured graphs read data that only the capture has written to
+            their memory.
+        group: Gloo group of the processes that share the model; None if this process has all of it.
+        saver: The saver on whose tags the engine's memory lies.
+        model: The model, with its own `load_weights`.
     """
 
     name: ClassVar[str]
@@ -66,20 +66,18 @@ class HostedEngine(ABC):
 
     @abstractmethod
     def tags_behind(self, tag: str) -> list[str]:
-        """Return the saver's tags that make up one of ours."""
+        """Return the saver's tags that make up an engine tag."""
 
     @abstractmethod
     def is_plain(self, module: nn.Module) -> bool:
-        """Return whether a layer computes with its weights where the model's `load_weights` puts
-        them, and not with copies.
-        """
+        """Return whether a layer uses its weights where `load_weights` puts them, not copies."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget all keys and values; StateError while a request holds some."""
+        """Forget all keys and values, or raise a StateError while a request uses some."""
 
     def refill_kv_state(self) -> None:
-        """Write again what lies beside the KV cache, whose content a sleep lost."""
+        """Rewrite the data next to the KV cache that a sleep has discarded."""
         return
 
     def check_plain(self) -> None:
@@ -89,24 +87,25 @@ class HostedEngine(ABC):
                 method = type(getattr(module, "quant_method", None) or module).__name__
                 raise ValueError(
                     f"{name}: {self.name}'s {method} repacks weights after loading, or computes "
-                    f"with copies, which would stay old; use unquantised ones, "
+                    f"with copies, which an update would not change; use unquantized weights, "
                     f"{self.experts_option}='triton' for experts, or engine.kind=native"
                 )
 
 
 class Generating(ABC):
-    """`generate` of a `HostedRollout`, or of what stands for one of another process, whose engine
-    answers requests in its own words.
+    """`generate` over an engine that answers requests in its own format.
+
+    The class is mixed into a `HostedRollout`, or into a handle on one in another process.
     """
 
     engine: Any
 
     @abstractmethod
     def requests(self, prompt: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Return the requests for the samples of a prompt; a ValueError for what is impossible."""
+        """Return the engine's requests for a prompt; a ValueError names unsupported parameters."""
 
     def run(self, prompts: Prompts, requests: Sequence[Request], on_step: OnStep) -> None:
-        """Answer a prompt for each request; pass answers on after every step."""
+        """Answer one prompt per request, and pass the new answers to `on_step` after every step."""
         self.engine.run(prompts, requests, on_step)
 
     @abstractmethod
@@ -119,52 +118,71 @@ class Generating(ABC):
         params: SamplingParams | Sequence[SamplingParams],
         on_progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """Continue every prompt params.n times; result [prompt][sample]. See `Engine.generate`.
+        """Continue every prompt `params.n` times.
+
+        Args:
+            prompts: Token ids.
+            params: Sampling parameters, for all prompts or one per prompt.
+            on_progress: Callback after every step.
+
+        Returns:
+            The samples, [prompt][sample].
 
         Raises:
             StateError: Memory or content is missing, see `unavailable_reason`.
-            ValueError: The engine has no words for what is asked.
+            ValueError: The engine does not support the parameters.
         """
         rollout: Any = self
         if reason := rollout.make_ready():
             raise StateError(f"cannot generate: {reason}")
-        each = for_each(prompts, params)
-        asked: list[tuple[int, Request]] = []
-        for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            asked += ((number, request) for request in self.requests(prompt, one))
-        version, total = rollout.weights_version, sum(one.n for one in each)
-        found: list[list[Completion]] = [[] for _ in asked]
+        prompt_params = for_each(prompts, params)
+        numbers: list[int] = []  # of the requests' prompts
+        requests: list[Request] = []
+        for number, (prompt, param) in enumerate(zip(prompts, prompt_params, strict=True)):
+            prompt_requests = self.requests(prompt, param)
+            numbers += [number] * len(prompt_requests)
+            requests += prompt_requests
+        version, total = rollout.weights_version, sum(param.n for param in prompt_params)
+        results: list[list[Completion]] = [[] for _ in requests]
 
         def collect(answers: Answers) -> None:
             for number, output in answers:
-                found[number] = self.completions(output, version)
+                results[number] = self.completions(output, version)
             if on_progress is not None:
-                done = list(chain.from_iterable(found))
+                done = list(chain.from_iterable(results))
                 on_progress(len(done), total, sum(len(sample.token_ids) for sample in done))
 
-        self.run([prompts[number] for number, _ in asked], [each for _, each in asked], collect)
+        self.run([prompts[number] for number in numbers], requests, collect)
         by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        for (number, _), samples in zip(asked, found, strict=True):
+        for number, samples in zip(numbers, results, strict=True):
             by_prompt[number] += samples
         return by_prompt
 
 
 class HostedRollout(EngineBase):
-    """All of a `Rollout` but `generate`. Not thread-safe: one call at a time."""
+    """A `Rollout` over a hosted engine, without `generate`.
+
+    It is not thread-safe: one call at a time. Ranks that share a model build it, sleep, wake up and
+    generate together.
+    """
 
     def __init__(self, engine: HostedEngine, path: str | Path) -> None:
-        """path: the model's directory. ValueError where the model's weights are not plain copies of
-        a checkpoint's; names the first parameter that is not.
+        """Record where the engine's weights lie.
 
-        Ranks that share a model make theirs, sleep, wake up and generate at the same time.
+        Args:
+            engine: The engine.
+            path: Model directory.
+
+        Raises:
+            ValueError: Names the first parameter that is not a plain copy of the checkpoint.
         """
         self._hosted = engine
         group = engine.group
         self._ranks = TensorParallel(1 if group is None else dist.get_world_size(group), group)
         self.saver: MemorySaver = engine.saver
         self.store = self._laid_out(path)
-        beside = self.store.buffers.values()
-        self._buffers = _beside_parameters(engine.model, self.saver.device, beside)
+        updatable = self.store.buffers.values()
+        self._buffers = _host_copies(engine.model, self.saver.device, updatable)
         if not self._sleeps(WEIGHTS):
             self._save_buffers()
         self._watch = ContentWatch(self.saver, *self._behind(*TAGS))
@@ -179,16 +197,16 @@ class HostedRollout(EngineBase):
             if (tag := saver.tag_of(param)) not in tags:
                 raise ValueError(f"{name} lies on tag {tag}, not with the weights")
         shapes, aliases = parameter_shapes(path)
-        beside = buffer_shapes(path)
+        buffers = buffer_shapes(path)
         address = first.data_ptr() - saver.offset_of(first)
-        recording = record(model.load_weights, model, shapes | beside)
-        manifest = manifest_of(recording, shapes, aliases, lambda at: at - address)
+        recording = record(model.load_weights, model, shapes | buffers)
+        manifest = manifest_of(recording, shapes, aliases, lambda pointer: pointer - address)
         mine, group = parts(manifest), self._hosted.group
         check_taken([mine] if group is None else all_gather_plain(mine, group), shapes)
         check_filled(recording, model)
         arena = saver.backend.window(address, manifest.nbytes, saver)
         store = WeightPages(manifest, shapes, arena, saver)
-        store.buffers = whole(recording, model, beside)
+        store.buffers = whole(recording, model, buffers)
         if not saver.is_paused(store.tag):
             store.set_buffers(read_buffers(path, store.buffers), str(path))
         return store
@@ -199,14 +217,19 @@ class HostedRollout(EngineBase):
     def sleep(
         self,
         level: int = 1,
-        unfinished: str = "raise",
+        unfinished: Unfinished = "raise",
         tags: Sequence[str] | None = None,
         into: str | None = None,
     ) -> None:
-        """Give the memory of the tags (None: all) back; see `Engine.sleep`. No request is ever
-        unfinished here.
+        """Release the memory of tags, as `Engine.sleep` does.
 
-        What the engine has outside of its tags stays: see `report()` and the how-tos.
+        The engine's memory outside of its tags stays; see `report()` and the how-to pages.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 discards them.
+            unfinished: Without effect, because no request is ever unfinished here.
+            tags: Tags to pause; None: all.
+            into: The trainer's tag that is reloaded next and receives the memory.
         """
         check_sleep_level(level)
         chosen = self._known(tags)
@@ -216,7 +239,7 @@ class HostedRollout(EngineBase):
             if KV_CACHE in chosen:
                 self._hosted.reset_prefix_cache()
             for tag in chosen:
-                if tag != WEIGHTS:  # graphs replay over what they have: it is kept at every level
+                if tag != WEIGHTS:  # graphs need their memory's content, so every level keeps it
                     content: Content = "host" if tag == CUDA_GRAPH else "discard"
                     for name in self._hosted.tags_behind(tag):
                         self.saver.pause(name, content=content, release=release)
@@ -234,14 +257,16 @@ class HostedRollout(EngineBase):
 
     @held()
     def wake_up(self, tags: Sequence[str] | None = None, partly: bool = False) -> None:
-        """Put memory of the tags (None: all) back at the same addresses: all of them or none.
+        """Map memory behind tags at their addresses, all of them or none.
 
-        partly: without effect, the engine's KV cache does not grow.
+        Args:
+            tags: Tags to resume; None: all.
+            partly: Without effect, because the engine's KV cache has a fixed size.
         """
         behind = self._behind(*self._known(tags))
         if asleep := [name for name in behind if self.saver.is_paused(name)]:
             self.saver.resume(*asleep)
-        # what failed halfway the last time is made up for
+        # Also after a wake-up that failed halfway and is repeated.
         self._refill_buffers()
         self._refill_kv_cache()
 
@@ -265,31 +290,31 @@ class HostedRollout(EngineBase):
         self._watch.note(*self._behind(KV_CACHE))
 
     def make_ready(self) -> str | None:
-        """Forget keys and values that others discarded, on all ranks where one has lost them.
+        """Forget keys and values, on all ranks, if other users of a rank's saver discarded them.
 
         Returns:
-            Why `generate` refuses; None when it does not.
+            Why `generate` must refuse; None if it can run.
         """
         reason = self.unavailable_reason()
         if self._ranks.failure is not None:
             return reason
-        self._ranks.check_others()  # their groups wait for half an hour
+        self._ranks.check_others()  # the group's timeout is half an hour
         kept = not self._lost(KV_CACHE)
-        others, kept = self._ranks.agree_ready(reason, kept, torch.device("cpu"))
-        if others is None and not kept:
+        rank_reason, kept = self._ranks.agree_ready(reason, kept, torch.device("cpu"))
+        if rank_reason is None and not kept:
             self._start_over()
-        return reason or others
+        return reason or rank_reason
 
     def _require_undisturbed(self) -> None:
-        """Raise a StateError where others took memory or content while requests run."""
+        """Raise a StateError if other users of the saver took memory or content during requests."""
         reason = self.unavailable_reason()
         if reason is None and (lost := self._lost(KV_CACHE)):
             reason = lost_by_others(lost, "engine")
         if reason is not None:
-            raise StateError(f"cannot go on: {reason}; no request is left")
+            raise StateError(f"cannot continue: {reason}; no request is left")
 
     def unavailable_reason(self) -> str | None:
-        """Returns why `generate` would refuse now; None when it would not."""
+        """Return why `generate` would raise a StateError now; None if the engine is available."""
         reasons = []
         if paused := [tag for tag in TAGS if self._sleeps(tag)]:
             reasons.append(f"paused: {', '.join(paused)} (call wake_up)")
@@ -298,7 +323,7 @@ class HostedRollout(EngineBase):
         elif lost := self._lost(WEIGHTS):
             reasons.append(f"{lost_by_others(lost, 'engine')} (call wake_up)")
         if self._hosted.graphs_need_content and (lost := self._lost(CUDA_GRAPH)):
-            reasons.append(f"{lost_by_others(lost, 'engine')}: graphs need it; make another engine")
+            reasons.append(f"{lost_by_others(lost, 'engine')}: graphs need it; build a new engine")
         if self._ranks.failure is not None:
             reasons.append(self._ranks.failure)
         if self.store.version is None:
@@ -320,44 +345,62 @@ class HostedRollout(EngineBase):
     def begin_update(
         self, version: int, *, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer:
-        """See `Engine.begin_update`. A ValueError refuses shadow pages: on the tag lies more of
-        the engine's than its parameters.
+        """Offer the weights' pages for a new version, as `Engine.begin_update` does.
+
+        Args:
+            version: Number of the new version.
+            shadow: Must be False: the engine's buffers lie on the tag among its parameters.
+            names: Only these parameters will be written; None: all.
+
+        Returns:
+            The offer, with a ticket to the pages.
+
+        Raises:
+            ValueError: Shadow pages are wanted.
+            StateError: The weights sleep.
         """
         if shadow:
             raise ValueError(
-                f"{self._hosted.name}'s weights have no second pages: its buffers lie among them; "
+                f"{self._hosted.name}'s weights have no shadow pages: its buffers lie among them; "
                 "sync without shadow, when generate has returned"
             )
         self._refill_buffers()  # some may be views of parameters
         return self._update.begin(version, False, names)
 
     def alias_update(self, version: int, *_: Any, **__: Any) -> UpdateReceipt:
-        """Raise a StateError: the engine's own buffers lie among its weights."""
+        """Raise a StateError, because the engine's own buffers lie among its weights."""
         raise StateError(
             f"{self._hosted.name} cannot serve the trainer's own pages: its buffers lie among its "
             "weights; sync by copies (alias=False)"
         )
 
     def digest(self) -> int:
-        """Returns the digest of the parameters as they lie in the engine's memory now; StateError
-        while they sleep.
+        """Return the digest of the parameters in the engine's memory.
+
+        Raises:
+            StateError: The weights sleep.
         """
         require_active(self.saver, self.store.tag, "read the weights")
         return self.store.digest()
 
 
-def _beside_parameters(
-    model: nn.Module, device: torch.device, others: Iterable[Tensor]
+def _host_copies(
+    model: nn.Module, device: torch.device, updatable: Iterable[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The model's buffers and `others`, which no page of an update brings, each with host memory
-    for it. Of those that begin at one address the longest.
+    """Allocate host memory for the content of the model's buffers and of the updatable buffers.
+
+    No page of an update contains these tensors. Of tensors that start at the same address, only
+    the longest is included.
+
+    Returns:
+        Pairs of a buffer and its host memory.
     """
     pinned = device.type == "cuda"
-    spans = [_span(each) for each in model.buffers() if each.device == device]
-    spans += [_span(each) for each in others]
-    there = {each.data_ptr(): each for each in sorted(spans, key=lambda each: each.nbytes)}
+    spans = [_span(buffer) for buffer in model.buffers() if buffer.device == device]
+    spans += [_span(buffer) for buffer in updatable]
+    longest = {span.data_ptr(): span for span in sorted(spans, key=lambda span: span.nbytes)}
     return [
-        (each, torch.empty_like(each, device="cpu", pin_memory=pinned)) for each in there.values()
+        (span, torch.empty_like(span, device="cpu", pin_memory=pinned)) for span in longest.values()
     ]
 
 

@@ -1,10 +1,10 @@
-"""Records which elements of which checkpoint tensor a model's own `load_weights` puts where, and
-makes a manifest of that: boxes of whole parameters, at bytes of a tag.
+"""Record where a model's own `load_weights` puts checkpoint tensors, and build a manifest of it.
 
-The tensors that are fed have no memory (device "meta"): views of them keep their storage, so a
-view's offset and strides say which elements it shows. Copies into the model are written down and
-not made, so the model may sleep, and stays as it is. What is more than a copy of such a view into
-the model is refused, by the name of the parameter.
+The loader is fed tensors without memory (device "meta"). Views of them keep their storage, so that
+a view's offset and strides tell which elements it shows. Copies into the model are recorded, but
+not executed, so that the model does not change and may even sleep. Any operation on the model other
+than a copy of such a view is refused, naming the parameter. The manifest consists of boxes of whole
+parameters, at bytes of a tag.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rollout.model import spellings
 from rollout.weights.messages import Manifest, ParamSlice
 from rollout.weights.pages import shorten
 
-_MOST_BOXES = 4096  # of one copy: what needs more is no layout to write into
+_MOST_BOXES = 4096  # per copy; a layout with more boxes is not worth writing into
 Ints = tuple[int, ...]
 Part = tuple[str, Ints, Ints]
 """A parameter's name, and start and shape of a box of it."""
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
 _FILLS = (aten.fill_.Scalar, aten.zero_.default)
-# the same elements, elsewhere or in another dtype
+# Operations that keep the elements, in another place or dtype.
 _SAME = (aten._to_copy.default, aten.clone.default, aten.contiguous.default)
 _REMEDY = "load a checkpoint whose tensors are copied as they are, or use engine.kind=native"
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
@@ -47,13 +47,18 @@ def manifest_of(
     aliases: Mapping[str, str],
     offset_of: Callable[[int], int],
 ) -> Manifest:
-    """shapes: of the checkpoint's parameters, whole, tied ones once. aliases: tied name -> name.
-    offset_of: byte of the tag's addresses at an address. See `check_taken` and `check_filled`.
+    """Build the manifest of a recording; `check_taken` and `check_filled` validate it.
+
+    Args:
+        recording: What the loader does.
+        shapes: Shapes of the checkpoint's whole parameters, tied ones once.
+        aliases: Stored name by tied name.
+        offset_of: Returns an address's byte in the tag's arena.
     """
     firsts = accumulate(map(math.prod, shapes.values()), initial=0)
     numbers = dict(zip(shapes, firsts, strict=False))
     slices: list[ParamSlice] = []
-    for landed in _joined(each for each in recording.landed if each.name in shapes):
+    for landed in _joined(copy for copy in recording.landed if copy.name in shapes):
         slices += (
             ParamSlice(
                 name=landed.name,
@@ -75,7 +80,7 @@ def manifest_of(
 
 
 def _joined(copies: Iterable[Landed]) -> Iterator[Landed]:
-    """Join experts that were loaded one by one, and lie at even distances, to one copy."""
+    """Join copies of experts that were loaded one by one and lie at equal distances."""
     groups: dict[Landed, list[Landed]] = defaultdict(list)
     for landed in copies:
         groups[replace(landed, first=0, address=0)].append(landed)
@@ -86,42 +91,50 @@ def _joined(copies: Iterable[Landed]) -> Iterator[Landed]:
         if min(stride, step) <= 0:
             yield from alike
             continue
-        one = alike[0]
+        first = alike[0]
         yield replace(
-            one,
-            shape=(len(alike), *one.shape),
-            strides=(stride, *one.strides),
-            steps=(step // one.dtype.itemsize, *one.steps),
+            first,
+            shape=(len(alike), *first.shape),
+            strides=(stride, *first.strides),
+            steps=(step // first.dtype.itemsize, *first.steps),
         )
 
 
 def parts(manifest: Manifest) -> list[Part]:
-    """Returns what of the checkpoint an engine holds."""
+    """Return the boxes of the checkpoint that an engine has."""
     return [(piece.name, piece.start, piece.shape) for piece in manifest.slices]
 
 
 def check_taken(ranks: Sequence[Sequence[Part]], shapes: Mapping[str, Ints]) -> None:
-    """ranks: `parts` of each that shares the model; they may hold the same, one holds nothing
-    twice. ValueError names parameters of which only a part is taken, or more than all.
+    """Check that the ranks together take every element of every parameter exactly once.
+
+    Several ranks may have the same box, but no rank may have a box twice.
+
+    Args:
+        ranks: Result of `parts` for each rank that shares the model.
+        shapes: Shapes of the checkpoint's whole parameters.
+
+    Raises:
+        ValueError: Names parameters of which too few or too many elements are taken.
     """
-    seen = Counter[Part]()
-    for mine in ranks:
-        seen |= Counter(mine)
+    union = Counter[Part]()
+    for boxes_of_rank in ranks:
+        union |= Counter(boxes_of_rank)
     taken = Counter[str]()
-    for (name, _, shape), times in seen.items():
+    for (name, _, shape), times in union.items():
         taken[name] += times * math.prod(shape)
     wrong = [name for name, shape in shapes.items() if taken[name] != math.prod(shape)]
     if wrong:
         first = wrong[0]
         text = f"takes {taken[first]} of the {math.prod(shapes[first])} elements of {first}"
         raise ValueError(
-            f"the engine's own loader {text} (and {len(wrong) - 1} parameters more not as they "
-            f"are): such a model cannot be written in place; use engine.kind=native"
+            f"the engine's own loader {text} (and {len(wrong) - 1} other parameters do not match "
+            f"either): such a model cannot be written in place; use engine.kind=native"
         )
 
 
 def check_filled(recording: Recording, model: nn.Module) -> None:
-    """ValueError names parameters of the model, tied ones once, that are not written as a whole."""
+    """Raise a ValueError naming parameters of the model that the loader does not fill entirely."""
     tensors = chain(model.parameters(), model.buffers())
     starts = sorted({tensor.data_ptr() for tensor in tensors})
     filled = Counter[int]()
@@ -131,27 +144,34 @@ def check_filled(recording: Recording, model: nn.Module) -> None:
     if short:
         raise ValueError(
             f"no tensor of the checkpoint fills all of {shorten(short)}: the engine computes it "
-            f"from others; use an unquantised model, or engine.kind=native"
+            f"from other tensors; use an unquantized model, or engine.kind=native"
         )
 
 
 def whole(recording: Recording, model: nn.Module, shapes: Mapping[str, Ints]) -> dict[str, Tensor]:
-    """Return the model's own tensors, parameters or buffers, that the tensors of these shapes fill;
-    a ValueError names one that goes elsewhere.
+    """Return the parameters or buffers of the model that whole checkpoint tensors fill.
+
+    Args:
+        recording: What the loader does.
+        model: The model.
+        shapes: Shapes of the checkpoint tensors, by name.
+
+    Raises:
+        ValueError: Names a checkpoint tensor that does not fill a whole tensor of the model.
     """
     own = {tensor.data_ptr(): tensor for tensor in chain(model.parameters(), model.buffers())}
-    found: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
     for landed in recording.landed:
         if (shape := shapes.get(landed.name)) is None:
             continue
         tensor = own.get(landed.address)
         if tensor is None or not tuple(tensor.shape) == landed.shape == shape:
             raise ValueError(
-                f"{landed.name}: the engine's own loader puts it in no tensor of shape {shape}; "
-                "use engine.kind=native"
+                f"{landed.name}: the engine's own loader does not put it into a tensor of shape "
+                f"{shape}; use engine.kind=native"
             )
-        found[landed.name] = tensor.detach()
-    return found
+        filled[landed.name] = tensor.detach()
+    return filled
 
 
 def _place(landed: Landed) -> tuple[int, int]:
@@ -159,8 +179,13 @@ def _place(landed: Landed) -> tuple[int, int]:
 
 
 class LoadedBox(NamedTuple):
-    """A box of a whole parameter. steps: from element to element in the model, one a dimension;
-    offset: of its first one there, in elements from the copy's first.
+    """A box of a whole parameter, and where its elements lie in the model.
+
+    Attributes:
+        start: Index of its first element in the parameter.
+        shape: Its shape.
+        offset: Distance of its first element in the model from the copy's first, in elements.
+        steps: Strides in the model, in elements, one per dimension.
     """
 
     start: Ints
@@ -170,8 +195,13 @@ class LoadedBox(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """So many elements, as far apart in the parameter, and in the model. dim: the parameter's
-    dimension along which they lie; -1: none.
+    """Elements at equal distances, both in the parameter and in the model.
+
+    Attributes:
+        dim: The parameter's dimension along which they lie; -1: none.
+        size: Number of elements.
+        stride: Their distance in the parameter, in elements.
+        step: Their distance in the model, in elements.
     """
 
     dim: int
@@ -181,7 +211,11 @@ class _Walk(NamedTuple):
 
 
 def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
-    """Yield the copy as boxes of a parameter of shape `whole`; a ValueError where it is none."""
+    """Yield a copy as boxes of a parameter of shape `whole`.
+
+    Raises:
+        ValueError: The copy does not consist of boxes.
+    """
     if 0 in landed.shape:
         return
     plain, sizes, steps, loops = row_major(whole), [1] * len(whole), dict[int, int](), list[_Walk]()
@@ -206,7 +240,7 @@ def boxes(landed: Landed, whole: Ints) -> Iterator[LoadedBox]:
 
 
 def _walks(landed: Landed, whole: Ints) -> Iterator[_Walk]:
-    """Yield a copy's dimensions; one that runs over several of the parameter's is cut at each."""
+    """Yield a copy's dimensions, split where one spans several dimensions of the parameter."""
     for count, stride, step in zip(landed.shape, landed.strides, landed.steps, strict=True):
         if count != 1 and min(stride, step) < 1:
             raise _no_slice(landed)
@@ -230,10 +264,16 @@ def _no_slice(landed: Landed) -> ValueError:
 
 @dataclass(frozen=True, kw_only=True)
 class Landed:
-    """Elements of one checkpoint tensor that land in the model, as the same box on both sides.
+    """A copy of elements of one checkpoint tensor into the model.
 
-    first, strides: in the checkpoint's tensor, in elements. address: of the first element in the
-    model; steps: of the others there, in elements of `dtype`.
+    Attributes:
+        name: Name of the checkpoint tensor.
+        first: Its first copied element.
+        shape: Shape of the copied elements.
+        strides: Strides in the checkpoint tensor, in elements.
+        address: Address of the first element in the model.
+        steps: Strides in the model, in elements.
+        dtype: Dtype in the model.
     """
 
     name: str
@@ -247,17 +287,23 @@ class Landed:
 
 @dataclass(kw_only=True)
 class Recording:
-    """All that one `load_weights` does. zeros: (address, bytes) that it clears."""
+    """All effects of one `load_weights`: its copies, and (address, bytes) that it zeroes."""
 
     landed: list[Landed] = field(default_factory=list)
     zeros: list[tuple[int, int]] = field(default_factory=list)
 
 
 def record(load: Load, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Recording:
-    """load: the model's own `load_weights`. shapes: of the checkpoint's tensors, by the trainer's
-    names; stacked experts are fed one by one, as checkpoints name them.
+    """Record what a model's loader does with a checkpoint.
 
-    Raises ValueError naming what is no plain copy, and with which remedy.
+    Args:
+        load: The model's own `load_weights`.
+        model: The model.
+        shapes: Shapes of the checkpoint's tensors, by the trainer's names. Stacked experts are fed
+            one by one, under the names that checkpoints use.
+
+    Raises:
+        ValueError: Names a tensor that the loader does not just copy, and the remedy.
     """
     recorder = _Recorder(model)
     before = _addresses(model)
@@ -271,9 +317,9 @@ def record(load: Load, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) 
         raise ValueError(f"{recorder.fed}: {text}; {_REMEDY}") from error
     after = _addresses(model)
     if moved := sorted(name for name in before | after if before.get(name) != after.get(name)):
-        text = f"{moved[0]}: loading puts another tensor in its place ({len(moved)} in all)"
+        text = f"{moved[0]}: loading puts another tensor in its place ({len(moved)} in total)"
         raise ValueError(f"{text}; {_REMEDY}")
-    return recorder.found
+    return recorder.recording
 
 
 def _addresses(model: nn.Module) -> dict[str, int]:
@@ -281,30 +327,30 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 
 
 class _Refused(Exception):
-    """Raised for what a loader does that is not written down."""
+    """A loader's operation that cannot be recorded."""
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.found = Recording()
+        self.recording = Recording()
         self.fed = "the first parameter"
-        self._names: dict[int, str] = {}  # of storages
-        self._kept: list[Tensor] = []  # so that no storage is made twice at one place
+        self._names: dict[int, str] = {}  # by storage
+        self._kept: list[Tensor] = []  # keeps storages alive, so that their ids stay unique
         self._own = {_storage(param) for param in model.parameters()}
         self._own |= {_storage(buffer) for buffer in model.buffers()}
 
     def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
-            # its dtype is nobody's: who copies casts to what is there
+            # The dtype does not matter: a copy casts to the dtype of its target.
             tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
             self._kept.append(tensor)
             self._names[_storage(tensor)] = self.fed = name
             ways = spellings(name, shape)
-            if len(ways) < 3:  # as it is, but for Mixtral's names
+            if len(ways) < 3:  # not stacked experts; Mixtral's names are not used
                 yield name, tensor
                 continue
-            for stored in ways[1]:  # as on the Hub: transformers stacks experts, checkpoints do not
+            for stored in ways[1]:  # transformers stacks experts, checkpoints on the Hub do not
                 expert, row, _ = stored.start
                 yield stored.name, tensor[expert, row : row + stored.shape[0]]
 
@@ -325,17 +371,18 @@ class _Recorder(TorchDispatchMode):
             wanted = kwargs.get("dtype")
             if wanted is None or wanted in (torch.float32, torch.bfloat16, torch.float16):
                 return aten.alias.default(args[0])
-        for given, said in zip(args, func._schema.arguments, strict=False):
-            if said.alias_info is not None and said.alias_info.is_write and self._is_own(given):
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and self._is_own(value):
                 raise _Refused(f"calls {func} on the model")
         return func(*args, **kwargs)
 
     def _land(self, into: Tensor, source: Tensor) -> None:
         name = self._names.get(_storage(source))
         if name is None or not self._is_own(into):
-            raise _Refused("copies what it has computed")
+            raise _Refused("copies computed values")
         source = source.expand(into.shape)
-        self.found.landed.append(
+        self.recording.landed.append(
             Landed(
                 name=name,
                 first=int(source.storage_offset()),
@@ -351,7 +398,7 @@ class _Recorder(TorchDispatchMode):
         if place.numel() and (value != 0 or not place.is_contiguous()):
             raise _Refused("fills a part of the model")
         if place.numel():
-            self.found.zeros.append((place.data_ptr(), place.nbytes))
+            self.recording.zeros.append((place.data_ptr(), place.nbytes))
         return place
 
     def _is_own(self, tensor: object) -> bool:
@@ -359,5 +406,5 @@ class _Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Tells one storage from another, also of tensors without memory."""
+    """Return an id of a tensor's storage, which may have no memory."""
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""SGLang as a rollout: generates, sleeps by tags, and has its weights replaced in place."""
+"""SGLang as a rollout: it generates, sleeps by tags, and its weights are replaced in place."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ from rollout.requests import Completion, SamplingParams
 
 
 class SglangRollout(Generating):
-    """A `Rollout` over SGLang's engine, whose scheduler is a process of its own. Not thread-safe:
-    one call at a time.
+    """A `Rollout` over SGLang's engine, whose scheduler runs in another process.
 
-    It is what `Engine` is to trainer and cycle; `docs/how-to/sglang.md` lists what it refuses. All
-    methods of `HostedRollout` are here. Seeds are without effect unless the engine was made with
-    `enable_deterministic_inference`; requests that SGLang would cut short are refused.
+    Trainer and cycle use it like an `Engine`; `docs/how-to/sglang.md` lists its limits. All methods
+    of `HostedRollout` are available, and run in the scheduler's process. It is not thread-safe: one
+    call at a time. Seeds have no effect unless the engine is built with
+    `enable_deterministic_inference`. Requests that SGLang would truncate are refused.
     """
 
     def __init__(self, engine: SglangEngine, path: str | Path, loaded: bool) -> None:
-        """path: the model's directory. loaded: the engine has its weights. ValueError where the
-        model's weights are not plain copies of a checkpoint's; names the first that is not.
+        """Record where the engine's weights lie.
+
+        Args:
+            engine: The engine.
+            path: Model directory.
+            loaded: Whether the engine has loaded the checkpoint's weights.
+
+        Raises:
+            ValueError: Names the first parameter that is not a plain copy of the checkpoint.
         """
         self.engine = engine
         self._stops = stop_token_ids(path)
@@ -51,18 +58,33 @@ class SglangRollout(Generating):
         seed: int = 0,
         **options: Any,
     ) -> Self:
-        """SGLang's engine for a model directory, or ORG/NAME of the Hub.
+        """Start SGLang's engine for a model.
 
-        Sizes as in `EngineConfig`; options: further ones of `sglang.Engine`. load_weights: False
-        draws dummy ones, undefined until an update commits. ValueError where there is no room for
-        so many tokens.
+        Args:
+            path: Model directory, or ORG/NAME of the Hub.
+            device: The GPU.
+            dtype: Dtype of the weights.
+            kv_tokens: Tokens in the KV pool.
+            load_weights: False starts with dummy weights, which are undefined until an update
+                commits.
+            page_size: Tokens per page of the KV pool.
+            max_running: Samples in one step.
+            max_prefill_tokens: Prompt tokens computed in one step.
+            max_context_len: Maximum tokens of prompt and answer together; None: the model's limit.
+            cuda_graphs: Decode with CUDA graphs.
+            seed: Seed of the engine.
+            **options: Further options of `sglang.Engine`.
+
+        Raises:
+            ValueError: The device is not a GPU, it has too little memory for `kv_tokens`, or the
+                model's weights cannot be updated in place.
         """
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"device={device}: SGLang needs a GPU; use engine.kind=native")
         path = resolve_model(path)
         described = json.loads((path / "config.json").read_text())
-        if max_context_len is not None:  # it keeps two of them for itself
+        if max_context_len is not None:  # SGLang reserves two positions
             most = described.get("max_position_embeddings", max_context_len)
             max_context_len = min(max_context_len + 2, most)
         own = {
@@ -72,12 +94,12 @@ class SglangRollout(Generating):
             "skip_tokenizer_init": True,
             "grammar_backend": "none",
             "disable_cuda_graph": not cuda_graphs,
-            "disable_prefill_cuda_graph": True,  # SGLang has none whose memory can leave
+            "disable_prefill_cuda_graph": True,  # SGLang cannot release the memory of such graphs
             "cuda_graph_max_bs_decode": max_running,
             "random_seed": seed,
             "page_size": page_size,
             "max_total_tokens": kv_tokens,
-            "mem_fraction_static": 0.9,  # the count decides
+            "mem_fraction_static": 0.9,  # max_total_tokens limits the pool instead
             "max_running_requests": max_running,
             "chunked_prefill_size": max(max_prefill_tokens, page_size),
             "context_length": max_context_len,
@@ -102,7 +124,7 @@ class SglangRollout(Generating):
         if len(prompt) + params.max_tokens > self._longest:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed "
-                f"SGLang's {self._longest}; make it with a larger max_context_len or kv_tokens"
+                f"SGLang's {self._longest}; build it with a larger max_context_len or kv_tokens"
             )
         return sglang_params(params, self._stops, self.engine.seeded)
 
@@ -112,36 +134,44 @@ class SglangRollout(Generating):
     # ---------------------------------------------------------------- in the scheduler
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a `HostedRollout` has from the scheduler, where the weights are."""
+        """Return a method that runs in the scheduler's process, or the value of a property there.
+
+        The names are those of `HostedRollout`.
+        """
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no {name}")
         call = functools.partial(self.engine.call, name)
         return call if callable(getattr(HostedRollout, name)) else call()
 
     def close(self) -> None:
-        """End SGLang's processes, and give all memory back."""
+        """End SGLang's processes, which releases all memory."""
         self.engine.close()
 
 
 def sglang_params(
     params: SamplingParams, stops: Collection[int], seeded: bool = False
 ) -> list[Request]:
-    """Sampling parameters of SGLang's requests for params.n samples.
+    """Return the sampling parameters of SGLang's requests for `params.n` samples.
 
-    stops: the model's own end tokens. seeded: the engine draws by each request's seed, so each
-    sample is a request; otherwise seeds are without effect, and it is one for all samples.
-    ValueError for what SGLang has no words for.
+    Args:
+        params: Our sampling parameters.
+        stops: The model's end tokens.
+        seeded: Whether the engine uses each request's seed, so that every sample needs a request.
+            Otherwise seeds have no effect, and one request covers all samples.
+
+    Raises:
+        ValueError: SGLang does not support the parameters.
     """
     if params.beam_width > 1:
         raise ValueError(f"beam_width={params.beam_width}: no beam search with SGLang; use 1")
     if params.ignore_eos and params.stop_token_ids:
         raise ValueError(
-            "ignore_eos=True: SGLang would ignore stop_token_ids, too; use one of both"
+            "ignore_eos=True: SGLang would ignore stop_token_ids, too; use only one of them"
         )
     if seeded and params.seed is not None:
-        one = replace(params, n=1, seed=None)
+        single = replace(params, n=1, seed=None)
         seeds = (hash((params.seed, number)) % 2**63 for number in range(params.n))
-        return [{**sglang_params(one, stops)[0], "sampling_seed": seed} for seed in seeds]
+        return [{**sglang_params(single, stops)[0], "sampling_seed": seed} for seed in seeds]
     return [
         {
             "n": params.n,
@@ -156,16 +186,18 @@ def sglang_params(
 
 
 def completion(output: Mapping[str, Any], version: int) -> Completion:
-    """output: of one sample, from `sglang.Engine.async_generate`. ValueError where SGLang refused
-    it.
+    """Convert one sample's output of `sglang.Engine.async_generate`.
+
+    Raises:
+        ValueError: SGLang refused the request.
     """
-    tokens, said = list(output["output_ids"]), output["meta_info"]
-    reason = said["finish_reason"]
+    tokens, info = list(output["output_ids"]), output["meta_info"]
+    reason = info["finish_reason"]
     if reason["type"] == "abort":
         raise ValueError(f"SGLang ended a request: {reason.get('message')}")
     return Completion(
         token_ids=tokens,
-        logprobs=[float(each[0]) for each in said["output_token_logprobs"]],
+        logprobs=[float(logprob) for logprob, *_ in info["output_token_logprobs"]],
         finish_reason=reason["type"],
         weight_versions=[version] * len(tokens),
     )

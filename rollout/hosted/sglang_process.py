@@ -1,8 +1,8 @@
-"""Holds a `sglang.Engine`, whose scheduler is a process of its own and has the weights; puts our
-tags in there, and speaks with what is ours.
+"""A `sglang.Engine` with memory on memsaver's tags, and the calls to its scheduler's process.
 
-SGLang starts it by `Engine.run_scheduler_process_func`, and calls `Scheduler.answer_memsaver` for
-`collective_rpc`, between two steps. Both are its own ways in; nothing of it is changed.
+The scheduler has the weights. SGLang starts it by `Engine.run_scheduler_process_func`, and calls
+`Scheduler.answer_memsaver` for `collective_rpc` between two steps. Both are SGLang's own extension
+points; nothing of SGLang is changed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,34 @@ from rollout.actor_base import ActorBase
 from rollout.hosted.base import HostedEngine, HostedRollout, OnStep, Prompts, Request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
-_NEVER = 1 << 30  # tokens: an answer streams when it has ended, and once at its beginning
+_NEVER = 1 << 30  # tokens: an answer is streamed only at its beginning and at its end
 Outputs = asyncio.Future[list[dict[str, Any]]]
 _IO = "sglang.srt.managers.io_struct"
 ANSWER = "answer_memsaver"
 _SCHEDULER = "sglang.srt.managers.scheduler"
-# they leave the weights where `load_weights` puts them
+# These methods leave the weights where `load_weights` puts them.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS = "UnquantizedFusedMoEMethod"
 _REPACKING = ("use_flashinfer_trtllm_moe", "use_triton_kernels")
 
 
 class SglangEngine:
-    """One `sglang.Engine` with one scheduler."""
+    """A `sglang.Engine` with one scheduler, in another process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """options: of `sglang.Engine`. ValueError without the package, or for several schedulers;
-        RuntimeError where the scheduler ends while it starts.
+        """Start the engine and its scheduler.
+
+        Args:
+            options: Options of `sglang.Engine`.
+
+        Raises:
+            ValueError: The package is not installed, or the options start several schedulers.
+            RuntimeError: The scheduler ended during its start.
         """
         require("sglang")
         _require_one(options)
         memsaver.compat.hook_sglang()
-        # sglang.Engine stands for it, and is no class
+        # sglang.Engine is a stand-in for this class, and cannot be subclassed.
         engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
         self._io = importlib.import_module(_IO)
         self._channel, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -60,24 +66,35 @@ class SglangEngine:
         with _own_signals():
             own = {"enable_memory_saver": True, "custom_sigquit_handler": _heard}
             self.engine: Any = kind(**own, **options)
-            theirs.close()  # what the scheduler has is the only one: its end is heard
+            theirs.close()  # only the scheduler keeps it open, so its end closes the pipe
             self._manager: Any = self.engine.tokenizer_manager
             self.engine.loop.run_until_complete(self._listen())
-        # readable when the scheduler has ended; the loop makes what it watches non-blocking
+        # Readable when the scheduler has ended. The loop needs a descriptor that is not the
+        # channel's, because it makes the descriptors that it watches non-blocking.
         self._process = os.pidfd_open(self.engine.get_all_child_pids()[0])
-        # SGLang would end this process with its scheduler, and the trainer in it
+        # SGLang's handler would end this process, with the trainer in it, when its scheduler ends.
         self._before = signal.signal(signal.SIGQUIT, _heard)
         self.seeded = bool(options.get("enable_deterministic_inference"))
 
     async def _listen(self) -> None:
-        """Has the engine's loop receive answers, without the signals that SGLang takes with it."""
+        """Start the engine's loop that receives answers, without SGLang's signal handlers."""
         self._manager.auto_create_handle_loop()
-        for each in _SIGNALS:
-            self.engine.loop.remove_signal_handler(each)
+        for number in _SIGNALS:
+            self.engine.loop.remove_signal_handler(number)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the scheduler's `SchedulerSide`, or of what it holds; returns its
-        answer, or raises what it raised. StateError where the scheduler has ended.
+        """Call a method of the scheduler's `SchedulerSide`, or of its `HostedRollout`.
+
+        Args:
+            method: Name of the method or property.
+            *args: Positional arguments, which are pickled.
+            **kwargs: Keyword arguments, which are pickled.
+
+        Returns:
+            The result; an error of the method is raised here.
+
+        Raises:
+            StateError: The scheduler has ended.
         """
         try:
             self._channel.send_bytes(pickle.dumps((method, args, kwargs)))
@@ -91,11 +108,12 @@ class SglangEngine:
         return answer
 
     def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
-        """Answer the prompts. No request is left where this raises.
+        """Answer the prompts. After an error, no request is left in the engine.
 
         Args:
-            params: Of SGLang's requests, one a prompt.
-            on_step: Gets number and outputs, one a sample, of the prompts that have ended.
+            prompts: Token ids.
+            params: Sampling parameters of SGLang's requests, one per prompt.
+            on_step: Called with (number, outputs of all samples) of the prompts that have ended.
 
         Raises:
             StateError: The scheduler has ended.
@@ -105,7 +123,7 @@ class SglangEngine:
         loop.add_reader(self._process, ended.cancel)
         answers: list[Outputs] = [loop.create_future() for _ in prompts]
         waiting = {answer: number for number, answer in enumerate(answers)}
-        left = {loop.create_task(each) for each in self._asked(prompts, params, answers)}
+        left = {loop.create_task(task) for task in self._asked(prompts, params, answers)}
         try:
             while waiting:
                 either = asyncio.wait({*waiting, *left, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +131,7 @@ class SglangEngine:
                 if ended in done:
                     raise _ended()
                 for task in done & left:
-                    task.result()  # raises what it raised
+                    task.result()  # raises the task's error, if any
                 left -= done
                 ended_now = done & waiting.keys()
                 on_step([(waiting.pop(answer), answer.result()) for answer in ended_now])
@@ -123,31 +141,33 @@ class SglangEngine:
         finally:
             loop.remove_reader(self._process)
             while not ended.done() and not self.call("is_idle"):
-                time.sleep(0.001)  # it takes a step more than the answers need
+                time.sleep(0.001)  # the scheduler runs one more step after the last answer
 
     def _asked(
         self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
     ) -> Iterable[Coroutine[Any, Any, None]]:
-        """Returns what asks for all answers: one message where each prompt has one sample, so that
-        the first batch is not what happened to have arrived. Several samples of a prompt are asked
-        for when its prefix is cached.
+        """Return the coroutines that request all answers.
+
+        If each prompt has one sample, all prompts go in one message, so that the first batch does
+        not depend on their arrival times. With several samples per prompt, SGLang first caches each
+        prompt's prefix and then schedules its samples.
         """
-        if all(each["n"] == 1 for each in params):
+        if all(request["n"] == 1 for request in params):
             return [self._together(prompts, params, answers)]
         return map(self._one, prompts, params, answers)
 
     async def _one(self, prompt: Sequence[int], params: dict[str, Any], answer: Outputs) -> None:
-        said = await self.engine.async_generate(
+        output = await self.engine.async_generate(
             input_ids=list(prompt), sampling_params=params, return_logprob=True
         )
-        answer.set_result(said if isinstance(said, list) else [said])
+        answer.set_result(output if isinstance(output, list) else [output])
 
     async def _together(
         self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
     ) -> None:
         outputs = await self.engine.async_generate(
             input_ids=list(map(list, prompts)),
-            sampling_params=[{**each, "stream_interval": _NEVER} for each in params],
+            sampling_params=[{**request, "stream_interval": _NEVER} for request in params],
             return_logprob=True,
             stream=True,
         )
@@ -164,8 +184,8 @@ class SglangEngine:
         await asyncio.gather(*left, return_exceptions=True)
 
     def close(self) -> None:
-        """End SGLang's processes; their memory goes with them."""
-        atexit.unregister(self.engine.shutdown)  # it ends all children of this process
+        """End SGLang's processes, which releases their memory."""
+        atexit.unregister(self.engine.shutdown)  # it would end all children of this process
         utils = importlib.import_module("sglang.srt.utils")
         self._manager._subprocess_watchdog.stop()
         for pid in self.engine.get_all_child_pids():
@@ -178,10 +198,11 @@ class SglangEngine:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Puts the handlers of this process back that SGLang replaces. Inside, a scheduler that ends is
-    an error, not the end of this process.
+    """Restore this process's signal handlers after the block, in which SGLang replaces them.
+
+    Inside the block, the end of a scheduler raises an error and does not end this process.
     """
-    before = {each: signal.getsignal(each) for each in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -190,24 +211,24 @@ def _own_signals() -> Iterator[None]:
 
 
 def _heard(number: int, frame: object) -> None:
-    """SGLang's sign that one of its processes has ended: `call` and `run` see it by themselves."""
+    """Ignore SGLang's signal that one of its processes has ended, which `call` and `run` detect."""
 
 
 def _ended() -> StateError:
     return StateError(
         "SGLang's scheduler has ended, and its weights with it; its log says why (log_level='info')"
-        "; make another engine"
+        "; build a new engine"
     )
 
 
 def _require_one(options: dict[str, Any]) -> None:
     for name in ("tp_size", "dp_size", "pp_size", "nnodes"):
         if options.get(name, 1) != 1:
-            raise ValueError(f"{name}={options[name]}: one scheduler holds all weights; use 1")
+            raise ValueError(f"{name}={options[name]}: one scheduler must have all weights; use 1")
 
 
 def run_scheduler(channel: Connection, *args: Any, **kwargs: Any) -> None:
-    """SGLang's `run_scheduler_process`, with its memory on tags and an ear on `channel`."""
+    """Run SGLang's `run_scheduler_process` with memory on tags and calls from `channel`."""
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     memsaver.compat.hook_sglang()
     module = importlib.import_module(_SCHEDULER)
@@ -218,8 +239,10 @@ def run_scheduler(channel: Connection, *args: Any, **kwargs: Any) -> None:
 
 
 def answering(scheduler: type, channel: Connection) -> type:
-    """Return SGLang's class of schedulers with a method that takes (method, args, kwargs) from
-    `channel`, and answers (True, answer) or (False, error).
+    """Return a subclass of SGLang's scheduler that answers calls.
+
+    Its method `answer_memsaver` receives (method, args, kwargs) from `channel`, and sends
+    (True, result) or (False, error).
     """
 
     def answer_memsaver(self: Any) -> None:
@@ -227,16 +250,16 @@ def answering(scheduler: type, channel: Connection) -> type:
             self.memsaver_side = SchedulerSide(self)
         method, args, kwargs = pickle.loads(channel.recv_bytes())
         try:
-            said = True, self.memsaver_side.call(method, *args, **kwargs)
+            answer = True, self.memsaver_side.call(method, *args, **kwargs)
         except Exception as error:
-            said = False, error
-        channel.send_bytes(pickle.dumps(said))
+            answer = False, error
+        channel.send_bytes(pickle.dumps(answer))
 
     return type("Scheduler", (scheduler,), {ANSWER: answer_memsaver})
 
 
 class SchedulerSide(ActorBase):
-    """Holds a `HostedRollout` over the scheduler's model, from `build` on."""
+    """The scheduler's end of the channel; from `build` on, `held` is a rollout over its model."""
 
     held: HostedRollout
 
@@ -244,10 +267,14 @@ class SchedulerSide(ActorBase):
         self._scheduler = scheduler
 
     def build(self, path: str, loaded: bool) -> tuple[int, int]:
-        """Make the rollout, see `HostedRollout`. loaded: the weights are the checkpoint's.
+        """Build the `HostedRollout`.
+
+        Args:
+            path: Model directory.
+            loaded: Whether the engine has loaded the checkpoint's weights.
 
         Returns:
-            Tokens of the KV cache, and of the longest prompt and answer together.
+            The tokens of the KV cache, and the maximum tokens of prompt and answer together.
         """
         self.held = HostedRollout(HostedScheduler(self._scheduler), path)
         if loaded:
@@ -259,25 +286,25 @@ class SchedulerSide(ActorBase):
 
 
 class HostedScheduler(HostedEngine):
-    """SGLang's scheduler as a `HostedEngine`."""
+    """SGLang's scheduler as a `HostedEngine`, in the scheduler's process."""
 
     name = "SGLang"
     experts_option = "moe_runner_backend"
-    graphs_need_content = False  # its own release discards their memory
+    graphs_need_content = False  # SGLang's own release of memory discards it, too
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         adapter = scheduler.memory_saver_adapter
         if not isinstance(saver := getattr(adapter, "saver", None), MemorySaver):
             raise StateError(
-                f"SGLang's memory is {type(adapter).__name__}'s, not on our tags; pass "
-                "enable_memory_saver=True, and let no other plugin replace its adapter"
+                f"SGLang's memory belongs to {type(adapter).__name__} and is not on memsaver's "
+                "tags; pass enable_memory_saver=True, and disable plugins that replace the adapter"
             )
         self.saver = saver
         self.model = scheduler.tp_worker.model_runner.model
 
     def tags_behind(self, tag: str) -> list[str]:
-        """Return the saver's tags that make up one of ours: one for each content."""
+        """Return the saver's tags that make up an engine tag, one for each kind of content."""
         return [name for name in self.saver.tags if name.rpartition(":")[0] == tag]
 
     def is_plain(self, module: nn.Module) -> bool:
@@ -288,4 +315,4 @@ class HostedScheduler(HostedEngine):
 
     def reset_prefix_cache(self) -> None:
         if not self._scheduler.flush_cache(empty_cache=False):
-            raise StateError("SGLang's requests hold keys of the present weights; let them finish")
+            raise StateError("SGLang's requests use keys of the present weights; let them finish")

@@ -1,4 +1,4 @@
-"""vLLM as a rollout: generates, sleeps by tags, and has its weights replaced in place."""
+"""vLLM as a rollout: it generates, sleeps by tags, and its weights are replaced in place."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ from rollout.requests import Completion, SamplingParams
 
 
 class VllmRollout(HostedRollout, Generating):
-    """A `Rollout` over vLLM's engine in this process. Not thread-safe: one call at a time.
+    """A `Rollout` over vLLM's engine in this process.
 
-    It is what `Engine` is to trainer and cycle; `docs/how-to/vllm.md` lists what it refuses. Ranks
-    that share an engine make the same calls in the same order, and all get the same answers.
-    `generate` refuses what vLLM cannot do with our log-probabilities: beam search, top-k and top-p,
-    temperatures between 0 and 0.01; and where ranks that share an engine ask different things.
+    Trainer and cycle use it like an `Engine`; `docs/how-to/vllm.md` lists its limits. It is not
+    thread-safe: one call at a time. Ranks that share an engine make the same calls in the same
+    order, and all receive the same answers. `generate` refuses parameters for which vLLM's
+    log-probs would differ from ours (beam search, top-k, top-p, temperatures between 0 and 0.01),
+    and different requests on ranks that share an engine.
     """
 
     def __init__(self, engine: VllmEngine, path: str | Path, seed: int = 0) -> None:
-        """seed: of requests that bring none, where ranks share the engine. See `HostedRollout`."""
+        """Record where the engine's weights lie, see `HostedRollout`.
+
+        Args:
+            engine: The engine.
+            path: Model directory.
+            seed: Seed of requests without a seed, if ranks share the engine.
+        """
         super().__init__(engine, path)
         self.engine = engine
         self._stops = stop_token_ids(path)
@@ -54,14 +61,31 @@ class VllmRollout(HostedRollout, Generating):
         tensor_parallel_size: int = 1,
         **options: Any,
     ) -> Self:
-        """vLLM's engine for a model directory, or ORG/NAME of the Hub.
+        """Start vLLM's engine for a model.
 
-        Sizes as in `EngineConfig`; options: further ones of `vllm.LLM`. load_weights: False draws
-        dummy ones, undefined until an update commits.
+        In a torch.distributed group of several ranks, all ranks call this, each with its own GPU.
+        Every `tensor_parallel_size` consecutive ranks share an engine, and the engines are
+        replicas.
 
-        In a torch.distributed group of several ranks, all of them call this, each for a GPU of its
-        own: every tensor_parallel_size neighbours share an engine, and the engines are replicas.
-        ValueError where the ranks ask for different ones.
+        Args:
+            path: Model directory, or ORG/NAME of the Hub.
+            device: The GPU.
+            dtype: Dtype of the weights.
+            kv_tokens: Tokens in the KV pool.
+            load_weights: False starts with dummy weights, which are undefined until an update
+                commits.
+            page_size: Tokens per page of the KV pool.
+            max_running: Samples in one step.
+            max_prefill_tokens: Prompt tokens computed in one step.
+            max_context_len: Maximum tokens of prompt and answer together; None: the model's limit.
+            cuda_graphs: Decode with CUDA graphs.
+            seed: Seed of the engine.
+            tensor_parallel_size: Number of ranks that share an engine.
+            **options: Further options of `vllm.LLM`.
+
+        Raises:
+            ValueError: The ranks ask for different engines, the device does not fit, or the
+                model's weights cannot be updated in place.
         """
         device, path = torch.device(device), resolve_model(path)
         chosen = {
@@ -71,17 +95,18 @@ class VllmRollout(HostedRollout, Generating):
             "enforce_eager": not cuda_graphs,
             "tensor_parallel_size": tensor_parallel_size,
             "block_size": page_size,
-            # one block is padding; the count decides, whatever the bytes would be
+            # One block is padding. This count overrides the number that vLLM derives from bytes.
             "num_gpu_blocks_override": kv_tokens // page_size + 1,
             "gpu_memory_utilization": 0.01,
             "max_num_seqs": max_running,
             "max_num_batched_tokens": max(max_prefill_tokens, max_running),
             "max_model_len": max_context_len,
-            # temperature is in them, as in our own
+            # With the temperature applied, as in our own log-probs.
             "logprobs_mode": "processed_logprobs",
             **options,
         }
-        seed = (seed + _take_seat(device, tensor_parallel_size, f"{path} {seed} {chosen}")) % 2**63
+        described = f"{path} {seed} {chosen}"
+        seed = (seed + _replica_number(device, tensor_parallel_size, described)) % 2**63
         room = torch.cuda.mem_get_info(device)[1]
         engine = VllmEngine.start(path, {"seed": seed, "kv_cache_memory_bytes": room, **chosen})
         rollout = cls(engine, path, seed)
@@ -102,7 +127,7 @@ class VllmRollout(HostedRollout, Generating):
                 finish_reason=sample.finish_reason,
                 weight_versions=[version] * len(sample.token_ids),
             )
-            for sample in sorted(output.outputs, key=lambda each: each.index)
+            for sample in sorted(output.outputs, key=lambda sample: sample.index)
         ]
 
     def run(self, prompts: Prompts, requests: Sequence[Request], on_step: OnStep) -> None:
@@ -114,16 +139,19 @@ class VllmRollout(HostedRollout, Generating):
             self.engine.run(prompts, requests, checked)
 
     @contextmanager
-    def _in_step(self, asked: object) -> Iterator[None]:
-        """Each rank schedules and samples by itself, and the others wait for it in every layer:
-        what is asked is the same, what is drawn too, and a rank that fails takes no further part.
+    def _in_step(self, request: object) -> Iterator[None]:
+        """Keep ranks that share an engine identical during a request.
+
+        Every rank schedules and samples on its own, and all ranks wait for each other in every
+        layer. So they need the same request and the same random numbers. A rank that fails in the
+        block refuses all further requests.
         """
         if self._ranks.size == 1:
             yield
             return
         seed = self._seeds.getrandbits(63)
-        words = sha256(repr((asked, seed)).encode()).hexdigest()
-        self._ranks.check_same("what is asked", words)
+        digest = sha256(repr((request, seed)).encode()).hexdigest()
+        self._ranks.check_same("the request", digest)
         try:
             with drawn_from(seed, self.saver.device):
                 yield
@@ -132,30 +160,34 @@ class VllmRollout(HostedRollout, Generating):
             raise
 
     def close(self) -> None:
-        """End vLLM's engine, and give all memory back."""
+        """End vLLM's engine, and release all memory."""
         self.engine.close()
 
 
-def _take_seat(device: torch.device, size: int, options: str) -> int:
-    """Makes the rank's GPU the current one; returns the number of its engine among the replicas.
-    size: ranks of an engine. options: the same on all ranks.
+def _replica_number(device: torch.device, size: int, options: str) -> int:
+    """Select the rank's GPU as the current device, and return the number of its replica.
+
+    Args:
+        device: The rank's GPU.
+        size: Ranks of an engine.
+        options: Describes the engine; must be the same on all ranks.
     """
     if not several_ranks():
         if device.type != "cuda" or device.index:
             raise ValueError(
-                f"device={device}: vLLM in this process takes its first GPU; set "
-                f"CUDA_VISIBLE_DEVICES, and device=cuda"
+                f"device={device}: vLLM in this process uses its first GPU; set "
+                f"CUDA_VISIBLE_DEVICES, and use device=cuda"
             )
         if size > 1:
             raise ValueError(
-                f"tensor_parallel_size={size} takes processes of one torch.distributed group, each "
-                f"with its part; start them by torchrun, or by open_ray"
+                f"tensor_parallel_size={size} needs a process per rank in one torch.distributed "
+                f"group; start them by torchrun, or by open_ray"
             )
         return 0
     ranks = dist.get_world_size()
     if device.type != "cuda" or ranks % size:
         raise ValueError(
-            f"device={device}, tensor_parallel_size={size}: each of the {ranks} ranks takes a GPU, "
+            f"device={device}, tensor_parallel_size={size}: each of the {ranks} ranks needs a GPU, "
             f"and engines are of equal size; use cuda:N, and a size that divides {ranks}"
         )
     if device.index is not None:
@@ -166,12 +198,11 @@ def _take_seat(device: torch.device, size: int, options: str) -> int:
 
 @contextmanager
 def drawn_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Has torch's and NumPy's own generators begin at `seed` inside; afterwards they go on as if
-    nothing had been drawn.
+    """Set torch's and NumPy's global generators to a seed in the block; restore them afterwards.
 
-    vLLM 0.24 samples requests without a seed from these (one of its runners from torch's, the other
-    with seeds of NumPy's), and a trainer of this process may have drawn from them, as no other rank
-    did.
+    vLLM 0.24 samples requests without a seed from these generators: one of its runners draws from
+    torch's, the other takes seeds from NumPy's. Without this, ranks would differ as soon as a
+    trainer in one of the processes has drawn from the same generators.
     """
     before = np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -184,23 +215,28 @@ def drawn_from(seed: int, device: torch.device) -> Iterator[None]:
 
 
 COLDEST = 0.01
-"""vLLM raises temperatures between 0 and this one to it."""
+"""Lowest temperature above 0; vLLM raises lower temperatures to it."""
 
 
 def vllm_params(params: SamplingParams, stops: Collection[int]) -> Request:
-    """Fields of `vllm.SamplingParams`. stops: the model's own end tokens.
+    """Return the fields of `vllm.SamplingParams`.
 
-    ValueError for what vLLM's log-probabilities would not be ours of.
+    Args:
+        params: Our sampling parameters.
+        stops: The model's end tokens.
+
+    Raises:
+        ValueError: vLLM's log-probs would differ from ours with these parameters.
     """
     if params.beam_width > 1:
         raise ValueError(f"beam_width={params.beam_width}: no beam search with vLLM; use 1")
     if params.top_k or params.top_p < 1:
         raise ValueError(
-            f"top_k={params.top_k}, top_p={params.top_p}: vLLM's log-probabilities would be those "
-            f"after the cut, of other tokens than the trainer's; use top_k=0 and top_p=1"
+            f"top_k={params.top_k}, top_p={params.top_p}: vLLM's log-probabilities would be over "
+            f"the remaining tokens, the trainer's are over all; use top_k=0 and top_p=1"
         )
     if 0 < params.temperature < COLDEST:
-        raise ValueError(f"temperature={params.temperature}: vLLM takes 0, or {COLDEST} and more")
+        raise ValueError(f"temperature={params.temperature}: vLLM accepts 0, or at least {COLDEST}")
     own = () if params.ignore_eos else stops
     return {
         "n": params.n,
@@ -208,7 +244,7 @@ def vllm_params(params: SamplingParams, stops: Collection[int]) -> Request:
         "temperature": params.temperature,
         "seed": params.seed,
         "stop_token_ids": sorted({*(params.stop_token_ids or ()), *own}),
-        "ignore_eos": True,  # they are all named
+        "ignore_eos": True,  # stop_token_ids names the end tokens
         "logprobs": 0,
         "flat_logprobs": True,
     }

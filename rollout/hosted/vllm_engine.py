@@ -1,5 +1,6 @@
-"""Holds a `vllm.LLM` of this process, its memory on memsaver's tags. Nothing of vLLM is changed:
-public calls, and the import name of its allocator.
+"""A `vllm.LLM` in this process with memory on memsaver's tags.
+
+Nothing of vLLM is changed: only public calls are used, and the import name of its allocator.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from rollout.tag_names import CUDA_GRAPH, KV_CACHE, WEIGHTS
 
 _SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 _ALLOCATOR = "vllm.device_allocator.cumem"
-# they leave the weights where `load_weights` puts them
+# These methods leave the weights where `load_weights` puts them.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
-# vLLM's tags behind each of ours; "workspace" and what follows are those of 0.33
+# vLLM's tags behind each engine tag. "workspace", "cudagraph" and "runtime" are tags of vLLM 0.33.
 _BEHIND = {
     WEIGHTS: ("weights",),
     KV_CACHE: ("kv_cache", "workspace"),
@@ -37,15 +38,20 @@ _BEHIND = {
 
 
 class VllmEngine(HostedEngine):
-    """One `vllm.LLM` whose worker is in this process."""
+    """A `vllm.LLM` whose worker is in this process."""
 
     name = "vLLM"
     experts_option = "moe_backend"
     graphs_need_content = True
 
     def __init__(self, llm: Any) -> None:
-        """llm: a `vllm.LLM` with `enable_sleep_mode`. StateError where its memory is not on our
-        tags.
+        """Wrap a `vllm.LLM`.
+
+        Args:
+            llm: A `vllm.LLM` with `enable_sleep_mode`.
+
+        Raises:
+            StateError: Its memory is not on memsaver's tags.
         """
         import vllm
 
@@ -54,7 +60,7 @@ class VllmEngine(HostedEngine):
         self.allocator: Any = places.get_mem_allocator_instance()
         if not hasattr(self.allocator, "saver"):
             raise StateError(
-                "vLLM's memory is on its own allocator, not on our tags; start the program with "
+                "vLLM uses its own allocator instead of memsaver's tags; start the program with "
                 "VLLM_PLUGINS=memsaver"
             )
         self.saver = self.allocator.saver
@@ -67,17 +73,25 @@ class VllmEngine(HostedEngine):
 
     @classmethod
     def start(cls, path: str | Path, options: dict[str, Any]) -> Self:
-        """options: of `vllm.LLM`. In a torch.distributed group of several ranks all of them start
-        one, each on its current GPU; so many neighbours as tensor_parallel_size share an engine.
+        """Start a `vllm.LLM`.
 
-        StateError where vLLM's own allocator is in use already, or its engine would be another
-        process; ValueError without the package.
+        In a torch.distributed group of several ranks, all ranks start one, each on its current GPU.
+        Every `tensor_parallel_size` consecutive ranks share an engine.
+
+        Args:
+            path: Model directory.
+            options: Options of `vllm.LLM`.
+
+        Raises:
+            StateError: vLLM's own allocator is already in use, or the engine would run in another
+                process.
+            ValueError: The package is not installed.
         """
         require("vllm")
         if os.environ.setdefault(IN_PROCESS, "0") != "0":
             raise StateError(
-                f"{IN_PROCESS}={os.environ[IN_PROCESS]} puts vLLM's engine into another process, "
-                f"whose weights this one cannot offer; set {IN_PROCESS}=0"
+                f"{IN_PROCESS}={os.environ[IN_PROCESS]} runs vLLM's engine in another process, "
+                f"whose weights this process cannot offer; set {IN_PROCESS}=0"
             )
         memsaver.compat.install(_ALLOCATOR)
         import vllm
@@ -96,27 +110,28 @@ class VllmEngine(HostedEngine):
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise StateError("vLLM's requests hold keys of the present weights; let them finish")
+            raise StateError("vLLM's requests use keys of the present weights; let them finish")
 
     def refill_kv_state(self) -> None:
-        """Do as vLLM's worker after a wake-up: tables of addresses, scales of an fp8 cache."""
+        """Rebuild tables of addresses and scales of an fp8 cache, as vLLM does after a wake-up."""
         self.worker.model_runner.post_kv_cache_wake_up()
 
     def run(self, prompts: Prompts, params: Sequence[Request], on_step: OnStep) -> None:
-        """Answer the prompts. No request is left where this raises.
+        """Answer the prompts. After an error, no request is left in the engine.
 
         Args:
-            params: Of `vllm.SamplingParams`, one a prompt.
-            on_step: Gets number and `RequestOutput` of the prompts that ended in a step.
+            prompts: Token ids.
+            params: Fields of `vllm.SamplingParams`, one dict per prompt.
+            on_step: Called with (number, `RequestOutput`) of the prompts that ended in a step.
         """
         engine = self.llm.llm_engine
         final = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
         names = [str(number) for number in range(len(prompts))]
         try:
-            for name, prompt, each in zip(names, prompts, params, strict=True):
-                chosen = self.vllm.SamplingParams(output_kind=final, detokenize=False, **each)
+            for name, prompt, fields in zip(names, prompts, params, strict=True):
+                sampling = self.vllm.SamplingParams(output_kind=final, detokenize=False, **fields)
                 tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-                engine.add_request(name, tokens, chosen)
+                engine.add_request(name, tokens, sampling)
             while engine.has_unfinished_requests():
                 ended = [output for output in engine.step() if output.finished]
                 on_step([(int(output.request_id), output) for output in ended])
@@ -125,7 +140,7 @@ class VllmEngine(HostedEngine):
             raise
 
     def close(self) -> None:
-        """End the engine, and give its memory back."""
+        """End the engine, and release its memory."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.worker, self.model
         gc.collect()
@@ -136,30 +151,34 @@ class VllmEngine(HostedEngine):
 
 
 def several_ranks() -> bool:
-    """True in a process of a default group that has others."""
+    """Return whether this process is in a default group of several ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextlib.contextmanager
 def _launched() -> Iterator[dict[str, Any]]:
-    """Gives what `vllm.LLM` takes to be one worker of the default group, which vLLM then finds.
+    """Prepare the environment in which `vllm.LLM` becomes one worker of the default group.
 
-    It looks for its rank and its GPU where torchrun has put them; other launchers have not. NCCL
-    reduces: vLLM's own ways map the other GPUs' memory, and an actor of Ray does not see these.
+    vLLM reads its rank and its GPU from torchrun's variables, which other launchers do not set. All
+    reductions use NCCL: vLLM's own kernels map the memory of the other GPUs, which a Ray actor does
+    not see.
+
+    Yields:
+        Options of `vllm.LLM`.
     """
     if not several_ranks():
         yield {}
         return
-    seat = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(torch.cuda.current_device())}
-    seat[_SYMMETRIC] = os.environ.get(_SYMMETRIC, "0")
-    before = {name: os.environ[name] for name in seat if name in os.environ}
-    os.environ.update(seat)
+    variables = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(torch.cuda.current_device())}
+    variables[_SYMMETRIC] = os.environ.get(_SYMMETRIC, "0")
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield {
             "distributed_executor_backend": "external_launcher",
             "disable_custom_all_reduce": True,
         }
     finally:
-        for name in seat:
+        for name in variables:
             del os.environ[name]
         os.environ.update(before)

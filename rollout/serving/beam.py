@@ -1,6 +1,6 @@
-"""Beam search: which branches of an answer go on, which end, and when it is over. No tensors.
+"""Beam search on token ids and log-probs: which branches continue, which end, and when it is over.
 
-The rules and answers are those of `transformers.generate(num_beams=width, do_sample=False)`.
+Rules and answers agree with `transformers.generate(num_beams=width, do_sample=False)`.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,7 +14,14 @@ Candidates = Sequence[Sequence[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Branch:
-    """An answer so far, one entry a token. total: the sum of its log-probabilities."""
+    """An unfinished answer, with one entry per token.
+
+    Attributes:
+        tokens: Generated token ids.
+        logprobs: Their log-probs.
+        versions: Versions of the weights that generated them.
+        total: Sum of the log-probs.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -24,7 +31,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class _Extension:
-    """A token behind branch `parent`."""
+    """A candidate token after branch `parent`; `total` includes its log-prob."""
 
     parent: int
     token: int
@@ -33,9 +40,10 @@ class _Extension:
 
 
 class BeamSearch:
-    """`width` branches of one answer, each in a slot of its own. Of all extensions of all branches
-    by a token the likeliest go on; what ends is ranked by total / length ** length_penalty, its end
-    token counted, and the best `width` are kept.
+    """Search for one prompt's answers with `width` branches, each of which has a slot.
+
+    The likeliest of all branches' extensions continue. Ended answers are ranked by
+    total / length ** length_penalty, including the end token, and the best `width` are kept.
     """
 
     def __init__(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
@@ -46,41 +54,47 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Extensions that a branch has to offer: enough for `width`, however many end."""
+        """Return the number of extensions per branch: at least `width` of them do not end."""
         return _candidates_needed(self.width, len(self.stop_ids))
 
     def restart(self) -> None:
-        """Starts again from the prompt."""
+        """Start again from the prompt."""
         self.branches = [Branch() for _ in range(self.width)]
         self.ended: list[Completion] = []  # best first
         self.done = False
 
     def advance(self, candidates: Candidates, version: int) -> list[tuple[int, int]]:
-        """Takes the next token, made by weights `version`. candidates: of each branch.
+        """Extend the branches by one token.
 
-        Returns (slot, parent): the branch in `slot` is dead, and one more from `parent` goes on
-        there. A branch without such an entry goes on in its slot. Nothing goes on once `done`.
+        Args:
+            candidates: Candidate tokens of each branch.
+            version: Version of the weights that scored them.
+
+        Returns:
+            Pairs (slot, parent): the branch in `slot` is dead, and another extension of `parent`
+            takes the slot. All other branches continue in their slots. Empty once `done`.
         """
         length = len(self.branches[0].tokens) + 1
         first, last = length == 1, length == self.params.max_tokens
-        # before the first token all branches are the same
+        # Before the first token, all branches are identical.
         best = self._best(candidates[:1] if first else candidates)
-        ends = [each for each in best[: self.width] if last or each.token in self.stop_ids]
-        for each in ends:
-            self.ended.append(self._completion(self._extend(each, version), self._reason(each)))
+        for extension in best[: self.width]:
+            if last or extension.token in self.stop_ids:
+                branch, reason = self._extend(extension, version), self._reason(extension)
+                self.ended.append(self._completion(branch, reason))
         self.ended = sorted(self.ended, key=_score, reverse=True)[: self.width]
-        alive = [each for each in best if not last and each.token not in self.stop_ids]
+        alive = [e for e in best if not last and e.token not in self.stop_ids]
         chosen = alive[: self.width]
         self.done = last or self._decided(chosen[0].total, length)
         if self.done:
             return []
         slots, forks = _place(chosen, self.width)
-        self.branches = [self._extend(each, version) for each in slots]
+        self.branches = [self._extend(extension, version) for extension in slots]
         return [] if first else forks
 
     def completions(self) -> list[Completion]:
-        """`width` answers, best first; living branches fill the places, as aborted."""
-        alive = (self._completion(each, "abort") for each in self.branches)
+        """Return `width` answers, best first; unfinished branches fill up the list as aborted."""
+        alive = (self._completion(branch, "abort") for branch in self.branches)
         return [*self.ended, *sorted(alive, key=_score, reverse=True)][: self.width]
 
     def _best(self, candidates: Candidates) -> list[_Extension]:
@@ -88,30 +102,32 @@ class BeamSearch:
         for slot, row in enumerate(candidates):
             total, best = self.branches[slot].total, row[: self.num_candidates]
             every += [_Extension(slot, token, logprob, total + logprob) for token, logprob in best]
-        return sorted(every, key=lambda each: -each.total)[: self.num_candidates]
+        return sorted(every, key=lambda extension: -extension.total)[: self.num_candidates]
 
     def _decided(self, best_total: float, length: int) -> bool:
-        """Tells whether nothing that lives is taken to come before the worst that has ended. Totals
-        only fall, so that this is certain without a length penalty; with one the living are
-        compared at this length, or the longest.
+        """Return whether no living branch is expected to rank above the worst ended answer.
+
+        Totals only fall, so that this is certain without a length penalty. With one, the branches
+        are compared at their present length or at the greatest length.
         """
         if len(self.ended) < self.width:
             return False
         if self.params.early_stopping is True:
             return True
         penalty = self.params.length_penalty
-        at = length
+        compared_length = length
         if self.params.early_stopping == "never" and penalty > 0:
-            at = self.params.max_tokens
-        return best_total / at**penalty <= _score(self.ended[-1])
+            compared_length = self.params.max_tokens
+        return best_total / compared_length**penalty <= _score(self.ended[-1])
 
-    def _extend(self, one: _Extension, version: int) -> Branch:
-        parent = self.branches[one.parent]
-        tokens, logprobs = [*parent.tokens, one.token], [*parent.logprobs, one.logprob]
-        return Branch(tokens, logprobs, [*parent.versions, version], one.total)
+    def _extend(self, extension: _Extension, version: int) -> Branch:
+        parent = self.branches[extension.parent]
+        tokens = [*parent.tokens, extension.token]
+        logprobs = [*parent.logprobs, extension.logprob]
+        return Branch(tokens, logprobs, [*parent.versions, version], extension.total)
 
-    def _reason(self, one: _Extension) -> FinishReason:
-        return "stop" if one.token in self.stop_ids else "length"
+    def _reason(self, extension: _Extension) -> FinishReason:
+        return "stop" if extension.token in self.stop_ids else "length"
 
     def _completion(self, branch: Branch, reason: FinishReason) -> Completion:
         return Completion(
@@ -124,7 +140,7 @@ class BeamSearch:
 
 
 def check_vocabulary(name: str, params: SamplingParams, num_stop_ids: int, vocab_size: int) -> None:
-    """ValueError for a width that the vocabulary has too few tokens for."""
+    """Raise a ValueError if the vocabulary has too few tokens for the beam width."""
     needed = _candidates_needed(params.beam_width, num_stop_ids)
     if needed > vocab_size:
         raise ValueError(
@@ -134,7 +150,7 @@ def check_vocabulary(name: str, params: SamplingParams, num_stop_ids: int, vocab
 
 
 def _candidates_needed(width: int, num_stop_ids: int) -> int:
-    """Returns a number of best extensions of which at least `width` do not end."""
+    """Return a number of best extensions of which at least `width` do not end."""
     return max(2, 1 + num_stop_ids) * width
 
 
@@ -146,12 +162,16 @@ def _score(completion: Completion) -> float:
 def _place(
     chosen: Sequence[_Extension], width: int
 ) -> tuple[list[_Extension], list[tuple[int, int]]]:
-    """A slot for each: its parent's for the first that goes on, a dead branch's for others."""
+    """Assign slots: a parent's first extension stays in its slot, others take slots of the dead.
+
+    Returns:
+        The extension in each slot, and pairs (slot, parent) for the slots that changed hands.
+    """
     slots: dict[int, _Extension] = {}
-    others = []
-    for each in chosen:
-        if slots.setdefault(each.parent, each) is not each:
-            others.append(each)
+    forks = []
+    for extension in chosen:
+        if slots.setdefault(extension.parent, extension) is not extension:
+            forks.append(extension)
     dead = [slot for slot in range(width) if slot not in slots]
-    slots |= zip(dead, others, strict=True)
+    slots |= zip(dead, forks, strict=True)
     return [slots[i] for i in range(width)], [(slot, slots[slot].parent) for slot in dead]

@@ -1,4 +1,4 @@
-"""The engine's KV cache: the pool that the model's layers ask for, and its bookkeeping."""
+"""The engine's KV cache: the pools for the model's layers, and their bookkeeping."""
 
 from __future__ import annotations
 
@@ -34,12 +34,19 @@ _log = logging.getLogger("rollout")
 
 
 class Cache:
-    """`pool` and `states` are on tag `kv_cache`, `table` and `blocks` outside of every tag.
+    """KV cache of one engine: pools on tag `kv_cache`, bookkeeping outside of every tag.
 
-    states: of the linear layers, a slot a request and `EngineConfig.prefix_states` for prefixes;
-    None for a model without such layers. elastic: None where the pool has one size. window: keys
-    that a query sees in every layer; None: all, or it differs. sliding: the window of sliding
-    layers that have a pool of their own, and slot -> slot of that, int64.
+    Attributes:
+        pool: Keys and values, on the tag.
+        states: States of the linear layers, on the tag: a slot per running sample, and
+            `EngineConfig.prefix_states` slots for prefixes. None in a model without such layers.
+        table: The request table.
+        blocks: The block manager.
+        elastic: Grows and shrinks the pool; None if it has a fixed size.
+        window: Number of keys that a query attends to, if that is the same in all layers; None:
+            all keys, or the layers differ.
+        sliding: With a separate pool for sliding layers, their window, and the map from slots of
+            the full pool to slots of theirs, int64.
     """
 
     def __init__(
@@ -88,16 +95,20 @@ class Cache:
         self.blocks = BlockManager(self.table, allocator, self.pool, self.layout.sliding_window)
 
     def prefix_blocks(self, config: EngineConfig) -> PrefixBlocks:
-        """The blocks as the scheduler takes them, with a prefix cache if one is wanted and safe:
-        windows of a prefix are gone when its sequence ends, states need slots of their own, and
-        double sparsity decodes otherwise than it prefills.
+        """Build the scheduler's block manager, with a prefix cache if it is wanted and safe.
+
+        It is not safe with sliding layers, whose windows of a prefix are gone when its sequence
+        ends, nor with double sparsity, whose decode computes other values than its prefill.
+
+        Raises:
+            ValueError: Tiers are wanted and not safe.
         """
         safe = self.layout.pages_tell_all and self.sparsity is None
         if config.tiers is not None:
             if not safe:
                 raise ValueError(
                     "tiers need full or latent attention in every layer and no double sparsity: "
-                    "elsewhere pages are not all that a sequence is made of; leave tiers out"
+                    "otherwise a sequence consists of more than its pages; leave tiers out"
                 )
             return TieredBlocks(self.blocks, config.tiers)
         if self.states is not None and config.state_slots > config.max_running:
@@ -107,20 +118,21 @@ class Cache:
 
     @property
     def withheld_pages(self) -> int:
-        """Counts pages of an elastic pool that have no memory now."""
+        """Return the number of pages of an elastic pool that have no memory now."""
         if self.elastic is None:
             return 0
         return (self.elastic.most - self.elastic.pool.size) // self.elastic.pool.page_size
 
     @property
     def capturable(self) -> bool:
-        """Tells whether a CUDA graph can read it: rows of FP4 are counted on the host."""
+        """Return whether CUDA graphs can read the cache; with FP4 the host counts rows."""
         return self.layout.dtype != FP4_DTYPE
 
     def on_resume(self, partly: bool = False) -> None:
-        """Zeroes what padded tokens read after each resume of the tag; all else is undefined.
+        """Zero the padding pages after a resume of the tag; all other content is undefined.
 
-        An elastic pool takes the rest of its memory, unless it is to begin with a part of it.
+        Args:
+            partly: Let an elastic pool start small; otherwise it allocates all of its memory.
         """
         self.pool.on_resume()
         if self.states is not None:
@@ -130,13 +142,13 @@ class Cache:
 
 
 def _grows(kv_layout: KVLayout, config: EngineConfig) -> bool:
-    """Return whether the pool can grow while the engine generates, and shall."""
+    """Return whether the pool is elastic; log the reason if it was wanted and is impossible."""
     if not config.elastic:
         return False
     tiers, sparse = config.tiers is not None, config.double_sparsity is not None
     why = why_one_size(kv_layout.pages_tell_all, config.tensor_parallel_size, tiers, sparse)
     if why is not None:
-        _log.warning("elastic=True: the KV pool has one size and wakes whole: %s", why)
+        _log.warning("elastic=True: the KV pool has a fixed size and wakes up whole: %s", why)
     return why is None
 
 
@@ -163,7 +175,11 @@ def _sparse_pool(
 
 
 def window_tokens(kv_layout: KVLayout, config: EngineConfig) -> int | None:
-    """Size of the pool of sliding layers, None without; ValueError if asked for in vain."""
+    """Return the tokens of the pool of sliding layers; None if the model needs no such pool.
+
+    Raises:
+        ValueError: `window_tokens` is set for a model without such a pool.
+    """
     if kv_layout.pool != "swa" or kv_layout.sliding_window is None:
         if config.window_tokens is not None:
             raise ValueError(

@@ -1,7 +1,4 @@
-"""Sequences that begin with pages of earlier ones: the block manager and a prefix cache over the
-same pages. Of models with linear layers a kept prefix is pages and the states after them. And
-pools that have memory behind some of their pages alone.
-"""
+"""Block managers with a prefix cache over the same pages, and KV pools that grow and shrink."""
 
 from __future__ import annotations
 
@@ -22,17 +19,19 @@ from kvcache.requests import HybridReqToTokenPool
 from kvcache.tiers import HostTransfer
 from memsaver import LeaseError, MemorySaver, OutOfMemory
 
-# Left free beside a pool that grows on a GPU: what the steps of the engine itself may take.
+# A growing pool leaves this much of a GPU free for temporary tensors of the engine's steps.
 _SPARE = 2**30  # bytes
-_ASKED = 0.02  # seconds between two looks at what is free
+_ASKED = 0.02  # seconds between two queries of free memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swapped:
-    """Describes what waits on the host for a preempted sample: its first `tokens`, of weights
-    `version` of the prefix cache.
+    """Keys and values of a preempted sample that wait on the host.
 
-    page: the host page with those past the last whole page; 0 without one.
+    Attributes:
+        tokens: Number of the sample's leading tokens that were saved.
+        version: The prefix cache's version under which they were computed.
+        page: Host page with the tokens after the last whole page; 0 if there are none.
     """
 
     tokens: int
@@ -42,8 +41,14 @@ class Swapped:
 
 @dataclass(frozen=True)
 class _Held:
-    """Describes what a sequence has locked of the cache: the first `length` of its tokens, computed
-    under `version`. branch: of `StatePrefixBlocks`; it is not locked.
+    """The beginning of a running sequence that is locked in the cache.
+
+    Attributes:
+        node: The last locked node.
+        length: Number of locked tokens.
+        version: The cache's version under which they were computed.
+        branch: In `StatePrefixBlocks`, number of tokens whose pages are cached; the pages past
+            `length` have no states and are not locked.
     """
 
     node: RadixNode
@@ -53,12 +58,15 @@ class _Held:
 
 
 class PrefixBlocks:
-    """A BlockManager for the scheduler, with beginnings kept in `cache`; None: in one that stays
-    empty.
+    """Block manager with a prefix cache, as the scheduler uses it.
 
-    A page of the cache that a running sequence shares is locked by that sequence, so that what the
-    cache can evict is exactly what eviction makes free. Versions of the cache are numbers of its
-    own: they count definitions of the weights, also those that give a version anew.
+    A running sequence locks the cached pages that it shares, so that the evictable pages are
+    exactly those that an eviction frees. The cache numbers its versions itself: it counts
+    definitions of the weights, including those that repeat a version number.
+
+    Args:
+        blocks: The block manager.
+        cache: Cache over its pages; None: nothing is cached.
     """
 
     def __init__(self, blocks: BlockManager, cache: RadixCache | MambaRadixCache | None) -> None:
@@ -67,26 +75,32 @@ class PrefixBlocks:
         self._keeps = cache is not None
         self._held: dict[ReqHandle, _Held] = {}
         self._format = self._pool_format()
-        self.loaded_tokens = 0  # found below the device
+        self.loaded_tokens = 0  # cache hits on host or disk
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        """The ledgers of the blocks; pages that the cache can evict count as available."""
+        """Return the ledgers of the blocks; pages that the cache can evict count as available."""
         cached = self.cache.evictable_size // self.cache.page_size
         ledgers = self.blocks.ledgers
         return tuple(replace(ledger, available=ledger.available + cached) for ledger in ledgers)
 
     def held_pages(self, tokens: Sequence[int]) -> int:
-        """Pages of running sequences that `admit` would share, without taking available ones."""
+        """Return the number of pages of running sequences that `admit` would share."""
         self._notice_format()
         return self.cache.peek(tokens[:-1])[1] // self.cache.page_size
 
     def admit(
         self, tokens: Sequence[int], swapped: Swapped | None = None
     ) -> tuple[ReqHandle, int] | None:
-        """A sequence for `tokens`, and how many are computed, not the last; None without a row.
+        """Add a sequence, and lock the cached pages that it begins with.
 
-        The pages that it found are locked from here on. swapped: of `swap_out`, used up.
+        Args:
+            tokens: All tokens of the sequence.
+            swapped: Result of `swap_out`, which is consumed.
+
+        Returns:
+            The handle, and the number of leading tokens that are already computed, which never
+            includes the last token. None if no row is free.
         """
         self._notice_format()
         match = self._match(tokens[:-1])
@@ -97,7 +111,7 @@ class PrefixBlocks:
         return handle, match.length
 
     def extend(self, handles: Sequence[ReqHandle], new_lens: Sequence[int]) -> Any | None:
-        """Extends as BlockManager does, and evicts from the cache what is missing."""
+        """Extend sequences as `BlockManager.extend` does; evict cached pages if pages are short."""
         slots = self.blocks.extend(handles, new_lens)
         if slots is not None:
             return slots
@@ -106,22 +120,32 @@ class PrefixBlocks:
         return self.blocks.extend(handles, new_lens)
 
     def keep_at(self, handle: ReqHandle, computed: int, length: int) -> int:
-        """After how many of a prefill's `length` tokens `keep` comes next: a chunk ends there."""
+        """Return where the next chunk of a prefill must end, because `keep` follows there.
+
+        Args:
+            handle: The sequence.
+            computed: Number of its tokens that are computed.
+            length: Number of tokens of the whole prefill.
+        """
         return length
 
     def slide(self, handles: Sequence[ReqHandle]) -> None:
         self.blocks.slide(handles)
 
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        """Lets later sequences find the whole pages of `tokens`, the sequence's first, now
-        computed, while it goes on. Before its first fork. Nothing happens where another sequence
-        was faster: this one has pages of its own.
+        """Cache the whole pages of a running sequence, before its first fork.
+
+        Nothing happens if another sequence has cached the same tokens: this one has its own pages.
+
+        Args:
+            handle: The sequence.
+            tokens: Its leading tokens, all of which are computed.
         """
         if not self._keeps:
             return
         assert isinstance(self.cache, RadixCache)
         held = self._held[handle]
-        # converted once: that takes longer than all that the cache does with it
+        # The conversion takes longer than all operations of the cache, so it is done once.
         ids = array("i", tokens)
         if held.version != self.cache.version or self.cache.peek(ids)[0] > held.length:
             return
@@ -137,7 +161,7 @@ class PrefixBlocks:
         return child
 
     def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        """Ends a sequence, whose first, computed `tokens` can be found from now on."""
+        """End a sequence, and cache its leading, computed `tokens`."""
         held = self._held.pop(handle)
         try:
             if self._keeps:
@@ -147,16 +171,26 @@ class PrefixBlocks:
             self.cache.dec_lock_ref(held.node)
 
     def swap_out(self, handle: ReqHandle, tokens: Sequence[int]) -> Swapped | None:
-        """Returns, before the `release` of a sequence that is to go on later, what of its computed
-        `tokens` waits on the host; None where they are to be computed again.
+        """Copy a sequence's keys and values to the host, before its `release`.
+
+        Args:
+            handle: The sequence, which will be admitted again later.
+            tokens: Its computed tokens.
+
+        Returns:
+            The copy; None if the tokens have to be computed again.
         """
         return None
 
     def forget(self, swapped: Swapped) -> None:
-        """Gives back what `swap_out` took, for a sample that ends without being admitted again."""
+        """Free the result of `swap_out` for a sample that ends without being admitted again."""
 
     def compact(self, pages: int) -> bool:
-        """Moves what sequences hold to the first `pages` pages, evicts the rest; False: no room."""
+        """Evict all unlocked pages and move the rest to the first `pages` pages, if they fit.
+
+        Returns:
+            Whether the pages in use fit. If not, they stay where they are.
+        """
         self.cache.evict(self.cache.evictable_size)
         renamed = self.blocks.compact(pages)
         if renamed is not None:
@@ -164,41 +198,48 @@ class PrefixBlocks:
         return renamed is not None
 
     def loads(self) -> tuple[HostTransfer, ...]:
-        """Copies to the device under way, which a forward waits for."""
+        """Return the copies to the device that are under way, for which a forward waits."""
         return ()
 
     def move_below(self, keep: bool) -> None:
-        """Prepares for a pause of the pool. keep: the cached pages, where there is a place."""
+        """Prepare for a pause of the pool.
+
+        Args:
+            keep: Move the cached pages to a lower tier, if there is one.
+        """
         self.clear()
 
     def swapped_pages(self) -> int:
-        """Host pages that samples hold which were swapped out."""
+        """Return the number of host pages that swapped samples hold."""
         return 0
 
     def new_weights(self) -> None:
-        """Ends hits on what is in the pool; what nobody uses goes first when pages are short."""
+        """Invalidate all cached prefixes; unused pages among them are the first to be evicted."""
         self.cache.raise_version(self.cache.version + 1)
 
     def clear(self) -> None:
-        """The pool's content is gone: forgets all of it. Running sequences' follows later."""
+        """Forget all cached pages after a loss of the pool's content.
+
+        Pages that running sequences lock are evicted after the release of those sequences.
+        """
         self.new_weights()
         self.cache.evict(self.cache.evictable_size)
 
     def check_integrity(self) -> None:
-        """AssertionError unless ledger, sequences, cache and locks agree."""
+        """Raise an AssertionError unless ledger, sequences, cache and locks agree."""
         self.cache.check_integrity()
         pages = self.cache.pages()
         self.blocks.check_integrity(pages)
         shared = int((self.blocks.allocator.ref_counts(pages) > 1).sum())
         assert shared * self.cache.page_size == self.cache.protected_size, (
-            "sequences lock other pages than they share"
+            "the pages that sequences lock differ from those that they share"
         )
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
         return self.cache.match_prefix(tokens)
 
     def _begin(self, handle: ReqHandle, match: PrefixMatch) -> None:
-        """Locks what a sequence begins with, from its start or since it was kept."""
+        """Lock the cached beginning of a sequence, at its start or after `keep`."""
         self.cache.inc_lock_ref(match.node)
         self._held[handle] = _Held(match.node, match.length, self.cache.version)
 
@@ -208,13 +249,13 @@ class PrefixBlocks:
         pages = self.blocks.pages(handle)[: len(tokens) // size]
         new = pages[self.cache.peek(tokens)[0] // size :]
         if (self.blocks.allocator.ref_counts(new) > 1).any():
-            # a fork goes on with these pages without a lock: evicting them would free nothing
+            # A fork still uses these pages without a lock; evicting them would free nothing.
             return
         taken = self.cache.insert(tokens, pages, version=version) // size
         self.blocks.allocator.share(pages[taken:])
 
     def _notice_format(self) -> None:
-        """Rows that are stored as fp8 mean something else once the pool has other scales."""
+        """Invalidate the cache if the scales of an fp8 pool changed, which changes its values."""
         if self._format != self._pool_format():
             self._format = self._pool_format()
             self.new_weights()
@@ -222,21 +263,23 @@ class PrefixBlocks:
     def _pool_format(self) -> tuple[object, ...]:
         pool = self.blocks.pool
         pools = pool.pools if isinstance(pool, RoutedKVPool) else (pool,)
-        return tuple(each.format() for each in pools if isinstance(each, TokenPool))
+        return tuple(part.format() for part in pools if isinstance(part, TokenPool))
 
 
 class StatePrefixBlocks(PrefixBlocks):
-    """States can't go back, so a prefill stops where they are to be kept: where the last whole page
-    ends before the prompt's last token, and before that at its `branch`, up to where the cache has
-    pages without states: other prompts began alike and went on otherwise.
+    """Prefix blocks for models with linear layers: a cached prefix has pages and states.
 
-    Answers are not kept: when a sequence ends, its states are past its last whole page. The cache
-    has at most the slots that the request table has no row for.
+    States cannot be rewound, so a prefill stops where they are kept: at the last page boundary
+    before the prompt's final token, and before that at `branch`. Up to `branch` the cache has pages
+    without states, because earlier prompts began alike and continued differently.
+
+    Answers are not cached: when a sequence ends, its states are past its last whole page. The cache
+    uses at most the state slots for which the request table has no row.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
         table = blocks.req_to_token
-        assert isinstance(table, HybridReqToTokenPool), "Cache.prefix_blocks takes no other"
+        assert isinstance(table, HybridReqToTokenPool), "Cache.prefix_blocks checks this"
         self._table, self._states = table, table.mamba
         self._prefixes = MambaRadixCache(blocks.allocator, table.mamba)
         super().__init__(blocks, self._prefixes)
@@ -247,17 +290,19 @@ class StatePrefixBlocks(PrefixBlocks):
         return min((cut for cut in cuts if cut > computed), default=length)
 
     def keep(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        """Keeps as the base does, with a copy of the sequence's states, which are those after
-        `tokens`; nothing where these end inside a page, or no slot can be had.
+        """Cache the whole pages of a running sequence with a copy of its states after `tokens`.
+
+        Nothing is cached if the tokens end inside a page or no state slot is free.
         """
         ids, held = array("i", tokens), self._held[handle]
         if len(ids) % self._prefixes.page_size or held.version != self._prefixes.version:
             return
-        # again after the eviction, which may take pages that this one would only add states to
-        if not (self._wanted(held.length, ids) and self._slot() and self._wanted(held.length, ids)):
+        # Checked again because the eviction may remove pages to which only states were to be added.
+        length = held.length
+        if not (self._wanted(length, ids) and self._free_slot() and self._wanted(length, ids)):
             return
         slot = self._states.clone(self._table.mamba_slot(handle))
-        assert slot is not None, "a slot was made free"
+        assert slot is not None, "_free_slot freed one"
         pages = self.blocks.pages(handle)
         kept = self._prefixes.insert(ids, pages, slot, version=held.version)
         self.blocks.allocator.share(pages[kept.length // self._prefixes.page_size :])
@@ -274,14 +319,16 @@ class StatePrefixBlocks(PrefixBlocks):
         )
 
     def _wanted(self, own: int, ids: array[int]) -> bool:
-        """Tells whether the cache lacks the states after `ids`, and has either their pages or no
-        more than the `own` first tokens': in between this sequence has pages of its own.
+        """Return whether the states after `ids` are missing in the cache and can be added.
+
+        They can be added if the cache has the pages of all tokens, or only those of the first `own`
+        tokens, which the sequence shares.
         """
         match = self._prefixes.match_prefix(ids)
         return match.length < len(ids) and match.paged in (own, len(ids))
 
-    def _slot(self) -> bool:
-        """Makes a slot free that no row needs; False where requests use all that are kept."""
+    def _free_slot(self) -> bool:
+        """Free a state slot that no row needs; return False if requests use all cached states."""
         while self._states.available_size() <= self._table.available_size():
             if not self._prefixes.evict_states(1):
                 return False
@@ -292,18 +339,21 @@ class StatePrefixBlocks(PrefixBlocks):
         if match.state is not None:
             try:
                 self._states.copy(self._table.mamba_slot(handle), match.state)
-            except BaseException:  # such as the device being out of memory
+            except BaseException:  # for example, the device is out of memory
                 self.blocks.release(handle)
                 raise
         super()._begin(handle, match)
         self._held[handle] = replace(self._held[handle], branch=match.paged)
 
     def _insert(self, handle: ReqHandle, tokens: array[int], version: int) -> None:
-        """Keeps nothing of a sequence that ends."""
+        """Cache nothing when a sequence ends."""
 
 
 class Elastic:
-    """A pool that may have memory behind its first tokens alone; `EngineConfig.elastic`."""
+    """KV pool that grows and shrinks between steps, see `EngineConfig.elastic`.
+
+    Only the pool's first tokens need have memory. The allocator hands out only pages with memory.
+    """
 
     def __init__(
         self,
@@ -313,32 +363,44 @@ class Elastic:
         least: int,
         most: int,
     ) -> None:
-        """least, most: tokens."""
+        """Wrap a pool with all of its memory.
+
+        Args:
+            pool: The pool.
+            allocator: Allocator of its pages.
+            saver: Saver of the pool's tag.
+            least: Tokens of the smallest pool, for one sequence.
+            most: Tokens of the whole pool.
+        """
         self.pool, self.allocator, self.saver = pool, allocator, saver
         self.least, self.most = least, most
-        self.shrinking = False  # who waits for memory gets what no request wants
+        self.shrinking = False  # whether to free memory that no request needs
         self._ask_at = 0.0
-        self._left = most  # tokens that were left to the pool when it last gave some back
+        self._left = most  # tokens of the pool when it last shrank
 
     def shrink(self) -> None:
-        """Keep memory for one sequence; no page may have an owner."""
+        """Shrink the pool to one sequence; no page may be in use."""
         self.allocator.limit(0)
         self._resize(self.least)
 
     def fill(self) -> None:
-        """Take all memory; OutOfMemory changes nothing."""
+        """Grow the pool to its full size; OutOfMemory changes nothing."""
         self._resize(self.most)
 
     def hurry(self) -> None:
-        """Make the next step look for memory: there are new requests."""
+        """Query the free memory at the next step, because there are new requests."""
         self._ask_at, self._left = 0.0, self.most
 
     def fit(self, wanted: Callable[[], int], compact: Callable[[int], bool]) -> None:
-        """Take what is free now, up to the tokens that are wanted, in steps worth a call of the
-        driver, which is asked now and then: while another process pins or maps memory, it takes its
-        time to answer. While shrinking it gives back what is not wanted any more, in such steps.
+        """Grow the pool toward the wanted tokens as far as memory is free, or shrink it to them.
 
-        compact: moves what is used to so many first pages, if it has room there.
+        It shrinks only while `shrinking`. Both happen in steps that are large enough to be worth a
+        driver call. The driver is queried only now and then, because it answers slowly while
+        another process pins or maps memory.
+
+        Args:
+            wanted: Returns the number of tokens that samples can use.
+            compact: Moves the pages in use to the first n pages; returns whether they fit.
         """
         if (began := time.monotonic()) < self._ask_at:
             return
@@ -354,12 +416,12 @@ class Elastic:
         spare = _SPARE if self.saver.device.type == "cuda" else 0
         more = min((self.saver.free_bytes - spare) // self.pool.bytes_per_token, missing)
         if more >= min(missing, self.most // 16):
-            with contextlib.suppress(OutOfMemory):  # somebody else was faster
+            with contextlib.suppress(OutOfMemory):  # another user of the device was faster
                 self._resize(self.pool.size + more)
 
     def _give_back(self, tokens: int, compact: Callable[[int], bool]) -> None:
-        """Shrink the pool, or leave it as it is where that is impossible."""
-        self._left = tokens  # on a GPU it may keep more: the rest of an extent
+        """Shrink the pool, or leave it unchanged where that is impossible."""
+        self._left = tokens  # the pool may stay larger on a GPU, by the rest of an extent
         with contextlib.suppress(OutOfMemory, LeaseError, torch.OutOfMemoryError):
             if compact(tokens // self.pool.page_size):
                 self.allocator.limit(tokens)
@@ -373,9 +435,9 @@ class Elastic:
         self.follow()
 
     def follow(self) -> None:
-        """Hand out the pages that have memory."""
+        """Let the allocator hand out exactly the pages that have memory."""
         self.allocator.limit(self.pool.size)
 
     def begin(self) -> None:
-        """Hand out the pages that have memory, and take more where one sequence needs it."""
+        """Start with the present memory, or with more if one sequence needs it."""
         self._resize(self.least) if self.pool.size < self.least else self.follow()

@@ -1,10 +1,9 @@
-"""Turns a scheduled step into tensors, runs the decoder (as a CUDA graph if it can), samples.
+"""Turn a scheduled step into tensors, run the decoder (as a CUDA graph if possible), and sample.
 
-Decode graphs are captured once for a ladder of batch sizes, and replayed ever after. Everything a
-graph allocates lies on tag `cuda_graph`. What a replay reads is the weights, the KV cache, buffers
-that live outside every tag (inputs, rotary tables, the request table, what ranks exchange), and
-memory of the tag that the same replay wrote before: so the tag's content need not survive a pause,
-only its addresses.
+Decode graphs are captured once, for a ladder of batch sizes. All memory that a graph allocates lies
+on tag `cuda_graph`. A replay reads the weights, the KV cache, buffers outside of every tag (inputs,
+rotary tables, the request table, buffers of collectives), and memory of the tag that the same
+replay has written. Therefore only the tag's addresses must survive a pause, not its content.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ from rollout.tag_names import CUDA_GRAPH
 from rollout.weights.store import WeightStore
 
 _Plan = Callable[[int | None, Tensor | None], AttentionPlan]
-"""(window, mapping) -> how attention finds the tokens: see `plan_torch`."""
+"""(window, mapping) -> where attention finds the tokens, see `plan_torch`."""
 _INPUTS = 3  # token ids, positions, rows of the request table
 Decode = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(token ids, positions, rows: int64 [B]; logits [B, vocab] to be written). Launches work only,
-never waits.
+"""(token ids, positions, rows: int64 [B]; logits [B, vocab], the output) -> None.
+
+The function only launches work, and never waits for the device.
 """
 
 
 class ModelRunner:
-    """The computing half of the engine. Keeps no state of requests."""
+    """The engine's computation: forward passes and sampling. It keeps no state of requests."""
 
     def __init__(
         self,
@@ -80,17 +80,21 @@ class ModelRunner:
 
     @property
     def capturable(self) -> bool:
-        """Tells whether decode steps can be CUDA graphs."""
+        """Return whether decode steps can be captured as CUDA graphs."""
         layers = all(mixer.capturable for mixer in self.config.mixers)
         return self._triton and self._cache.capturable and layers
 
     def record_routing(self, tokens: int) -> None:
-        """Has steps of so many tokens leave experts with `recorder`; before any capture."""
+        """Record the experts of each step's tokens in `recorder`. Call this before any capture.
+
+        Args:
+            tokens: Maximum number of tokens of a step.
+        """
         self.recorder = RoutingRecorder(self.decoder.mlps, tokens, self.device)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], saver: MemorySaver) -> None:
-        """Makes decode steps of at most max(sizes) samples graph replays from here on."""
+        """Capture CUDA graphs, which replace decode steps of at most max(sizes) samples."""
         dtype = self.decoder.lm_head.dtype
         self._ranks.stage_captures(self.config.vocab_size, dtype, self.device)
         with row_invariant_products(self.device):
@@ -98,7 +102,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """Logits [R, vocab] until the next call: of decode samples, then of prefills that end."""
+        """Compute a step.
+
+        Returns:
+            Logits [R, vocab] of the decoding samples, then of the prefills that end. They are valid
+            until the next call.
+        """
         ids, positions, ends, shape = _pack(step)
         if self.graphs is not None and not step.chunks and len(ids) <= self.graphs.max_batch:
             for load in step.loads:
@@ -124,7 +133,7 @@ class ModelRunner:
             return self._ranks.join(part, self.config.vocab_size)
 
     def decode(self, ids: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
-        """One token of each request, from device tensors alone: what a graph records."""
+        """Compute one token of each request from device tensors only, as a graph records it."""
         table = self._table.req_to_token
         slots, plan = table[rows, positions].long(), plan_decode(rows, positions, table)
         batch = self._batch(
@@ -140,7 +149,6 @@ class ModelRunner:
             logits.copy_(self._ranks.join(linear(hidden, head), self.config.vocab_size))
 
     def _batch(self, plan: _Plan, **fields: Any) -> Batch:
-        """fields: of `Batch`, as they are."""
         batch = Batch(plan=plan(self._window, None), **fields)
         if self._sliding is None:
             return batch
@@ -152,12 +160,21 @@ class ModelRunner:
     def sample(
         self, logits: Tensor, rows: Sequence[int], samples: Sequence[Sample]
     ) -> tuple[list[int], list[float]]:
-        """The next token of each sample, from its row of the logits, and its log-probability."""
+        """Draw the next token of each sample.
+
+        Args:
+            logits: Result of `forward`.
+            rows: Row of the logits for each sample.
+            samples: The samples; several may use the same row.
+
+        Returns:
+            The tokens and their log-probs.
+        """
         batch = SamplingBatch.build(
-            temperature=[each.params.temperature for each in samples],
-            top_k=[each.params.top_k for each in samples],
-            top_p=[each.params.top_p for each in samples],
-            counters=[(each.seed, each.index, len(each.output)) for each in samples],
+            temperature=[member.params.temperature for member in samples],
+            top_k=[member.params.top_k for member in samples],
+            top_p=[member.params.top_p for member in samples],
+            counters=[(member.seed, member.index, len(member.output)) for member in samples],
             device=self.device,
         )
         tokens, logprobs = deliver(*sample(self._chosen(logits, rows), batch))
@@ -167,10 +184,10 @@ class ModelRunner:
     def candidates(
         self, logits: Tensor, rows: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
-        """The `count` likeliest next tokens of each of `rows`, in order, and log-probabilities."""
+        """Return the `count` likeliest (token, log-prob) pairs of each of `rows`, best first."""
         tokens, logprobs = deliver(*likeliest(self._chosen(logits, rows), count))
-        each_row = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-        return [list(zip(ids, values, strict=True)) for ids, values in each_row]
+        chosen = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return [list(zip(ids, values, strict=True)) for ids, values in chosen]
 
     def _chosen(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(logits))):
@@ -179,11 +196,14 @@ class ModelRunner:
 
 
 def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
-    """Token ids and positions of the packed batch, indices of the tokens with logits, and the
-    batch in numbers.
+    """Pack a step into one batch.
+
+    Returns:
+        The tokens' ids and positions, the indices of the tokens whose logits are needed, and the
+        shape of the batch.
     """
-    ids = [each.output[-1] for each in step.decode]
-    kv_lens = [each.length for each in step.decode]
+    ids = [sample.output[-1] for sample in step.decode]
+    kv_lens = [sample.length for sample in step.decode]
     positions, ends = [length - 1 for length in kv_lens], list(range(len(ids)))
     for chunk in step.chunks:
         stop = chunk.start + chunk.length
@@ -194,7 +214,7 @@ def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
             ends.append(len(ids) - 1)
     members = [*step.decode, *(chunk.sample for chunk in step.chunks)]
     shape = BatchShape(
-        rows=[each.handle.row for each in members if each.handle is not None],
+        rows=[sample.handle.row for sample in members if sample.handle is not None],
         q_lens=[1] * len(step.decode) + [chunk.length for chunk in step.chunks],
         kv_lens=kv_lens,
         num_decode=len(step.decode),
@@ -203,10 +223,13 @@ def _pack(step: Step) -> tuple[list[int], list[int], list[int], BatchShape]:
 
 
 class RoutingRecorder:
-    """Holds what layers leave, outside of every tag: CUDA graphs write to one place for life."""
+    """Buffer outside of every tag into which layers write the experts of a step's tokens.
+
+    CUDA graphs always write to the same addresses.
+    """
 
     def __init__(self, mlps: Iterable[MLP], tokens: int, device: torch.device) -> None:
-        """tokens: most of a step."""
+        """Allocate the buffer for steps of at most `tokens` tokens."""
         layers = [mlp for mlp in mlps if isinstance(mlp, Experts)]
         config = layers[0].config
         dtype = torch.uint8 if config.experts <= 256 else torch.int16
@@ -216,25 +239,35 @@ class RoutingRecorder:
             layer.routed = part
 
     def take(self, tokens: int) -> StepRouting:
-        """Copy those of the step's tokens; on a GPU they are on their way to the host."""
-        found = self._written[:, :tokens].transpose(0, 1)
-        if not found.is_cuda:
-            return StepRouting(found.numpy().copy())
-        sent = send(found.contiguous())
-        stream = torch.cuda.current_stream(found.device)
+        """Copy the experts of the step's tokens; on a GPU, start the copy to the host."""
+        written = self._written[:, :tokens].transpose(0, 1)
+        if not written.is_cuda:
+            return StepRouting(written.numpy().copy())
+        sent = send(written.contiguous())
+        stream = torch.cuda.current_stream(written.device)
         return StepRouting(np.empty_like(sent.numpy()), sent, stream)
 
 
 @dataclass(eq=False)
 class StepRouting:
-    """experts: of a step's packed tokens, once they `arrive`. sent: pinned, on this stream."""
+    """Experts of a step's packed tokens.
+
+    Attributes:
+        experts: The experts, undefined before `arrive` if they come from a GPU.
+        sent: Pinned target of the copy from the GPU.
+        stream: Stream of that copy.
+    """
 
     experts: RoutedExperts
     sent: Tensor | None = None
     stream: torch.cuda.Stream | None = None
 
     def arrive(self, *, waited: bool) -> None:
-        """waited: the host has seen the end of the step."""
+        """Fill `experts`.
+
+        Args:
+            waited: Whether the host has already waited for the end of the step.
+        """
         if self.sent is not None and self.stream is not None:
             if not waited:
                 self.stream.synchronize()
@@ -243,13 +276,16 @@ class StepRouting:
 
 
 def ladder(max_running: int) -> tuple[int, ...]:
-    """Return batch sizes for graphs: padding adds at most 31 rows, or doubles a batch below 16."""
+    """Return batch sizes for graphs; padding adds at most 31 rows, or doubles a batch below 16."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, max_running + 1, 32)]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
 class DecodeGraphs:
-    """One graph a batch size; padding is row 0 of the request table, which has page 0 only."""
+    """CUDA graphs of decode steps, one per batch size.
+
+    Padding uses row 0 of the request table, which contains only page 0.
+    """
 
     def __init__(
         self,
@@ -259,9 +295,17 @@ class DecodeGraphs:
         dtype: torch.dtype,
         saver: MemorySaver,
     ) -> None:
-        """Captures all graphs. The memory that `decode` reads must be mapped, whatever it holds.
+        """Capture all graphs. The memory that `decode` reads must be mapped, with any content.
 
-        torch.OutOfMemoryError carries a note on what to lower.
+        Args:
+            decode: The step to capture.
+            sizes: Batch sizes.
+            vocab_size: Columns of the logits.
+            dtype: Dtype of the logits.
+            saver: Saver on whose tag `cuda_graph` the graphs allocate.
+
+        Raises:
+            torch.OutOfMemoryError: With a note that names the options to lower.
         """
         self.sizes = tuple(sorted(set(sizes)))
         largest = self.sizes[-1]
@@ -270,11 +314,11 @@ class DecodeGraphs:
         self._inputs = torch.zeros((_INPUTS, largest), dtype=torch.int64, device=saver.device)
         self._logits = saver.empty((largest, vocab_size), dtype, tag=CUDA_GRAPH)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool = saver.mem_pool(CUDA_GRAPH)  # after the graphs: they are dropped before it
+        self._pool = saver.mem_pool(CUDA_GRAPH)  # assigned after _graphs, to be dropped after them
         self.captures = self.replays = 0
         stream = torch.cuda.Stream(saver.device)
         with _no_collection():
-            # the largest first: the smaller ones fit into the memory it leaves
+            # The largest graph first: smaller graphs fit into the memory that it frees.
             for size in reversed(self.sizes):
                 try:
                     self._graphs[size] = self._capture(decode, size, stream)
@@ -288,11 +332,11 @@ class DecodeGraphs:
         return self.sizes[-1]
 
     def addresses(self) -> dict[str, int]:
-        """Returns where replays read their inputs and write their results: the same for life."""
+        """Return the fixed addresses of the replays' inputs and results."""
         return {"inputs": self._inputs.data_ptr(), "logits": self._logits.data_ptr()}
 
     def replay(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """Logits [n, vocab] of n requests' next tokens, valid until the next replay."""
+        """Return the logits [n, vocab] of n requests' next tokens, valid until the next replay."""
         count = len(ids)
         size = self.sizes[bisect_left(self.sizes, count)]
         staged = self._staged[:, :size]
@@ -311,22 +355,22 @@ class DecodeGraphs:
         logits = self._logits[:size]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            # compiles kernels, which is not allowed while capturing
+            # Compiles kernels, which is not allowed during a capture.
             decode(ids, positions, rows, logits)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        clear_workspaces()  # it takes a new one from the graph's pool while capturing
-        pool: Any = self._pool.id  # typed as torch.cuda.graph's own kind of pool
+        clear_workspaces()  # cuBLAS then allocates its workspace in the graph's pool
+        pool: Any = self._pool.id  # torch.cuda.graph declares another type
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             decode(ids, positions, rows, logits)
-        clear_workspaces()  # and from elsewhere afterwards
+        clear_workspaces()  # and outside of the pool after the capture
         self.captures += 1
         return graph
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage first: torch aborts when old graphs die inside of a capture."""
+    """Collect garbage now and not inside the block: torch aborts when a graph dies in a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The scheduler's objects: samples, groups and chunks of them, steps, and what was counted."""
+"""The scheduler's objects: samples, beam groups, chunks, steps and statistics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ RoutedExperts = NDArray[Any]
 
 @dataclass(eq=False)
 class SampleRouting:
-    """The experts of a sample's tokens [start, end): those by which a token was computed first, for
-    these made the log-probability of the next one. Not known: what a cache had, and before.
+    """The experts of a sample's tokens [start, end).
+
+    A token that is computed repeatedly keeps the experts of its first forward, which produced the
+    log-prob of the next token. Experts of tokens from a cache, and before them, are unknown.
     """
 
     start: int = 0
@@ -30,7 +32,7 @@ class SampleRouting:
     parts: list[RoutedExperts] = field(default_factory=list)
 
     def add(self, first: int, experts: RoutedExperts) -> None:
-        """experts: of the tokens from `first` on."""
+        """Add the experts of the tokens from number `first` on."""
         if first > self.end or not self.parts:
             self.start = self.end = first
             self.parts = []
@@ -43,16 +45,35 @@ class SampleRouting:
         return SampleRouting(self.start, self.end, list(self.parts))
 
     def joined(self) -> RoutedExperts | None:
-        """Returns None where nothing was recorded."""
+        """Return the experts of all recorded tokens; None if there are none."""
         return np.concatenate(self.parts) if self.parts else None
 
 
 @dataclass(eq=False, kw_only=True)
 class Sample:
-    """One answer being generated. `siblings` wait for this sample's prefill and then fork from it.
+    """One answer that is being generated; the scheduler owns it.
 
-    beams: the beam search whose branch it is; then output, logprobs and versions change as a whole.
-    remote: another engine computes its prompt (`rollout.disagg`).
+    Attributes:
+        request: Number of the request.
+        index: Number of the sample in its request.
+        prompt: Token ids of the prompt.
+        params: Sampling parameters.
+        seed: Seed of the request.
+        stop_ids: Token ids that end the sample.
+        siblings: Samples that wait for this sample's prefill, and then fork from it.
+        output: Generated token ids.
+        logprobs: Their log-probs.
+        versions: Versions of the weights that generated them.
+        finish_reason: None while the sample is unfinished.
+        handle: The running sequence; None while the sample waits.
+        computed: Number of leading tokens whose keys and values are cached.
+        prefill_len: Number of tokens to compute in chunks before decode starts.
+        beams: The beam search of which this sample is a branch. Its output, logprobs and versions
+            are then replaced as a whole.
+        score: The beam search's rank value of a finished answer.
+        swapped: Host copy that waits while the sample waits for pages.
+        remote: Whether another engine computes the prompt (`rollout.disagg`).
+        routing: Experts of its tokens.
     """
 
     request: int
@@ -67,11 +88,11 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     handle: ReqHandle | None = None
-    computed: int = 0  # leading tokens whose keys and values are in the cache
-    prefill_len: int = 0  # tokens to compute in chunks before decode starts
+    computed: int = 0
+    prefill_len: int = 0
     beams: BeamGroup | None = None
     score: float | None = None
-    swapped: Swapped | None = None  # what waits on the host while the sample waits for pages
+    swapped: Swapped | None = None
     remote: bool = False
     routing: SampleRouting = field(default_factory=SampleRouting)
 
@@ -88,21 +109,21 @@ class Sample:
         return self.computed >= self.prefill_len
 
     def tokens(self, first: int, last: int) -> list[int]:
-        """Token ids [first, last) of prompt and answer together."""
+        """Return token ids [first, last) of prompt and answer together."""
         split = len(self.prompt)
         return self.prompt[first:last] + self.output[max(0, first - split) : max(0, last - split)]
 
     def computed_tokens(self) -> list[int]:
-        """Tokens whose keys and values are in the cache; while it decodes all but the last."""
+        """Return the tokens whose keys and values are cached; during decode all but the last."""
         return self.tokens(0, self.length - 1 if self.prefilled else self.computed)
 
     def kept_tokens(self) -> list[int]:
-        """Returns the computed ones that the prefix cache may keep: of a branch its prompt."""
+        """Return the computed tokens that may be cached; of a beam search only the prompt."""
         return self.computed_tokens() if self.beams is None else self.tokens(0, self.computed)
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
-        whole = self.routing.end == self.length - 1  # not where a prompt was given up
+        whole = self.routing.end == self.length - 1  # false if the prefill was aborted
         return Completion(
             token_ids=self.output,
             logprobs=self.logprobs,
@@ -115,28 +136,28 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class BeamGroup:
-    """The samples of one search's branches, a slot each, which run, wait and end together."""
+    """The branches of one beam search, one sample per slot, which run, wait and end together."""
 
     search: BeamSearch
     members: list[Sample]
 
     @classmethod
     def of(cls, members: list[Sample]) -> BeamGroup:
-        """Makes new samples of one prompt a group."""
+        """Start a beam search over new samples of one prompt."""
         group = cls(BeamSearch(members[0].params, members[0].stop_ids), members)
         for member in members:
             member.beams = group
         return group
 
     def show(self) -> None:
-        """Each member has the answer of its slot."""
+        """Copy each branch's answer to the sample of its slot."""
         for member, branch in zip(self.members, self.search.branches, strict=True):
             member.output = branch.tokens
             member.logprobs = branch.logprobs
             member.versions = branch.versions
 
     def restart(self) -> Sample:
-        """Starts again from the prompt; returns the member that the others wait for."""
+        """Start again from the prompt; return the sample for whose prefill the others wait."""
         self.search.restart()
         self.show()
         leader, *siblings = self.members
@@ -144,7 +165,7 @@ class BeamGroup:
         return leader
 
     def end(self) -> None:
-        """Each member has one of the results, best first."""
+        """Copy the final answers to the samples, best first."""
         for member, result in zip(self.members, self.search.completions(), strict=True):
             member.output = result.token_ids
             member.logprobs = result.logprobs
@@ -154,7 +175,7 @@ class BeamGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens [start, start + length) of a sample in prefill. slots: theirs, of `extend`."""
+    """Tokens [start, start + length) of a sample in prefill, with their slots."""
 
     sample: Sample
     start: int
@@ -168,10 +189,14 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward: a token of every sample in `decode`, then the prefill chunks. decode_slots: as
-    `extend` returned.
-    loads: copies that a layer's rows may still be on their way by. arriving: the rest of prompts
-    just admitted that another engine computes, no part of the forward.
+    """One forward: one token of every decoding sample, then the prefill chunks.
+
+    Attributes:
+        decode: Samples that decode one token.
+        decode_slots: Their slots, as `extend` returned them.
+        chunks: Chunks of samples in prefill.
+        loads: Copies from lower tiers that may still be under way, for which each layer waits.
+        arriving: Prompts just admitted that another engine computes; not part of the forward.
     """
 
     decode: list[Sample]
@@ -185,7 +210,7 @@ class Step:
         return len(self.decode) + sum(chunk.length for chunk in self.chunks)
 
     def record(self, experts: RoutedExperts) -> None:
-        """Gives each sample its packed tokens' experts; branches of a beam search get none."""
+        """Record the packed tokens' experts in their samples, except in beam searches."""
         at = 0
         for sample in self.decode:
             if sample.beams is None:
@@ -199,11 +224,16 @@ class Step:
 
 @dataclass(kw_only=True)
 class EngineStats:
-    """Counts since the engine was made. computed_tokens: put through the model, answers included;
-    prefix_hit_tokens: prompt tokens (answers of preempted samples included) that were not, because
-    the prefix cache had them; loaded_tokens: of these, those that came from host or disk.
-    Preemptions by the way that the samples were to come back; swapped_back: how many of the swapped
-    ones went on without computing anything again.
+    """Counts since the engine was built.
+
+    Attributes:
+        computed_tokens: Tokens of prompts and answers that went through the model.
+        prefix_hit_tokens: Tokens of prompts, and of answers of preempted samples, that the prefix
+            cache provided instead.
+        loaded_tokens: Those among them that came from host or disk.
+        preempted_recompute: Preempted samples whose tokens had to be computed again.
+        preempted_swap: Preempted samples that were copied to the host.
+        swapped_back: Swapped samples that continued without any recomputation.
     """
 
     computed_tokens: int = 0
@@ -215,7 +245,7 @@ class EngineStats:
 
 
 def names_of(samples: Sequence[Sample], limit: int = 8) -> str:
-    """Lists the samples' names for a message, `limit` of them at most."""
+    """Join the names of at most `limit` samples for a message."""
     names = [sample.name for sample in samples]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,6 +1,4 @@
-"""Continuous batching: requests are checked and made into samples, and which samples are computed
-next. Policy, no tensor is looked into.
-"""
+"""Continuous batching: validates requests and chooses the samples of each step, without tensors."""
 
 import contextlib
 from collections import deque
@@ -22,15 +20,18 @@ from rollout.serving.samples import BeamGroup, Chunk, EngineStats, Sample, Step
 
 
 class Scheduler:
-    """First come, first served. When pages run out the youngest of `running` is preempted.
+    """First-come, first-served policy, which owns the queue and the running samples.
 
-    A prompt is admitted when all pages that it holds at a time are free, one page for each of its
-    samples being kept free besides, and one for each sample already running, so that preemption is
-    rare. It takes them chunk by chunk, and gives back what its sliding window has left. At most one
-    prompt waits for the rest of a step's tokens; others are partly computed only where a chunk ends
-    so that what precedes is kept. A preempted sample goes back to the front of the queue and is
-    recomputed, its answer so far included, or goes on from pages that were swapped out. What the
-    prefix cache has of a prompt is not computed, and what it could evict counts as free.
+    A prompt is admitted when all pages that it needs at any one time are free, plus one page for
+    each of its samples and for each running sample, so that preemption is rare. Its pages are
+    allocated chunk by chunk, and pages that its sliding window has left are freed. The token budget
+    of a step cuts off at most one prompt. Other prompts are split only where the prefix cache keeps
+    their beginning. Tokens from the prefix cache are not computed, and pages that the cache can
+    evict count as free.
+
+    When pages run out, the youngest running sample is preempted. It returns to the front of the
+    queue. Later its tokens, including its answer, are computed again, or it continues from pages
+    that were swapped out.
     """
 
     def __init__(self, blocks: PrefixBlocks, config: EngineConfig) -> None:
@@ -46,7 +47,7 @@ class Scheduler:
         return -(-tokens // self.page_size)
 
     def _needed(self, ledger: Ledger, tokens: int) -> int:
-        """Pages that a sequence holds at most while it grows to `tokens` tokens."""
+        """Return the maximum number of pages of a sequence that grows to `tokens` tokens."""
         pages = self._pages(tokens)
         if ledger.window is None:
             return pages
@@ -54,7 +55,13 @@ class Scheduler:
         return min(pages, pages_across(reach, self.page_size))
 
     def check_fits(self, name: str, prompt_len: int, params: SamplingParams) -> None:
-        """ValueError when a single sample could never run, even alone."""
+        """Raise a ValueError if a sample of the request could not run even alone.
+
+        Args:
+            name: Names the prompt in the message.
+            prompt_len: Tokens of the prompt.
+            params: Sampling parameters of the request.
+        """
         for ledger in self.blocks.ledgers:
             needed = self._needed(ledger, prompt_len + params.max_tokens - 1)
             if needed > ledger.total:
@@ -75,7 +82,7 @@ class Scheduler:
             )
 
     def _together(self, prompt_len: int, max_tokens: int) -> int:
-        """Returns how many samples that share a prompt could run to their ends together."""
+        """Return how many samples that share a prompt can run to their ends together."""
         shared = prompt_len // self.page_size
         own = self._pages(prompt_len + max_tokens) - shared
         group = self.max_running
@@ -85,7 +92,7 @@ class Scheduler:
         return group
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Queue the samples of one prompt, in groups that could run to their ends together."""
+        """Queue the samples of one prompt, in groups that can run to their ends together."""
         group = max(1, self._together(len(samples[0].prompt), samples[0].params.max_tokens))
         for first in range(0, len(samples), group):
             leader, *siblings = samples[first : first + group]
@@ -93,7 +100,7 @@ class Scheduler:
             self.waiting.append(leader)
 
     def wanted_tokens(self) -> int:
-        """Tokens that samples which may run together can hold, and a page more for each."""
+        """Return the tokens that samples can use together, with one extra page per sample."""
         pages = (1 + self._pages(len(s.prompt) + s.params.max_tokens) for s in self.unfinished)
         return sum(nlargest(self.max_running, pages)) * self.page_size
 
@@ -103,36 +110,40 @@ class Scheduler:
         return list(chain.from_iterable(groups))
 
     def schedule(self) -> Step:
-        """Choose the next step and take the pages it needs."""
+        """Choose the next step and allocate the pages that it needs."""
         before = self.preemptions
         decode, slots, chunks = self._grow()
-        # a page that was just taken from one sample is not for a newcomer
+        # Pages of a sample that was just preempted are not for a new sample.
         if self.preemptions == before:
             chunks += self._admit(self.max_prefill_tokens - sum(chunk.length for chunk in chunks))
             if not decode and not chunks:
-                decode, slots, chunks = self._grow()  # those that came back with nothing to compute
+                decode, slots, chunks = self._grow()  # swapped samples that can decode again
         mine = [chunk for chunk in chunks if not chunk.sample.remote]
         arriving = [chunk for chunk in chunks if chunk.sample.remote]
         loads = self.blocks.loads() if decode or mine else ()
         return Step(decode=decode, decode_slots=slots, chunks=mine, arriving=arriving, loads=loads)
 
     def _grow(self) -> tuple[list[Sample], Any, list[Chunk]]:
-        """A token of every sample that decodes, with slots, and chunks of begun prefills."""
+        """Allocate pages for the decoding samples and for the next chunks of begun prefills.
+
+        Returns:
+            The decoding samples, their slots, and the chunks.
+        """
         while self.running:
             decode = [sample for sample in self.running if sample.prefilled]
             lengths = self._next_chunks()
             ends = [sample.length for sample in decode]
             ends += [sample.computed + n for sample, n in lengths.items()]
-            slots = self.blocks.extend([_handle(each) for each in (*decode, *lengths)], ends)
+            slots = self.blocks.extend([_handle(sample) for sample in (*decode, *lengths)], ends)
             if slots is not None:
-                mine, *others = slots.split([len(decode), *lengths.values()])
-                return decode, mine, _chunks(lengths, others)
-            assert len(self.running) > 1, "check_fits lets in only samples that can run alone"
+                decode_slots, *chunk_slots = slots.split([len(decode), *lengths.values()])
+                return decode, decode_slots, _chunks(lengths, chunk_slots)
+            assert len(self.running) > 1, "check_fits admits only samples that can run alone"
             self._make_room(self.running[-1])
         return [], None, []
 
     def _next_chunks(self) -> dict[Sample, int]:
-        """Returns how many tokens of each prefill under way come next."""
+        """Return the number of next tokens for each begun prefill."""
         lengths: dict[Sample, int] = {}
         budget = self.max_prefill_tokens
         for sample in self.running:
@@ -142,26 +153,27 @@ class Scheduler:
         return lengths
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Let waiting samples in, in order; their first chunks' pages are taken in one call.
+        """Start waiting samples in order, and allocate the pages of their first chunks together.
 
-        Pages that it shares with running samples count as theirs; other cached ones that it begins
-        with count as taken, since they are available until it locks them. With budget left over no
-        prefill under way needs more than a page in a later step, and that is kept free.
+        Pages that a new sample shares with running samples are already counted there. Its other
+        cached pages count as taken, because they stay available until the sample locks them. If
+        budget is left over, each begun prefill needs at most one more page in a later step, and
+        that page is kept free.
         """
         lengths: dict[Sample, int] = {}
         ledgers = self.blocks.ledgers
         taken = [0] * len(ledgers)
-        rows = sum(1 + len(each.siblings) for each in self.running)
+        rows = sum(1 + len(sample.siblings) for sample in self.running)
         while self.waiting and budget > 0:
             sample = self.waiting[0]
             members = 1 + len(sample.siblings)
             if rows + members > self.max_running:
                 break
             held = self.blocks.held_pages(sample.tokens(0, sample.length))
-            needed = [self._needed(each, sample.length) - held for each in ledgers]
+            needed = [self._needed(ledger, sample.length) - held for ledger in ledgers]
             wanted = [n + more for n, more in zip(taken, needed, strict=True)]
             pairs = zip(wanted, ledgers, strict=True)
-            tight = any(n + members + rows > each.available for n, each in pairs)
+            tight = any(n + members + rows > ledger.available for n, ledger in pairs)
             if tight and self.running:
                 break
             rows, taken = rows + members, wanted
@@ -173,14 +185,14 @@ class Scheduler:
         return self._first_chunks(lengths) if lengths else []
 
     def _chunk(self, sample: Sample, budget: int) -> int:
-        """Returns how many tokens of a prefill come next, `budget` at most."""
+        """Return the number of next tokens of a prefill, at most `budget`."""
         return min(budget, self._keep_at(sample) - sample.computed)
 
     def _keep_at(self, sample: Sample) -> int:
         return self.blocks.keep_at(_handle(sample), sample.computed, sample.prefill_len)
 
     def _start(self, sample: Sample) -> None:
-        """A row for the first of the queue, and the pages that it shares."""
+        """Start the first sample of the queue, with a row and the cached pages that it shares."""
         swapped, sample.swapped = sample.swapped, None
         admitted = self.blocks.admit(sample.tokens(0, sample.length), swapped)
         assert admitted is not None, "the request table has max_running rows"
@@ -189,20 +201,20 @@ class Scheduler:
         if swapped is not None and sample.computed >= swapped.tokens:
             self.stats.swapped_back += 1
             if sample.output and not sample.siblings and sample.computed == sample.length - 1:
-                sample.prefill_len = sample.computed  # it was decoding and goes on so
+                sample.prefill_len = sample.computed  # it was decoding, and continues with decode
         self.stats.prefix_hit_tokens += sample.computed
         self.stats.loaded_tokens = self.blocks.loaded_tokens
         self.running.append(self.waiting.popleft())
 
     def _first_chunks(self, lengths: dict[Sample, int]) -> list[Chunk]:
-        """Pages of so many more tokens for the admitted samples."""
+        """Allocate the pages of the admitted samples' first chunks."""
         ends = [sample.computed + n for sample, n in lengths.items()]
         slots = self.blocks.extend([_handle(sample) for sample in lengths], ends)
-        assert slots is not None, "checked before, or the pool is empty and check_fits was called"
+        assert slots is not None, "_admit or check_fits has counted the pages"
         return _chunks(lengths, slots.split(list(lengths.values())))
 
     def computed(self, step: Step) -> None:
-        """Record that the step's keys and values are cached; what left a window is free."""
+        """Record that the step's keys and values are cached; free pages that left a window."""
         for chunk in step.chunks:
             sample, end = chunk.sample, self._keep_at(chunk.sample)
             sample.computed += chunk.length
@@ -218,7 +230,7 @@ class Scheduler:
         self.blocks.keep(_handle(sample), sample.tokens(0, sample.prefill_len))
 
     def fork_siblings(self, sample: Sample) -> list[Sample]:
-        """Returns, after the sample's whole prefill, its siblings, now running on its pages."""
+        """Fork the siblings of a sample whose prefill is complete, and return them."""
         siblings, sample.siblings = sample.siblings, []
         for sibling in reversed(siblings):
             self._fork(sample, sibling)
@@ -232,7 +244,7 @@ class Scheduler:
         self.running.insert(self.running.index(parent) + 1, child)
 
     def branch(self, group: BeamGroup, candidates: Candidates, version: int) -> None:
-        """The next token of a beam search. Dead branches free their pages before others fork."""
+        """Advance a beam search by one token. Dead branches free their pages before others fork."""
         forks = group.search.advance(candidates, version)
         if group.search.done:
             self._end(group)
@@ -244,7 +256,7 @@ class Scheduler:
         group.show()
 
     def append(self, sample: Sample, token: int, logprob: float, version: int) -> None:
-        """Record a generated token; ends the sample, and frees its pages, if it was the last."""
+        """Record a generated token; if it is the last, end the sample and free its pages."""
         sample.output.append(token)
         sample.logprobs.append(logprob)
         sample.versions.append(version)
@@ -254,15 +266,15 @@ class Scheduler:
             self._finish(sample, "length")
 
     def preempt_all(self) -> None:
-        """Put every running sample back into the queue, oldest first; cached pages stay."""
+        """Requeue every running sample, oldest first; cached pages stay."""
         while self.running:
             self.preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
-        """End unfinished samples with what they have; all of them, even when one raises."""
-        with contextlib.ExitStack() as each:
+        """End unfinished samples with their present answers, all of them even if one raises."""
+        with contextlib.ExitStack() as stack:
             for sample in samples:
-                each.callback(self._abort, sample)
+                stack.callback(self._abort, sample)
         self.waiting = deque(sample for sample in self.waiting if sample.finish_reason is None)
 
     def _abort(self, sample: Sample) -> None:
@@ -274,8 +286,8 @@ class Scheduler:
             self._end(sample.beams)
 
     def _make_room(self, sample: Sample) -> None:
-        """Preempt the sample, and swap its pages out where `KVTiers.preemption` says so."""
-        if sample.beams is None:  # branches share pages, and start over together
+        """Preempt the sample, and swap its pages out if `KVTiers.preemption` is "swap"."""
+        if sample.beams is None:  # branches share pages and start over together
             sample.swapped = self.blocks.swap_out(_handle(sample), sample.computed_tokens())
         if sample.swapped is None:
             self.stats.preempted_recompute += 1
@@ -284,13 +296,13 @@ class Scheduler:
         self.preempt(sample)
 
     def preempt(self, sample: Sample) -> None:
-        """Requeue a sample at the front; a beam search goes as a whole, and starts over."""
+        """Requeue a sample at the front; a beam search is requeued as a whole and starts over."""
         if sample.beams is None:
             self._release(sample)
         else:
             self._release_all(sample.beams)
             sample = sample.beams.restart()
-        sample.remote = False  # what is on its way comes too late
+        sample.remote = False  # keys and values that are still under way will be ignored
         self.waiting.appendleft(sample)
         self.preemptions += 1
 
@@ -336,18 +348,23 @@ def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
 def for_each(
     prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    """One for every prompt. ValueError where there are as many neither as one nor as prompts."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts):
+    """Return sampling parameters for every prompt, from one for all or a sequence.
+
+    Raises:
+        ValueError: The sequence has another length than `prompts`.
+    """
+    expanded = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(expanded) != len(prompts):
         raise ValueError(
-            f"{len(prompts)} prompts but {len(each)} SamplingParams; pass one, or one a prompt"
+            f"{len(prompts)} prompts but {len(expanded)} SamplingParams; pass one, or one per "
+            f"prompt"
         )
-    return each
+    return expanded
 
 
 def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
-    """Return the prompt as an array of integers; ValueError, calling it `name`, if it is none."""
-    with contextlib.suppress(ValueError):  # of sequences of different lengths
+    """Return the prompt as an array of integers, or raise a ValueError that calls it `name`."""
+    with contextlib.suppress(ValueError):  # raised for nested sequences of different lengths
         ids = np.asarray(prompt)
         if ids.ndim == 1 and ids.dtype.kind in "iu":
             return ids
@@ -355,7 +372,10 @@ def _token_ids(name: str, prompt: Sequence[int]) -> np.ndarray:
 
 
 class Intake:
-    """Numbers requests in the order in which they come; seeds not given follow from that."""
+    """Entry of the scheduler: validates requests, numbers them in order, and queues their samples.
+
+    A request without a seed gets one from its number and the engine's seed.
+    """
 
     def __init__(
         self, model: ModelConfig, scheduler: Scheduler, *, max_context_len: int, seed: int
@@ -367,7 +387,7 @@ class Intake:
         self._requests = 0
 
     def check(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """ValueError for what could never be answered, calling the prompt `name`."""
+        """Raise a ValueError, which calls the prompt `name`, if it can never be answered."""
         if not len(prompt):
             raise ValueError(f"{name} is empty; it needs at least one token")
         ids = _token_ids(name, prompt)
@@ -386,7 +406,7 @@ class Intake:
             check_vocabulary(name, params, len(self._stop_ids(params)), self._model.vocab_size)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """The request's samples, which wait from here on."""
+        """Queue a request; return its samples."""
         seed = params.seed
         if seed is None:
             seed = splitmix64_int(splitmix64_int(self._seed) + self._requests) >> 1

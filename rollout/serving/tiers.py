@@ -1,4 +1,4 @@
-"""PrefixBlocks over host and disk too, where preempted samples wait."""
+"""Prefix blocks with host and disk tiers below the device pool."""
 
 import logging
 import uuid
@@ -17,16 +17,18 @@ _log = logging.getLogger("rollout")
 
 
 class TieredBlocks(PrefixBlocks):
-    """A swap copies the whole pages of a sample to the host by their hashes, as any cached page,
-    and what is in its last page to a host page of its own: the sample then goes on where it was,
-    with nothing computed twice. What the host drops meanwhile is read from disk or computed again.
+    """Prefix blocks whose cached pages and preempted samples move to host and disk.
 
-    Loads run while steps are computed: a step waits, layer by layer, for those that `loads` gives.
+    A swap saves a sample's whole pages on the host by their hashes, like cached pages, and its last
+    tokens in a private host page. The sample then continues where it stopped, and nothing is
+    computed twice. Pages that the host drops meanwhile are read from disk or computed again.
+
+    Loads run during steps: a step waits, layer by layer, for the copies that `loads` returns.
     """
 
     def __init__(self, blocks: BlockManager, config: KVTiers) -> None:
         pool = blocks.pool
-        assert isinstance(pool, TokenPool), "Cache.prefix_blocks refuses others"
+        assert isinstance(pool, TokenPool), "Cache.prefix_blocks checks this"
         host = HostKVCache(pool, config.host)
         self.tiers = TieredPrefixCache(
             blocks.allocator, host, _disk(config, host), write_policy=config.write_policy
@@ -43,11 +45,11 @@ class TieredBlocks(PrefixBlocks):
             admitted = super().admit(tokens)
             if admitted is None or swapped is None:
                 return admitted
-            handle, found = admitted
+            handle, computed = admitted
             try:
-                return handle, self._restore(handle, found, swapped)
-            except BaseException:  # such as the device being out of memory
-                self.release(handle, tokens[:found])
+                return handle, self._restore(handle, computed, swapped)
+            except BaseException:  # for example, the device is out of memory
+                self.release(handle, tokens[:computed])
                 raise
         finally:
             if swapped is not None:
@@ -64,7 +66,7 @@ class TieredBlocks(PrefixBlocks):
             slots = torch.from_numpy(self.blocks.token_ids(handle, whole, len(tokens)))
             page = self.tiers.store_private(slots, hashes)
         try:
-            self.tiers.wait_for_copies()  # the sequence's pages are free after this
+            self.tiers.wait_for_copies()  # the caller frees the sequence's pages next
         except BaseException:
             if page:
                 self.tiers.lower.free_private(page)
@@ -80,7 +82,7 @@ class TieredBlocks(PrefixBlocks):
         return tuple(self._loads)
 
     def release(self, handle: ReqHandle, tokens: Sequence[int]) -> None:
-        for load in self.loads():  # of a step that failed: its pages may be written next
+        for load in self.loads():  # left by a failed step; the freed pages may be written next
             load.wait()
         super().release(handle, tokens)
 
@@ -105,20 +107,26 @@ class TieredBlocks(PrefixBlocks):
             self.loaded_tokens += match.loaded
         return match
 
-    def _restore(self, handle: ReqHandle, found: int, swapped: Swapped) -> int:
-        """Brings the last page of a swapped sample back; how many tokens are computed."""
+    def _restore(self, handle: ReqHandle, computed: int, swapped: Swapped) -> int:
+        """Load the last page of a swapped sample; return the number of computed tokens.
+
+        Args:
+            handle: The sequence.
+            computed: Tokens that the prefix cache has provided.
+            swapped: The host copy.
+        """
         whole = swapped.tokens // self.tiers.page_size * self.tiers.page_size
         stale = swapped.version != self.tiers.version
-        if stale or found < whole:
-            why = "other weights" if stale else "pages that the tiers had to drop"
+        if stale or computed < whole:
+            why = "the weights changed" if stale else "the tiers dropped pages"
             text = "a swapped sample computes %d of %d tokens again: %s"
-            _log.info(text, swapped.tokens - found, swapped.tokens, why)
-        elif found == whole and swapped.page:
+            _log.info(text, swapped.tokens - computed, swapped.tokens, why)
+        elif computed == whole and swapped.page:
             slots = self.extend([handle], [swapped.tokens])
             if slots is not None:
                 self._loads.append(self.tiers.load_private(swapped.page, slots))
-                found = swapped.tokens
-        return found
+                computed = swapped.tokens
+        return computed
 
     def _notice_format(self) -> None:
         before = self._format
@@ -128,7 +136,7 @@ class TieredBlocks(PrefixBlocks):
 
 
 def _disk(config: KVTiers, host: HostKVCache) -> DiskTier | None:
-    """Makes a tier under a name of its own: versions mean nothing to other engines."""
+    """Build the disk tier with a unique owner: other engines number their versions differently."""
     if config.disk_directory is None or config.disk_bytes is None:
         return None
     return DiskTier(

@@ -1,4 +1,4 @@
-"""The engine's weights on their tag, and how they are replaced."""
+"""The engine's weights on their tag, and the updates that replace them."""
 
 from rollout.weights.messages import (
     ArenaBox,

@@ -1,4 +1,4 @@
-"""The messages of a weight update: where parameters lie, what is offered, written and served."""
+"""The messages of a weight update: layouts, offers, receipts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype that messages and plans call so; a ValueError if there is none."""
+    """Return the torch dtype of this name, or raise a ValueError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return dtype
 
 
@@ -29,9 +29,10 @@ class ArenaBox:
     """A box of elements in the arena of a tag.
 
     Attributes:
-        offset: Of its first element, in bytes from the start of the tag's arena.
-        dtype: Like "float32".
-        strides: Of the other elements, in elements; left out: row-major.
+        offset: Offset of the first element, in bytes from the start of the tag's arena.
+        shape: Shape of the box.
+        dtype: Name of the torch dtype, such as "float32".
+        strides: Strides in elements; row-major if left out.
     """
 
     offset: int
@@ -50,27 +51,35 @@ class ArenaBox:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its elements, without what lies between them."""
+        """Return the bytes of the elements, without gaps between them."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     @property
     def end(self) -> int:
-        """First byte of the arena after it."""
+        """Return the first byte of the arena after the box."""
         span = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
         return self.offset + (span * self.torch_dtype.itemsize if self.nbytes else 0)
 
     def view(self, arena: Tensor, base: int = 0) -> Tensor:
-        """Return its elements. arena: uint8, from byte `base` of the tag's arena on."""
+        """Return a view of the elements.
+
+        Args:
+            arena: uint8, the tag's arena from byte `base` on.
+            base: Byte of the tag's arena at which `arena` starts.
+        """
         place = arena[self.offset - base : self.end - base].view(self.torch_dtype)
         return place.as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlice(ArenaBox):
-    """One checkpoint parameter, or a box of it that this rank holds, in the store.
+    """A checkpoint parameter, or the box of it that this rank stores, in the arena.
 
-    start: of this part in the whole parameter, one entry a dimension. index_base: number of the
-    whole parameter's first element in the digest.
+    Attributes:
+        name: Name of the parameter in the checkpoint.
+        global_shape: Shape of the whole parameter.
+        start: Index of the box's first element in the whole parameter, one entry per dimension.
+        index_base: Number of the whole parameter's first element in the digest.
     """
 
     name: str
@@ -85,24 +94,27 @@ class ParamSlice(ArenaBox):
 
 
 class ModuleTensor(ArenaBox):
-    """A fused tensor that the model multiplies with: adjacent slices seen as one."""
+    """A tensor that the model uses in one multiplication and that spans adjacent slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBox(ArenaBox):
-    """A box of elements of the weights that comes in a message, row-major from byte `at` of it."""
+    """A box of the weights whose elements are in a message, row-major from its byte `at` on."""
 
     at: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Says where every parameter lies under tag `weights`.
+    """The places of all parameters on tag `weights`.
 
-    nbytes: end of the last slice, from the start of the tag's arena. aliases: tied name -> stored
-    name.
-    modules: fused tensor name -> where. zeros: (offset, bytes) of padding that the model reads and
-    no parameter fills. layout_hash: changes with any of it; left out: it is computed.
+    Attributes:
+        nbytes: End of the last slice, in bytes from the start of the tag's arena.
+        slices: The parameters.
+        aliases: Stored name by tied name.
+        modules: Fused tensors by name.
+        zeros: (offset, bytes) of padding that the model reads and no parameter fills.
+        layout_hash: Hash of all other fields; computed if left out.
     """
 
     nbytes: int
@@ -115,16 +127,19 @@ class Manifest:
     def __post_init__(self) -> None:
         if not self.layout_hash:
             named = sorted(self.aliases.items()), sorted(self.modules.items())
-            said = repr((self.nbytes, self.slices, *named, self.zeros))
-            object.__setattr__(self, "layout_hash", sha256(said.encode()).hexdigest())
+            fields = repr((self.nbytes, self.slices, *named, self.zeros))
+            object.__setattr__(self, "layout_hash", sha256(fields.encode()).hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """Says what lies where, for who plans to write it.
+    """The layout of an engine's weights, from which a writer plans its copies.
 
-    place: the device of the pages (`memsaver.system.devices.place_of`). buffers: names and shapes
-    of what the model computes with beside its parameters: values arrive with a write's receipt.
+    Attributes:
+        manifest: Places of the parameters.
+        place: Device of the pages (`memsaver.system.devices.place_of`).
+        buffers: Shapes by name of tensors other than parameters, such as router biases. Their
+            values arrive in a `WriteReceipt`.
     """
 
     manifest: Manifest
@@ -134,12 +149,16 @@ class WeightLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOffer:
-    """The engine's invitation to write `version` into the pages of `ticket`, where the manifest of
-    this hash says; nbytes: as there.
+    """The engine's offer of pages into which a new version can be written.
 
-    shadow: they are pages of their own, beside those that are served; otherwise the weights are
-    undefined from here on.
-    names: only these parameters will be written; None: all.
+    Attributes:
+        version: Number of the new version.
+        layout_hash: Hash of the manifest that describes the pages.
+        nbytes: Size of the weights, as in the manifest.
+        ticket: Ticket to the pages.
+        shadow: The pages are a second copy, and the present version is served meanwhile. Otherwise
+            the weights are undefined from now on.
+        names: Only these parameters will be written; None: all.
     """
 
     version: int
@@ -152,9 +171,15 @@ class WeightOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteReceipt:
-    """Holds what the writers say they wrote. digest: memsaver.ops.digest over every slice.
-    nbytes: parameters, no padding. Both are over the offer's `names` only, where it has some.
-    buffers: values of the layout's buffers, fp32 on the CPU; those left out stay as they are.
+    """The writers' claim of what they wrote, restricted to the offer's `names` if it has any.
+
+    Attributes:
+        version: Number of the new version.
+        layout_hash: Hash of the manifest.
+        digest: `memsaver.ops.digest` over all slices.
+        nbytes: Bytes of the parameters, without padding.
+        buffers: New values of the layout's buffers, fp32 on the CPU. Buffers that are left out keep
+            their values.
     """
 
     version: int
@@ -166,8 +191,12 @@ class WriteReceipt:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateReceipt:
-    """Says what the engine has verified, and will serve when it is committed; or, of a commit, what
-    it serves now. digest: of the verification, None for pages aliased without one.
+    """The version that an engine has verified, or after a commit, the version that it serves.
+
+    Attributes:
+        version: Number of the version.
+        digest: Digest that was read back; None for pages that were aliased without a digest.
+        seconds: Duration of the verification or the commit.
     """
 
     version: int

@@ -1,7 +1,7 @@
-"""Weights as they lie in an arena: what is where, whether they are some version, their digest.
+"""Pages of weights: an engine's own, shadow pages for updates, and aliased pages of the trainer.
 
-Pages beside the store's own: second ones, into which a version is written while the one before is
-still served; and the trainer's, where nothing is written or copied, and two tags show one memory.
+A new version is written into shadow pages while the engine serves the present one. Aliased pages
+need no copy: two tags map the same memory.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,17 +18,21 @@ from rollout.weights.messages import ArenaBox, Manifest, ParamSlice
 
 
 class WeightPages:
-    """Bytes of a tag that a manifest describes, whoever made the tensors there.
+    """Weights on a tag, as a manifest describes them, with their version.
+
+    The tensors belong to an engine, which may be another project's.
 
     Attributes:
-        arena: uint8, all of the weights, padding included, from byte `base` of the tag on.
-        shapes: Of the checkpoint's parameters, whole, tied ones once; also of those of which this
-            rank stores nothing.
-        buffers: What the model computes with beside the parameters (router biases), which a sleep
-            never loses, and an update may replace.
+        tag: The tag.
+        base: Byte of the tag at which `arena` starts.
+        manifest: Places of the parameters.
+        param_nbytes: Bytes of the parameters that this rank stores, without padding.
+        arena: uint8, all weights with padding, from byte `base` of the tag on.
+        shapes: Shapes of the checkpoint's whole parameters, tied ones once, including parameters of
+            which this rank stores nothing.
+        buffers: Tensors other than parameters (router biases). A sleep keeps them, and an update
+            may replace them.
         last_version: The last version that was defined.
-        version: None while the content is undefined, also where others have discarded it.
-        undefined_reason: Why `version` is None.
     """
 
     def __init__(
@@ -38,8 +42,13 @@ class WeightPages:
         arena: Tensor,
         saver: MemorySaver,
     ) -> None:
-        """shapes: of the checkpoint's parameters, whole, tied ones once. arena: uint8, of a tag of
-        the saver, from before the first slice at least to the end of the manifest.
+        """Describe weights that lie on a tag; they are undefined.
+
+        Args:
+            manifest: Places of the parameters.
+            shapes: Shapes of the checkpoint's whole parameters, tied ones once.
+            arena: uint8 on a tag, from before the first slice at least to the manifest's end.
+            saver: Saver of the tag.
         """
         self.tag, self.base = saver.tag_of(arena), saver.offset_of(arena)
         self.manifest = manifest
@@ -55,15 +64,18 @@ class WeightPages:
 
     @property
     def version(self) -> int | None:
+        """Return the version; None while the content is undefined, or was discarded by others."""
         return None if self._watch.lost(self.tag) else self._version
 
     @property
     def undefined_reason(self) -> str:
+        """Return why `version` is None."""
         if self._version is not None and (lost := self._watch.lost(self.tag)):
             return f"{lost_by_others(lost, 'engine')}; commit a weight update"
         return self._reason
 
     def define(self, version: int) -> None:
+        """Declare that the content is this version, and zero the padding."""
         for offset, nbytes in self.manifest.zeros:
             self.arena[offset - self.base : offset - self.base + nbytes].zero_()
         self._version = self.last_version = version
@@ -74,7 +86,15 @@ class WeightPages:
         self._version, self._reason = None, reason
 
     def set_buffers(self, values: Mapping[str, Tensor], source: str) -> None:
-        """Replace buffers that the model has; a ValueError names one of another shape."""
+        """Replace values of buffers.
+
+        Args:
+            values: New values by name; the names are known.
+            source: Names the origin of the values in the message.
+
+        Raises:
+            ValueError: Names a buffer of another shape.
+        """
         for name, value in values.items():
             buffer = self.buffers[name]
             if value.shape != buffer.shape:
@@ -83,11 +103,14 @@ class WeightPages:
             buffer.copy_(value)
 
     def digest(self, arena: Tensor | None = None, names: Collection[str] | None = None) -> int:
-        """Digest of the slices as they lie in memory, padding left out. One launch a kind on a GPU,
-        and one wait.
+        """Compute the digest of the slices in memory, without padding.
 
-        arena: uint8, as long as the store's own: other pages with the same layout. names: of these
-        parameters (or tied names) only, which the model has.
+        On a GPU this takes one launch per kind of slice, and one wait.
+
+        Args:
+            arena: Other pages with the same layout, uint8, as long as the store's arena; None: the
+                store's arena.
+            names: Only these parameters or tied names, which must exist; None: all.
         """
         arena = self.arena if arena is None else arena
         assert arena.shape == self.arena.shape
@@ -95,7 +118,7 @@ class WeightPages:
             self.shapes if names is None else (self.manifest.aliases.get(n, n) for n in names)
         )
         assert wanted <= self.shapes.keys()
-        # offsets are fixed: tables are made once
+        # Offsets are fixed, so the tables for the last names are kept.
         if self._digest is None or self._digest[0] != wanted:
             pieces = (piece for piece in self.manifest.slices if piece.name in wanted)
             rows = [_rows(piece, self.base) for piece in pieces]
@@ -108,7 +131,7 @@ class WeightPages:
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names for a message, with the number of further names."""
     names = list(names)
     if not names:
         return "nothing"
@@ -117,8 +140,11 @@ def shorten(names: Iterable[str], limit: int = 5) -> str:
 
 
 def _rows(piece: ParamSlice, base: int) -> Rows:
-    """Return the elements of a slice, with their numbers in the whole parameter; byte offsets count
-    from byte `base`.
+    """Return the rows of a slice, with the elements' numbers in the digest.
+
+    Args:
+        piece: The slice.
+        base: Byte of the tag's arena from which the rows' offsets count.
     """
     numbers = row_major(piece.global_shape)
     return box_rows(
@@ -131,22 +157,23 @@ def _rows(piece: ParamSlice, base: int) -> Rows:
     )
 
 
-def require_alone(store: WeightPages, saver: MemorySaver, what: str) -> None:
-    """StateError unless the weights have their tag for themselves: whoever else lies there would
-    see the bytes of other pages.
+def require_alone(store: WeightPages, saver: MemorySaver, subject: str) -> None:
+    """Raise a StateError if other tensors lie on the weights' tag.
+
+    Such tensors would show the bytes of other pages. `subject` starts the message.
     """
     arena, tag = store.arena, store.tag
     if saver.offset_of(arena) or saver.report().tags[tag].live_bytes != arena.nbytes:
         raise StateError(
-            f"{what} need tag {tag} for the weights alone; place the other tensors on another tag"
+            f"{subject} need tag {tag} for the weights alone; place other tensors on another tag"
         )
 
 
 class ShadowPages:
-    """Pages of as many bytes as the store's arena, at the same offset of a tag of their own.
+    """Second copy of the store's pages on tag `weights_shadow`, at the same offset.
 
-    They have memory from `take` to `give_back`. Their address is the same each time: tables that
-    hold it are made once.
+    The tag has memory from `take` to `give_back`. Its address never changes, so that tables with
+    addresses are built once.
     """
 
     def __init__(self, store: WeightPages, saver: MemorySaver) -> None:
@@ -156,14 +183,16 @@ class ShadowPages:
 
     @property
     def arena(self) -> Tensor:
-        """uint8, as long as the store's."""
+        """Return the pages, uint8, as long as the store's arena."""
         assert self._arena is not None
         return self._arena
 
     def take(self) -> None:
-        """Put memory behind the pages, content undefined.
+        """Map memory behind the pages; their content is undefined.
 
-        OutOfMemory, StateError: nothing was changed.
+        Raises:
+            OutOfMemory: The device has too little memory. Nothing changed.
+            StateError: Other tensors lie on the weights' tag. Nothing changed.
         """
         if self._arena is None:
             require_alone(self._store, self._saver, "shadow pages")
@@ -173,29 +202,31 @@ class ShadowPages:
             self._saver.resume(WEIGHTS_SHADOW)
 
     def copy_all(self) -> None:
-        """Copy the weights that are served, for an update that writes some of them only; waits."""
+        """Copy the present weights, for an update that writes only some of them, and wait."""
         self.arena.copy_(self._store.arena)
-        if self.arena.is_cuda:  # another process goes on to write
+        if self.arena.is_cuda:  # another process writes next
             torch.cuda.current_stream(self.arena.device).synchronize()
 
     def exchange(self) -> None:
-        """Makes the store's addresses show what was written, and these what was served. Waits for
-        the device's work. LeaseError where a process maps either: nothing was changed.
+        """Exchange the store's pages and the shadow pages, after waiting for the device's work.
+
+        Raises:
+            LeaseError: A process maps either of them. Nothing changed.
         """
         self._saver.exchange(self._store.tag, WEIGHTS_SHADOW)
 
     def give_back(self) -> None:
-        """The memory goes back to the driver; nothing happens without. LeaseError: a writer still
-        maps it.
+        """Release the memory, if there is any, to the driver.
+
+        Raises:
+            LeaseError: A writer still maps the pages.
         """
         if self._arena is not None:
             self._saver.pause(WEIGHTS_SHADOW, content="discard")
 
 
 class TrainerPages:
-    """Another saver's pages behind the store's addresses, in place of its own memory, from `take`
-    to `give_back`.
-    """
+    """Another saver's pages, which replace the store's own memory from `take` to `give_back`."""
 
     def __init__(self, store: WeightPages, saver: MemorySaver) -> None:
         self._store = store
@@ -206,45 +237,50 @@ class TrainerPages:
 
     @property
     def held(self) -> bool:
-        """Tells whether the tag is active with aliased pages."""
+        """Return whether the tag is active with aliased pages."""
         return self._taken and not self._watch.lost(self._store.tag)
 
     def require_possible(self) -> None:
-        """StateError where other tensors lie on the tag: they would show the trainer's bytes."""
-        # asked once: a report costs milliseconds where torch's caches are large
+        """Raise a StateError if other tensors lie on the tag; they would show the trainer's bytes.
+
+        The tag is checked once: a report takes milliseconds where torch's caches are large.
+        """
         if not self._alone:
             require_alone(self._store, self._saver, "aliased pages")
             self._alone = True
 
     def require_own(self, action: str) -> None:
-        """StateError while the weights lie in aliased pages."""
+        """Raise a StateError while the weights lie in aliased pages."""
         if self.held:
             raise StateError(
                 f"cannot {action}: the weights lie in the trainer's pages; "
-                f"sleep(tags=[{self._store.tag!r}]) gives them back, wake_up takes memory "
-                "of the engine's own"
+                f"call sleep(tags=[{self._store.tag!r}]) to give them back, and wake_up to map the "
+                "engine's own memory"
             )
 
     def empty(self) -> None:
-        """Give back what is behind the tag, own memory or aliased.
+        """Release the memory behind the tag, whether it is the store's own or aliased.
 
-        LeaseError: a process maps it; nothing changed.
+        Raises:
+            LeaseError: A process maps it. Nothing changed.
         """
         self._saver.pause(self._store.tag, content="discard")
         self._taken = False
 
     def take(self, ticket: Ticket) -> None:
-        """Put the pages behind the tag, which is empty.
+        """Map the ticket's pages behind the tag, which is empty.
 
-        ValueError, LeaseError: they cannot be had; nothing changed.
+        Raises:
+            ValueError: The ticket does not fit. Nothing changed.
+            LeaseError: The pages cannot be shared now. Nothing changed.
         """
         self._saver.alias(self._store.tag, ticket)
         self._taken = True
         self._watch.note(self._store.tag)
 
     def give_back(self) -> bool:
-        """Gives aliased pages back; True when there were any, and the tag sleeps then."""
-        # a tag that others paused and resumed has memory of its own, which stays
+        """Give aliased pages back, which pauses the tag; return whether there were any."""
+        # If another user of the saver paused and resumed the tag, it has the store's own memory.
         if not self.held and not (self._taken and self._saver.is_paused(self._store.tag)):
             return False
         self.empty()

@@ -1,6 +1,7 @@
-"""Checkpoint parameters: how they lie together in memory, what one tensor-parallel rank stores of
-them, and how files hold those that the model names or cuts otherwise (a tensor for each expert
-where the model stacks them, and Mixtral's own names).
+"""Checkpoint parameters: their groups in memory, their shards per rank, and their names in files.
+
+Files may store parameters under other names or in other parts than the model: one tensor per expert
+where the model stacks experts, and Mixtral's own names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import NamedTuple, Self
 
 @dataclass(frozen=True, kw_only=True)
 class FilePiece:
-    """The box of `shape` at `start` of the whole parameter; this rank stores it at `at`."""
+    """A box of a parameter that this rank stores.
+
+    Attributes:
+        start: Index of its first element in the whole parameter.
+        shape: Its shape.
+        at: Index of its first element in the stored tensor.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,9 +32,13 @@ class FilePiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """A checkpoint parameter of shape `whole`.
+    """A checkpoint parameter, as this rank stores it.
 
-    shape: as this rank stores it. pieces: what it stores; what no piece fills is zero.
+    Attributes:
+        name: Name in the checkpoint.
+        shape: Shape of the stored tensor.
+        whole: Shape of the whole parameter.
+        pieces: Boxes that fill the stored tensor; elements outside of all boxes are zero.
     """
 
     name: str
@@ -37,7 +48,7 @@ class Param:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Self:
-        """Return all of a parameter."""
+        """Return a parameter that is stored whole."""
         origin = (0,) * len(shape)
         piece = FilePiece(start=origin, shape=shape, at=origin)
         return cls(name=name, shape=shape, whole=shape, pieces=(piece,))
@@ -45,8 +56,12 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """Parameters stored without a gap; stacked along the first dimension they are the tensor
-    `fused` (None: one).
+    """Parameters that are stored without gaps between them.
+
+    Attributes:
+        params: The parameters, in order.
+        fused: Name of the tensor that they form, stacked along the first dimension; None if there
+            is only one parameter.
     """
 
     params: tuple[Param, ...]
@@ -54,24 +69,33 @@ class ParamGroup:
 
 
 def one(name: str, *shape: int) -> ParamGroup:
-    """A parameter by itself."""
+    """Return a group of one parameter."""
     return ParamGroup(params=(Param.of(name, shape),))
 
 
 def stack(fused: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> ParamGroup:
-    """(name, shape) of parameters that are multiplied with at once, as `fused`."""
+    """Return a group of parameters that are used in one multiplication.
+
+    Args:
+        fused: Name of the stacked tensor.
+        parts: Name and shape of each parameter.
+    """
     return ParamGroup(params=tuple(Param.of(*part) for part in parts), fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Ranks share dimension `dim` evenly, in whole units (a head, say).
+    """How ranks divide one dimension of a parameter, in whole units such as heads.
 
-    units: the elements of a unit in each of the parts that lie one behind the other along `dim`,
-    and are shared alike (gate and up in one tensor: 1 and 1). copies: where there are more ranks
-    than units, several hold the same one. uneven: the last ranks may hold fewer, or none, as FSDP2
-    shares rows. padded: these store zeros instead (dim 0).
-    count: of the ranks that share; None: all. stride: so many neighbours hold the same.
+    Attributes:
+        dim: The dimension.
+        units: Elements of a unit in each of the consecutive parts along `dim`, which are divided
+            alike; (1, 1) for gate and up projections in one tensor.
+        copies: With more ranks than units, several ranks store the same unit.
+        uneven: The last ranks may store fewer units or none, as FSDP2 divides rows.
+        padded: The last ranks store zeros for missing units (dimension 0 only).
+        count: Number of different shards; None: one per rank.
+        stride: Number of neighboring ranks that store the same shard.
     """
 
     dim: int
@@ -84,8 +108,9 @@ class Split:
 
 
 Splits = Mapping[str, Sequence[Split]]
-"""How parameters are split, by the end of their names, one dimension after the other; others are
-held by all ranks.
+"""Splits of parameters by the end of their names, applied one after the other.
+
+All ranks store the whole of parameters that no name matches.
 """
 VOCABULARY: Splits = {
     name: [Split(dim=0, padded=True)] for name in ("embed_tokens.weight", "lm_head.weight")
@@ -95,9 +120,16 @@ VOCABULARY: Splits = {
 def shard_groups(
     groups: Sequence[ParamGroup], splits: Splits, rank: int, size: int
 ) -> list[ParamGroup]:
-    """`groups` as rank `rank` of `size` stores them.
+    """Return the groups as one rank stores them.
 
-    A ValueError names a parameter that cannot be shared evenly.
+    Args:
+        groups: Groups of whole parameters.
+        splits: How parameters are divided.
+        rank: The rank.
+        size: Number of ranks.
+
+    Raises:
+        ValueError: Names a parameter that cannot be divided evenly.
     """
     if not 0 <= rank < size:
         raise ValueError(f"tensor-parallel rank {rank} must be in [0, {size})")
@@ -108,11 +140,11 @@ def shard_groups(
 
 
 def _shard(param: Param, splits: Splits, rank: int, size: int) -> Param:
-    found = next((each for suffix, each in splits.items() if param.name.endswith(suffix)), ())
-    if not found:
+    chosen = next((rules for suffix, rules in splits.items() if param.name.endswith(suffix)), ())
+    if not chosen:
         return param
     shape, pieces = param.shape, list(param.pieces)
-    for split in found:
+    for split in chosen:
         runs, stored = _runs(param, split, rank, size)
         shape = _with(shape, split.dim, stored)
         cut = partial(_cut, dim=split.dim)
@@ -131,7 +163,12 @@ def _cut(piece: FilePiece, start: int, size: int, at: int, dim: int) -> FilePiec
 def _runs(
     param: Param, split: Split, rank: int, size: int
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """Start, size and place of what the rank holds of each part, and the elements it stores."""
+    """Return the rank's elements along the split dimension.
+
+    Returns:
+        For each part its first element, their number, and their place in the stored tensor; and
+        the number of elements that the rank stores in total.
+    """
     count = split.count or size
     length = param.shape[split.dim]
     units, rest = divmod(length, sum(split.units))
@@ -161,11 +198,12 @@ def _copied(split: Split, units: int, count: int) -> bool:
 
 
 def held(units: int, count: int, index: int) -> tuple[int, int]:
-    """First and last (excluded) of the units that number `index` of `count` holds: the last ones
-    may hold fewer, or none.
+    """Return the range [first, last) of the units in shard `index` of `count`.
+
+    The last shards may have fewer units, or none.
     """
-    each = -(-units // count)
-    return min(units, index * each), min(units, (index + 1) * each)
+    most = -(-units // count)
+    return min(units, index * most), min(units, (index + 1) * most)
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
@@ -174,19 +212,23 @@ def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 Ints = tuple[int, ...]
 _EXPERTS = ".mlp.experts."
-# stacked: the parts of one expert, one below the other, as most families spell them, and Mixtral
+# Parameter of stacked experts: the tensors of one expert, in most families and in Mixtral.
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
 _MIXTRAL = ".block_sparse_moe."
-# buffers of old checkpoints, and layers that predict further tokens (Qwen3-Next)
+# Buffers in old checkpoints, and multi-token prediction layers (Qwen3-Next).
 _UNUSED = re.compile(r"rotary_emb\.inv_freq$|self_attn\.(masked_)?bias$|^mtp\.")
 
 
 class Stored(NamedTuple):
-    """A tensor of a file: its shape, and where its first element is in the parameter, of which it
-    may lack dimensions in front.
+    """A tensor in a file that stores a parameter or a part of it.
+
+    Attributes:
+        name: Name in the file.
+        start: Index of its first element in the parameter.
+        shape: Shape in the file, which may lack leading dimensions of the parameter.
     """
 
     name: str
@@ -195,7 +237,7 @@ class Stored(NamedTuple):
 
     @property
     def box(self) -> Ints:
-        """Its shape as a part of the parameter."""
+        """Return its shape with all dimensions of the parameter."""
         return (1,) * (len(self.start) - len(self.shape)) + self.shape
 
     @property
@@ -204,31 +246,32 @@ class Stored(NamedTuple):
 
 
 def is_unused(name: str) -> bool:
-    """Tells whether a tensor of a file is none that the model computes with."""
+    """Return whether the model ignores a tensor of a file."""
     return _UNUSED.search(name) is not None
 
 
 def spellings(name: str, shape: Ints) -> list[list[Stored]]:
-    """Every way in which files may hold a parameter of this name and shape, as it is first. Each
-    is all of it.
+    """Return all ways in which files may store a parameter, the parameter itself first.
+
+    Each way is a list of tensors that together form the whole parameter.
     """
     ways = [[Stored(name, (0,) * len(shape), shape)]]
     layer, experts, stacked = name.partition(_EXPERTS)
     if experts and stacked in _PARTS:
         usual, mixtral = _PARTS[stacked]
-        ways.append(_each(layer + _EXPERTS, usual, shape))
-        ways.append(_each(f"{layer}{_MIXTRAL}experts.", mixtral, shape))
+        ways.append(_per_expert(layer + _EXPERTS, usual, shape))
+        ways.append(_per_expert(f"{layer}{_MIXTRAL}experts.", mixtral, shape))
     elif name.endswith(".mlp.gate.weight"):
         ways.append([ways[0][0]._replace(name=name.replace(".mlp.", _MIXTRAL))])
     return ways
 
 
-def _each(prefix: str, parts: tuple[str, ...], shape: Ints) -> list[Stored]:
+def _per_expert(prefix: str, parts: tuple[str, ...], shape: Ints) -> list[Stored]:
     count, rows, columns = shape
     rows //= len(parts)
-    found = []
+    tensors = []
     for expert in range(count):
         for number, part in enumerate(parts):
             name = f"{prefix}{expert}.{part}.weight"
-            found.append(Stored(name, (expert, number * rows, 0), (rows, columns)))
-    return found
+            tensors.append(Stored(name, (expert, number * rows, 0), (rows, columns)))
+    return tensors

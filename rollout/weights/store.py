@@ -21,7 +21,7 @@ from rollout.weights.params import FilePiece, Param, ParamGroup, Stored, is_unus
 if TYPE_CHECKING:
     from memsaver import MemorySaver
 
-ALIGNMENT = 256  # bytes: whole cache lines and the vector loads of every kernel
+ALIGNMENT = 256  # bytes: whole cache lines, and enough for the vector loads of every kernel
 
 
 def _align(nbytes: int) -> int:
@@ -29,7 +29,7 @@ def _align(nbytes: int) -> int:
 
 
 def arena_nbytes(groups: Sequence[ParamGroup], dtype: torch.dtype) -> int:
-    """Bytes of the arena that holds `groups`, every group aligned."""
+    """Return the bytes of an arena for the groups, each of which is aligned."""
     return sum(_align(_elements(group.params) * dtype.itemsize) for group in groups)
 
 
@@ -40,9 +40,13 @@ def _elements(parts: Iterable[Param | FilePiece]) -> int:
 def build_manifest(
     groups: Sequence[ParamGroup], aliases: dict[str, str], dtype: torch.dtype, base: int = 0
 ) -> Manifest:
-    """Lay `groups` out from byte `base` (a multiple of ALIGNMENT) of the tag's arena.
+    """Lay the groups out in a tag's arena, without touching memory.
 
-    Pure: no memory is touched.
+    Args:
+        groups: Parameters as this rank stores them.
+        aliases: Stored name by tied name.
+        dtype: Dtype of all parameters.
+        base: First byte of the arena to use, a multiple of ALIGNMENT.
     """
     assert base % ALIGNMENT == 0
     slices: list[ParamSlice] = []
@@ -56,7 +60,7 @@ def build_manifest(
             stored = place(offset=offset, shape=param.shape)
             slices += _slices(param, stored, index)
             if padding := stored.nbytes - _elements(param.pieces) * dtype.itemsize:
-                zeros.append((stored.end - padding, padding))  # only the first dimension has some
+                zeros.append((stored.end - padding, padding))  # dimension 0 only, so at the end
             if len(param.pieces) != 1 or param.pieces[0].shape != param.shape:
                 modules[param.name] = stored
             offset = stored.end
@@ -90,9 +94,9 @@ def _slices(param: Param, stored: ModuleTensor, index: int) -> list[ParamSlice]:
 
 
 class WeightStore(WeightPages):
-    """The engine's own weights: owns the arena, laid out for its kernels.
+    """The native engine's weights, in an arena that the store owns.
 
-    Views handed out by `tensor` stay valid over pause and resume (same address), not their content.
+    Views that `tensor` returns keep their addresses over pause and resume, but not their content.
     """
 
     def __init__(
@@ -104,8 +108,16 @@ class WeightStore(WeightPages):
         tag: str = WEIGHTS,
         buffers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """buffers: names and shapes of what is read with the weights and is no parameter: fp32,
-        outside of the tag, 0 until it is read.
+        """Allocate the arena; the weights are undefined.
+
+        Args:
+            groups: Parameters as this rank stores them.
+            aliases: Stored name by tied name.
+            dtype: Dtype of all parameters.
+            saver: Saver of the tag.
+            tag: Tag of the arena.
+            buffers: Shapes by name of tensors other than parameters that files contain. They are
+                fp32, outside of the tag, and zero until they are read.
         """
         arena = saver.empty((arena_nbytes(groups, dtype),), torch.uint8, tag=tag)
         params = chain.from_iterable(group.params for group in groups)
@@ -121,7 +133,7 @@ class WeightStore(WeightPages):
         }
 
     def tensor(self, name: str) -> Tensor:
-        """View of a parameter as this rank stores it, a tied name or a fused tensor."""
+        """Return a view of a parameter (also by a tied name) or of a fused tensor."""
         name = self.manifest.aliases.get(name, name)
         where = self.manifest.modules.get(name) or self._slices[name][0]
         return self.box(where)
@@ -129,43 +141,48 @@ class WeightStore(WeightPages):
     def products(self, groups: Sequence[ParamGroup]) -> list[tuple[Tensor, Tensor | None]]:
         """Return one weight [N, K] of each shape among `groups`, and the bias [N] added to it."""
         names = dict.fromkeys(group.fused or group.params[0].name for group in groups)
-        found: dict[tuple[tuple[int, ...], bool], tuple[Tensor, Tensor | None]] = {}
+        products: dict[tuple[tuple[int, ...], bool], tuple[Tensor, Tensor | None]] = {}
         for name in names:
             weight, bias = self.tensor(name), name.removesuffix("weight") + "bias"
             if weight.ndim == 2 and name.endswith("weight"):
                 added = self.tensor(bias) if bias in names else None
-                found.setdefault((tuple(weight.shape), added is None), (weight, added))
-        return list(found.values())
+                products.setdefault((tuple(weight.shape), added is None), (weight, added))
+        return list(products.values())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
-        """Copy this rank's part of a whole checkpoint into the slices and define them as version 0.
+        """Copy this rank's part of a checkpoint into the slices and define it as version 0.
 
-        Raises ValueError naming missing, unexpected or wrongly shaped parameters; the weights are
-        undefined then.
+        Args:
+            tensors: Name and value of all tensors of the checkpoint.
+            source: Names the checkpoint in messages.
+
+        Raises:
+            ValueError: Names missing, unexpected or wrongly shaped parameters. The weights are
+                undefined.
         """
         self.undefine(f"loading from {source} did not finish")
         known = dict(self._in_files())
         loaded: Counter[str] = Counter()
         unexpected: list[str] = []
         for name, tensor in tensors:
-            found = known.get(self.manifest.aliases.get(name, name))
+            match = known.get(self.manifest.aliases.get(name, name))
             if name in self.buffers:
                 self.set_buffers({name: tensor}, source)
                 loaded[name] += tensor.numel()
-            elif found is None and not is_unused(name):
+            elif match is None and not is_unused(name):
                 unexpected.append(name)
-            if found is None:
+            if match is None:
                 continue
-            target, stored = found
+            target, stored = match
             if tuple(tensor.shape) != stored.shape:
                 text = f"{name} has shape {tuple(tensor.shape)}, config.json asks for"
                 raise ValueError(f"{source}: {text} {stored.shape}")
-            if stored.name == name:  # a tied name's own copy is ignored, as transformers does
+            if stored.name == name:  # as transformers does, ignore a copy by a tied name
                 for piece in self._slices[target]:
                     self._copy(piece, stored, tensor)
                 loaded[target] += stored.volume
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        sizes |= {name: each.numel() for name, each in self.buffers.items()}
+        sizes |= {name: buffer.numel() for name, buffer in self.buffers.items()}
         missing = [name for name, size in sizes.items() if loaded[name] != size]
         if missing or unexpected:
             raise ValueError(
@@ -175,13 +192,13 @@ class WeightStore(WeightPages):
         self.define(0)
 
     def _in_files(self) -> Iterator[tuple[str, tuple[str, Stored]]]:
-        """Every name that a file may have: the parameter, and which part of it that is."""
+        """Yield every name that a file may contain, with its parameter and part."""
         for name, shape in self.shapes.items():
             for stored in chain.from_iterable(spellings(name, shape)):
                 yield stored.name, (name, stored)
 
     def _copy(self, piece: ParamSlice, stored: Stored, tensor: Tensor) -> None:
-        """Copies what a tensor of a file has of a slice."""
+        """Copy the part of a checkpoint tensor that belongs to this slice."""
         source, target = [], []
         bounds = zip(piece.start, piece.shape, stored.start, stored.box, strict=True)
         for first, size, begin, length in bounds:

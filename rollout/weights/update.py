@@ -1,23 +1,22 @@
-"""The engine's side of a weight update: offer pages, read them back, commit or refuse. Or alias the
-trainer's pages.
+"""The engine's side of a weight update: offer pages, verify, and commit; or alias other pages.
 
-    state     begin  verify                   commit           alias     abort       weights sleep
+    state     begin  verify                   commit           alias    abort       weights sleep
     closed    open   -                        -                aliased  closed      closed
     open [4]  open   verified, or closed [1]  -                aliased  closed      closed
     verified  open   -                        closed, defined  aliased  closed      closed
-    aliased  - [2]  -                        -                aliased  closed [3]  closed [3]
+    aliased   - [2]  -                        -                aliased  closed [3]  closed [3]
 
-"-" raises WeightUpdateError and changes nothing. [1] where the pages are not what the receipt says;
-no second try. [2] a StateError. [3] The pages go back to the trainer, and the weights sleep,
-undefined. [4] `write` is legal here only, for writers that cannot map the pages.
+"-" raises a WeightUpdateError and changes nothing. [1] The pages differ from the receipt; there is
+no second try. [2] A StateError. [3] The pages go back to the trainer, and the weights sleep,
+undefined. [4] Only here is `write` legal, for writers that cannot map the pages.
 
-What the engine serves when an update is closed without a commit depends on what was offered. The
-pages that are served: nothing ("poisoned"), and nothing from `begin` on. Shadow pages: the old
-version, all the time.
+After an update that ends without a commit, the engine serves the following. If the served pages
+themselves were offered, it serves nothing from `begin` on: it is poisoned. If shadow pages were
+offered, it serves the old version all the time.
 
-An abort with no update open poisons, too, unless the last one was to be a shadow update and was not
-committed: an abort that goes to all engines, also to those that refused or rolled back by
-themselves, leaves them the old version.
+An abort without an open update also poisons the engine, unless the last update was a shadow update
+that was not committed. So an abort that is sent to all engines, including engines that refused or
+rolled back the shadow update, leaves the old version in all of them.
 """
 
 import contextlib
@@ -41,8 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Open:
-    """An update under way. nbytes: of the parameters to be written. digest: what was read back;
-    None: not verified. buffers: what the commit puts in place.
+    """An open update.
+
+    Attributes:
+        version: Number of the new version.
+        shadow: Whether shadow pages were offered.
+        names: The only parameters that will be written; None: all.
+        nbytes: Bytes of the parameters that will be written.
+        digest: Digest that was read back; None before the verification.
+        buffers: Values that the commit copies to buffers.
     """
 
     version: int
@@ -54,15 +60,21 @@ class _Open:
 
 
 class WeightUpdate:
-    """The states above. The caller sees to it that no forward runs at `begin` without shadow,
-    `commit` or `alias`.
+    """State machine of an engine's weight updates, with the states above.
+
+    The caller must not run a forward during `commit` and `alias`, or during `begin` without shadow.
     """
 
     def __init__(
         self, store: WeightPages, saver: "MemorySaver", on_new_weights: Callable[[], None]
     ) -> None:
-        """on_new_weights: what was computed so far is of other weights than what will be, called
-        when that is so.
+        """Start without an open update.
+
+        Args:
+            store: The weights.
+            saver: Saver of their tag.
+            on_new_weights: Called when cached keys and values become stale because the weights
+                change.
         """
         self._store = store
         self._saver = saver
@@ -71,16 +83,23 @@ class WeightUpdate:
         self._aliased = TrainerPages(store, saver)
         self._watch = ContentWatch(saver)
         self._open: _Open | None = None
-        self._spared = False  # the last update was to be a shadow update, and was not committed
+        self._spared = False  # whether the last update was a shadow update without a commit
 
     def begin(
         self, version: int, shadow: bool = False, names: Sequence[str] | None = None
     ) -> WeightOffer:
-        """Offer pages for `version`; replaces an open update. Where it raises, nothing changed.
+        """Offer pages for a new version; replaces an open update. After an error, nothing changed.
 
-        ValueError: an older version, unknown or no names. StateError: the weights sleep; names of
-        undefined weights.
-        OutOfMemory: no room for shadow pages.
+        Args:
+            version: Number of the new version.
+            shadow: Offer shadow pages.
+            names: Only these parameters will be written; None: all.
+
+        Raises:
+            ValueError: The version is older than the present one, a name is unknown, or `names` is
+                empty.
+            StateError: The weights sleep, or `names` are given while the weights are undefined.
+            OutOfMemory: There is no room for shadow pages.
         """
         if self._open is None:
             self._spared = shadow
@@ -91,7 +110,7 @@ class WeightUpdate:
         if shadow:
             self._shadow.take()
         ticket = self._saver.share(self._pages_tag(shadow), writable=True)
-        # what was open is over; a shadow update takes its pages
+        # This ends an open update. A new shadow update uses the same pages.
         self._open, self._spared = None, shadow
         if not shadow:
             self._on_new_weights()
@@ -112,19 +131,26 @@ class WeightUpdate:
         )
 
     def write(self, boxes: Sequence[PackedBox], data: Tensor) -> None:
-        """Put boxes of a message into the offered pages, for a writer that cannot map them.
+        """Copy boxes of a message to the offered pages, for a writer that cannot map them.
 
-        data: uint8 on the CPU. WeightUpdateError: no update is open, it is verified, or a box is
-        outside of the weights or of `data`. Nothing changed then.
+        Args:
+            boxes: Where the elements go, and where they are in `data`.
+            data: uint8 on the CPU.
+
+        Raises:
+            WeightUpdateError: No update is open, it is verified already, or a box is outside of the
+                weights or of `data`. Nothing changed.
         """
         update = self._unverified("write into a weight update")
         pages = self._shadow.arena if update.shadow else self._store.arena
         write_boxes(pages, boxes, data, self._store.base)
 
     def verify(self, receipt: WriteReceipt) -> UpdateReceipt:
-        """Read back what was written, and compare.
+        """Read the written pages back and compare them with the receipt.
 
-        WeightUpdateError where it differs: the update is closed then.
+        Raises:
+            WeightUpdateError: They differ, and the update is closed; or no unverified update is
+                open.
         """
         started = time.perf_counter()
         update = self._unverified("verify a weight update")
@@ -150,8 +176,13 @@ class WeightUpdate:
         return UpdateReceipt(version=update.version, digest=digest, seconds=seconds)
 
     def commit(self, version: int) -> UpdateReceipt:
-        """Serve the verified version. WeightUpdateError for any other; LeaseError where a process
-        maps pages that are to be exchanged. Nothing changed then, and a commit may be tried again.
+        """Serve the verified version.
+
+        After an error nothing changed, and the commit may be tried again.
+
+        Raises:
+            WeightUpdateError: This version is not verified.
+            LeaseError: A process maps pages that must be exchanged.
         """
         started = time.perf_counter()
         update = self._required("commit a weight update")
@@ -161,7 +192,7 @@ class WeightUpdate:
             )
         if version != update.version:
             raise WeightUpdateError(
-                f"version {version} was not verified, but version {update.version}; commit that"
+                f"version {version} is not verified, but version {update.version} is; commit that"
             )
         if update.shadow:
             self._shadow.exchange()
@@ -181,12 +212,22 @@ class WeightUpdate:
         digest: int | None,
         buffers: Mapping[str, Tensor],
     ) -> UpdateReceipt:
-        """Serve the pages of `ticket` as `version`, in place of the engine's own memory, which goes
-        back.
+        """Serve the pages of a ticket as a new version, and release the engine's own memory.
 
-        ValueError (an older version, another layout), StateError (other tensors on the tag),
-        LeaseError (a process maps the weights): nothing changed. After any other error the engine
-        is poisoned, and the pages are given back.
+        Args:
+            version: Number of the new version.
+            ticket: Ticket to the pages.
+            layout_hash: Hash of their layout.
+            digest: Expected digest of the pages, which are read back; None: they are not read.
+            buffers: Values of buffers.
+
+        Raises:
+            ValueError: The version is older than the present one, or the layout differs. Nothing
+                changed.
+            StateError: Other tensors lie on the tag. Nothing changed.
+            LeaseError: A process maps the weights. Nothing changed.
+            WeightUpdateError: The digest differs. After this and any later error the engine is
+                poisoned, and the pages are given back.
         """
         started = time.perf_counter()
         self._check_version(version)
@@ -208,7 +249,7 @@ class WeightUpdate:
             self._aliased.take(ticket)
             if digest is not None and (read := self._store.digest()) != digest:
                 raise WeightUpdateError(
-                    f"the pages of version {version} have digest {read}, the trainer says "
+                    f"the pages of version {version} have digest {read}, the trainer's digest is "
                     f"{digest}; the engine refuses to generate until an update commits"
                 )
             self._store.set_buffers(buffers, f"version {version}")
@@ -219,43 +260,50 @@ class WeightUpdate:
         return UpdateReceipt(version=version, digest=digest, seconds=time.perf_counter() - started)
 
     def require_own(self, action: str) -> None:
-        """StateError while the weights lie in the trainer's pages."""
+        """Raise a StateError while the weights lie in the trainer's pages."""
         self._aliased.require_own(action)
 
     def abort(self, reason: str) -> None:
-        """Close the update: see above what is served then.
+        """Close the update; the module docstring says which version is served then.
 
-        `reason` is what a poisoned engine gives.
+        Args:
+            reason: The reason that a poisoned engine reports.
         """
         if self._open is not None or not self._spared:
             self._close(reason)
 
     @property
     def keepable(self) -> bool:
-        """Tells whether the weights are some version, in memory of the engine's own: a sleep can
-        keep them.
-        """
+        """Return whether a sleep can keep the weights: they are defined, in the engine's memory."""
         return self._store.version is not None and not self._aliased.held
 
     def before_sleep(self) -> None:
-        """Rolls a shadow update back before the weights are paused. LeaseError: a writer maps its
-        pages; nothing changed.
+        """Roll a shadow update back before the weights are paused.
+
+        Raises:
+            LeaseError: A writer maps the shadow pages. Nothing changed.
         """
         self._shadow.give_back()
         if self._open is not None and self._open.shadow:
             self._open, self._spared = None, True
 
     def on_sleep(self, level: int) -> None:
-        """Follows a pause of the weights: an update that is open has lost what was written."""
+        """Update the state after a pause of the weights, which loses the pages of an open update.
+
+        Args:
+            level: Level of the sleep.
+        """
         if self._aliased.give_back():
-            self._poison("a sleep gave the trainer's pages back; sync or share the weights anew")
+            self._poison("a sleep gave the trainer's pages back; sync or share the weights again")
         elif level == 2:
             self._poison("the weights were discarded by sleep(level=2); commit a weight update")
         elif self._open is not None:
-            self._poison(f"a sleep ended the update to version {self._open.version}; begin it anew")
+            self._poison(
+                f"a sleep ended the update to version {self._open.version}; begin it again"
+            )
 
     def _shapes(self, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the shapes of a writer's buffers, and those of the same buffers here."""
+        """Return the shapes of a writer's buffers, and of the engine's buffers of these names."""
         known = self._store.buffers
         theirs = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         return theirs, {name: tuple(known[name].shape) for name in theirs if name in known}
@@ -280,7 +328,7 @@ class WeightUpdate:
             )
 
     def _free_shadow(self) -> None:
-        # a writer that hangs; a sleep insists, other updates go on
+        # A writer that hangs may still map the pages. Only a sleep must wait for it.
         with contextlib.suppress(LeaseError):
             self._shadow.give_back()
 
@@ -293,7 +341,7 @@ class WeightUpdate:
             reason = f"the update to version {self._open.version} is lost: "
             reason += lost_by_others([pages], "engine")
             self._close(reason)
-            raise WeightUpdateError(f"{reason}; begin it anew; {self._consequence()}")
+            raise WeightUpdateError(f"{reason}; begin it again; {self._consequence()}")
         return self._open
 
     def _pages_tag(self, shadow: bool) -> str:
@@ -310,15 +358,15 @@ class WeightUpdate:
     def _consequence(self) -> str:
         if self._store.version is None:
             return "the engine refuses to generate until an update commits"
-        return f"the engine goes on with version {self._store.version}"
+        return f"the engine still serves version {self._store.version}"
 
     def _choose(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The parameters meant, tied names resolved."""
+        """Return the stored names of the given parameters, or raise if they cannot be updated."""
         stored = [self._store.manifest.aliases.get(name, name) for name in names]
         known = self._store.shapes
         if unknown := [name for name, own in zip(names, stored, strict=True) if own not in known]:
             raise ValueError(
-                f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in all)"
+                f"the model has no parameters {', '.join(unknown[:5])} ({len(unknown)} in total)"
             )
         if not stored:
             raise ValueError(
@@ -339,7 +387,7 @@ class WeightUpdate:
 
 
 def write_boxes(pages: Tensor, boxes: Sequence[PackedBox], data: Tensor, base: int = 0) -> None:
-    """Copy every box of `data` to where it belongs, on the current stream of the pages' device.
+    """Copy every box of a message to its place, on the current stream of the pages' device.
 
     Args:
         pages: uint8, contiguous.
@@ -358,14 +406,14 @@ def write_boxes(pages: Tensor, boxes: Sequence[PackedBox], data: Tensor, base: i
                 f"{box} is outside of the weights (bytes {base} to {last}) or of the "
                 f"{data.numel()} bytes of its message; nothing was written"
             )
-    arrived = data.to(pages.device)
+    message = data.to(pages.device)
     for box in boxes:
-        elements = arrived[box.at : box.at + box.nbytes].view(box.torch_dtype)
+        elements = message[box.at : box.at + box.nbytes].view(box.torch_dtype)
         box.view(pages, base).copy_(elements.view(box.shape))
 
 
 def require_active(saver: "MemorySaver", tag: str, action: str) -> None:
-    """StateError where the tag sleeps, or not all of it has memory."""
+    """Raise a StateError if the tag is paused or parts of it have no memory."""
     if saver.is_paused(tag):
         raise StateError(f"cannot {action}: tag {tag} is paused; call wake_up([{tag!r}]) first")
     if lacking := shortfall(saver, [tag]):

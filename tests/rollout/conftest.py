@@ -1,4 +1,4 @@
-"""Models that are made once, and what asks whether a kernel is interpreted here."""
+"""Fixtures for models saved once per session and for devices on which Triton kernels can run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="session")
 def path(saved: Saved) -> Path:
-    """Of the model that most tests take: `updates.tiny(0)`."""
+    """Return the directory of the model that most tests use, `updates.tiny(0)`."""
     return saved("qwen3", **TINY)[0]
 
 
 @pytest.fixture
 def triton_device(device: str) -> str:
-    """`device`, for a test of kernels: not the host's where a GPU compiles them."""
+    """Return `device` for a test of a kernel; skip the CPU if a GPU compiles the kernel."""
     if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("Triton is not interpreted here: the kernel runs on the GPU")
+        pytest.skip("Triton's interpreter is off: the kernel runs on the GPU")
     return device
 
 

@@ -1,4 +1,4 @@
-"""How an actor finds what it is asked for, without Ray around it."""
+"""How an actor looks up the methods that it is asked to call, without Ray."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Actor(ActorBase):
         self.held: Any = Held()
 
 
-def test_the_actors_own_methods_go_before_those_of_what_it_holds() -> None:
+def test_actor_methods_take_precedence_over_methods_of_the_held_object() -> None:
     actor = Actor()
     assert actor.call("add", 1, 2, to=4) == 7
     assert actor.call("doubled") == 6, "properties are read"
     assert actor.call("pid") == os.getpid()
 
 
-def test_what_is_private_or_unknown_is_refused() -> None:
+def test_private_and_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="^_join is private; actors are called by public names$"):
         Actor().call("_join", None, "cpu")
     with pytest.raises(AttributeError, match="'Held' object has no attribute 'nothing'"):

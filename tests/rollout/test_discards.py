@@ -1,5 +1,6 @@
-"""Content that somebody else discarded is never served: whoever pauses, whichever tag, by whatever
-operation, an engine answers as before or refuses and names the tag.
+"""Content that another user of the engine's saver discarded is never served.
+
+For every tag and every operation, the engine answers as before, or refuses and names the tag.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PROMPTS = [COMMON, *random_prompts((33,), seed=1), [*COMMON[:36], 1, 2, 3, 4]]
 
 
 class Meddler:
-    """Somebody with the engine's saver, and a tag of the same size beside each of the engine's."""
+    """Another user of the engine's saver, with a twin tag of equal size for each engine tag."""
 
     def __init__(self, saver: MemorySaver) -> None:
         self.saver = saver
@@ -61,7 +62,7 @@ class Meddler:
         self.saver.resume()
 
     def keep(self, tag: str) -> None:
-        """The pages of the twin come behind the tag."""
+        """Resume the tag with pages of its twin."""
         self.saver.pause(tag, f"twin of {tag}", content="discard", release="retain")
         self.saver.resume(tag)
         self.saver.resume()
@@ -98,9 +99,7 @@ MEDDLING += ["leave_asleep", "save"]
 
 
 def ruin(engine: Engine, before: int) -> None:
-    """What the pages of another may show, where the KV cache has lost its own and all of it is
-    there.
-    """
+    """Fill a KV cache that has lost its content and is mapped, as foreign pages would."""
     saver, pool = engine.saver, engine.kv_pool
     lost = saver.discards(KV_CACHE) != before and not saver.unbacked_bytes(KV_CACHE)
     if lost and isinstance(pool, TokenPool):
@@ -108,7 +107,7 @@ def ruin(engine: Engine, before: int) -> None:
 
 
 def mend(engine: Engine, path: Path, meddler: Meddler) -> None:
-    """What the refusal names."""
+    """Follow the remedy that the refusal names."""
     engine.wake_up()
     for tag in (WEIGHTS, KV_CACHE):
         engine.saver.resize(tag, meddler.bytes_of(tag))
@@ -117,12 +116,10 @@ def mend(engine: Engine, path: Path, meddler: Meddler) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_an_engine_answers_as_before_or_refuses_whatever_others_do_with_its_saver(
+def test_engine_answers_as_before_or_refuses_after_any_operation_on_its_saver(
     kind: str, path: Path, saved: Saved, device: str
 ) -> None:
-    """Operations of others between answers and in the middle of them, the engine's own sleeps in
-    between, drawn at random.
-    """
+    """Run operations at random between answers, during answers, and around the engine's sleeps."""
     where = saved("qwen3_next")[0] if kind == "hybrid" else path
     sizes: Fields = {"kv_tokens": 512, "page_size": 4, "device": device, **ENGINES[kind]}
     engine = Engine.from_pretrained(where, **sizes)
@@ -130,7 +127,7 @@ def test_an_engine_answers_as_before_or_refuses_whatever_others_do_with_its_save
     saver, rng, refused = engine.saver, random.Random(kind), 0
     meddler = Meddler(saver)
 
-    def some() -> None:
+    def meddle() -> None:
         before = saver.discards(KV_CACHE)
         if active := [tag for tag in (WEIGHTS, KV_CACHE) if not saver.is_paused(tag)]:
             getattr(meddler, rng.choice(MEDDLING))(rng.choice(active))
@@ -139,19 +136,19 @@ def test_an_engine_answers_as_before_or_refuses_whatever_others_do_with_its_save
     def meanwhile(done: int, total: int, tokens: int) -> None:
         if due and tokens >= due[-1]:
             due.pop()
-            some()
+            meddle()
 
     for _ in range(rounds(25, 2000)):
         due = list[int]()
         move = rng.randrange(5)
         if move == 0:
             engine.sleep(rng.choice([1, 2]), tags=rng.choice([None, [KV_CACHE], [WEIGHTS]]))
-            some() if rng.randrange(2) else saver.resume()
+            meddle() if rng.randrange(2) else saver.resume()
             engine.wake_up(partly=bool(rng.randrange(2)))
         elif move == 1:
             due.append(rng.randrange(1, 24))
         else:
-            some()
+            meddle()
         try:
             assert ids(engine.generate(PROMPTS, GREEDY, meanwhile)) == right
         except StateError as error:
@@ -165,7 +162,7 @@ def test_an_engine_answers_as_before_or_refuses_whatever_others_do_with_its_save
 
 @pytest.mark.parametrize("shadow", [False, True])
 @pytest.mark.parametrize("verified", [False, True])
-def test_an_update_whose_pages_others_discard_is_not_served(
+def test_update_is_not_served_when_its_pages_are_discarded(
     path: Path, shadow: bool, verified: bool
 ) -> None:
     engine = Engine.from_pretrained(path)
@@ -178,7 +175,7 @@ def test_an_update_whose_pages_others_discard_is_not_served(
     engine.saver.pause(tag)
     if verified:
         engine.saver.resume(tag)
-        with pytest.raises(WeightUpdateError, match=f"'{tag}' was discarded .* begin it anew"):
+        with pytest.raises(WeightUpdateError, match=f"'{tag}' was discarded .* begin it again"):
             engine.commit_update(1)
     else:
         with pytest.raises((WeightUpdateError, StateError), match=tag):
@@ -193,14 +190,14 @@ def test_an_update_whose_pages_others_discard_is_not_served(
     assert answers(engine) == expected(1)
 
 
-def test_part_of_the_weights_is_not_updated_where_the_rest_was_discarded(path: Path) -> None:
+def test_update_of_some_parameters_is_refused_when_the_rest_was_discarded(path: Path) -> None:
     engine = Engine.from_pretrained(path)
     engine.saver.pause()
     engine.saver.resume()
     assert engine.served_version() is None
     with pytest.raises(StateError, match="'weights' was discarded .* update all of them first"):
         engine.begin_update(1, names=["model.norm.weight"])
-    engine.sleep(1)  # heals nothing, and keeps nothing
+    engine.sleep(1)  # neither repairs nor saves the content
     assert not engine.report().backup_bytes
     engine.wake_up()
     with pytest.raises(StateError, match=r"commit a weight update"):
@@ -209,7 +206,7 @@ def test_part_of_the_weights_is_not_updated_where_the_rest_was_discarded(path: P
     assert answers(engine) == expected(1)
 
 
-def test_adopted_pages_that_others_gave_back_are_not_served(path: Path) -> None:
+def test_aliased_pages_are_not_served_after_others_give_them_back(path: Path) -> None:
     engine = Engine.from_pretrained(path)
     owner = Owner(engine)
     owner.alias(engine, 1, seed=1)
@@ -229,40 +226,40 @@ def discard_on_one(rank: int, path: str, tag: str) -> list[Any]:
     engine = Engine.from_pretrained(
         path, tensor_parallel_size=2, group=dist.group.WORLD, kv_tokens=512, page_size=4
     )
-    said: list[Any] = [ids(engine.generate(PROMPTS, GREEDY))]
+    outcomes: list[Any] = [ids(engine.generate(PROMPTS, GREEDY))]
     if rank == 1:
         engine.saver.pause(tag)
         engine.saver.resume(tag)
         ruin(engine, 0)
     try:
-        said.append(ids(engine.generate(PROMPTS, GREEDY)))
+        outcomes.append(ids(engine.generate(PROMPTS, GREEDY)))
     except StateError as error:
-        said.append(str(error))
+        outcomes.append(str(error))
         engine.load(path)
-        said.append(ids(engine.generate(PROMPTS, GREEDY)))
-    return said
+        outcomes.append(ids(engine.generate(PROMPTS, GREEDY)))
+    return outcomes
 
 
 @pytest.mark.parametrize("tag", [KV_CACHE, WEIGHTS])
-def test_ranks_decide_alike_where_one_has_lost_content(
+def test_ranks_decide_alike_when_one_rank_lost_content(
     tag: str, path: Path, tmp_path: Path
 ) -> None:
-    (first, *mine), (again, *theirs) = results(
+    (first, *intact), (again, *lossy) = results(
         start_ranks(discard_on_one, 2, tmp_path / "store", str(path), tag)
     )
     assert first == again
     if tag == KV_CACHE:
-        assert mine == theirs == [first]
+        assert intact == lossy == [first]
     else:
-        assert mine == ["cannot generate: tensor-parallel rank 1 cannot", first]
-        assert "tag 'weights' was discarded" in theirs[0] and theirs[1:] == [first]
+        assert intact == ["cannot generate: tensor-parallel rank 1 cannot", first]
+        assert "tag 'weights' was discarded" in lossy[0] and lossy[1:] == [first]
 
 
-# ---------------------------------------------------------------- engines of other projects
+# ---------------------------------------------------------------- hosted engines
 
 
 class Stepping(FusedEngine):
-    """Generates nothing, in three steps; meanwhile: called between them."""
+    """An engine that answers nothing in three steps, and calls `meanwhile` after each step."""
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
@@ -283,7 +280,7 @@ def hosted(folder: Path, device: str) -> VllmRollout:
 @pytest.mark.parametrize("middle", [False, True], ids=["between", "in the middle"])
 @pytest.mark.parametrize("tag", [WEIGHTS, KV_CACHE])
 @pytest.mark.parametrize("how", MEDDLING)
-def test_a_hosted_engine_forgets_or_refuses(
+def test_hosted_engine_forgets_or_refuses_discarded_content(
     how: str, tag: str, middle: bool, tmp_path: Path, device: str
 ) -> None:
     rollout = hosted(tmp_path, device)
@@ -293,7 +290,7 @@ def test_a_hosted_engine_forgets_or_refuses(
     meddler = Meddler(rollout.saver)
     rollout.generate([], params)
     resets = engine.resets
-    before = {each: rollout.saver.discards(each) for each in (WEIGHTS, KV_CACHE)}
+    before = {name: rollout.saver.discards(name) for name in (WEIGHTS, KV_CACHE)}
     if middle:
         engine.meanwhile = lambda: (getattr(meddler, how)(tag), engine.__dict__.pop("meanwhile"))
     else:
@@ -305,13 +302,13 @@ def test_a_hosted_engine_forgets_or_refuses(
         refused = str(error)
     if how == "save":
         assert not refused and engine.resets == resets
-    lost = {each for each, count in before.items() if rollout.saver.discards(each) != count}
-    assert not refused or any(each in refused for each in lost)
+    lost = {name for name, count in before.items() if rollout.saver.discards(name) != count}
+    assert not refused or any(name in refused for name in lost)
     assert bool(refused) == bool(lost) if middle else refused or WEIGHTS not in lost
-    # what the refusal names
+    # Follow the remedy that the refusal names.
     rollout.saver.resume()
-    for each in (WEIGHTS, KV_CACHE):
-        rollout.saver.resize(each, meddler.bytes_of(each))
+    for name in (WEIGHTS, KV_CACHE):
+        rollout.saver.resize(name, meddler.bytes_of(name))
     rollout.wake_up()
     if rollout.served_version() is None:
         assert WEIGHTS in lost
@@ -325,7 +322,7 @@ def test_a_hosted_engine_forgets_or_refuses(
     rollout.saver.close()
 
 
-def test_buffers_that_begin_at_one_address_are_all_kept(tmp_path: Path, device: str) -> None:
+def test_buffers_that_start_at_one_address_all_survive_a_sleep(tmp_path: Path, device: str) -> None:
     path = random_directory(tmp_path / "model", "qwen3")
     engine = FusedEngine(AutoConfig.from_pretrained(path), device, **KINDS["qwen3"])
     table = engine.saver.empty((4, 6), torch.float32, tag=WEIGHTS)

@@ -1,4 +1,4 @@
-"""What the engine adds to the model: sampling, refusals, clean failure."""
+"""Behavior that the engine adds to the model: seeded sampling, stop tokens, refusals, progress."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def test_seeded_answers_do_not_depend_on_the_batch(make: Callable[..., Engine]) 
         assert len({tuple(sample) for sample in samples}) == 3  # samples of a prompt differ
 
 
-def test_without_a_seed_calls_differ_and_engines_agree(make: Callable[..., Engine]) -> None:
+def test_unseeded_calls_differ_and_equal_engines_agree(make: Callable[..., Engine]) -> None:
     prompts = random_prompts((5, 5))
     params = SamplingParams(max_tokens=12, temperature=2.0)
     first, second, other = make(), make(), make(seed=1)
@@ -42,7 +42,7 @@ def test_without_a_seed_calls_differ_and_engines_agree(make: Callable[..., Engin
     assert ids(other.generate(prompts, params)) != a
 
 
-def test_stop_token_ids_and_ignore_eos(
+def test_stop_token_ids_end_answers_and_ignore_eos_ignores_the_models_own(
     path: Path, tmp_path: Path, make: Callable[..., Engine]
 ) -> None:
     engine = make()
@@ -79,7 +79,7 @@ def test_stop_token_ids_and_ignore_eos(
         ([1] * 50, {"max_tokens": 20}, "prompt 1 needs 70 positions .*max_context_len is 64"),
     ],
 )
-def test_refuses_impossible_requests_and_starts_none(
+def test_generate_refuses_impossible_requests_and_starts_none(
     make: Callable[..., Engine], prompt: Any, params: dict[str, Any], match: str
 ) -> None:
     engine = make(kv_tokens=112, max_context_len=64)
@@ -91,7 +91,7 @@ def test_refuses_impossible_requests_and_starts_none(
     assert engine.generate([], SamplingParams()) == []
 
 
-def test_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
+def test_engine_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
     with pytest.raises(ValueError, match="max_context_len=4096 exceeds .*_embeddings=1024"):
         make(max_context_len=4096)
     with pytest.raises(ValueError, match="device=cuda:0 but the saver is on cpu"):
@@ -100,11 +100,11 @@ def test_refuses_contradictory_sizes(make: Callable[..., Engine]) -> None:
 
 
 def test_progress_counts_samples_and_tokens(make: Callable[..., Engine]) -> None:
-    seen: list[tuple[int, int, int]] = []
+    calls: list[tuple[int, int, int]] = []
     make(max_running=2).generate(
         random_prompts((4, 9, 30)),
         SamplingParams(max_tokens=5, n=2),
-        on_progress=lambda *now: seen.append(now),
+        on_progress=lambda *counts: calls.append(counts),
     )
-    assert seen[-1] == (6, 6, 30) and seen == sorted(seen)
-    assert all(total == 6 for _, total, _ in seen)
+    assert calls[-1] == (6, 6, 30) and calls == sorted(calls)
+    assert all(total == 6 for _, total, _ in calls)

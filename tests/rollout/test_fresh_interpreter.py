@@ -1,6 +1,6 @@
-"""What takes a process of its own, one for all: imports, and kernels compiled for Hopper, which
-needs no GPU. Triton's interpreter, by which other tests run kernels, accepts more than the
-compiler.
+"""Imports, and kernels compiled for Hopper, in one separate process that needs no GPU.
+
+Triton's interpreter, in which other tests run kernels, accepts more than the compiler.
 """
 
 import pytest
@@ -8,9 +8,9 @@ import pytest
 from tests.helpers.case_selection import some
 from tests.helpers.triton_compiler import compile_alone
 
-# KV rows: (dim, value_dim, queries of a KV head), dtype, whether products are wide, fp8 (bits of
-# the mantissa, negative where the queries' dtype is that of products). Latent where dim !=
-# value_dim.
+# KV rows: (dim, value_dim, queries per KV head), dtype, whether products are wide, and the bits of
+# an fp8 mantissa, negative if products have the queries' dtype. Attention is latent if dim differs
+# from value_dim.
 PLAIN, LATENT = (64, 64, 4), (576, 512, 16)
 KINDS = [
     ("*bf16", False, 0),
@@ -123,8 +123,9 @@ def test_importing_rollout_needs_neither_ray_nor_transformers(printed: list[list
 
 
 def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -> None:
-    """Several programs fit on a multiprocessor; a few bytes of stack are left to other compiler
-    versions.
+    """Check that several programs fit on a multiprocessor.
+
+    The limit leaves a few bytes of stack for differences between compiler versions.
     """
     lines = [line for line in printed if line[0] == "attention"]
     assert {name for _, name, *_ in lines} == {"decode_split", "decode_combine", "prefill"}
@@ -132,6 +133,6 @@ def test_attention_kernels_fit_and_spill_no_register(printed: list[list[str]]) -
     assert max(int(line[3]) for line in lines) <= 64
 
 
-def test_fused_kernels_fit(printed: list[list[str]]) -> None:
+def test_fused_kernels_fit_into_shared_memory(printed: list[list[str]]) -> None:
     shared = [int(line[2]) for line in printed if line[0] == "fused"]
     assert len(shared) == 10 * len(DTYPES) and max(shared) < 48 * 1024

@@ -1,5 +1,6 @@
-"""What our rollouts and plugins call of vLLM and SGLang is there, by their sources: nothing of them
-is imported. Where a package is not installed, put a wheel's folder on PYTHONPATH.
+"""Names of vLLM and SGLang that our rollouts and plugins use exist in the packages' sources.
+
+Nothing is imported. If a package is not installed, put the folder of its wheel on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ VLLM_FIELDS = {
     "GroupCoordinator": {"cpu_group", "world_size"},
     "UnquantizedMoeBackend": {"TRITON", "BATCHED_TRITON"},
 }  # fmt: skip
-# method of a class -> its first parameters
+# First parameters by class and method.
 VLLM_METHODS = {
     ("LLM", "collective_rpc"): ["self", "method"],
     ("LLM", "reset_prefix_cache"): ["self"],
@@ -43,20 +44,20 @@ VLLM_METHODS = {
     ("GPUModelRunner", "post_kv_cache_wake_up"): ["self"],
     ("CuMemAllocator", "get_instance"): [],
 }
-# files -> what they say
+# Text that files must contain.
 VLLM_WORDS = {
     "vllm/envs.py": [
         "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS", "VLLM_ALLREDUCE_USE_SYMM_MEM",
     ],
     "config/*.py": ["processed_logprobs"],
     "device_allocator/__init__.py": ["def get_mem_allocator_instance"],
-    # what the external launcher reads, and that it takes torch's default group
+    # The external launcher reads these variables and joins torch's default group.
     "executor/uniproc_executor.py": ['os.environ["RANK"]', 'os.environ["LOCAL_RANK"]'],
     "executor/abstract.py": ['backend == "external_launcher"'],
     "distributed/parallel_state.py": [
         "def get_tp_group", "if not torch.distributed.is_initialized()",
     ],
-    # where vLLM draws by itself
+    # vLLM draws seeds from NumPy's global generator.
     "sample/states.py": ["np.random.randint"],
 }  # fmt: skip
 VLLM_CLASSES = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "MLAAttention")
@@ -126,10 +127,10 @@ CONTRACTS = {
 
 
 def cases(kind: int) -> list[tuple[str, object]]:
-    found = []
+    pairs = []
     for package, contract in CONTRACTS.items():
-        found += [(package, each) for each in contract[kind]]
-    return found
+        pairs += [(package, name) for name in contract[kind]]
+    return pairs
 
 
 def wheel_of(package: str) -> Wheel:
@@ -139,22 +140,22 @@ def wheel_of(package: str) -> Wheel:
 
 
 @pytest.mark.parametrize(("package", "name"), cases(0))
-def test_fields(package: str, name: str) -> None:
+def test_class_has_the_fields_that_we_use(package: str, name: str) -> None:
     assert wheel_of(package).lacks(name, CONTRACTS[package][0][name]) == set()
 
 
 @pytest.mark.parametrize(("package", "method"), cases(1))
-def test_methods(package: str, method: tuple[str, str]) -> None:
+def test_method_takes_the_parameters_that_we_pass(package: str, method: tuple[str, str]) -> None:
     assert wheel_of(package).has_method(*method, CONTRACTS[package][1][method])
 
 
 @pytest.mark.parametrize(("package", "place"), cases(2))
-def test_words(package: str, place: str) -> None:
+def test_source_contains_the_text_that_we_rely_on(package: str, place: str) -> None:
     texts = [text for path, text in wheel_of(package).sources() if path.match(place)]
-    said = "\n".join(texts)
-    assert [word for word in CONTRACTS[package][2][place] if word not in said] == []
+    source = "\n".join(texts)
+    assert [word for word in CONTRACTS[package][2][place] if word not in source] == []
 
 
 @pytest.mark.parametrize("name", VLLM_CLASSES)
-def test_layers_that_are_told_apart(name: str) -> None:
+def test_layer_class_that_we_recognize_by_name_exists(name: str) -> None:
     assert wheel_of("vllm").classes(name)

@@ -1,5 +1,6 @@
-"""A real vLLM and a real SGLang as rollouts of our trainer, by one contract: what a sync writes,
-what is generated after sleeps, whose log-probabilities they are. Then what only one of them has.
+"""A real vLLM and a real SGLang as rollouts of our trainer: syncs, sleeps, log-probs, cycles.
+
+The tests at the end are about one of the two engines.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def prompts(seed: int, count: int = 8) -> list[list[int]]:
 
 
 def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[each.token_ids for each in group] for group in answers]
+    return [[sample.token_ids for sample in group] for group in answers]
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Pair:
         return isinstance(self.rollout, SglangRollout)
 
     def synced(self) -> int:
-        """All awake, new random weights in both."""
+        """Wake both sides up and sync new random weights; return the version."""
         version = next(self.versions)
         generator = torch.Generator("cuda:0").manual_seed(version)
         with torch.no_grad():
@@ -83,9 +84,9 @@ class Pair:
         return version
 
     def load(self, factor: float = 1.0) -> None:
-        """The same weights, times `factor`, by the engine's own loader."""
+        """Load the trainer's weights, times `factor`, by the engine's own loader."""
         shards = self.trainer.shards().items()
-        tensors = [(name, (each * factor).bfloat16()) for name, each in shards]
+        tensors = [(name, (shard * factor).bfloat16()) for name, shard in shards]
         torch.cuda.synchronize()
         if self.is_sglang:
             good, why = self.rollout.engine.engine.update_weights_from_tensor(tensors)
@@ -100,7 +101,7 @@ class Pair:
             os.kill(self.rollout.engine.engine.get_all_child_pids()[0], signal.SIGKILL)
             with pytest.raises(StateError, match="SGLang's scheduler has ended"):
                 self.rollout.sleep(1)
-            assert self.trainer.shards()  # this process goes on
+            assert self.trainer.shards()  # this process is still alive
         self.trainer.close()
         self.rollout.close()
 
@@ -110,12 +111,12 @@ def vllm(path: str, **options: Any) -> VllmRollout:
 
 
 def sglang(path: str) -> SglangRollout:
-    # of every GPU, and need no package beside it
+    # These backends run on every GPU and need no other package.
     backends = {"attention_backend": "triton", "sampling_backend": "pytorch"}
     return SglangRollout.from_pretrained(path, load_weights=False, **SIZES, **backends)
 
 
-# Qwen2 and Llama have other runners in vLLM 0.24. Model, tied, engine.
+# Model, tied embeddings, engine. Qwen2 and Llama have different runners in vLLM 0.24.
 KINDS = {
     "vllm-qwen2": ("qwen2", True, lambda path: vllm(path, cuda_graphs=False)),
     "vllm-llama": ("llama", False, lambda path: vllm(path, cuda_graphs=True)),
@@ -142,7 +143,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     saver.close()
 
 
-def test_a_sync_writes_what_the_loader_would(pair: Pair) -> None:
+def test_sync_writes_the_same_bytes_as_the_loader(pair: Pair) -> None:
     version, rollout = pair.synced(), pair.rollout
     digest, answers = rollout.digest(), tokens(rollout.generate(prompts(1), GREEDY))
     pair.load(factor=2.0)
@@ -152,8 +153,8 @@ def test_a_sync_writes_what_the_loader_would(pair: Pair) -> None:
     assert tokens(rollout.generate(prompts(1), GREEDY)) == answers
 
 
-def test_answers_after_sleeps_are_those_before(pair: Pair) -> None:
-    """With SGLang 20 times: graphs leave, too."""
+def test_answers_stay_the_same_over_sleeps(pair: Pair) -> None:
+    """Sleep 20 times with SGLang, because the memory of its graphs leaves, too."""
     rollout, free = pair.rollout, MemorySaver("cuda:0")
     for level in (1, 2) * (10 if pair.is_sglang else 2):
         version = pair.synced()
@@ -175,7 +176,7 @@ def test_answers_after_sleeps_are_those_before(pair: Pair) -> None:
     free.close()
 
 
-def test_new_weights_forget_the_prefixes_of_the_old(pair: Pair) -> None:
+def test_new_weights_do_not_reuse_prefixes_of_old_weights(pair: Pair) -> None:
     pair.synced()
     old = tokens(pair.rollout.generate(prompts(3), GREEDY))
     version = pair.synced()
@@ -183,64 +184,64 @@ def test_new_weights_forget_the_prefixes_of_the_old(pair: Pair) -> None:
     pair.rollout.sleep(1)
     pair.rollout.wake_up()
     assert tokens(new) == tokens(pair.rollout.generate(prompts(3), GREEDY)) != old
-    assert {each for group in new for each in group[0].weight_versions} == {version}
+    assert {number for group in new for number in group[0].weight_versions} == {version}
 
 
-def test_log_probabilities_are_the_trainers(pair: Pair) -> None:
-    """Mean apart as far as bf16 goes; the temperature is in both, SGLang's cut in neither."""
+def test_log_probs_match_the_trainers(pair: Pair) -> None:
+    """Compare log-probs up to bf16, with the temperature and without SGLang's cut."""
     pair.synced()
     top_k = 50 if pair.is_sglang else 0
     params = SamplingParams(
         max_tokens=16, temperature=0.7, top_k=top_k, n=2, seed=3, ignore_eos=True
     )
     answers = pair.rollout.generate(prompts(4), params)
-    if not pair.is_sglang:  # which has no seeds here
+    if not pair.is_sglang:  # SGLang has no seeds here
         assert tokens(pair.rollout.generate(prompts(4), params)) == tokens(answers)
-    flat = [(p, each) for p, group in zip(prompts(4), answers, strict=True) for each in group]
+    flat = [(p, sample) for p, group in zip(prompts(4), answers, strict=True) for sample in group]
     batch = SequenceBatch(
         prompt_ids=[prompt for prompt, _ in flat],
-        response_ids=[each.token_ids for _, each in flat],
+        response_ids=[sample.token_ids for _, sample in flat],
         temperature=0.7,
     )
     scored = pair.trainer.compute_log_prob(batch)
     gaps: list[float] = []
-    for mine, (_, each) in zip(scored, flat, strict=True):
-        gaps += [abs(a - b) for a, b in zip(mine, each.logprobs, strict=True)]
-    print(f"mean gap {sum(gaps) / len(gaps):.4f}, largest {max(gaps):.3f}")
+    for logprobs, (_, sample) in zip(scored, flat, strict=True):
+        gaps += [abs(a - b) for a, b in zip(logprobs, sample.logprobs, strict=True)]
+    print(f"mean mismatch {sum(gaps) / len(gaps):.4f}, largest {max(gaps):.3f}")
     assert sum(gaps) / len(gaps) < 0.1
     assert all(len(set(map(tuple, group))) == 2 for group in tokens(answers))
 
 
-def test_stop_tokens_and_progress(pair: Pair) -> None:
+def test_stop_token_ends_an_answer_and_progress_counts_its_tokens(pair: Pair) -> None:
     pair.synced()
     (whole,) = pair.rollout.generate([prompts(5)[0]], GREEDY)
     stop = whole[0].token_ids[4]
-    seen: list[tuple[int, int, int]] = []
-    # SGLang would ignore stop tokens with ignore_eos
+    calls: list[tuple[int, int, int]] = []
+    # SGLang would ignore stop tokens with ignore_eos.
     params = replace(GREEDY, ignore_eos=not pair.is_sglang, stop_token_ids=(stop,))
-    (cut,) = pair.rollout.generate([prompts(5)[0]], params, lambda *each: seen.append(each))
+    (cut,) = pair.rollout.generate([prompts(5)[0]], params, lambda *counts: calls.append(counts))
     ends = whole[0].token_ids.index(stop) + 1
     assert cut[0].token_ids == whole[0].token_ids[:ends] and cut[0].finish_reason == "stop"
-    assert whole[0].finish_reason == "length" and seen[-1] == (1, 1, ends)
+    assert whole[0].finish_reason == "length" and calls[-1] == (1, 1, ends)
 
 
-def test_an_interrupt_leaves_no_request(pair: Pair) -> None:
+def test_interrupt_leaves_no_request(pair: Pair) -> None:
     pair.synced()
     answers = tokens(pair.rollout.generate(prompts(6), GREEDY))
 
     def interrupt(done: int, total: int, count: int) -> None:
         raise KeyboardInterrupt
 
-    each = [replace(GREEDY, max_tokens=2 + 16 * number) for number in range(8)]
+    params = [replace(GREEDY, max_tokens=2 + 16 * number) for number in range(8)]
     with pytest.raises(KeyboardInterrupt):
-        pair.rollout.generate(prompts(6), each, interrupt)
+        pair.rollout.generate(prompts(6), params, interrupt)
     pair.rollout.sleep(1)
     pair.rollout.wake_up()
     assert tokens(pair.rollout.generate(prompts(6), GREEDY)) == answers
 
 
-def test_the_cycle(pair: Pair) -> None:
-    """Trains between two rounds: the second answers with the new weights."""
+def test_cycle_answers_with_the_weights_of_each_update(pair: Pair) -> None:
+    """Run two rounds with an update in between."""
     pair.synced()
     pair.rollout.sleep(2)
     cycle = Cycle(pair.trainer, pair.rollout)
@@ -250,8 +251,8 @@ def test_the_cycle(pair: Pair) -> None:
         cycle.to_score()
         flat = [group[0] for group in answers]
         batch = SequenceBatch(
-            prompt_ids=prompts(7), response_ids=[each.token_ids for each in flat],
-            old_logprobs=[each.logprobs for each in flat],
+            prompt_ids=prompts(7), response_ids=[sample.token_ids for sample in flat],
+            old_logprobs=[sample.logprobs for sample in flat],
             advantages=[(-1.0) ** number for number in range(len(flat))],
         )  # fmt: skip
         pair.trainer.compute_log_prob(batch)
@@ -260,9 +261,9 @@ def test_the_cycle(pair: Pair) -> None:
         assert pair.trainer.update_actor(batch)["grad_norm"] > 0
 
 
-def test_limits_and_tags_of_sglang(pair: Pair) -> None:
+def test_sglang_has_three_tags_and_refuses_too_long_requests(pair: Pair) -> None:
     if not pair.is_sglang:
-        pytest.skip("of SGLang")
+        pytest.skip("only for SGLang")
     pair.synced()
     tags = {name.partition(":")[0] for name in pair.rollout.report().tags}
     assert tags == {WEIGHTS, KV_CACHE, CUDA_GRAPH}
@@ -273,11 +274,11 @@ def test_limits_and_tags_of_sglang(pair: Pair) -> None:
         pair.rollout.generate([[2] * 90], longest)
 
 
-# ---------------------------------------------------------------- of one engine
+# ---------------------------------------------------------------- tests of one engine
 
 
 def environment(folder: Path, group: str, **variables: str) -> dict[str, str]:
-    """Of a process that finds our package's metadata as pip writes it, with these plugins."""
+    """Return the environment of a process that finds our plugins by metadata as pip writes it."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     info = folder / "site" / "memsaver-1.dist-info"
     info.mkdir(parents=True)
@@ -289,7 +290,7 @@ def environment(folder: Path, group: str, **variables: str) -> dict[str, str]:
 
 
 def run_script(folder: Path, script: str, path: str, env: dict[str, str]) -> str:
-    """What a program has written into the file that it is given."""
+    """Run a program; return the content of the file that it has written."""
     main, saved = folder / "main.py", folder / "saved"
     main.write_text(script)
     done = subprocess.run(
@@ -301,11 +302,11 @@ def run_script(folder: Path, script: str, path: str, env: dict[str, str]) -> str
 
 
 @needs("vllm")
-def test_the_example_learns(tmp_path: Path) -> None:
+def test_example_of_the_vllm_page_learns(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2", hidden_size=256, head_dim=64)
     example = [sys.executable, str(ROOT / "examples" / "vllm_loop.py"), path]
     done = subprocess.run(example, capture_output=True, text=True, timeout=200, cwd=ROOT)
-    rewards = [float(each) for each in re.findall(r"^step \d+: reward (\S+)$", done.stdout, re.M)]
+    rewards = [float(text) for text in re.findall(r"^step \d+: reward (\S+)$", done.stdout, re.M)]
     assert len(rewards) == 20, done.stderr[-2000:]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
 
@@ -327,7 +328,7 @@ asked = [{"prompt_token_ids": [5, 9, 77, number]} for number in range(4)]
 
 def answers():
     llm.reset_prefix_cache()
-    return [list(each.outputs[0].token_ids) for each in llm.generate(asked, params)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params)]
 
 def used():
     free, total = torch.cuda.mem_get_info()
@@ -354,9 +355,10 @@ if __name__ == "__main__":
 
 
 @needs("vllm")
-def test_a_plain_vllm_sleeps_on_our_tags(tmp_path: Path) -> None:
-    """Installed and named, no more: both levels, answers as before, the engine in a process of its
-    own. Its KV cache has most of 0.2 of a GPU of 80 GB.
+def test_vllm_without_our_rollout_sleeps_on_our_tags(tmp_path: Path) -> None:
+    """Run a vLLM for which the plugin is only installed and named, in another process.
+
+    It sleeps at both levels and answers as before. Its KV cache has most of 0.2 of a GPU of 80 GB.
     """
     path = write_model(
         tmp_path / "model", "llama", hidden_size=256, head_dim=64, max_position_embeddings=256
@@ -368,7 +370,7 @@ def test_a_plain_vllm_sleeps_on_our_tags(tmp_path: Path) -> None:
     assert run_script(tmp_path, VLLM_BY_ITSELF, path, env) == "done"
 
 
-# An engine that its user starts: nothing of ours is imported or named here.
+# An engine that its user starts: nothing of memsaver is imported or named here.
 SGLANG_BY_ITSELF = """
 import json, sys
 from pathlib import Path
@@ -385,7 +387,7 @@ def main():
     )
     def ask():
         outputs = engine.generate(input_ids=prompts, sampling_params=greedy)
-        return [each["output_ids"] for each in outputs]
+        return [output["output_ids"] for output in outputs]
 
     answers = [ask()]
     scheduler = engine.get_all_child_pids()[0]
@@ -409,8 +411,8 @@ if __name__ == "__main__":
 
 
 @needs("sglang")
-def test_an_engine_by_itself_finds_the_plugin(tmp_path: Path) -> None:
-    """By the entry point alone, in a scheduler that SGLang spawns: nothing is preloaded."""
+def test_sglang_without_our_rollout_finds_the_plugin_by_its_entry_point(tmp_path: Path) -> None:
+    """Run the plugin in a scheduler that SGLang spawns, without a preloaded library."""
     path = describe(tmp_path / "qwen2", "qwen2", tie_word_embeddings=True, **SHAPE)
     env = environment(
         tmp_path,
@@ -419,9 +421,9 @@ def test_an_engine_by_itself_finds_the_plugin(tmp_path: Path) -> None:
         SGLANG_MEMORY_SAVER_CUDA_GRAPH="1",
     )
     answers, libraries, freed = json.loads(run_script(tmp_path, SGLANG_BY_ITSELF, path, env))
-    assert all(each == answers[0] for each in answers)
+    assert all(answer == answers[0] for answer in answers)
     assert str(build.shim_library()) in libraries and "torch_memory_saver" not in libraries
-    # keys and values of three layers, 2 heads of 64, two bytes each; all of it is there again
+    # Keys and values of 3 layers with 2 heads of 64 in 2 bytes leave and come back.
     cache = 2 * 3 * 2 * 64 * 2 * (1 << 16)
-    assert all(each >= cache for each in freed[::2])
+    assert all(nbytes >= cache for nbytes in freed[::2])
     assert freed[1::2] == [freed[1]] * 3 and abs(freed[1]) < 64 << 20

@@ -1,5 +1,6 @@
-"""Kills of the trainer and of the process with another project's engine, at every moment of a
-cycle: who is left refuses and says why, and nothing of the dead stays.
+"""The trainer or the process of a hosted engine is killed at every moment of a cycle.
+
+The survivor refuses and names the reason, and no memory of the dead process stays.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("moment", STAGES)
-def test_a_trainer_that_is_killed(moment: str, path: str) -> None:
-    """Every call that it made is done. What is not committed is not served, also when the engine is
-    told; the next trainer's sync is.
-    """
+def test_engine_does_not_serve_uncommitted_weights_when_the_trainer_is_killed(
+    moment: str, path: str
+) -> None:
+    """Check also that the dead trainer's calls are executed and that the next sync is served."""
     rollout = make_rollout(path)
     floor = memfd_bytes([os.getpid()])
     trainer = CyclingTrainer(path, rollout)
@@ -75,7 +76,7 @@ def test_a_trainer_that_is_killed(moment: str, path: str) -> None:
 
 
 def unleased(rollout: object) -> None:
-    """What the dead had mapped is let go of by the kernel."""
+    """Wait until the kernel has unmapped the dead process's leases."""
     deadline = time.monotonic() + 5
     while any(entry.leases for entry in rollout.report().tags.values()):  # type: ignore[attr-defined]
         assert time.monotonic() < deadline, rollout.report()  # type: ignore[attr-defined]
@@ -83,10 +84,8 @@ def unleased(rollout: object) -> None:
 
 
 @pytest.mark.parametrize("moment", STAGES)
-def test_an_engine_that_is_killed(moment: str, path: str) -> None:
-    """The cycle names the stage and the dead in one line, goes nowhere, and its trainer gives all
-    back.
-    """
+def test_cycle_names_stage_and_actor_when_the_engine_is_killed(moment: str, path: str) -> None:
+    """Check also that the message is one line and that the trainer can release all memory."""
     floor = memfd_bytes([os.getpid()])
     trainer = make_trainer(path)
     worker = HostedWorker(path, moment)
@@ -96,11 +95,11 @@ def test_an_engine_that_is_killed(moment: str, path: str) -> None:
     go_around(cycle, remote, 1)
     if moment == "write":
         trainer.on_write = worker.kill  # type: ignore[method-assign]
-    with pytest.raises(ActorDied if moment == "generate" else CycleError) as found:
+    with pytest.raises(ActorDied if moment == "generate" else CycleError) as caught:
         go_around(cycle, remote, 2)
-    assert "the rollout actor died in" in str(found.value) and "\n" not in str(found.value)
-    if isinstance(found.value, CycleError):
-        assert found.value.stage == STAGES[moment]
+    assert "the rollout actor died in" in str(caught.value) and "\n" not in str(caught.value)
+    if isinstance(caught.value, CycleError):
+        assert caught.value.stage == STAGES[moment]
         with pytest.raises(StateError, match="legal now: nothing .* died in .* last checkpoint"):
             cycle.to_train()
     assert worker.dies_within(30)

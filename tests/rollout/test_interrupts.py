@@ -1,5 +1,6 @@
-"""`generate` that is interrupted, or in which an operation on the device fails, at any moment: no
-request, page, row or lock is left, and the next answers are right.
+"""`generate` is interrupted, or an operation on the device fails, at random moments.
+
+No request, page, row or lock is left, and the next answers are right.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from tests.helpers.rollout.updates import TINY, tiny
 from tests.helpers.timed_interrupts import interrupted
 
 PLAIN = SamplingParams(max_tokens=6, temperature=0)
-CALLS = {  # what is asked at once; the pools are too small for it
+CALLS = {  # the pools are too small for all samples of a call
     "greedy": PLAIN,
     "samples": SamplingParams(max_tokens=6, temperature=1.0, n=3, seed=5),
     "beams": SamplingParams(max_tokens=4, temperature=0, beam_width=3, n=2),
 }
 
 
-LESS = ["plain", "host"]  # what these do, the others do, too
+LESS = ["plain", "host"]  # the other kinds cover the code of these
 KINDS = ["hybrid", "disk", *(pytest.param(kind, marks=pytest.mark.extended) for kind in LESS)]
 
 
@@ -49,33 +50,38 @@ def engine_of(kind: str, path: Path, folder: Path) -> Engine:
     return tiered(path, kv_tokens=160, preemption="swap", host_bytes=1 << 16, **files)
 
 
-def goes_on(engine: Engine) -> None:
+def check_nothing_left(engine: Engine) -> None:
     engine.check_integrity()
     assert not engine.scheduler.unfinished and not engine.scheduler.running
     cache = engine.prefixes.cache
     assert cache.protected_size == engine.prefixes.swapped_pages() == 0
 
 
-def answers_are_right(engine: Engine) -> None:
+def check_answers(engine: Engine) -> None:
     prompts, model = conversations()[:3], build_tiny("qwen3_next")
     if not isinstance(engine.prefixes.cache, MambaRadixCache):
         model = tiny(0)
-    check(model, prompts, [[each] for each in run(engine, prompts, PLAIN)])
+    check(model, prompts, [[answer] for answer in run(engine, prompts, PLAIN)])
     engine.check_integrity()
 
 
 def hit_at_random(engine: Engine, hit: Callable[[str], bool]) -> None:
-    """hit: disturbs a call of `CALLS`, and tells whether it met it."""
+    """Run disturbed calls until enough of them were hit.
+
+    Args:
+        engine: The engine.
+        hit: Disturbs a call of `CALLS`; returns whether the disturbance came during the call.
+    """
     hits = 0
     for number in range(rounds(300, 10_000)):
         if hits == rounds(15, 1000):
             break
         hits += hit(list(CALLS)[number % len(CALLS)])
-        goes_on(engine)
+        check_nothing_left(engine)
         if number % 6 == 0:
-            answers_are_right(engine)
+            check_answers(engine)
     assert hits == rounds(15, 1000)
-    answers_are_right(engine)
+    check_answers(engine)
 
 
 def crowd() -> list[list[int]]:
@@ -84,9 +90,11 @@ def crowd() -> list[list[int]]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
+def test_signal_at_a_random_moment_leaves_nothing_behind(
+    kind: str, path: Path, tmp_path: Path
+) -> None:
     engine, draw, took = engine_of(kind, path, tmp_path), random.Random(kind), dict[str, float]()
-    for name in [*CALLS] * 2:  # the first time is longer
+    for name in [*CALLS] * 2:  # the first call takes longer
         started = time.perf_counter()
         engine.generate(crowd(), CALLS[name])
         took[name] = time.perf_counter() - started
@@ -99,7 +107,7 @@ def test_a_signal_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
 
 
 class _Failing(TorchDispatchMode):
-    """Operation number `at` from now on raises as a full device does."""
+    """Mode in which operation number `at` raises an out-of-memory error."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -116,7 +124,9 @@ class _Failing(TorchDispatchMode):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_operation_that_fails_at_any_moment(kind: str, path: Path, tmp_path: Path) -> None:
+def test_failed_operation_at_a_random_moment_leaves_nothing_behind(
+    kind: str, path: Path, tmp_path: Path
+) -> None:
     engine, draw = engine_of(kind, path, tmp_path), random.Random(kind)
     counts: dict[str, int] = {}
     for name, params in CALLS.items():

@@ -1,4 +1,4 @@
-"""Sleep, wake up, and the two-phase weight update."""
+"""Sleep, wake-up, the two-phase weight update, and elastic KV pools."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ def engine(path: Path, device: str) -> Engine:
     return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
 
-def test_sleep_level_1_gives_all_memory_back_and_keeps_the_answers(engine: Engine) -> None:
+def test_sleep_level_1_releases_all_memory_and_keeps_the_answers(engine: Engine) -> None:
     before = answers(engine)
     pointers = addresses(engine)
     for _ in range(2):
@@ -28,7 +28,7 @@ def test_sleep_level_1_gives_all_memory_back_and_keeps_the_answers(engine: Engin
         assert report.committed_bytes == 0
         assert report.tags["weights"].backup_bytes == report.tags["weights"].live_bytes > 0
         assert report.tags["kv_cache"].backup_bytes == 0
-        engine.sleep()  # asleep already: nothing happens
+        engine.sleep()  # without effect, because all tags sleep already
         engine.wake_up(["weights"])
         engine.wake_up(["kv_cache", "cuda_graph"])
         assert answers(engine) == before
@@ -39,7 +39,7 @@ def test_sleep_level_1_gives_all_memory_back_and_keeps_the_answers(engine: Engin
     assert moves == [(op, tag) for op in ("pause", "resume") for tag in engine.tags] * 2
 
 
-def test_says_why_it_does_not_generate(engine: Engine) -> None:
+def test_generate_names_why_the_engine_is_unavailable(engine: Engine) -> None:
     engine.sleep()
     for asleep in (engine.tags, engine.tags[1:]):
         with pytest.raises(StateError, match=rf"paused: {', '.join(asleep)} \(call wake_up\)"):
@@ -54,7 +54,7 @@ def test_says_why_it_does_not_generate(engine: Engine) -> None:
         answers(engine)
 
 
-def test_an_update_in_place_is_served_once_it_is_committed_and_never_where_a_bit_flipped(
+def test_update_in_place_is_served_after_commit_and_refused_after_a_bit_flip(
     engine: Engine,
 ) -> None:
     for flip in (False, True):
@@ -71,14 +71,14 @@ def test_an_update_in_place_is_served_once_it_is_committed_and_never_where_a_bit
             verified = engine.verify_update(receipt)
             assert "version 1 has not been committed" in str(engine.unavailable_reason())
             committed = engine.commit_update(1)
-            assert {(each.version, each.digest) for each in (verified, committed)} == {
+            assert {(result.version, result.digest) for result in (verified, committed)} == {
                 (1, receipt.digest)
             }
             assert answers(engine) == expected(1)
     with pytest.raises(StateError, match="undefined: .*version 1 failed verification.*digest"):
         answers(engine)
     engine.sleep()
-    assert engine.report().backup_bytes == 0  # undefined weights are not worth keeping
+    assert engine.report().backup_bytes == 0  # undefined weights are discarded
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_an_update_in_place_is_served_once_it_is_committed_and_never_where_a_bit
         (lambda e: e.wake_up(["weights", "params"]), r"unknown tags \['params'\]"),
     ],
 )
-def test_refuses_unknown_words(engine: Engine, call, match: str) -> None:  # type: ignore[no-untyped-def]
+def test_sleep_and_wake_up_refuse_unknown_arguments(engine: Engine, call, match: str) -> None:  # type: ignore[no-untyped-def]
     engine.sleep()
     with pytest.raises(ValueError, match=match):
         call(engine)
     assert engine.saver.is_paused("weights") and engine.saver.is_paused("kv_cache")
 
 
-def test_preempted_requests_go_on_under_the_new_version(engine: Engine) -> None:
+def test_preempted_requests_continue_under_the_new_version(engine: Engine) -> None:
     def swap(done: int, total: int, generated: int) -> None:
         if generated == 6:
             engine.sleep(level=2, unfinished="preempt")
@@ -116,39 +116,41 @@ def test_sleep_can_abort_unfinished_requests(engine: Engine) -> None:
             engine.sleep(unfinished="abort")
 
     out = engine.generate(PROMPTS, GREEDY, on_progress=stop)
-    assert ids(out) == [[each[:2]] for each in before]
+    assert ids(out) == [[answer[:2]] for answer in before]
     assert {samples[0].finish_reason for samples in out} == {"abort"}
     engine.wake_up()
     engine.check_integrity()
     assert answers(engine) == before
 
 
-def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_the_same(
+def test_elastic_pool_grows_from_one_sample_and_answers_like_a_fixed_pool(
     path: Path, device: str
 ) -> None:
-    """The limit falls away while it generates, as another's memory would be freed; then it takes
-    what its samples can use: 64 of 80 tokens, and a page more each. On a GPU a tag gives back
-    pieces of 1 GiB, of which one is more than enough for all here, so more is wished for.
+    """Check that the pool grows to the tokens that its samples can use once a limit is lifted.
+
+    Lifting the limit during `generate` stands for memory that another tag frees. The 64 samples can
+    use 80 tokens and one more page each. On a GPU a tag consists of pieces of 1 GiB, one of which
+    is enough for all samples, so the test asks for more tokens there.
     """
     whole_size = 1 << 16 if device == "cpu" else 1 << 22
     sizes = {"kv_tokens": whole_size, "max_context_len": 96}
     engine = Engine.from_pretrained(path, device=device, elastic=True, **sizes)
     fixed = Engine.from_pretrained(path, device=device, **sizes)
     pool, saver = engine.kv_pool, engine.saver
-    # 5,120 tokens: more than one extent of 2 MiB holds
+    # 5,120 tokens, which do not fit into one extent of 2 MiB.
     prompts, params = random_prompts([68] * 64), replace(GREEDY, max_tokens=12)
     expected = ids(fixed.generate(prompts, params))
     pointers, whole = addresses(engine), saver.report().tags["kv_cache"].committed_bytes
-    seen, at_once = list[int](), list[int]()
+    pool_sizes, running = list[int](), list[int]()
 
     def watch(done: int, total: int, tokens: int) -> None:
-        seen.append(pool.size)
+        pool_sizes.append(pool.size)
         if not done:
-            at_once.append(len(engine.scheduler.running))
+            running.append(len(engine.scheduler.running))
         else:
             saver.limit_bytes = None
             if device != "cpu" and (elastic := engine.cache.elastic) is not None:
-                elastic.hurry()  # a GPU's steps end before it would look again
+                elastic.hurry()  # a GPU's steps end before the next query of free memory
                 elastic.fit(lambda: whole_size, lambda pages: False)
 
     for _ in range(2):
@@ -159,14 +161,14 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
         engine.check_integrity()
         assert 96 <= pool.size < whole_size
         saver.limit_bytes = saver.report().committed_bytes
-        seen.clear()
-        at_once.clear()
+        pool_sizes.clear()
+        running.clear()
         assert ids(engine.generate(prompts, params, watch)) == expected
         if device == "cpu":
-            assert max(at_once) < len(prompts)  # the pool was too small in truth
-        assert seen[0] < whole_size and seen == sorted(seen)
-        wanted = 64 * 96 if device == "cpu" else whole_size  # and whole pages of 2 MiB
-        assert seen[0] < pool.size <= wanted + (4 << 20) // pool.bytes_per_token
+            assert max(running) < len(prompts)  # the pool was too small for all samples
+        assert pool_sizes[0] < whole_size and pool_sizes == sorted(pool_sizes)
+        wanted = 64 * 96 if device == "cpu" else whole_size  # rounded up to pages of 2 MiB below
+        assert pool_sizes[0] < pool.size <= wanted + (4 << 20) // pool.bytes_per_token
         engine.check_integrity()
     engine.sleep(level=1)
     engine.wake_up()
@@ -174,10 +176,10 @@ def test_an_elastic_pool_begins_with_one_sample_grows_between_steps_and_answers_
     assert saver.report().tags["kv_cache"].committed_bytes == whole
 
 
-def test_an_elastic_pool_grows_into_what_a_cache_gives_back(
+def test_elastic_pool_grows_into_memory_of_torchs_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tag plays torch's cache, which counts as free."""
+    """Use a tag in place of torch's cache, whose memory counts as free."""
     engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 16)
     saver, elastic = engine.saver, engine.cache.elastic
     assert elastic is not None
@@ -194,7 +196,7 @@ def test_an_elastic_pool_grows_into_what_a_cache_gives_back(
     engine.check_integrity()
 
 
-def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size(
+def test_elastic_pool_wakes_up_whole_or_not_at_all_and_other_pools_are_fixed(
     path: Path, saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 16)
@@ -212,15 +214,14 @@ def test_an_elastic_pool_wakes_whole_or_not_at_all_and_other_pools_have_one_size
     tiered = Engine.from_pretrained(path, elastic=True, tiers=KVTiers(host_ratio=1.0))
     assert hybrid.cache.elastic is tiered.cache.elastic is None
     reasons = ["the model has sliding windows or linear layers", "cached pages go to host tiers"]
-    fixed = "elastic=True: the KV pool has one size and wakes whole: "
+    fixed = "elastic=True: the KV pool has a fixed size and wakes up whole: "
     assert [record.getMessage() for record in caplog.records] == [fixed + why for why in reasons]
 
 
-def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(
-    path: Path, device: str
-) -> None:
-    """Answers of many lengths, forked from prompts with common beginnings; what is given back has
-    no memory. On a GPU whole pieces of 1 GiB go, and at last one is left.
+def test_shrinking_pool_releases_memory_as_its_last_requests_end(path: Path, device: str) -> None:
+    """Generate answers of many lengths, forked from prompts with common beginnings.
+
+    On a GPU the pool shrinks by pieces of 1 GiB, down to one piece.
     """
     rng, whole_size = random.Random(1), 1 << 12 if device == "cpu" else 1 << 22
     sizes = {"kv_tokens": whole_size, "max_context_len": 256, "max_running": 64, "page_size": 4}
@@ -229,20 +230,20 @@ def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(
     pool, saver = engine.kv_pool, engine.saver
     (common,) = random_prompts([40])
     prompts = [
-        [*common[: rng.randint(0, 40)], *each]
-        for each in random_prompts([rng.randint(1, 30) for _ in range(16)])
+        [*common[: rng.randint(0, 40)], *tail]
+        for tail in random_prompts([rng.randint(1, 30) for _ in range(16)])
     ]
     params = [
         replace(GREEDY, max_tokens=length, n=rng.randint(1, 3), temperature=rng.choice([0, 0.8]))
         for length in [*(rng.randint(2, 30) for _ in range(15)), 90]
     ]
-    params = [replace(each, seed=number) for number, each in enumerate(params)]
+    params = [replace(param, seed=number) for number, param in enumerate(params)]
     expected = ids(fixed.generate(prompts, params))
-    seen = list[int]()
+    pool_sizes = list[int]()
 
     def watch(done: int, total: int, tokens: int) -> None:
-        seen.append(pool.size)
-        if seen[-1] != seen[-2:][0]:
+        pool_sizes.append(pool.size)
+        if pool_sizes[-1] != pool_sizes[-2:][0]:
             engine.check_integrity()
             assert saver.report().tags["kv_cache"].committed_bytes >= pool.nbytes
 
@@ -252,32 +253,32 @@ def test_a_pool_that_winds_down_gives_back_what_its_last_requests_leave(
         if turn:
             saver.limit_bytes = saver.report().committed_bytes + (1 << 21)
         engine.shrink()
-        seen.append(pool.size)  # a GPU's, larger than all that is wanted, shrinks at once
+        pool_sizes.append(pool.size)  # on a GPU the pool is too large and shrinks immediately
         assert ids(engine.generate(prompts, params, watch)) == expected
         saver.limit_bytes = None
         if device == "cpu" or not turn:
-            assert seen[-1] < max(seen) // 2
-        seen.clear()
-    assert ids(engine.generate(prompts, params)) == expected  # it has grown again
+            assert pool_sizes[-1] < max(pool_sizes) // 2
+        pool_sizes.clear()
+    assert ids(engine.generate(prompts, params)) == expected  # the pool has grown again
     engine.sleep(level=1)
     engine.wake_up()
     assert ids(engine.generate(prompts, params, watch)) == expected
-    assert {*seen} == {whole_size}
+    assert {*pool_sizes} == {whole_size}
 
 
 @pytest.mark.parametrize("error", [OutOfMemory("no", 1, 1, {}), LeaseError("a peer maps it")])
-def test_a_pool_that_cannot_give_back_stays_as_it_is(
+def test_pool_stays_unchanged_when_shrinking_fails(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     engine = Engine.from_pretrained(path, elastic=True, kv_tokens=1 << 12)
-    before, asked = answers(engine), list[int]()
+    before, calls = answers(engine), list[int]()
 
     def fail(tag: str, nbytes: int) -> None:
-        asked.append(nbytes)
+        calls.append(nbytes)
         raise error
 
     monkeypatch.setattr(engine.saver, "resize", fail)
     engine.shrink()
-    assert answers(engine) == before and len(asked) == 1
+    assert answers(engine) == before and len(calls) == 1
     engine.check_integrity()
     assert engine.kv_pool.size == 1 << 12 and not engine.cache.withheld_pages

@@ -1,4 +1,4 @@
-"""Reading config.json: what is understood, what is refused by name, and the rotary frequencies."""
+"""Reading model directories: supported and refused configs, experts, stop tokens, rotary tables."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def save_config(path: Path, kind: str) -> None:
     build_tiny(kind, **(MLA if kind.startswith("deepseek") else {})).config.save_pretrained(
         str(path)
     )
-    remove = () if kind == NEXT else ("layer_types",)  # where it follows from other keys
+    remove = () if kind == NEXT else ("layer_types",)  # other keys imply it in the other kinds
     edit_config(path, remove=remove, architectures=[KINDS[kind][1].__name__])
 
 
@@ -73,8 +73,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "match"), REFUSED)
-def test_refuses_by_name(tmp_path: Path, kind: str, changes: dict[str, Any], match: str) -> None:
-    """A model of this kind is understood; with the changes it is refused, by name."""
+def test_unsupported_config_is_refused_with_its_key(
+    tmp_path: Path, kind: str, changes: dict[str, Any], match: str
+) -> None:
+    """Check a supported config, and refuse it with the changes."""
     save_config(tmp_path, kind)
     load_model_config(tmp_path)
     edit_config(tmp_path, **changes)
@@ -82,12 +84,12 @@ def test_refuses_by_name(tmp_path: Path, kind: str, changes: dict[str, Any], mat
         load_model_config(tmp_path)
 
 
-def test_names_a_missing_directory(tmp_path: Path) -> None:
+def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere.config\.json not found"):
         load_model_config(tmp_path / "nowhere")
 
 
-def test_names_a_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_truncated_file_is_named(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
@@ -134,7 +136,7 @@ def test_names_a_file_that_is_cut_off(tmp_path: Path) -> None:
         ("deepseek_v2", MOE_V3, {"routing": Routing(top_k=2, normalise=False)} | WIDE),
     ],
 )
-def test_layers_are_experts_where_transformers_has_them(
+def test_expert_layers_and_routing_equal_those_of_transformers(
     tmp_path: Path, kind: str, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     save_config(tmp_path, kind)
@@ -145,14 +147,15 @@ def test_layers_are_experts_where_transformers_has_them(
     sparse = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
     assert any(sparse)
     assert load_model_config(tmp_path).mlps == tuple(
-        experts if each else GatedConfig(inner=80) for each in sparse
+        experts if has_experts else GatedConfig(inner=80) for has_experts in sparse
     )
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_experts_one_by_one_and_stacked_are_the_same_weights(tmp_path: Path, kind: str) -> None:
-    """As the Hub has them, Mixtral by names of its own; as transformers computes with them; and as
-    half of each.
+def test_separate_and_stacked_experts_load_the_same_weights(tmp_path: Path, kind: str) -> None:
+    """Load experts that are stored like on the Hub, like in transformers, or half of each.
+
+    On the Hub, Mixtral has its own names.
     """
     model = save_tiny(tmp_path, kind)
     apart = load_file(tmp_path / "model.safetensors")
@@ -169,7 +172,7 @@ def test_experts_one_by_one_and_stacked_are_the_same_weights(tmp_path: Path, kin
         assert torch.equal(engine.store.tensor(name), param) or "proj.weight" in name
 
 
-def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_experts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe")
     tensors = load_file(tmp_path / "model.safetensors")
     engine = Engine.from_pretrained(tmp_path)
@@ -183,10 +186,10 @@ def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ),
         (f"{layer}8.up_proj.weight", (24, 48), rf"missing nothing, unexpected {layer}8.up"),
     ]:
-        others = {key: tensor for key, tensor in tensors.items() if key != name}
-        more = {} if changed is None else {name: torch.zeros(changed)}
+        unchanged = {key: tensor for key, tensor in tensors.items() if key != name}
+        added = {} if changed is None else {name: torch.zeros(changed)}
         with pytest.raises(ValueError, match=match):
-            engine.store.load((others | more).items(), "files")
+            engine.store.load((unchanged | added).items(), "files")
         assert engine.store.version is None
 
 
@@ -194,7 +197,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ("config_ids", "generation_ids", "expected"),
     [(None, None, set()), (5, None, {5}), ([5, 6], None, {5, 6}), (5, 7, {7}), (5, [7, 8], {7, 8})],
 )
-def test_stop_tokens(
+def test_generation_config_overrides_the_configs_stop_tokens(
     tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]
 ) -> None:
     save_tiny(tmp_path)
@@ -210,7 +213,7 @@ ADDED = [{"id": 11, "content": "<end>"}]
 
 
 @pytest.mark.parametrize(
-    ("config", "tokenizer", "found"),
+    ("config", "tokenizer", "expected"),
     [
         ({"eos_token": "<end>", "added_tokens_decoder": {"11": ADDED[0]}}, {}, {7, 11}),
         ({"eos_token": {"content": "<end>"}}, {"added_tokens": ADDED}, {7, 11}),
@@ -219,14 +222,14 @@ ADDED = [{"id": 11, "content": "<end>"}]
         ({"eos_token": None}, {"added_tokens": ADDED}, {7}),
     ],
 )
-def test_end_token_of_the_tokenizer_ends_an_answer_too(
-    tmp_path: Path, config: dict[str, Any], tokenizer: dict[str, Any], found: set[int]
+def test_end_token_of_the_tokenizer_is_a_stop_token_too(
+    tmp_path: Path, config: dict[str, Any], tokenizer: dict[str, Any], expected: set[int]
 ) -> None:
     save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert load_model_config(tmp_path).stop_token_ids == found
+    assert load_model_config(tmp_path).stop_token_ids == expected
 
 
 @pytest.mark.parametrize(

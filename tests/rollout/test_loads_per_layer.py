@@ -1,4 +1,4 @@
-"""Loads that are late: a layer is computed after its own rows came, and waits for no others."""
+"""Late loads from the host: each layer waits for its own rows, and for no other rows."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from tests.helpers.rollout.updates import tiny
 
 
 class Late(HostTransfer):
-    """A copy to the device whose rows come when they are waited for.
+    """A copy to the device whose rows arrive only when a layer waits for them.
 
-    Until then the target holds NaN.
+    The copy has already written its rows to the slots. They are saved and replaced by NaN until
+    then.
     """
 
     def __init__(self, pool: TokenPool, slots: torch.Tensor) -> None:
-        """slots: where the copy has put its rows already, which are taken away again."""
         super().__init__()
         self._layers = next(iter(pool.stored.values())).shape[0]
         self._pool, self._slots = pool, slots
         self._rows = {name: part[:, slots] for name, part in pool.stored.items()}
-        self.came = 0  # layers
+        self.arrived = 0  # layers
         fill(pool, slots)
 
     @property
     def done(self) -> bool:
-        return self.came == self._layers
+        return self.arrived == self._layers
 
     def wait(self, layer: int = -1) -> None:
-        while self.came <= layer % self._layers:
+        while self.arrived <= layer % self._layers:
             for name, part in self._pool.stored.items():
-                part[self.came, self._slots] = self._rows[name][self.came]
-            self.came += 1
+                part[self.arrived, self._slots] = self._rows[name][self.arrived]
+            self.arrived += 1
 
     def synchronize(self) -> None:
         self.wait()
 
 
 class LateCopies:
-    """Stands in for the stream of an engine's host tier: in order, and as late as possible."""
+    """Stand-in for the stream of a host tier: copies run in order and as late as possible."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host: HostKVCache = blocks_of(engine).tiers.lower.host
@@ -64,28 +64,28 @@ class LateCopies:
         return self.loads[-1]
 
     def _after_loads(self, host_slots: Any, device_slots: torch.Tensor) -> HostTransfer:
-        for load in self.loads:  # a page that was read may be written now
+        for load in self.loads:  # a page that a load reads may be overwritten now
             load.wait()
         return self._backup(host_slots, device_slots)
 
 
-def test_a_layer_waits_for_its_own_rows_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_waits_for_its_own_rows_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, (prompt, other) = tiered(path), random_prompts((80, 120))
     run(engine, [prompt])
     run(engine, [other])
     copies = LateCopies(engine, monkeypatch)
-    came: list[int] = []
+    arrived: list[int] = []
     compute = Attention.__call__
 
     def spy(mixer: Attention, *args: Any) -> torch.Tensor:
-        came.append(copies.loads[0].came)
+        arrived.append(copies.loads[0].arrived)
         return compute(mixer, *args)
 
     monkeypatch.setattr(Attention, "__call__", spy)
     check(tiny(0), [prompt], [run(engine, [prompt])])
     layers = engine.model.num_layers
     assert len(copies.loads) == 1 and engine.stats.loaded_tokens == 76
-    assert came[:layers] == [1, 2] and set(came[layers:]) == {layers}
+    assert arrived[:layers] == [1, 2] and set(arrived[layers:]) == {layers}
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -101,11 +101,11 @@ def test_late_loads_change_no_answer(
         for root in roots
     ]
     for params in (GREEDY, SamplingParams(max_tokens=20, temperature=0, n=2)):
-        check(tiny(0), prompts, [[each] for each in run(engine, prompts, params)])
+        check(tiny(0), prompts, [[answer] for answer in run(engine, prompts, params)])
     assert len(copies.loads) > 5
 
 
-def test_loads_of_a_step_that_failed_come_before_their_pages_are_used_again(
+def test_loads_of_a_failed_step_finish_before_their_pages_are_reused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, (prompt, other) = tiered(path), random_prompts((80, 120))
@@ -115,5 +115,5 @@ def test_loads_of_a_step_that_failed_come_before_their_pages_are_used_again(
 
     with failing(engine.runner, "forward", 0, monkeypatch):
         engine.generate([prompt], GREEDY)
-    assert [load.came for load in copies.loads] == [engine.model.num_layers]
+    assert [load.arrived for load in copies.loads] == [engine.model.num_layers]
     check(tiny(0), [prompt], [run(engine, [prompt])])

@@ -1,5 +1,6 @@
-"""The prefix cache in the engine, alone and over tiers: the same answers for less work, never under
-older weights, no page or lock lost.
+"""The engine's prefix cache, with and without tiers.
+
+Answers stay the same for less work, older weights are never used, and no page or lock is lost.
 """
 
 import random
@@ -48,15 +49,16 @@ KINDS: list[Callable[..., Engine]] = [make, tiered]
 @pytest.mark.parametrize(
     ("model", "policy", "running"), [*((model, None, 64) for model in MODELS), *TIERED]
 )
-def test_answers_are_those_without_the_cache(
+def test_answers_equal_those_without_the_cache(
     saved: Saved,
     model: tuple[str, dict[str, Any], str],
     policy: WritePolicy | None,
     running: int,
     device: str,
 ) -> None:
-    """Again and again, in batches and alone; nearly all of every prompt is found, with tiers most
-    of it below the device.
+    """Repeat prompts in batches and alone, so that nearly all of their tokens are hits.
+
+    With tiers, most hits are below the device.
     """
     kind, overrides, dtype = model
     path, _ = saved(kind, **overrides)
@@ -73,7 +75,7 @@ def test_answers_are_those_without_the_cache(
     prompts = conversations()
     expected = run(plain, prompts)
     for _ in range(2):
-        # nothing of the prompts stays on the device
+        # These prompts evict all pages of `prompts` from the device.
         for alone in random_prompts((100, 90), seed=5) if policy else ():
             run(engine, [alone])
         assert_same(run(engine, prompts), expected)
@@ -83,13 +85,11 @@ def test_answers_are_those_without_the_cache(
     assert plain.stats.prefix_hit_tokens == 0
 
 
-# ---------------------------------------------------------------- what is computed
+# ---------------------------------------------------------------- computed tokens
 
 
 @pytest.mark.parametrize(("length", "left"), [(40, 4), (41, 1), (43, 3), (1, 1), (4, 4)])
-def test_a_prompt_seen_before_computes_its_last_tokens_only(
-    path: Path, length: int, left: int
-) -> None:
+def test_repeated_prompt_computes_its_last_tokens_only(path: Path, length: int, left: int) -> None:
     engine = make(path)
     prompts = random_prompts((length,))
     decoded = GREEDY.max_tokens - 1
@@ -98,12 +98,12 @@ def test_a_prompt_seen_before_computes_its_last_tokens_only(
 
 
 @pytest.mark.parametrize("length", [20, 21, 22, 23])
-def test_a_turn_of_a_conversation_finds_prompt_and_answer(path: Path, length: int) -> None:
+def test_next_turn_of_a_conversation_hits_prompt_and_answer(path: Path, length: int) -> None:
     engine = make(path)
     (prompt, more) = random_prompts((length, 10))
     for _ in range(3):
         (answer,) = run(engine, [prompt])
-        known = len(prompt) + len(answer.token_ids) - 1  # the last token's keys were never computed
+        known = len(prompt) + len(answer.token_ids) - 1  # the last token's keys are not computed
         prompt = prompt + answer.token_ids + more
         computed, hit = spent(engine, [prompt])
         assert hit == known // PAGE * PAGE
@@ -111,21 +111,21 @@ def test_a_turn_of_a_conversation_finds_prompt_and_answer(path: Path, length: in
     check(tiny(0), [prompt], [run(engine, [prompt])])
 
 
-def test_prompts_of_one_call_find_what_a_step_before_computed(path: Path) -> None:
-    """The second is admitted once the first, a step's worth of tokens, is in the cache."""
+def test_prompt_hits_pages_of_an_earlier_step_in_the_same_call(path: Path) -> None:
+    """Fill a step with the first prompt, so that it is cached before the second is admitted."""
     engine = make(path, max_prefill_tokens=40)
     (base,) = random_prompts((40,))
     assert spent(engine, [base, [*base, 7, 8]]) == (40 + 2 + 2 * 7, 40)
 
 
-def test_samples_of_a_group_fork_and_later_groups_hit(path: Path) -> None:
+def test_samples_of_one_group_fork_and_later_groups_hit(path: Path) -> None:
     engine = make(path, max_running=4)
     (prompt,) = random_prompts((42,))
     params = SamplingParams(max_tokens=8, temperature=1.0, n=9, seed=3)
     computed, hit = spent(engine, [prompt], params)  # groups of 4, 4 and 1
     assert (computed, hit) == (42 + 2 + 2 + 9 * 7, 80)
     plain = make(path, max_running=4, prefix_cache=False)
-    assert_same(*(each.generate([prompt], params)[0] for each in (engine, plain)))
+    assert_same(engine.generate([prompt], params)[0], plain.generate([prompt], params)[0])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_samples_of_a_group_fork_and_later_groups_hit(path: Path) -> None:
         ),
     ],
 )
-def test_off_where_pages_do_not_tell_all_and_tiers_refused(
+def test_cache_is_off_and_tiers_are_refused_when_pages_are_not_the_whole_sequence(
     saved: Saved, kind: str, overrides: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     path, _ = saved(kind, **overrides)
@@ -155,10 +155,10 @@ def test_off_where_pages_do_not_tell_all_and_tiers_refused(
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
-def test_weights_that_change_under_requests_leave_nothing_behind(path: Path, at: int) -> None:
-    """What runs across the change, be it found, in prefill or decoding, keeps its pages and offers
-    none of them.
-    """
+def test_pages_of_requests_are_not_hit_after_the_weights_change_under_them(
+    path: Path, at: int
+) -> None:
+    """Replace the weights while requests are in prefill or decode, which keep their own pages."""
     engine, prompts = make(path, max_prefill_tokens=16), random_prompts((30, 50))
     run(engine, [prompt[:16] for prompt in prompts])
     steps = iter(range(1, 100))
@@ -174,7 +174,7 @@ def test_weights_that_change_under_requests_leave_nothing_behind(path: Path, at:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_kept_prefixes_survive_a_sleep_of_the_pool(
+def test_prefixes_on_the_host_are_hit_after_a_sleep(
     path: Path, policy: WritePolicy, device: str
 ) -> None:
     engine = tiered(path, device=device, kv_tokens=512, write_policy=policy)
@@ -182,7 +182,7 @@ def test_kept_prefixes_survive_a_sleep_of_the_pool(
     before = run(engine, prompts)
     for tags in (["kv_cache"], None):
         engine.sleep(tags=tags)
-        engine.sleep()  # asleep already
+        engine.sleep()  # without effect for tags that sleep already
         assert engine.blocks.available_pages == engine.blocks.total_pages
         engine.wake_up()
         lose_device(engine)
@@ -196,7 +196,9 @@ def test_kept_prefixes_survive_a_sleep_of_the_pool(
 @pytest.mark.parametrize(
     "how", ["no tiers", "no tiers, level 2", "told", "level 2", "updated", "loaded"]
 )
-def test_a_sleep_after_which_nothing_is_hit(path: Path, how: str) -> None:
+def test_nothing_is_hit_after_a_sleep_that_forgets_prefixes_or_weights(
+    path: Path, how: str
+) -> None:
     plain, level = how.startswith("no tiers"), 2 if how.endswith("level 2") else 1
     engine = make(path) if plain else tiered(path, kv_tokens=512, keep_asleep=how != "told")
     prompts = random_prompts((50,))
@@ -214,7 +216,7 @@ def test_a_sleep_after_which_nothing_is_hit(path: Path, how: str) -> None:
         assert_same(run(engine, prompts), before)
 
 
-def test_preempted_by_sleep_and_aborted_by_poison(path: Path) -> None:
+def test_cache_stays_consistent_over_preempting_sleeps_and_poisoned_weights(path: Path) -> None:
     engine, prompts = make(path), random_prompts((30, 50))
     before = run(engine, prompts)
 
@@ -236,15 +238,15 @@ def test_preempted_by_sleep_and_aborted_by_poison(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_rows_of_other_scales_are_not_hit(saved: Saved, kind: Callable[..., Engine]) -> None:
+def test_fp8_rows_with_other_scales_are_not_hit(saved: Saved, kind: Callable[..., Engine]) -> None:
     path, _ = saved("llama", head_dim=16)
     fields = {"kv_cache_dtype": "fp8_e4m3"}
     engine = make(path, **fields) if kind is make else tiered(path, engine=fields)
     fresh = make(path, **fields)
     prompts = random_prompts((50, 60))
     run(engine, prompts)
-    for each in (engine, fresh):
-        each.kv_pool.set_scales(1, 0.25, 0.03)
+    for scaled in (engine, fresh):
+        scaled.kv_pool.set_scales(1, 0.25, 0.03)
     if kind is tiered:
         engine.sleep()
         engine.wake_up()
@@ -256,13 +258,11 @@ def test_fp8_rows_of_other_scales_are_not_hit(saved: Saved, kind: Callable[..., 
     assert (engine.stats.loaded_tokens > 0) == (kind is tiered)
 
 
-# ---------------------------------------------------------------- everything at once
+# ---------------------------------------------------------------- everything together
 
 
-def test_nothing_but_kept_and_computed_tokens_is_read(path: Path, device: str) -> None:
-    """NaN in every slot that neither the cache nor a running sample knows the content of, after
-    every step.
-    """
+def test_only_slots_of_cached_and_computed_tokens_are_read(path: Path, device: str) -> None:
+    """Fill all other slots with NaN after every step."""
     engine = make(path, device=device, kv_tokens=192, max_prefill_tokens=24)
     params = SamplingParams(max_tokens=20, temperature=0, n=2)
     for _ in range(2):
@@ -275,9 +275,12 @@ def test_nothing_but_kept_and_computed_tokens_is_read(path: Path, device: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_work(path: Path, tmp_path: Path, kind: Callable[..., Engine], device: str) -> None:
-    """Groups over a few beginnings, a small pool, sleeps, weights that change, over tiers both ways
-    of preemption; all adds up after every step, and each answer is that of its own weights.
+def test_random_workload_answers_with_its_own_weights(
+    path: Path, tmp_path: Path, kind: Callable[..., Engine], device: str
+) -> None:
+    """Run a workload with shared beginnings, a small pool, sleeps and changing weights.
+
+    With tiers, samples are preempted in both ways. Integrity is checked after every step.
     """
     rng = random.Random(7)
     fields: dict[str, Any] = {"max_running": 5, "max_prefill_tokens": 24}
@@ -293,7 +296,8 @@ def test_random_work(path: Path, tmp_path: Path, kind: Callable[..., Engine], de
         update(engine, version, seed=version)
         for _ in range(2):
             prompts, params = random_groups(rng, roots)
-            check(tiny(version), prompts, [[each] for each in run(engine, prompts, params)])
+            out = run(engine, prompts, params)
+            check(tiny(version), prompts, [[answer] for answer in out])
             if rng.random() < 0.3:
                 engine.sleep()
                 engine.wake_up()

@@ -1,6 +1,4 @@
-"""Several GPUs over NCCL: tensor parallel under CUDA graphs, prefill and decode on a GPU each or of
-different sizes.
-"""
+"""Several GPUs over NCCL: tensor parallelism under CUDA graphs, and prefill/decode splits."""
 
 from __future__ import annotations
 
@@ -27,7 +25,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 PROMPTS = random_prompts((90, 1, 17, 60))
 
 
-# by expert and by inner channels; odd sizes, experts that two ranks do not divide, latent rows
+# Experts are divided by expert and by inner channels, also with odd sizes, numbers of experts that
+# two ranks do not divide, and latent rows.
 MIXTURES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen3_moe", {"num_experts": 5, "moe_intermediate_size": 23}, 2),
     ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 8}, 1),
@@ -52,23 +51,23 @@ def share(rank: int, path: str, experts: int = 1) -> Any:
     return [request[0] for request in answers], engine.graphs.replays
 
 
-def test_tensor_parallel_under_cuda_graphs(tmp_path: Path) -> None:
+def test_tensor_parallel_graphs_answer_like_one_gpu(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", **MODEL)
     first, second = results(
         start_ranks(share, 2, tmp_path / "store", str(tmp_path), backend="nccl")
     )
-    assert [each.token_ids for each in first[0]] == alone(tmp_path)
+    assert [answer.token_ids for answer in first[0]] == alone(tmp_path)
     assert first == second and first[1] > 0
 
 
 @pytest.mark.parametrize(("kind", "overrides", "experts"), MIXTURES)
-def test_mixtures_and_latent_attention_under_cuda_graphs(
+def test_tensor_parallel_graphs_of_mixtures_and_latent_attention_answer_like_one_gpu(
     tmp_path: Path, kind: str, overrides: dict[str, Any], experts: int
 ) -> None:
     save_tiny(tmp_path, kind, **overrides)
     ranks = start_ranks(share, 2, tmp_path / "store", str(tmp_path), experts, backend="nccl")
     first, second = results(ranks)
-    assert [each.token_ids for each in first[0]] == alone(tmp_path)
+    assert [answer.token_ids for answer in first[0]] == alone(tmp_path)
     assert first == second and first[1] > 0
 
 
@@ -77,10 +76,12 @@ SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
 def sleep_and_wake(rank: int, paths: list[str]) -> list[dict[str, Any]]:
-    """By vocabulary: answers at each size of the ladder before, after a sleep of either level, and
-    of a fresh engine; another process fills the memory with 0xFF meanwhile.
+    """Return answers before and after sleeps and of a fresh engine, for every vocabulary.
+
+    Answers cover the sizes of the ladder. While the engine sleeps, another process fills the freed
+    memory with 0xFF.
     """
-    multiprocessing.current_process().daemon = False  # which may have a process of its own
+    multiprocessing.current_process().daemon = False  # daemons may not start processes
     scribbler = Scribbler(f"cuda:{rank}")
     try:
         return [_through_sleeps(rank, path, scribbler) for path in paths]
@@ -104,12 +105,14 @@ def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any
     def answers(engine: Engine) -> list[list[int]]:
         sizes = [size for size in ladder(512) if size <= 16 or size in (64, 160, 512)]
         return [
-            each[0].token_ids for size in sizes for each in engine.generate(prompts[:size], SHORT)
+            answer[0].token_ids
+            for size in sizes
+            for answer in engine.generate(prompts[:size], SHORT)
         ]
 
     def device_bytes() -> int:
-        dist.barrier()  # which torch gives a segment of its own
-        empty_torch_cache(torch.device("cuda", rank))  # as a sleep does, cuBLAS's workspaces too
+        dist.barrier()  # torch allocates a separate segment for it
+        empty_torch_cache(torch.device("cuda", rank))  # as a sleep does, with cuBLAS's workspaces
         return process_bytes(f"cuda:{rank}")
 
     prompts = random_prompts([7] * 512)
@@ -134,9 +137,12 @@ def _through_sleeps(rank: int, path: str, scribbler: Scribbler) -> dict[str, Any
 
 
 @pytest.mark.alone
-def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: Path) -> None:
-    """What NCCL notes of captured collectives' buffers must be no tag's pages: they are others
-    after a sleep.
+def test_tensor_parallel_graphs_answer_the_same_after_sleeps_at_real_vocabularies(
+    tmp_path: Path,
+) -> None:
+    """Check that buffers that NCCL registers for captured collectives do not lie on tags.
+
+    The tags have different pages after a sleep.
     """
     paths = [str(tmp_path / str(size)) for size in VOCABULARIES]
     for path, size in zip(paths, VOCABULARIES, strict=True):
@@ -145,10 +151,11 @@ def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: 
     ranks = results(
         start_ranks(sleep_and_wake, 2, tmp_path / "store", paths, backend="nccl", seconds=120), 300
     )
-    for each in zip(*ranks, strict=True):
-        for mine in each:
-            assert mine["after"] == mine["before"] == mine["fresh"] == each[0]["before"]
-            assert mine["freed"] == [0] * 3
+    for vocabulary in zip(*ranks, strict=True):
+        for result in vocabulary:
+            assert result["after"] == result["before"] == result["fresh"]
+            assert result["before"] == vocabulary[0]["before"]
+            assert result["freed"] == [0] * 3
 
 
 @pytest.mark.parametrize(
@@ -162,27 +169,25 @@ def test_answers_after_a_sleep_at_real_vocabularies_under_cuda_graphs(tmp_path: 
     ],
     ids=["1to1", "1to1-nccl", "2to1", "1to2", "4to2"],
 )
-def test_prefill_and_decode_of_any_sizes(
+def test_prefill_and_decode_engines_of_any_sizes_answer_like_one_gpu(
     tmp_path: Path, prefill: int, gpus: list[int], mapped: bool
 ) -> None:
-    """Where there are more processes than GPUs, a prefill and a decode rank share one; ranks of an
-    engine never do.
-    """
+    """Place a prefill and a decode rank on one GPU if there are more processes than GPUs."""
     save_tiny(tmp_path, "qwen3", **MODEL)
     decode = len(gpus) - prefill
     split = Split(
         path=str(tmp_path), prefill=prefill, decode=decode, mapped=mapped, calls=[(PROMPTS, GREEDY)]
     )
     args = split, str(tmp_path), [f"cuda:{gpu}" for gpu in gpus], "nccl"
-    group = "gloo" if mapped else "nccl"  # by which what is not mapped is sent
-    seen = results(start_ranks(run_placed, len(gpus), tmp_path / "store", *args, backend=group))
+    group = "gloo" if mapped else "nccl"  # sends the data that is not written to mapped memory
+    ranks = results(start_ranks(run_placed, len(gpus), tmp_path / "store", *args, backend=group))
     expected = alone(tmp_path)
-    for each in seen[prefill:]:
-        assert each["error"] is None and each["reason"] is None
-        (answers,) = each["answers"]
+    for result in ranks[prefill:]:
+        assert result["error"] is None and result["reason"] is None
+        (answers,) = result["answers"]
         assert [request[0].token_ids for request in answers] == expected
-        assert (each["split"].arrived, each["split"].recomputed) == (len(PROMPTS), 0)
-        assert each["outstanding"] == 0
+        assert (result["split"].arrived, result["split"].recomputed) == (len(PROMPTS), 0)
+        assert result["outstanding"] == 0
     ranges, pairs = 3 + 1 + 1 + 2, max(prefill, decode)
-    assert sum(each["requests"] for each in seen[:prefill]) == ranges * pairs
-    assert sum(each["bytes"] for each in seen[:prefill]) == sum(map(len, PROMPTS)) * TOKEN
+    assert sum(result["requests"] for result in ranks[:prefill]) == ranges * pairs
+    assert sum(result["bytes"] for result in ranks[:prefill]) == sum(map(len, PROMPTS)) * TOKEN

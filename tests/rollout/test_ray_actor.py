@@ -1,4 +1,4 @@
-"""The engine in another process, driven through Ray."""
+"""The engine in another process, called through Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory, ray_cluster: RayCluster) -> 
 
 @pytest.fixture
 def rollout(actor: Any) -> RemoteRollout:
-    """Awake, whatever the test before left."""
+    """Return a rollout that is awake, for any state left by the previous test."""
     made = RemoteRollout([RemoteActor(actor, "rollout")], 120.0)
     made.wake_up()
     return made
@@ -44,7 +44,7 @@ def answers(rollout: RemoteRollout) -> list[list[int]]:
     return [samples[0].token_ids for samples in rollout.generate(PROMPTS, GREEDY)]
 
 
-def test_a_trainer_in_another_process_writes_the_weights(rollout: RemoteRollout) -> None:
+def test_weights_are_updated_from_another_process(rollout: RemoteRollout) -> None:
     version = rollout.weights_version + 1
     assert rollout.call("pid") != os.getpid()
     rollout.sleep(2)

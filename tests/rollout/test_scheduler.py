@@ -1,6 +1,4 @@
-"""The scheduling policy, and sequences that share pages with a prefix cache, over real blocks,
-without a model.
-"""
+"""The scheduling policy and shared pages of a prefix cache, over real blocks without a model."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +31,7 @@ def schedule(blocks: BlockManager, chunk: int) -> Scheduler:
 
 
 def used(scheduler: Scheduler) -> int:
-    """Pages of the pool of full layers."""
+    """Return the used pages of the pool of full layers."""
     return scheduler.blocks.ledgers[0].total - scheduler.blocks.ledgers[0].available
 
 
@@ -47,11 +45,11 @@ def request(number: int, prompt_len: int, max_tokens: int, n: int = 1) -> list[S
 
 
 def run_step(scheduler: Scheduler, token_of: dict[str, list[int]] | None = None) -> Step:
-    """What the engine does, minus the model."""
+    """Run a step as the engine does, without a model."""
     step = scheduler.schedule()
     assert step.decode or step.chunks, "a step without work would loop for ever"
     slots = [] if not step.decode else [step.decode_slots]
-    assert sum(len(each) for each in slots) == len(step.decode)
+    assert sum(len(part) for part in slots) == len(step.decode)
     for chunk in step.chunks:
         assert len(chunk.slots) == chunk.length > 0
     scheduler.computed(step)
@@ -74,20 +72,20 @@ def drain(scheduler: Scheduler) -> list[Step]:
     return steps
 
 
-def test_long_prompts_come_in_chunks_beside_decoding() -> None:
+def test_long_prompts_are_computed_in_chunks_while_others_decode() -> None:
     scheduler = make(pages=40)
     short, long = request(0, 3, 20), request(1, 30, 2)
     scheduler.add(short)
     scheduler.add(long)
     steps = drain(scheduler)
     chunks = [(c.start, c.length) for s in steps for c in s.chunks if c.sample is long[0]]
-    # 3 of the first 8 went to the short prompt
+    # The short prompt used 3 of the first 8 tokens.
     assert chunks == [(0, 5), (5, 8), (13, 8), (21, 8), (29, 1)]
     assert all(s.decode == short for s in steps[1:5])
     assert all(sum(c.length for c in s.chunks) <= 8 for s in steps)
 
 
-def test_first_come_first_served_and_a_burst_is_queued() -> None:
+def test_burst_of_requests_is_queued_and_served_in_order() -> None:
     scheduler = make(pages=8, chunk=64)
     requests = [request(i, 8, 4)[0] for i in range(12)]
     for sample in requests:
@@ -95,10 +93,10 @@ def test_first_come_first_served_and_a_burst_is_queued() -> None:
     first = [c.sample for s in drain(scheduler) for c in s.chunks if c.start == 0]
     assert list(dict.fromkeys(first)) == requests
     assert all(sample.finish_reason == "length" for sample in requests)
-    assert scheduler.preemptions == 0  # room for the answers was left when prompts were let in
+    assert scheduler.preemptions == 0  # admission left room for the answers
 
 
-def test_preemption_takes_the_youngest_and_recomputes_it() -> None:
+def test_preemption_requeues_the_youngest_sample_and_recomputes_it() -> None:
     scheduler = make(pages=8, chunk=64)
     old, young = request(0, 4, 20)[0], request(1, 4, 20)[0]
     late = request(2, 12, 2)[0]
@@ -108,8 +106,8 @@ def test_preemption_takes_the_youngest_and_recomputes_it() -> None:
     scheduler.add([late])
     chunks = [c for s in steps + drain(scheduler) for c in s.chunks]
     assert scheduler.preemptions == 1
-    assert [c.sample for c in chunks] == [old, young, young, late]  # back to the front of the queue
-    assert chunks[2].start == 0 and chunks[2].length > 4  # prompt and answer so far
+    assert [c.sample for c in chunks] == [old, young, young, late]  # ahead of `late` in the queue
+    assert chunks[2].start == 0 and chunks[2].length > 4  # the prompt and the present answer
     assert len(old.output) == len(young.output) == 20
 
 
@@ -120,20 +118,20 @@ def test_samples_of_a_prompt_share_its_pages() -> None:
     assert len(scheduler.running) == 6
     assert used(scheduler) == 5  # ceil(17 / 4), once
     run_step(scheduler)
-    assert used(scheduler) == 4 + 6  # each its own last page
+    assert used(scheduler) == 4 + 6  # every sample has its own last page
     drain(scheduler)
     assert idle(scheduler)
 
 
 def blocks_of(pages: int) -> PrefixBlocks:
-    """With a prefix cache."""
+    """Build blocks with a prefix cache."""
     empty = make(pages).blocks
     assert isinstance(empty, PrefixBlocks)
     return PrefixBlocks(empty.blocks, RadixCache(empty.blocks.allocator))
 
 
 def cached(pages: int, computed: int) -> Scheduler:
-    """The first `computed` tokens of every request are in the prefix cache, locked by nobody."""
+    """Build a scheduler whose prefix cache has the first tokens of every request, unlocked."""
     scheduler = make(pages, chunk=64)
     scheduler.blocks = blocks_of(pages)
     scheduler.add(request(99, computed, 1))
@@ -141,10 +139,8 @@ def cached(pages: int, computed: int) -> Scheduler:
     return scheduler
 
 
-def test_what_running_samples_hold_is_not_counted_again() -> None:
-    """20 pages of a prompt are there once; each sample besides them takes 2, and a third is kept
-    free for each.
-    """
+def test_pages_shared_with_running_samples_are_counted_once() -> None:
+    """Run samples that share 20 pages; each needs 2 more pages and a third one kept free."""
     scheduler = cached(pages=32, computed=80)
     scheduler.add(request(0, 81, 4))
     run_step(scheduler)
@@ -157,9 +153,10 @@ def test_what_running_samples_hold_is_not_counted_again() -> None:
     assert scheduler.preemptions == 0 and idle(scheduler)
 
 
-def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
-    """They are available until then: to take them for granted would let in the second, whose pages
-    would be missing.
+def test_unlocked_cached_pages_count_as_taken_at_admission() -> None:
+    """Check admission with cached pages, which stay available until they are locked.
+
+    Without the count, the second request would be admitted and its pages would be missing.
     """
     scheduler = cached(pages=32, computed=80)
     scheduler.add(request(0, 81, 4))
@@ -183,7 +180,7 @@ def test_cached_pages_that_nobody_holds_are_taken_by_who_locks_them() -> None:
     interrupt=st.integers(0, 40),
     window=st.none() | st.tuples(st.integers(1, 9), st.none() | st.just(6)),
 )
-def test_everything_finishes_and_no_page_is_lost(
+def test_random_requests_all_finish_and_no_page_is_lost(
     pages: int,
     max_running: int,
     chunk: int,
@@ -191,16 +188,14 @@ def test_everything_finishes_and_no_page_is_lost(
     interrupt: int,
     window: tuple[int, int | None] | None,
 ) -> None:
-    """Random requests arriving over time, random stops, and one preemption of everything as `sleep`
-    does it.
-    """
+    """Run requests that arrive and stop at random; preempt all samples once, as `sleep` does."""
     scheduler = make(pages, max_running, chunk)
     if window is not None:
         scheduler = schedule(
             make_windowed(PAGE, window[0], pages, window[1], max_running, 24), chunk
         )
     pending = [(request(i, p, m, n), stop) for i, (p, m, n, stop) in enumerate(arrivals)]
-    everyone = [sample for samples, _ in pending for sample in samples]
+    all_samples = [sample for samples, _ in pending for sample in samples]
     stops = {s.name: [1] * (stop + s.index) + [STOP] for samples, stop in pending for s in samples}
     steps = 0
     while pending or scheduler.unfinished:
@@ -214,7 +209,7 @@ def test_everything_finishes_and_no_page_is_lost(
             scheduler.preempt_all()
             assert idle(scheduler)
         assert steps < 5000
-    for sample in everyone:
+    for sample in all_samples:
         expected = stops[sample.name][: sample.params.max_tokens]
         assert sample.output[:-1] == expected[:-1] and len(sample.output) == len(sample.versions)
         assert sample.finish_reason == ("stop" if sample.output[-1] == STOP else "length")
@@ -224,9 +219,10 @@ def test_everything_finishes_and_no_page_is_lost(
 # ---------------------------------------------------------------- blocks with a prefix cache
 
 
-def test_equal_prompts_computed_side_by_side_keep_pages_of_their_own() -> None:
-    """Only one of them is kept; the other must not lock it, or one alone could lack the pages to go
-    on.
+def test_equal_prompts_in_one_step_keep_their_own_pages() -> None:
+    """Check that only one prompt's pages are cached, and that the other sequence locks none.
+
+    If it did, a single sequence could lack pages to continue.
     """
     prefixes, tokens = blocks_of(pages=8), list(range(12))
     handles = []
@@ -242,28 +238,28 @@ def test_equal_prompts_computed_side_by_side_keep_pages_of_their_own() -> None:
     assert ledger.available == 2
     prefixes.release(handles[0], tokens)
     prefixes.check_integrity()
-    assert prefixes.ledgers[0].available == 5  # the kept ones are nobody's now
-    # the whole pool: the kept ones are evicted
+    assert prefixes.ledgers[0].available == 5  # the cached pages are unlocked now
+    # The sequence needs the whole pool, so the cached pages are evicted.
     assert prefixes.extend(handles[1:], [32]) is not None
     prefixes.release(handles[1], list(range(31)))
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 8
 
 
-def test_pages_that_a_fork_goes_on_with_are_not_kept_without_its_lock() -> None:
+def test_pages_used_by_an_unlocked_fork_are_not_cached() -> None:
     prefixes, tokens = blocks_of(pages=8), list(range(12))
     first, second = prefixes.admit(tokens), prefixes.admit(tokens)
     assert first is not None and second is not None
     assert prefixes.extend([first[0], second[0]], [12, 12]) is not None
     prefixes.keep(first[0], tokens)
-    prefixes.keep(second[0], tokens)  # too late: its pages are its own
+    prefixes.keep(second[0], tokens)  # without effect, because the first one was faster
     fork = prefixes.fork(second[0])
     assert fork is not None
     prefixes.release(first[0], tokens)
-    assert prefixes.extend([fork], [32]) is not None  # evicts what the first had kept
+    assert prefixes.extend([fork], [32]) is not None  # evicts the first sequence's pages
     prefixes.release(second[0], tokens)
     prefixes.check_integrity()
-    assert prefixes.ledgers[0].available == 0  # all are the fork's, none can be evicted
+    assert prefixes.ledgers[0].available == 0  # the fork uses all pages, none can be evicted
     prefixes.release(fork, list(range(32)))
     prefixes.check_integrity()
     assert prefixes.ledgers[0].available == 8

@@ -1,5 +1,6 @@
-"""Our rollout over a stand-in for SGLang, whose scheduler is a process of its own: hooks, calls,
-sleeps, updates, answers, ends. With SGLang itself: test_hosted_gpu.py.
+"""The SGLang rollout over a stand-in for SGLang with a scheduler process.
+
+Tests with SGLang itself are in test_hosted_gpu.py.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def options(path: str, **changes: Any) -> dict[str, Any]:
-    there = {"model_path": path, "load_format": "dummy", "max_total_tokens": 512}
-    return {**there, "context_length": 130, **changes}
+    fixed = {"model_path": path, "load_format": "dummy", "max_total_tokens": 512}
+    return {**fixed, "context_length": 130, **changes}
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +80,13 @@ def answers(rollout: SglangRollout, params: SamplingParams = GREEDY) -> list[lis
     return rollout.generate([[1, 2], [4], [5, 6, 7]], params)
 
 
-def test_sleeps_and_updates(rollout: SglangRollout, trainer: Trainer) -> None:
+def test_answers_survive_sleeps_and_change_with_updates(
+    rollout: SglangRollout, trainer: Trainer
+) -> None:
     version = synced(rollout, trainer)
     assert rollout.served_version() == version
     first = answers(rollout)
-    assert first[0][0].weight_versions == [version] * 4 and len({str(each) for each in first}) == 3
+    assert first[0][0].weight_versions == [version] * 4 and len(set(map(str, first))) == 3
     rollout.sleep(1)
     assert rollout.report().committed_bytes == 0 and rollout.weights_version == version
     with pytest.raises(StateError, match="paused: weights, kv_cache"):
@@ -99,7 +102,7 @@ def test_sleeps_and_updates(rollout: SglangRollout, trainer: Trainer) -> None:
     assert "sleep(level=2)" in str(rollout.unavailable_reason())
     version = synced(rollout, trainer)
     same = answers(rollout)
-    assert [each[0].token_ids for each in same] == [each[0].token_ids for each in first]
+    assert [samples[0].token_ids for samples in same] == [samples[0].token_ids for samples in first]
     assert same[0][0].weight_versions == [version] * 4
     for shard in trainer.shards().values():
         shard.neg_()
@@ -107,9 +110,11 @@ def test_sleeps_and_updates(rollout: SglangRollout, trainer: Trainer) -> None:
     assert answers(rollout)[0][0].token_ids != first[0][0].token_ids
 
 
-def test_refusals(rollout: SglangRollout, trainer: Trainer) -> None:
+def test_unsupported_requests_and_updates_are_refused(
+    rollout: SglangRollout, trainer: Trainer
+) -> None:
     synced(rollout, trainer)
-    with pytest.raises(ValueError, match="SGLang's weights have no second pages"):
+    with pytest.raises(ValueError, match="SGLang's weights have no shadow pages"):
         rollout.begin_update(99, shadow=True)
     with pytest.raises(StateError, match="alias=False"):
         rollout.alias_update(99, None, "")  # type: ignore[arg-type]
@@ -123,100 +128,100 @@ def test_refusals(rollout: SglangRollout, trainer: Trainer) -> None:
             sglang_params(wrong, [])
 
 
-def test_samples_and_progress(rollout: SglangRollout, trainer: Trainer) -> None:
+def test_generate_returns_all_samples_and_reports_progress(
+    rollout: SglangRollout, trainer: Trainer
+) -> None:
     synced(rollout, trainer)
-    seen: list[tuple[int, int, int]] = []
-    each = [SamplingParams(max_tokens=3, n=n, ignore_eos=True) for n in (1, 2)]
-    found = rollout.generate([[1], [2]], each, lambda *said: seen.append(said))
-    assert [len(group) for group in found] == [1, 2] and seen[-1] == (3, 3, 9)
-    stop = found[0][0].token_ids[1]
+    calls: list[tuple[int, int, int]] = []
+    params = [SamplingParams(max_tokens=3, n=n, ignore_eos=True) for n in (1, 2)]
+    groups = rollout.generate([[1], [2]], params, lambda *counts: calls.append(counts))
+    assert [len(group) for group in groups] == [1, 2] and calls[-1] == (3, 3, 9)
+    stop = groups[0][0].token_ids[1]
     cut = rollout.generate([[1]], SamplingParams(max_tokens=3, stop_token_ids=(stop,)))[0][0]
     assert cut.finish_reason == "stop" and cut.token_ids[-1] == stop
 
 
-def test_one_sample_a_prompt_is_one_message(
+def test_prompts_with_one_sample_each_are_sent_in_one_message(
     rollout: SglangRollout, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced(rollout, trainer)
     sent = []
     engine = rollout.engine.engine
 
-    def spied(**said: Any) -> Any:
-        sent.append(said["input_ids"])
-        return type(engine).async_generate(engine, **said)
+    def spied(**arguments: Any) -> Any:
+        sent.append(arguments["input_ids"])
+        return type(engine).async_generate(engine, **arguments)
 
     monkeypatch.setattr(engine, "async_generate", spied)
-    prompts, each = (
-        [[1], [2], [3]],
-        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 1, 2)],
-    )
-    found = rollout.generate(prompts, each)
-    assert [len(group[0].token_ids) for group in found] == [3, 1, 2]
+    prompts = [[1], [2], [3]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 1, 2)]
+    groups = rollout.generate(prompts, params)
+    assert [len(group[0].token_ids) for group in groups] == [3, 1, 2]
     assert sent.count(prompts) == 1 and sent[0] == prompts
 
 
-def test_an_interrupt_leaves_no_request(rollout: SglangRollout, trainer: Trainer) -> None:
+def test_interrupt_leaves_no_request(rollout: SglangRollout, trainer: Trainer) -> None:
     synced(rollout, trainer)
 
     def interrupt(done: int, total: int, count: int) -> None:
         raise KeyboardInterrupt
 
-    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 120)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 120)]
     with pytest.raises(KeyboardInterrupt):
-        rollout.generate([[1], [2]], each, interrupt)
+        rollout.generate([[1], [2]], params, interrupt)
     rollout.sleep(1)
     rollout.wake_up()
     assert answers(rollout)
 
 
-def test_requests_with_seeds() -> None:
+def test_seeded_engine_gets_one_request_per_sample() -> None:
     params = SamplingParams(n=3, seed=7, top_k=5, top_p=0.9, temperature=0.5, max_tokens=2)
-    (one,) = sglang_params(params, [2])
-    assert one == {
+    (unseeded,) = sglang_params(params, [2])
+    assert unseeded == {
         "n": 3, "max_new_tokens": 2, "temperature": 0.5, "top_k": 5, "top_p": 0.9,
         "ignore_eos": False, "stop_token_ids": [2],
     }  # fmt: skip
-    each = sglang_params(params, [2], seeded=True)
-    assert len({said.pop("sampling_seed") for said in each}) == 3
-    assert each == [{**one, "n": 1}] * 3
+    requests = sglang_params(params, [2], seeded=True)
+    assert len({request.pop("sampling_seed") for request in requests}) == 3
+    assert requests == [{**unseeded, "n": 1}] * 3
     assert sglang_params(SamplingParams(), [], seeded=True)[0]["top_k"] == -1
 
 
-def test_a_request_that_was_refused() -> None:
+def test_completion_raises_when_sglang_refused_the_request() -> None:
     reason = {"type": "abort", "message": "too long"}
     with pytest.raises(ValueError, match="SGLang ended a request: too long"):
         completion({"output_ids": [], "meta_info": {"finish_reason": reason}}, 1)
 
 
-def test_its_end_is_told_and_signals_are_ours_again(path: str) -> None:
-    """What SGLang does with SIGTERM and SIGQUIT would end the trainer."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGQUIT)}
+def test_end_of_the_scheduler_raises_and_signal_handlers_are_restored(path: str) -> None:
+    """Replace SGLang's handlers of SIGTERM and SIGQUIT, which would end the trainer."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
     engine = SglangEngine(options(path))
     assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
-    os.kill(os.getpid(), signal.SIGQUIT)  # as its scheduler does when it fails
+    os.kill(os.getpid(), signal.SIGQUIT)  # as SGLang's scheduler does when it fails
     os.kill(engine.engine.get_all_child_pids()[0], signal.SIGKILL)
     with pytest.raises(StateError, match="SGLang's scheduler has ended"):
         engine.call("is_idle")
     with pytest.raises(StateError, match="SGLang's scheduler has ended"):
         engine.run([[1]], [{"max_new_tokens": 200, "n": 1}], lambda _: None)
     engine.close()
-    assert {each: signal.getsignal(each) for each in before} == before
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 @pytest.mark.extended
-def test_a_scheduler_that_does_not_start(path: str) -> None:
+def test_scheduler_that_fails_to_start_raises(path: str) -> None:
     with pytest.raises(RuntimeError, match="died during initialization"):
         SglangEngine(options(path, load_format="broken"))
 
 
-def test_engines_by_name(path: str) -> None:
+def test_several_schedulers_and_the_cpu_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="tp_size=2: one scheduler"):
         SglangEngine(options(path, tp_size=2))
     with pytest.raises(ValueError, match="device=cpu: SGLang needs a GPU"):
         build_engine("sglang", {"path": path, "device": "cpu"})
 
 
-def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_old_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require("sglang")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.9")
     with pytest.raises(ValueError, match=r"sglang 0.5.9 is older than 0.5.16; run: pip install"):

@@ -1,5 +1,6 @@
-"""Prefixes of models with linear layers in the engine: pages and states that are found again, the
-same answers for less work, no page, lock or state lost.
+"""The engine's prefix cache for models with linear layers, which caches pages and states.
+
+Answers stay the same for less work, and no page, lock or state is lost.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ def tiny_path(saved: Saved) -> Path:
     return saved("qwen3_next")[0]
 
 
-def same(mine: list[Completion], its: list[Completion]) -> None:
-    assert_same(mine, its, STATES_GAP)
+def same(actual: list[Completion], expected: list[Completion]) -> None:
+    assert_same(actual, expected, STATES_GAP)
 
 
 @pytest.mark.parametrize(("chunk", "states"), [(512, 16), (24, 2), (7, 3)])
-def test_answers_are_those_without_the_cache(
+def test_answers_equal_those_without_the_cache(
     hybrid: Hybrid, chunk: int, states: int, device: str
 ) -> None:
-    """Again and again, in batches and alone, with NaN in all that nobody holds; also where a few of
-    the prompts have states.
+    """Repeat prompts in batches and alone, also when only a few of them can have states.
+
+    All unused slots and states are filled with NaN.
     """
     path, model = hybrid
     fields = {"max_prefill_tokens": chunk, "device": device}
@@ -60,7 +62,7 @@ def test_answers_are_those_without_the_cache(
     engine = make(path, prefix_states=states, **fields)
     prompts = conversations()
     expected = run(plain, prompts)
-    check(model, prompts, [[each] for each in expected])
+    check(model, prompts, [[answer] for answer in expected])
     assert plain.config.state_slots == 64 == engine.config.state_slots - states
     for _ in range(3):
         poison(engine)
@@ -75,8 +77,8 @@ def test_answers_are_those_without_the_cache(
     check_idle(engine)
 
 
-def test_a_beginning_that_prompts_share_is_found_from_the_third_on(tiny_path: Path) -> None:
-    """The first leaves its pages, the second states where it parts from the first."""
+def test_shared_beginning_is_hit_from_the_third_prompt_on(tiny_path: Path) -> None:
+    """Run three prompts: the first leaves pages, the second states where it differs."""
     engine, plain = make(tiny_path), make(tiny_path, prefix_cache=False)
     (base,) = random_prompts((43,))
     hits = []
@@ -86,16 +88,16 @@ def test_a_beginning_that_prompts_share_is_found_from_the_third_on(tiny_path: Pa
     assert hits == [0, 0, 40]
 
 
-def test_the_least_recently_used_states_go_first(tiny_path: Path) -> None:
+def test_least_recently_used_states_are_evicted_first(tiny_path: Path) -> None:
     engine = make(tiny_path, prefix_states=2)
-    first, second, third = ([each] for each in random_prompts((30, 30, 30)))
+    first, second, third = ([prompt] for prompt in random_prompts((30, 30, 30)))
     for prompts, hit in ((first, 0), (second, 0), (first, 28), (third, 0), (first, 28)):
         assert spent(engine, prompts)[1] == hit
     assert spent(engine, second)[1] == 0
 
 
-def test_states_in_use_are_not_taken_from_requests(tiny_path: Path) -> None:
-    """Four run, of which one keeps its prompt; cached pages make room before samples do."""
+def test_states_of_running_requests_are_not_evicted(tiny_path: Path) -> None:
+    """Run four requests, only one of which can cache its prompt; cached pages are evicted first."""
     engine = make(tiny_path, prefix_states=1, max_running=4, kv_tokens=160)
     prompts = random_prompts((30, 31, 32, 33))
     run(engine, prompts)
@@ -122,10 +124,10 @@ def nap(engine: Engine, path: Path) -> None:
 
 @pytest.mark.parametrize(("event", "kept"), [(change_nothing, True), (load, False), (nap, False)])
 @pytest.mark.parametrize("at", [1, 2, 4, 6])
-def test_what_ends_the_cache_under_requests(
+def test_answers_stay_the_same_when_the_cache_is_lost_under_requests(
     tiny_path: Path, event: Callable[[Engine, Path], None], kept: bool, at: int
 ) -> None:
-    """Whether one is found, both are in prefill or decode then; answers stay, as do the weights."""
+    """Raise the event while one prompt is a hit, or while both are in prefill or decode."""
     engine, prompts = make(tiny_path, max_prefill_tokens=16), random_prompts((30, 50))
     before = run(make(tiny_path, prefix_cache=False), prompts)
     run(engine, [prompts[0][:17]])
@@ -137,15 +139,17 @@ def test_what_ends_the_cache_under_requests(
         poison(engine)
         engine.check_integrity()
 
-    same([each[0] for each in engine.generate(prompts, GREEDY, on_progress=meddle)], before)
+    out = engine.generate(prompts, GREEDY, on_progress=meddle)
+    same([samples[0] for samples in out], before)
     assert engine.stats.prefix_hit_tokens >= 16
     assert (spent(engine, prompts)[1] == 28 + 48) or not kept
     check_idle(engine)
 
 
-def test_random_work(saved: Saved, device: str) -> None:
-    """Groups over a few beginnings, a small pool, few states, sleeps, weights that change, NaN in
-    all that nobody holds; everything adds up after every step.
+def test_random_workload_answers_with_its_own_weights(saved: Saved, device: str) -> None:
+    """Run a workload with shared beginnings, a small pool, few states, sleeps and new weights.
+
+    Unused slots and states are filled with NaN, and integrity is checked, after every step.
     """
     rng = random.Random(7)
     sizes = {"kv_tokens": 160, "max_running": 5, "max_prefill_tokens": 24, "prefix_states": 3}

@@ -1,4 +1,4 @@
-"""Preemption by recompute and by swap: answers as if nothing had happened, nothing left behind."""
+"""Preemption by recomputation and by swap: same answers, and no pages or locks left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLED = SamplingParams(max_tokens=40, temperature=1.3, top_p=0.9, seed=11)
 
 @pytest.fixture(scope="module")
 def uncrowded(path: Path) -> Callable[[str, SamplingParams], list[list[Completion]]]:
-    """What the crowd is answered in a pool that holds it, by device and parameters."""
+    """Return a function for the answers to the crowd in a pool with room for all of it."""
 
     @functools.cache
     def answers(device: str, params: SamplingParams) -> list[list[Completion]]:
@@ -46,18 +46,18 @@ def uncrowded(path: Path) -> Callable[[str, SamplingParams], list[list[Completio
 @pytest.mark.parametrize(
     ("way", "params", "n"), pairwise(["recompute", "swap", "both"], [LONG, SAMPLED], [1, 3])
 )
-def test_preempted_samples_answer_as_if_nothing_had_happened(
+def test_preempted_samples_answer_as_without_preemption(
     path: Path, uncrowded: Any, params: SamplingParams, n: int, way: str, device: str
 ) -> None:
-    """Swapped ones go on where they were: the model sees every token once."""
+    """Check also that the model computes every token of swapped samples only once."""
     engine = tiered(path, device=device, kv_tokens=104, preemption="swap" if way == "both" else way)
     if way == "both":
         turns = itertools.cycle([True, False])
         swap_if(engine, lambda: next(turns))
     params = replace(params, n=n)
     out = engine.generate(crowd(), params, on_progress=lambda *_: engine.check_integrity())
-    for mine, its in zip(out, uncrowded(device, params), strict=True):
-        assert_same(mine, its)
+    for actual, expected in zip(out, uncrowded(device, params), strict=True):
+        assert_same(actual, expected)
     stats = engine.stats
     assert (stats.preempted_swap > 0) == (way != "recompute")
     assert (stats.preempted_recompute > 0) == (way != "swap")
@@ -67,14 +67,14 @@ def test_preempted_samples_answer_as_if_nothing_had_happened(
         assert n > 1 or stats.computed_tokens == sum(CROWD) + len(CROWD) * (LONG.max_tokens - 1)
 
 
-def test_a_host_without_room_means_recompute(path: Path) -> None:
-    # two pages
-    engine = tiered(path, kv_tokens=96, preemption="swap", host_bytes=2 * 4 * 2 * 2 * 2 * 16 * 4)
-    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
+def test_samples_are_recomputed_when_the_host_has_no_room(path: Path) -> None:
+    host_bytes = 2 * 4 * 2 * 2 * 2 * 16 * 4  # two pages
+    engine = tiered(path, kv_tokens=96, preemption="swap", host_bytes=host_bytes)
+    check(tiny(0), crowd(), [[answer] for answer in run(engine, crowd(), LONG)])
     assert engine.stats.preempted_recompute > 0
 
 
-def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
+def test_swapped_pages_that_the_host_drops_are_computed_again(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = tiered(path, kv_tokens=96, preemption="swap")
@@ -89,19 +89,19 @@ def test_what_the_host_drops_while_a_sample_waits_is_computed_again(
     out = engine.generate(crowd(), LONG, on_progress=drop)
     check(tiny(0), crowd(), out)
     assert engine.stats.swapped_back < engine.stats.preempted_swap
-    assert "pages that the tiers had to drop" in caplog.text
+    assert "the tiers dropped pages" in caplog.text
 
 
-@pytest.mark.parametrize("what", ["forward", "sample"])
-def test_a_failing_step_leaves_nothing_behind(
-    path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["forward", "sample"])
+def test_failed_step_leaves_no_swapped_pages_or_locks(
+    path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiered(path, 96, preemption="swap")
     for at in (1, 20, 35, 50):
-        with failing(engine.runner, what, at, monkeypatch):
+        with failing(engine.runner, method, at, monkeypatch):
             engine.generate(crowd(), LONG)
         engine.check_integrity()
         assert blocks_of(engine).swapped_pages() == 0
         assert blocks_of(engine).tiers.protected_size == 0
     assert engine.stats.preempted_swap > 0
-    check(tiny(0), crowd(), [[each] for each in run(engine, crowd(), LONG)])
+    check(tiny(0), crowd(), [[answer] for answer in run(engine, crowd(), LONG)])

@@ -204,7 +204,7 @@ def test_rank_error_names_lost_rank_and_stage(
     ranks: list[Peer] = start_ranks(lose_one, 2, tmp_path / "store", paths[0], how)
     said = results(ranks[:1])[0]
     assert said.startswith(
-        "RankError: tensor-parallel rank 0 of 2 waited in stage 'embedding' in vain: "
+        "RankError: tensor-parallel rank 0 of 2 gave up waiting in stage 'embedding': "
     )
     assert named in said
     if how == "raise":

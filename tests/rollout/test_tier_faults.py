@@ -1,4 +1,4 @@
-"""What goes wrong below the device costs computing, is logged, and is never served."""
+"""Faults of host and disk tiers cost recomputation and are logged, but never change answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_disk(path: Path, directory: Path) -> Engine:
 
 
 @pytest.mark.parametrize("fault", ["torn", "foreign", "gone", "full"])
-def test_a_faulty_disk_costs_computing_and_is_logged(
+def test_faulty_disk_pages_are_recomputed_and_logged(
     path: Path,
     tmp_path: Path,
     fault: str,
@@ -38,14 +38,14 @@ def test_a_faulty_disk_costs_computing_and_is_logged(
         run(engine, [prompt])
     files = sorted(tmp_path.glob("*.kvpage"))
     assert bool(files) == (fault != "full")
-    others = {each: files[i - 1].read_bytes() for i, each in enumerate(files)}
-    for each in files:
+    foreign = {file: files[i - 1].read_bytes() for i, file in enumerate(files)}
+    for file in files:
         if fault == "torn":
-            os.truncate(each, 4096)
+            os.truncate(file, 4096)
         elif fault == "foreign":
-            each.write_bytes(others[each])  # a whole page, of other tokens
+            file.write_bytes(foreign[file])  # a whole page of other tokens
         elif fault == "gone":
-            each.unlink()
+            file.unlink()
     for prompt in prompts:
         check(tiny(0), [prompt], [run(engine, [prompt])])
     reasons = {
@@ -57,7 +57,7 @@ def test_a_faulty_disk_costs_computing_and_is_logged(
     assert reasons[fault] in caplog.text and "will be computed again" in caplog.text
 
 
-def test_a_directory_that_another_engine_left_is_not_believed(path: Path, tmp_path: Path) -> None:
+def test_files_of_an_earlier_engine_are_deleted_and_not_hit(path: Path, tmp_path: Path) -> None:
     prompts = random_prompts((80, 100, 100, 100), seed=3)
     first = with_disk(path, tmp_path)
     for prompt in prompts:
@@ -74,7 +74,7 @@ def test_a_directory_that_another_engine_left_is_not_believed(path: Path, tmp_pa
     assert spent(second, prompts[:1]) == (80 + 7, 0)
 
 
-def test_copies_to_the_host_that_fail_cost_nothing_but_themselves(
+def test_failed_copies_to_the_host_are_logged_and_change_no_answer(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = tiered(path)

@@ -1,5 +1,6 @@
-"""A random workload over device, host and disk, with preemption both ways and weights that change:
-every row that a sample is given was made of its own tokens under the present weights.
+"""A random workload over device, host and disk with both ways of preemption and changing weights.
+
+Every row that a sample reads was computed from its own tokens under the present weights.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from tests.helpers.rollout.tiered_world import World
 
 
 def on_disk(tmp_path: Path, dice: random.Random, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A small disk that is full now and then, and whose files are damaged: by each call of the
-    third field.
-    """
+    """Return the fields of a small disk that is full at random."""
     allocate = os.posix_fallocate
 
     def sometimes_full(fd: int, offset: int, nbytes: int) -> None:
@@ -39,7 +38,7 @@ def damage(directory: Path, dice: random.Random) -> None:
         if dice.random() < 0.5:
             os.truncate(victim, dice.choice([0, 4096, 8191]))
         else:
-            victim.write_bytes(dice.choice(files).read_bytes())  # whole, and of other tokens
+            victim.write_bytes(dice.choice(files).read_bytes())  # a whole page of other tokens
 
 
 @pytest.mark.soak
@@ -52,7 +51,7 @@ def damage(directory: Path, dice: random.Random) -> None:
         whole=list(product(get_args(WritePolicy), [True, False])),
     ),
 )
-def test_weights_that_change_now_and_then(
+def test_samples_read_only_rows_of_their_own_tokens_and_weights(
     policy: WritePolicy, disk: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dice = random.Random(f"{policy} {disk}")
@@ -61,13 +60,13 @@ def test_weights_that_change_now_and_then(
     for _ in range(rounds(500, 20_000)):
         if len(world.scheduler.unfinished) < 6:
             world.submit()
-        what = dice.choices(
+        event = dice.choices(
             ["step", "raise", "pause", "abort", "fail", "damage"], [90, 1.5, 2, 2, 2, 3]
         )[0]
-        if what == "damage":
+        if event == "damage":
             damage(tmp_path, dice)
-        elif what != "step":
-            world.disturb(what)
+        elif event != "step":
+            world.disturb(event)
         world.step()
         world.check_ledgers()
     while world.scheduler.unfinished:

@@ -1,4 +1,4 @@
-"""Validation of what users write."""
+"""Validation of sampling parameters and engine configurations."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ HOST = {"host_ratio": 1.0}
 SPARSITY = {"heavy_channel_num": 2, "heavy_token_num": 8}
 
 
-WRONG: list[tuple[Any, str, list[Any]]] = [  # what is made, a field of it, and values
+WRONG: list[tuple[Any, str, list[Any]]] = [  # class, field, and invalid values of the field
     (SamplingParams, "max_tokens", [0, 2.5, True, None]),
     (SamplingParams, "temperature", [-0.1, float("nan"), float("inf"), True, "1", 1e-38]),
     (SamplingParams, "top_k", [-1, 2.5, True, 10**30]),
@@ -34,7 +34,7 @@ WRONG: list[tuple[Any, str, list[Any]]] = [  # what is made, a field of it, and 
 
 
 @pytest.mark.parametrize(("made", "key", "values"), WRONG)
-def test_a_wrong_value_is_named_where_it_is_given(made: Any, key: str, values: list[Any]) -> None:
+def test_invalid_value_is_refused_with_its_field(made: Any, key: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}")):
             made(**{key: value})
@@ -69,10 +69,10 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("made", "fields", "match"), TOGETHER)
-def test_what_does_not_go_together_is_said(made: Any, fields: dict[str, Any], match: str) -> None:
+def test_contradictory_fields_are_refused(made: Any, fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         made(**fields)
 
 
-def test_stops_are_any_sequence() -> None:
+def test_stop_token_ids_may_be_any_sequence() -> None:
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]

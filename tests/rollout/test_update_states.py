@@ -1,5 +1,6 @@
-"""Random walks over updates, sleeps and loads: the engine answers as the model says it must, or
-says why it doesn't.
+"""Random walks over updates, sleeps and loads, compared with a model of the engine's states.
+
+The engine answers as the model predicts, or refuses with a reason.
 """
 
 import copy
@@ -21,7 +22,7 @@ from tests.helpers.case_selection import rounds
 from tests.helpers.models import greedy
 from tests.helpers.rollout.updates import Owner, addresses, shadow_bytes, tiny, write
 
-PROMPT = [5, 3, 8, 1] * 5  # more than a page: the prefix cache has a part in it
+PROMPT = [5, 3, 8, 1] * 5  # longer than a page, so that the prefix cache is used
 NAMES = ("model.norm.weight", "model.layers.0.mlp.up_proj.weight")
 FIELDS = {"digest": 1, "version": 10**6, "layout_hash": "other", "nbytes": 5}
 SEEDS = st.integers(1, 3)
@@ -29,9 +30,7 @@ SEEDS = st.integers(1, 3)
 
 @dataclass(frozen=True)
 class Content:
-    """Seeds of the random models that NAMES, and the other parameters, are of; seed 0 is the
-    checkpoint.
-    """
+    """Seeds of the random models that provide NAMES and the rest; seed 0 is the checkpoint."""
 
     named: int
     rest: int
@@ -54,8 +53,13 @@ def checkpoint() -> Path:
 
 @dataclass(frozen=True)
 class Under:
-    """An update under way, as the model knows it. written: what its pages hold; receipt: as it was
-    verified; None before.
+    """The model of an open update.
+
+    Attributes:
+        offer: The engine's offer.
+        base: Content of the weights at the begin.
+        written: Content of the offered pages after the verification.
+        receipt: The verified receipt; None before the verification.
     """
 
     offer: WeightOffer
@@ -65,8 +69,12 @@ class Under:
 
 
 class UpdateMachine(RuleBasedStateMachine):
-    """`content`: what is served, None while undefined. `spared`: an abort now has nothing to
-    poison. `aliased`: the weights lie in the owner's pages.
+    """The model of an engine.
+
+    Attributes:
+        content: Content that is served; None while it is undefined.
+        spared: Whether an abort without an open update leaves the engine unpoisoned.
+        aliased: Whether the weights lie in the owner's pages.
     """
 
     @initialize()
@@ -110,7 +118,7 @@ class UpdateMachine(RuleBasedStateMachine):
     @precondition(active)
     @rule(seed=SEEDS, shadow=st.booleans(), some=st.booleans(), commit=st.booleans())
     def begin_and_write(self, seed: int, shadow: bool, some: bool, commit: bool) -> None:
-        """In one: walks get further."""
+        """Combine the steps of an update, so that walks reach more states."""
         self.begin(0, 1, shadow, some)
         if self.under is not None:
             self.write_and_verify(seed, None)
@@ -180,7 +188,7 @@ class UpdateMachine(RuleBasedStateMachine):
         if self.under is not None or not self.spared:
             self.close()
         if not self.asleep:
-            self.engine.wake_up()  # its own memory, where it gave pages back
+            self.engine.wake_up()  # maps its own memory after aliased pages went back
 
     @precondition(active)
     @rule(level=st.sampled_from([1, 1, 2]))
@@ -210,14 +218,14 @@ class UpdateMachine(RuleBasedStateMachine):
         self.content, self.version = Content(0, 0), 0
 
     def close(self) -> None:
-        """What is left of an update that ends without a commit, or of a poisoned engine."""
+        """End an update without a commit, or poison the engine."""
         self.spared = self.under is not None and self.under.offer.shadow
         if not self.spared:
             self.content, self.aliased = None, False
         self.under = None
 
     @invariant()
-    def answers_or_says_why_not(self) -> None:
+    def engine_answers_or_names_the_reason(self) -> None:
         reason = self.engine.unavailable_reason()
         assert (reason is None) == (self.active() and self.content is not None)
         params = SamplingParams(max_tokens=3, temperature=0)
@@ -231,12 +239,12 @@ class UpdateMachine(RuleBasedStateMachine):
         assert set(out.weight_versions) == {self.version}
 
     @invariant()
-    def pages_are_lent_as_long_as_they_are_served(self) -> None:
+    def owner_has_a_lease_while_its_pages_are_served(self) -> None:
         assert self.owner.saver.leases("params") == self.aliased
         assert (self.engine.report().tags[WEIGHTS].aliased_bytes > 0) == self.aliased
 
     @invariant()
-    def shadow_pages_are_there_when_needed_only(self) -> None:
+    def shadow_pages_have_memory_only_while_needed(self) -> None:
         needed = self.under is not None and self.under.offer.shadow
         assert shadow_bytes(self.engine) == (self.size if needed else 0)
         assert self.engine.weights_version == self.version

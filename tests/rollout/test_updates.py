@@ -1,8 +1,7 @@
-"""Weights in shadow pages, pages of another saver, or messages: what is served when, what is held,
-what is refused.
+"""Updates through shadow pages, aliased pages and messages: served versions, memory, refusals.
 
-Walks over all calls are in test_update_states.py; here is what errors say, and what only a device
-can get wrong.
+Random walks over all calls are in test_update_states.py. This file checks error messages, and cases
+in which the device matters.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NOT_OPEN = "no weight update is open"
 
 @pytest.fixture
 def engine(path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    # what is refused waits for so long
+    # Refused operations wait for leases this long.
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.3)
     return Engine.from_pretrained(path, device=device, kv_tokens=512)
 
@@ -58,8 +57,9 @@ def owner(engine: Engine) -> Iterator[Owner]:
 # ---------------------------------------------------------------- shadow pages
 
 
-def test_the_old_version_answers_until_the_commit_and_addresses_stay(engine: Engine) -> None:
-    """And its prefixes are found so long."""
+def test_shadow_update_serves_the_old_version_and_its_prefixes_until_the_commit(
+    engine: Engine,
+) -> None:
     before, pointers = answers(engine), addresses(engine)
 
     def serves(version: int) -> bool:
@@ -80,9 +80,9 @@ def test_the_old_version_answers_until_the_commit_and_addresses_stay(engine: Eng
         engine.saver.check_integrity()
 
 
-def test_no_room_for_shadow_pages_changes_nothing(engine: Engine) -> None:
+def test_begin_changes_nothing_when_shadow_pages_have_no_room(engine: Engine) -> None:
     saver, before, report = engine.saver, answers(engine), engine.report()
-    for again in range(3):  # no pages so far; then: no memory behind them
+    for attempt in range(3):  # at first without the tag, in the end without its memory
         saver.limit_bytes = engine.report().committed_bytes
         with pytest.raises(OutOfMemory, match="weights_shadow"):
             engine.begin_update(1, shadow=True)
@@ -90,13 +90,13 @@ def test_no_room_for_shadow_pages_changes_nothing(engine: Engine) -> None:
         assert answers(engine) == before
         assert engine.report().committed_bytes == report.committed_bytes
         saver.limit_bytes = None
-        if again == 1:
+        if attempt == 1:
             engine.begin_update(1, shadow=True)
-            engine.abort_update("made once")
+            engine.abort_update("the tag exists now")
     saver.check_integrity()
 
 
-def test_a_writer_that_holds_the_pages_stops_commit_and_sleep_only(engine: Engine) -> None:
+def test_writers_lease_refuses_commit_and_sleep_but_not_answers(engine: Engine) -> None:
     with attach(engine.begin_update(1).ticket), pytest.raises(LeaseError):
         engine.sleep()
     assert not engine.saver.is_paused("weights") and not engine.saver.is_paused("kv_cache")
@@ -119,9 +119,11 @@ def test_a_writer_that_holds_the_pages_stops_commit_and_sleep_only(engine: Engin
     assert answers(engine) == expected(2)
 
 
-def test_while_requests_run_nothing_that_they_use_is_changed(engine: Engine, owner: Owner) -> None:
-    """A shadow update is written and verified beside them; its commit has to wait."""
-    before, said = answers(engine), list[str]()
+def test_running_requests_refuse_changes_of_their_weights_and_memory(
+    engine: Engine, owner: Owner
+) -> None:
+    """Check that a shadow update can be written and verified meanwhile, but not committed."""
+    before, messages = answers(engine), list[str]()
 
     def meddle(done: int, total: int, generated: int) -> None:
         if generated == 6:
@@ -138,24 +140,25 @@ def test_while_requests_run_nothing_that_they_use_is_changed(engine: Engine, own
         for call in calls:
             with pytest.raises(StateError) as caught:
                 call()
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
 
-    assert ids(engine.generate(PROMPTS, GREEDY, on_progress=meddle)) == [[each] for each in before]
-    whats = ["begin a weight update", "alias weights", "commit a weight update"]
-    assert said[0].startswith("cannot sleep with unfinished requests: 3.0, 4.0, 5.0")
+    out = engine.generate(PROMPTS, GREEDY, on_progress=meddle)
+    assert ids(out) == [[answer] for answer in before]
+    actions = ["begin a weight update", "alias weights", "commit a weight update"]
+    assert messages[0].startswith("cannot sleep with unfinished requests: 3.0, 4.0, 5.0")
     assert all(
-        text.startswith(f"cannot {what} while requests run: 3.0, 4.0, 5.0")
-        for text, what in zip(said[1:], whats, strict=True)
+        message.startswith(f"cannot {action} while requests run: 3.0, 4.0, 5.0")
+        for message, action in zip(messages[1:], actions, strict=True)
     )
     engine.commit_update(1)
     assert answers(engine) == expected(1)
 
 
 @pytest.mark.parametrize("shadow", [False, True])
-def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
+def test_update_of_some_parameters_leaves_the_rest_unchanged(engine: Engine, shadow: bool) -> None:
     for names, match in (
         ([], "names is empty"),
-        (["lm_head.weight", "lora.A"], r"no parameters lora\.A \(1 in all"),
+        (["lm_head.weight", "lora.A"], r"no parameters lora\.A \(1 in total"),
     ):
         with pytest.raises(ValueError, match=match):
             engine.begin_update(1, shadow=shadow, names=names)
@@ -176,7 +179,7 @@ def test_some_parameters_only(engine: Engine, shadow: bool) -> None:
         engine.begin_update(3, shadow=shadow, names=NORMS)
 
 
-def test_what_was_verified_is_over_once_its_pages_are_written_anew(
+def test_failed_begin_closes_a_verified_update_whose_pages_it_reused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = answers(engine)
@@ -193,7 +196,9 @@ def test_what_was_verified_is_over_once_its_pages_are_written_anew(
 
 
 @pytest.mark.parametrize("how", ["level 1", "level 2", "abort"])
-def test_they_go_back_and_own_memory_comes_again(engine: Engine, owner: Owner, how: str) -> None:
+def test_aliased_pages_go_back_and_wake_up_maps_the_engines_own_memory(
+    engine: Engine, owner: Owner, how: str
+) -> None:
     own = weight_bytes(engine)[0]
     owner.alias(engine, 1, seed=1)
     with pytest.raises(LeaseError, match="params"):
@@ -213,7 +218,7 @@ def test_they_go_back_and_own_memory_comes_again(engine: Engine, owner: Owner, h
     assert answers(engine) == expected(2)
 
 
-def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner) -> None:
+def test_refused_alias_changes_nothing(engine: Engine, owner: Owner) -> None:
     update(engine, 3, seed=3)
     before, own = answers(engine), weight_bytes(engine)
     ticket, layout = owner.ticket(), engine.manifest.layout_hash
@@ -232,21 +237,21 @@ def test_what_is_refused_changes_nothing(engine: Engine, owner: Owner) -> None:
     with pytest.raises(WeightUpdateError, match=NOT_OPEN):
         engine.verify_update(receipt)
     assert not shadow_bytes(engine)
-    with pytest.raises(StateError, match=r"cannot begin .* sleep\(tags=\['weights'\]\) gives"):
+    with pytest.raises(StateError, match=r"cannot begin .* sleep\(tags=\['weights'\]\) to give"):
         engine.begin_update(5, shadow=True)
     assert answers(engine) == expected(2)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_other_tensors_on_the_tag_forbid_both(path: Path, first: bool) -> None:
+def test_shadow_and_aliased_pages_are_refused_when_other_tensors_lie_on_the_tag(
+    path: Path, first: bool
+) -> None:
     saver = MemorySaver(device="cpu")
     other = saver.empty((256,), tag=WEIGHTS) if first else None
     engine = Engine.from_pretrained(path, kv_tokens=512, saver=saver)
     other = saver.empty((256,), tag=WEIGHTS) if other is None else other
     committed = engine.report().committed_bytes
-    with pytest.raises(
-        StateError, match="shadow pages need .* place the other tensors on another tag"
-    ):
+    with pytest.raises(StateError, match="shadow pages need .* place other tensors on another tag"):
         engine.begin_update(1, shadow=True)
     with pytest.raises(StateError, match="aliased pages need tag weights for the weights alone"):
         engine.alias_update(1, Owner(engine).ticket(), engine.manifest.layout_hash)
@@ -264,16 +269,16 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[Owner], Ticket], int | None
 }
 
 
-@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("message", FAILURES)
 @pytest.mark.parametrize("asleep", [False, True])
-def test_after_other_failures_it_is_poisoned_and_holds_nothing(
-    engine: Engine, owner: Owner, what: str, asleep: bool
+def test_failed_alias_poisons_the_engine_and_leaves_it_without_pages(
+    engine: Engine, owner: Owner, message: str, asleep: bool
 ) -> None:
-    kind, ticket, claimed = FAILURES[what]
+    kind, ticket, claimed = FAILURES[message]
     if asleep:
         engine.sleep(tags=[WEIGHTS])
     owner.fill(1)
-    with pytest.raises(kind, match=what):
+    with pytest.raises(kind, match=message):
         engine.alias_update(1, ticket(owner), engine.manifest.layout_hash, claimed)
     assert weight_bytes(engine) == (0, 0) and owner.saver.leases("params") == 0
     engine.wake_up()
@@ -283,10 +288,10 @@ def test_after_other_failures_it_is_poisoned_and_holds_nothing(
     assert answers(engine) == expected(2)
 
 
-# ---------------------------------------------------------------- weights that come as messages
+# ---------------------------------------------------------------- weights in messages
 
 
-def test_a_message_is_refused_without_an_open_update_and_while_the_weights_sleep(
+def test_write_update_is_refused_without_an_open_update_and_while_weights_sleep(
     engine: Engine,
 ) -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
@@ -304,7 +309,7 @@ BOX = PackedBox(at=0, offset=64, shape=(2, 3), strides=(8, 1), dtype="float32")
 @pytest.mark.parametrize(
     "changes", [{"at": 44}, {"at": -4}, {"offset": 60}, {"offset": 88}, {"strides": (1 << 40, 1)}]
 )
-def test_a_box_outside_is_refused_before_any_is_written(
+def test_box_outside_of_pages_or_message_is_refused_before_any_write(
     changes: dict[str, Any], device: str
 ) -> None:
     pages = torch.zeros(64, dtype=torch.uint8, device=device)

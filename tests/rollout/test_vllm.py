@@ -1,5 +1,6 @@
-"""What vLLM's loaders do to parameters, recorded and written again by a trainer; sleeps, updates
-and refusals, over an engine that lies as vLLM's does. With vLLM itself: test_hosted_gpu.py.
+"""The vLLM rollout over an engine with vLLM's layout: recorded loaders, syncs, sleeps, refusals.
+
+Tests with vLLM itself are in test_hosted_gpu.py.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from trainer_bridge import LoraConfig, Trainer, TrainerConfig
 def make(tmp_path: Path, device: str) -> Iterator[Callable[..., tuple[VllmRollout, str]]]:
     made: list[FusedEngine] = []
 
-    def one(kind: str = "qwen3", **overrides: Any) -> tuple[VllmRollout, str]:
+    def build(kind: str = "qwen3", **overrides: Any) -> tuple[VllmRollout, str]:
         path = random_directory(tmp_path / f"{kind}{len(made)}", kind, **overrides)
         shape = KINDS.get(kind, {})
         made.append(FusedEngine(AutoConfig.from_pretrained(path), device, **shape))
         return VllmRollout(made[-1], path), path  # type: ignore[arg-type]
 
-    yield one
+    yield build
     for engine in made:
         engine.close()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
-def test_a_trainer_writes_what_the_loader_would(
+def test_sync_writes_the_same_bytes_as_the_loader(
     make: Callable[..., tuple[VllmRollout, str]], device: str, kind: str, tied: bool
 ) -> None:
     if kind == "qwen3_moe" and tied:
-        pytest.skip("one of both is enough with experts")
+        pytest.skip("one of the two cases is enough with experts")
     overrides = {} if kind == "qwen3_moe" else {"tie_word_embeddings": tied}
     rollout, path = make(kind, **overrides)
     config = TrainerConfig(model_path=path, device=device, random_init=True, threads=1)
@@ -71,14 +72,15 @@ def synced(rollout: VllmRollout, path: str, device: str, version: int = 1) -> Tr
 
 
 @pytest.mark.parametrize("place", ["refill_kv_state", "buffers"])
-def test_a_wake_up_that_fails_halfway_is_made_up_for(
+def test_next_calls_complete_a_wake_up_that_failed_halfway(
     make: Callable[..., tuple[VllmRollout, str]],
     device: str,
     place: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The memory is awake by then, what lies in it is not what it was: the next sync writes the
-    buffers again, and the next answers come after what lies beside the KV cache.
+    """Interrupt a wake-up when its tags are awake and their content is incomplete.
+
+    The next sync rewrites the buffers, and the next `generate` the data next to the KV cache.
     """
     rollout, path = make()
     trainer = synced(rollout, path, device)
@@ -105,7 +107,7 @@ def test_a_wake_up_that_fails_halfway_is_made_up_for(
     trainer.close()
 
 
-def test_a_refused_sleep_changes_nothing(
+def test_refused_sleep_changes_nothing(
     make: Callable[..., tuple[VllmRollout, str]], device: str
 ) -> None:
     rollout, path = make()
@@ -121,28 +123,28 @@ def test_a_refused_sleep_changes_nothing(
     trainer.close()
 
 
-def test_refusals() -> None:
+def test_sampling_parameters_with_other_log_probs_are_refused() -> None:
     for wrong, words in {
         SamplingParams(top_k=3): "top_k=0 and top_p=1",
         SamplingParams(top_p=0.9): "top_k=0 and top_p=1",
-        SamplingParams(temperature=0.005): "0.01 and more",
+        SamplingParams(temperature=0.005): "at least 0.01",
         SamplingParams(beam_width=2): "no beam search",
     }.items():
         with pytest.raises(ValueError, match=words):
             vllm_params(wrong, [])
 
 
-def test_stop_tokens_are_all_named() -> None:
+def test_stop_token_ids_include_the_models_own_unless_ignored() -> None:
     own = vllm_params(SamplingParams(stop_token_ids=(7,)), [2, 3])
     assert own["stop_token_ids"] == [2, 3, 7] and own["ignore_eos"] is True
     assert vllm_params(SamplingParams(ignore_eos=True), [2])["stop_token_ids"] == []
 
 
-# ---------------------------------------------------------------- the recorder
+# ---------------------------------------------------------------- the load recorder
 
 
 class Loads(nn.Module):
-    """One parameter [8, 4], and how it is loaded."""
+    """A model with one parameter [8, 4] and the given loader."""
 
     def __init__(self, loader: Callable[[nn.Parameter, Tensor], object]) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class Loads(nn.Module):
 
 
 def halves(weight: Tensor, tensor: Tensor) -> None:
-    """As a checkpoint that interleaves gate and up, per row."""
+    """Load a checkpoint that interleaves gate and up rows."""
     pairs = tensor.view(4, 2, 4)
     weight[:4].data.copy_(pairs[:, 0])
     weight[4:].data.copy_(pairs[:, 1].to(torch.float32))
@@ -184,7 +186,7 @@ PLAIN: dict[str, Callable[[Any, Any], object]] = {
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_boxes_of_a_copy_are_what_the_loader_writes(kind: str) -> None:
+def test_recorded_boxes_reproduce_what_the_loader_writes(kind: str) -> None:
     model = Loads(PLAIN[kind])
     recording = record(model.load_weights, model, {"w": (8, 4)})
     assert torch.equal(model.weight, torch.ones(8, 4)), "the recording wrote"
@@ -204,7 +206,7 @@ def put_another(weight: Any, tensor: Any) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "scaled": (lambda weight, tensor: weight.data.copy_(tensor * 2), "what it has computed"),
+    "scaled": (lambda weight, tensor: weight.data.copy_(tensor * 2), "copies computed values"),
     "added": (lambda weight, tensor: weight.data.add_(1), "aten.add_"),
     "filled": (lambda weight, tensor: weight.data.fill_(1), "fills a part"),
     "read": (lambda weight, tensor: weight.data.fill_(tensor.sum().item()), "does more than copy"),
@@ -216,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_no_plain_copy_is_refused_by_name(kind: str) -> None:
+def test_loader_that_does_more_than_copy_is_refused_by_parameter_name(kind: str) -> None:
     loader, words = WRONG[kind]
     model = Loads(loader)
     with pytest.raises(ValueError, match=words) as error:
@@ -236,7 +238,7 @@ def test_what_is_no_plain_copy_is_refused_by_name(kind: str) -> None:
         ),
     ],
 )
-def test_a_parameter_of_which_a_part_is_taken_or_more(
+def test_parameter_that_is_loaded_partly_or_twice_is_refused(
     make: Callable[..., tuple[VllmRollout, str]], loader: Callable[..., object], words: str
 ) -> None:
     rollout, path = make()
@@ -246,14 +248,14 @@ def test_a_parameter_of_which_a_part_is_taken_or_more(
         VllmRollout(rollout.engine, path)
 
 
-def test_engines_by_name() -> None:
+def test_build_engine_refuses_unknown_kinds_and_other_gpus() -> None:
     with pytest.raises(ValueError, match="kind='trtllm' must be one of native, vllm"):
         build_engine("trtllm", {})
-    with pytest.raises(ValueError, match="takes its first GPU"):
+    with pytest.raises(ValueError, match="uses its first GPU"):
         build_engine("vllm", {"path": ".", "device": "cuda:1"})
 
 
-def test_adapters_are_written_alone_the_second_time(
+def test_second_sync_of_a_lora_trainer_writes_adapted_parameters_only(
     make: Callable[..., tuple[VllmRollout, str]], device: str
 ) -> None:
     rollout, path = make()
@@ -263,7 +265,7 @@ def test_adapters_are_written_alone_the_second_time(
     )
     trainer.connect([rollout])
     whole = trainer.sync_weights(1)
-    before = {name: each.clone() for name, each in rollout.engine.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in rollout.engine.model.state_dict().items()}
     with torch.no_grad():
         for param in trainer.model.parameters():
             if param.requires_grad:
@@ -272,8 +274,8 @@ def test_adapters_are_written_alone_the_second_time(
     assert part.nbytes < whole.nbytes and rollout.served_version() == 2
     changed = {
         name
-        for name, each in rollout.engine.model.state_dict().items()
-        if not torch.equal(each, before[name])
+        for name, tensor in rollout.engine.model.state_dict().items()
+        if not torch.equal(tensor, before[name])
     }
     assert {name.split("/")[-2] for name in changed} == {"qkv_proj", "gate_up_proj"}
     trainer.close()

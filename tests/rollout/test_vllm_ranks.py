@@ -1,5 +1,6 @@
-"""vLLM's engines over several ranks: what a trainer's ranks write into their parts, what is drawn
-and refused, over engines that lie as vLLM's do. With vLLM itself: test_ray_vllm_gpu.py.
+"""vLLM's engines over several ranks: syncs, random numbers and failures of ranks.
+
+The engines have vLLM's layout. Tests with vLLM itself are in test_ray_vllm_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ ASKED = SamplingParams(max_tokens=1)
 
 
 def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def synced(rollout: VllmRollout, path: str) -> dict[str, Any]:
-    """A trainer of all ranks writes into all of them, again after a sleep of level 2."""
+    """Sync from a trainer of all ranks into all ranks, and again after a sleep of level 2."""
     torch.manual_seed(1)
     dims = aligned_dims(gathered(rollout.manifest))
     config = TrainerConfig(model_path=path, device="cpu", random_init=True, threads=1)
@@ -58,25 +59,25 @@ def synced(rollout: VllmRollout, path: str) -> dict[str, Any]:
 
 
 def write_parts(rank: int, paths: dict[str, str]) -> dict[str, Any]:
-    found = {}
+    synced_kinds = {}
     for kind, path in paths.items():
         shape = KINDS.get(kind.partition(" ")[0], {})
         engine = FusedEngine(
             AutoConfig.from_pretrained(path), "cpu", group=dist.group.WORLD, **shape
         )
-        found[kind] = synced(VllmRollout(engine, path), path)  # type: ignore[arg-type]
+        synced_kinds[kind] = synced(VllmRollout(engine, path), path)  # type: ignore[arg-type]
         engine.close()
-    return found
+    return synced_kinds
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "vocab_size": 70},  # the second rank has six of 64 rows
+    "llama": {"tie_word_embeddings": False, "vocab_size": 70},  # the second rank uses 6 of 64 rows
     "qwen2 of one KV head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3_moe": {},
 }
 
 
-def test_two_ranks_are_written_what_their_loaders_would(tmp_path: Path) -> None:
+def test_sync_writes_the_same_bytes_as_the_loaders_of_two_ranks(tmp_path: Path) -> None:
     paths = {
         kind: random_directory(tmp_path / kind, kind.partition(" ")[0], **overrides)
         for kind, overrides in MODELS.items()
@@ -87,7 +88,7 @@ def test_two_ranks_are_written_what_their_loaders_would(tmp_path: Path) -> None:
 
 
 def start(rank: int, path: str, size: int) -> dict[str, Any]:
-    """By `from_pretrained` and a stand-in for vLLM's package; on what would be GPU 4 + rank."""
+    """Run `from_pretrained` with a stand-in for vLLM's package on a pretended GPU 4 + rank."""
     sys.path.insert(0, STAND_IN)
     with pytest.MonkeyPatch.context() as patch:
         gpu: list[Any] = []
@@ -107,19 +108,20 @@ def start(rank: int, path: str, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_are_replicas_or_share_an_engine(tmp_path: Path, size: int) -> None:
+def test_from_pretrained_starts_replicas_or_one_shared_engine(tmp_path: Path, size: int) -> None:
     path = random_directory(tmp_path / "model", "qwen2")
     ranks = results(start_ranks(start, 2, tmp_path / "store", path, size))
     replicas = 2 // size
-    assert [each["seed"] for each in ranks] == ([8, 9] if replicas == 2 else [8, 8])
-    assert all(each["disable_custom_all_reduce"] for each in ranks)
+    assert [started["seed"] for started in ranks] == ([8, 9] if replicas == 2 else [8, 8])
+    assert all(started["disable_custom_all_reduce"] for started in ranks)
     assert ranks[0]["sync"] == ranks[1]["sync"]
     assert len(set(ranks[0]["sync"]["digests"])) == size
 
 
 def draw(rank: int, path: str) -> list[Any]:
-    """What engines of one seed draw in two calls, which trainers have drawn from differently; and
-    what the trainers draw next.
+    """Return what an engine draws in two calls, and check what its trainer draws next.
+
+    The trainers' generators have a different state on each rank.
     """
     engine = FusedEngine(AutoConfig.from_pretrained(path), "cpu", group=dist.group.WORLD)
     rollout, drawn = VllmRollout(engine, path, seed=3), list[Any]()  # type: ignore[arg-type]
@@ -132,7 +134,7 @@ def draw(rank: int, path: str) -> list[Any]:
     torch.manual_seed(rank)
     np.random.seed(rank)
     rollout.generate([[1, 2]], ASKED)
-    with pytest.raises(ValueError, match=r"what is asked of .* ranks \[1\] differs from rank 0's"):
+    with pytest.raises(ValueError, match=r"the request of .* ranks \[1\] differs from rank 0's"):
         rollout.generate([[1, 2 + rank]], ASKED)
     rollout.generate([[1, 2]], ASKED)
     after = torch.rand(1).item(), int(np.random.randint(1 << 30))
@@ -142,15 +144,15 @@ def draw(rank: int, path: str) -> list[Any]:
     return drawn
 
 
-def test_ranks_of_an_engine_draw_the_same(tmp_path: Path) -> None:
+def test_ranks_of_one_engine_draw_the_same_numbers(tmp_path: Path) -> None:
     path = random_directory(tmp_path / "model", "qwen3")
     first, second = results(start_ranks(draw, 2, tmp_path / "store", path))
     assert first == second and len(first) == 2 and first[0] != first[1]
 
 
 def fail(rank: int, path: str) -> str:
-    """Rank 1 fails in its first call; rank 0 hears of it in its second."""
-    group = dist.new_group([0, 1])  # as vLLM's own
+    """Fail on rank 1 in the first call, of which rank 0 learns in its second call."""
+    group = dist.new_group([0, 1])  # like vLLM's own group
     engine = FusedEngine(AutoConfig.from_pretrained(path), "cpu", group=group)
     rollout = VllmRollout(engine, path)  # type: ignore[arg-type]
     rollout.store.define(1)
@@ -174,8 +176,8 @@ def fail(rank: int, path: str) -> str:
     return str(rollout.unavailable_reason())
 
 
-def test_a_rank_that_failed_takes_no_further_part(tmp_path: Path) -> None:
+def test_failed_rank_and_its_peer_refuse_further_calls(tmp_path: Path) -> None:
     path = random_directory(tmp_path / "model", "qwen3")
     first, second = results(start_ranks(fail, 2, tmp_path / "store", path))
-    assert "out of blocks" in first and "start all ranks anew" in first
+    assert "out of blocks" in first and "restart all ranks" in first
     assert "rank 1 failed: RuntimeError: out of blocks" in second

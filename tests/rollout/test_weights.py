@@ -1,4 +1,4 @@
-"""The weight store: layout, views, loading, and its refusals."""
+"""The weight store: layout, views, digests, loading and refusals."""
 
 import json
 import math
@@ -36,14 +36,14 @@ def store_for(
 
 
 @pytest.mark.parametrize(("kind", "overrides"), MODELS)
-def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_them(
+def test_parameters_lie_in_order_and_fused_tensors_are_views_of_them(
     tmp_path: Path, kind: str, overrides: dict
 ) -> None:
     model = save_tiny(tmp_path, kind, **overrides)
     store = store_for(tmp_path)
     store.load(iter_checkpoint(tmp_path), "checkpoint")
     assert store.version == 0
-    parameters = dict(model.named_parameters())  # names each tied tensor once
+    parameters = dict(model.named_parameters())  # has every tied tensor once
     assert set(parameters) == {piece.name for piece in store.manifest.slices}
     end, index = 0, 0
     for piece in store.manifest.slices:
@@ -77,7 +77,7 @@ def test_parameters_are_ranges_one_behind_the_other_and_fused_tensors_views_of_t
     )
 
 
-def test_digests_of_some_parameters_and_of_other_pages(tmp_path: Path) -> None:
+def test_digest_can_cover_some_parameters_or_other_pages(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     store = store_for(tmp_path)
     store.load(iter_checkpoint(tmp_path), "checkpoint")
@@ -116,17 +116,17 @@ def test_layout_hash_is_stable_and_changes_with_the_layout(tmp_path: Path) -> No
         == manifest
         == build_manifest(groups, {}, torch.float32)
     )
-    others = [
+    variants = [
         build_manifest(groups, {}, torch.bfloat16),
         build_manifest(groups, {}, torch.float32, base=512),
         build_manifest(groups[::-1], {}, torch.float32),
         build_manifest(groups, {"tied": "lm_head.weight"}, torch.float32),
     ]
-    assert len({each.layout_hash for each in [manifest, *others]}) == 5
+    assert len({variant.layout_hash for variant in [manifest, *variants]}) == 5
     assert manifest.nbytes <= arena_nbytes(groups, torch.float32) < manifest.nbytes + ALIGNMENT
 
 
-def test_loads_sharded_checkpoints_and_casts(tmp_path: Path) -> None:
+def test_store_loads_sharded_checkpoints_and_casts(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "one")
     model.save_pretrained(str(tmp_path / "many"), max_shard_size="40KB")
     assert (tmp_path / "many" / "model.safetensors.index.json").is_file()
@@ -159,7 +159,9 @@ def rewrite(path: Path, change: Any) -> None:
         ),
     ],
 )
-def test_refuses_checkpoints_that_do_not_fit(tmp_path: Path, change: Any, match: str) -> None:
+def test_checkpoint_that_does_not_fit_is_refused_by_parameter_name(
+    tmp_path: Path, change: Any, match: str
+) -> None:
     save_tiny(tmp_path)
     rewrite(tmp_path, change)
     store = store_for(tmp_path)
@@ -168,7 +170,7 @@ def test_refuses_checkpoints_that_do_not_fit(tmp_path: Path, change: Any, match:
     assert store.version is None and "checkpoint" in store.undefined_reason
 
 
-def test_ignores_derived_buffers_and_a_tied_copy(tmp_path: Path) -> None:
+def test_store_ignores_derived_buffers_and_a_tied_copy(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6),
@@ -181,7 +183,7 @@ def test_ignores_derived_buffers_and_a_tied_copy(tmp_path: Path) -> None:
     assert store.version == 0
 
 
-def test_names_missing_files(tmp_path: Path) -> None:
+def test_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"lacks model\.safetensors; download"):

@@ -89,7 +89,7 @@ def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
     for rank, (first, second) in enumerate(together(3, run)):
         assert "failed in stage 'write'" in first
         assert ("rank 1 did not come" if rank != 1 else "broke off") in first
-        assert "failed in stage 'commit'" in second and "start all ranks anew" in second
+        assert "failed in stage 'commit'" in second and "restart all ranks" in second
 
 
 def test_ranks_that_make_other_calls_are_told() -> None:

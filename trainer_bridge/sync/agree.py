@@ -73,7 +73,7 @@ class Agreement:
         if self.cpu is None:
             return [step()]
         if self._broken is not None:
-            raise SyncError(stage, f"{self._broken}; start all ranks anew")
+            raise SyncError(stage, f"{self._broken}; restart all ranks")
         error: Exception | None = None
         said: tuple[bool, Any]
         try:

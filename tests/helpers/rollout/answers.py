@@ -1,4 +1,4 @@
-"""Prompts, and what engines answer to them: against transformers, and against each other."""
+"""Prompts, and checks of engines' answers against transformers and against each other."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128,
 }  # fmt: skip
 GAP = 5e-5
-"""How far two fp32 computations of one log-probability of these models may be apart. Each goes
-through about 15 products, one behind the other, of sums of at most 80 terms, in an order of its
-own: 2 * 15 * 80 roundings of up to 2**-24 of logits of about 5, which walk to sqrt(2400) * 2**-24 *
-5 = 1.5e-5 in the mean square; of a few thousand such gaps none is beyond 3.5 of these.
+"""Largest difference of two fp32 computations of one log-prob of these models.
+
+Each computation is a chain of about 15 products with sums of at most 80 terms, in a different
+order. That makes 2 * 15 * 80 roundings of up to 2**-24 on logits of about 5, a random walk of
+sqrt(2400) * 2**-24 * 5 = 1.5e-5 in the mean square. Of a few thousand differences, none exceeds 3.5
+times that.
 """
 STATES_GAP = 2e-4
-"""The same where gated delta nets pass a state on from token to token, in which roundings pile up:
-with five layers one fp32 forward of transformers is up to 9e-5 from its own fp64 one (mean 3.5e-6),
-and two may be twice as far apart. A state that is not carried on, or another request's, shows as
-1e-2 and more.
+"""The same for gated delta nets, whose states accumulate roundings from token to token.
+
+With five layers, an fp32 forward of transformers differs by up to 9e-5 from its fp64 forward (mean
+3.5e-6), and two fp32 forwards may differ by twice as much. A lost state, or the state of another
+request, differs by 1e-2 or more.
 """
 MEAN_GAP = 1e-5
-"""The mean of |gap| of such a walk is 0.8 of 1.5e-5, and less where logits are smaller."""
+"""Largest mean of |difference|: 0.8 of 1.5e-5 for such a walk, and less for smaller logits."""
 
 CLOSE = 3e-6
-"""Of attention's outputs, below 5, in fp32: a product of up to 64 terms for a score, whose error
-the softmax passes on, and a mean of up to 4097 values whose weights add up to 1: the roundings walk
-to about sqrt(2 * 64) * 2**-24 * 4.
+"""Tolerance for attention's outputs in fp32, which are below 5.
+
+A score is a product of up to 64 terms, whose error passes through the softmax, and an output is a
+mean of up to 4097 values with weights that sum to 1. The roundings walk to about
+sqrt(2 * 64) * 2**-24 * 4.
 """
 
 
@@ -52,7 +57,7 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 def random_groups(
     rng: random.Random, roots: Sequence[list[int]]
 ) -> tuple[list[list[int]], SamplingParams]:
-    """Up to six prompts over a few beginnings, with up to three greedy answers each."""
+    """Draw up to six prompts over a few beginnings, with up to three greedy answers each."""
     prompts = [
         rng.choice(roots)[: rng.randrange(1, 61)]
         + [rng.randrange(199) for _ in range(rng.randrange(1, 9))]
@@ -77,9 +82,9 @@ def check(
     out: Sequence[Sequence[Completion]],
     temperature: float = 0,
 ) -> None:
-    """Log-probabilities are those of one forward over prompt and answer, as a trainer computes
-    them. At temperature 0 each token is the likeliest after those before it, which makes the answer
-    the greedy one.
+    """Check that log-probs equal those of one forward over prompt and answer, as trainers run it.
+
+    At temperature 0, also check that each token is the likeliest one, so that answers are greedy.
     """
     gaps = []
     for prompt, samples in zip(prompts, out, strict=True):
@@ -100,19 +105,21 @@ def check(
     )
 
 
-def assert_same(mine: Sequence[Completion], its: Sequence[Completion], atol: float = GAP) -> None:
-    """The same tokens, log-probabilities equal but for the order of sums."""
-    assert [each.token_ids for each in mine] == [each.token_ids for each in its]
-    for one, other in zip(mine, its, strict=True):
+def assert_same(
+    actual: Sequence[Completion], expected: Sequence[Completion], atol: float = GAP
+) -> None:
+    """Check that tokens are equal, and log-probs equal up to the order of sums."""
+    assert [sample.token_ids for sample in actual] == [sample.token_ids for sample in expected]
+    for left, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(
-            torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=atol, rtol=0
+            torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=atol, rtol=0
         )
 
 
 def run(
     engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY
 ) -> list[Completion]:
-    """The first answer to each prompt; everything adds up after every step."""
+    """Return the first answer to each prompt; check the engine's integrity after every step."""
     out = engine.generate(prompts, params, on_progress=lambda *_: engine.check_integrity())
     engine.check_integrity()
     return firsts(out)
@@ -121,7 +128,7 @@ def run(
 def spent(
     engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY
 ) -> tuple[int, int]:
-    """(computed, hit) tokens of one call."""
+    """Return the computed tokens and the prefix cache hits of one call."""
     before = engine.stats
     run(engine, prompts, params)
     after = engine.stats

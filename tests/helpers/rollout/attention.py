@@ -1,4 +1,4 @@
-"""Paged attention over plain tensors: what a layer's `LayerKV.attend` does over a pool's."""
+"""Paged attention over plain tensors, as a layer's `LayerKV.attend` computes it over a pool."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rollout.ops.triton_attention import plan_triton, triton_attention
 def plan_attention(
     shape: BatchShape, req_to_token: Tensor, impl: Any = "auto", *view: Any
 ) -> AttentionPlan:
-    """The plan of an implementation. view: window and mapping."""
+    """Plan attention with one implementation; `view` is a window and a mapping."""
     plan = plan_triton if use_triton(impl, req_to_token.device) else plan_torch
     return plan(shape, req_to_token, *view)
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """q [T, Hq, D] over k [S, Hkv, D] and v [S, Hkv, Dv]."""
+    """Compute attention of q [T, Hq, D] over k [S, Hkv, D] and v [S, Hkv, Dv]."""
     stored = StoredKV(k=k, v=v)
     out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
     if isinstance(plan, TorchPlan):

@@ -1,6 +1,4 @@
-"""A model whose parameters lie as vLLM's do, with loaders like vLLM's, and an engine around it that
-cannot generate.
-"""
+"""A model with vLLM's parameter layout and loaders, and an engine that cannot generate."""
 
 from __future__ import annotations
 
@@ -39,13 +37,13 @@ def plain(param: Tensor, loaded: Tensor) -> None:
 
 
 class Share(NamedTuple):
-    """A rank's part of the model, cut as vLLM cuts it."""
+    """A rank's part of the model, divided as vLLM divides it."""
 
     rank: int = 0
     size: int = 1
 
     def heads(self, count: int) -> int:
-        """Each rank has one at least."""
+        """Return the heads of a rank, at least one."""
         return max(1, count // self.size)
 
     def padded(self, param: Tensor, loaded: Tensor) -> None:
@@ -61,8 +59,8 @@ class Share(NamedTuple):
     def stacked(self, sizes: Sequence[int]) -> Callable[..., None]:
         def load(param: Tensor, loaded: Tensor, part: int) -> None:
             place = param.data.narrow(0, sum(sizes[:part]), sizes[part])
-            several = sizes[part] * self.size // len(loaded)  # ranks that hold the same heads
-            place.copy_(loaded.narrow(0, self.rank // several * sizes[part], sizes[part]))
+            copies = sizes[part] * self.size // len(loaded)  # ranks with the same heads
+            place.copy_(loaded.narrow(0, self.rank // copies * sizes[part], sizes[part]))
 
         return load
 
@@ -80,8 +78,9 @@ WHOLE = Share()
 
 
 class FusedModel(nn.Module):
-    """Parameters by vLLM's names. config: transformers', of a Llama, Qwen2 or Qwen3, with experts
-    or without.
+    """Parameters under vLLM's names, for transformers' config of a Llama, Qwen2 or Qwen3.
+
+    The model may have experts.
     """
 
     def __init__(
@@ -146,8 +145,8 @@ class FusedModel(nn.Module):
                 fused = "w2_weight" if part == "down_proj" else "w13_weight"
                 target = f"{head}.experts.{fused}"
                 self.loaders[target](self._named[target], tensor, int(number), part)
-            elif found := [each for each in STACKED if f".{each[1]}." in name]:
-                (param, shard, part_number) = found[0]
+            elif matches := [entry for entry in STACKED if f".{entry[1]}." in name]:
+                (param, shard, part_number) = matches[0]
                 target = name.replace(shard, param)
                 self.loaders[target](self._named[target], tensor, part_number)
             else:
@@ -157,12 +156,12 @@ class FusedModel(nn.Module):
         return loaded
 
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of every parameter and buffer."""
-        return {name: each.detach().clone() for name, each in self.state_dict().items()}
+        """Copy every parameter and buffer."""
+        return {name: tensor.detach().clone() for name, tensor in self.state_dict().items()}
 
 
 class FusedEngine:
-    """Stands for `VllmEngine`: memory on tags, a model with loaders, and no forward pass."""
+    """Stand-in for `VllmEngine`: memory on tags, a model with loaders, and no forward pass."""
 
     name = "vLLM"
     graphs_need_content = True
@@ -177,7 +176,6 @@ class FusedEngine:
         normed: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """group: of the ranks that share the model."""
         share = (
             Share() if group is None else Share(dist.get_rank(group), dist.get_world_size(group))
         )
@@ -214,8 +212,9 @@ class FusedEngine:
 
 
 def random_directory(path: Path, kind: str, **overrides: Any) -> str:
-    """Describes a tiny model of one of KINDS, "qwen3_moe", or "glm4_moe", whose routers have a
-    bias.
+    """Save a tiny model of one of KINDS, or the config of a "qwen3_moe" or "glm4_moe".
+
+    The routers of "glm4_moe" have a bias.
     """
     if kind not in ("qwen3_moe", "glm4_moe"):
         save_tiny(path, kind, **overrides)
@@ -232,7 +231,10 @@ def random_directory(path: Path, kind: str, **overrides: Any) -> str:
 
 
 def loaded(engine: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the model's own loader makes of weights, spelled as on the Hub; it stays as it is."""
+    """Return what the model's loader makes of weights, without changing the model.
+
+    The weights are passed to the loader under the names of the Hub.
+    """
     spelled: list[tuple[str, Tensor]] = []
     for name, tensor in weights.items():
         if name.endswith("experts.gate_up_proj"):
@@ -242,18 +244,18 @@ def loaded(engine: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 spelled += [(f"{at}.gate_proj.weight", gate), (f"{at}.up_proj.weight", up)]
         elif name.endswith("experts.down_proj"):
             at = name.removesuffix("down_proj")
-            spelled += [(f"{at}{i}.down_proj.weight", each) for i, each in enumerate(tensor)]
+            spelled += [(f"{at}{i}.down_proj.weight", rows) for i, rows in enumerate(tensor)]
         else:
             spelled.append((name, tensor))
     state = engine.model.state_dict().items()
-    before = {name: each.detach().clone() for name, each in state}
+    before = {name: tensor.detach().clone() for name, tensor in state}
     engine.model.load_weights(spelled)
-    made = {name: each.detach().clone() for name, each in state}
-    for name, each in state:
-        each.copy_(before[name])
+    made = {name: tensor.detach().clone() for name, tensor in state}
+    for name, tensor in state:
+        tensor.copy_(before[name])
     return made
 
 
 def same(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for name, each in model.state_dict().items():
-        assert torch.equal(each, tensors[name]), name
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, tensors[name]), name

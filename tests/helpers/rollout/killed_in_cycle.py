@@ -1,6 +1,4 @@
-"""A cycle of a trainer in one process and a hosted rollout in another, of which one kills itself at
-a moment of it.
-"""
+"""A cycle of a trainer and a hosted rollout in two processes, one of which kills itself."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ STAGES = {
     "generate": "generate",
     "sleep": "sleep",
 }
-"""The moments, in order, and the cycle's stage that each is in."""
+"""The moments of a cycle in order, with the stage of each."""
 
 
 def die() -> None:
@@ -42,7 +40,7 @@ def die() -> None:
 
 
 class _Silent(FusedEngine):
-    """Its requests end without an answer."""
+    """An engine whose requests end without an answer."""
 
     def run(self, prompts: Any, params: Any, on_step: Any) -> None:
         pass
@@ -55,7 +53,7 @@ def make_rollout(path: str) -> VllmRollout:
 
 
 class Remote:
-    """A rollout in the process behind `calls`. at: told each moment once the call is on its way."""
+    """A rollout in the process behind `calls`; `at` is called with each moment after the send."""
 
     weights_version = 0
 
@@ -84,7 +82,7 @@ def _moment(name: str, args: tuple[Any, ...]) -> str:
 
 
 class MortalTrainer(Trainer):
-    """on_write: called in the middle of a sync's writing."""
+    """A trainer that calls `on_write` while a sync is half written."""
 
     on_write: Callable[[], None] = staticmethod(lambda: None)
 
@@ -106,8 +104,9 @@ def go_around(cycle: Cycle, rollout: Any, version: int) -> Any:
 
 
 class CyclingTrainer(Peer):
-    """Goes around with `rollout`, of this process: (version, the moment to die at or None) is
-    answered with the digests.
+    """A trainer process that runs cycles with a rollout of this process.
+
+    It receives (version, moment to die or None) and answers with the digests.
     """
 
     def __init__(self, path: str, rollout: VllmRollout) -> None:
@@ -119,7 +118,7 @@ class CyclingTrainer(Peer):
         self._served.start()
 
     def gone(self) -> None:
-        """Waits until its last call has been answered."""
+        """Wait for the end of the process and of its last call."""
         assert self.dies_within(30)
         self._served.join(30)
         assert not self._served.is_alive()
@@ -142,8 +141,9 @@ def _cycle(pipe: Connection, calls: Connection, path: str) -> None:
 
 
 class HostedWorker(Peer):
-    """A process with a hosted rollout, which answers `calls`. dies_at: a moment that it does not
-    survive once it has done it the second time.
+    """A process with a hosted rollout that answers `calls`.
+
+    It dies at the second `dies_at` moment, after executing the call and before answering it.
     """
 
     def __init__(self, path: str, dies_at: str) -> None:

@@ -1,4 +1,4 @@
-"""NaN in all of an engine's cache that no query may read."""
+"""NaN in all parts of an engine's cache that no query may read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from rollout import Engine
 
 
 def fill(pool: TokenPool, slots: Any) -> None:
-    """NaN into `slots` of all that the pool stores; what is stored as bytes is filled with 0xFF:
-    NaN as fp8, the largest scales of FP4.
+    """Write NaN into slots of all tensors of a pool.
+
+    Tensors of bytes are filled with 0xFF: NaN as fp8, and the largest scales of FP4.
     """
     for part in pool.stored.values():
         part[:, slots] = float("nan") if part.is_floating_point() else 0xFF
 
 
 def poison(engine: Engine, *_: int) -> None:
-    """Fill all slots, page 0 too, but those of the prefix cache and those of computed tokens that a
-    later query sees; and the states that neither a request nor the prefix cache holds.
+    """Fill all slots and states that no later query may read, including page 0.
+
+    Spared are the slots of the prefix cache, the slots of computed tokens that a later query reads,
+    and the states of requests and of the prefix cache.
     """
     cache, table = engine.cache, engine.cache.table.req_to_token
     pool: Any = getattr(cache.pool, "full_pool", cache.pool)
@@ -30,9 +33,9 @@ def poison(engine: Engine, *_: int) -> None:
     if isinstance(cache.pool, SWAKVPool):
         assert cache.sliding is not None
         views.append((cache.pool.window_pool, *cache.sliding))
-    for each, window, mapping in views:
+    for view, window, mapping in views:
         keep = torch.zeros(
-            next(iter(each.stored.values())).shape[1], dtype=torch.bool, device=table.device
+            next(iter(view.stored.values())).shape[1], dtype=torch.bool, device=table.device
         )
         for sample in engine.scheduler.running:
             assert sample.handle is not None
@@ -45,7 +48,7 @@ def poison(engine: Engine, *_: int) -> None:
             assert not keep[0], "a token in the window has no slot"
         pages = torch.from_numpy(engine.prefixes.cache.pages()).to(keep.device)
         keep.view(-1, engine.config.page_size)[pages] = True
-        fill(each, (~keep).nonzero().squeeze(1))
+        fill(view, (~keep).nonzero().squeeze(1))
     if cache.states is not None:
         assert isinstance(cache.table, HybridReqToTokenPool)
         held = {*cache.table.req_to_mamba.tolist(), *kept_states(engine)} - {0}
@@ -60,7 +63,7 @@ def kept_states(engine: Engine) -> list[int]:
 
 
 def check_idle(engine: Engine) -> None:
-    """All adds up, and no request holds anything."""
+    """Check the engine's integrity, and that no request holds pages or states."""
     engine.check_integrity()
     assert all(ledger.available == ledger.total for ledger in engine.prefixes.ledgers)
     assert (

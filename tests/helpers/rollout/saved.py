@@ -1,4 +1,4 @@
-"""Models on disk that are made once a session."""
+"""Models on disk that are saved once per session."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.helpers.models import save_tiny
 
 
 class Saved:
-    """saved(kind, seed=0, **overrides): where such a model lies, and the model. Neither may be
-    changed.
+    """Cache of saved models: `saved(kind, seed=0, **overrides)` returns directory and model.
+
+    Neither may be changed. `folder` creates a new directory with a name like its argument.
     """
 
     def __init__(self, folder: Callable[[str], Path]) -> None:
-        """folder: makes a new one of some name."""
         self._folder = folder
         self._made: dict[str, tuple[Path, PreTrainedModel]] = {}
 

@@ -1,4 +1,4 @@
-"""Ranks of two engines in processes of their own, over one gloo group."""
+"""Ranks of a prefill and a decode engine in separate processes over one gloo group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ CONFIG: dict[str, Any] = {"kv_tokens": 512, "max_running": 32, "max_prefill_toke
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One topology: `prefill` ranks, then `decode` ranks, of the first processes. calls: (prompts,
-    params) of each generate. nap: the decode engine's cache sleeps once, with prompts under way;
-    meddled: others discard it then.
+    """One topology: the first processes are `prefill` ranks, the next ones `decode` ranks.
+
     The decode side's rings hold 40 tokens together, so that longer prompts come in parts.
+
+    Attributes:
+        path: Model directory.
+        calls: (prompts, params) of each `generate`.
+        prefill: Number of prefill ranks.
+        decode: Number of decode ranks.
+        mapped: Whether ranks write into mapped memory; otherwise they send by the group.
+        prefill_config: Arguments of the prefill engine.
+        decode_config: Arguments of the decode engine.
+        on_loss: The decode engine's policy for lost prompts.
+        nap: Whether the decode engine's cache sleeps once, with prompts under way.
+        meddled: Whether another user of the saver discards the cache at that time.
     """
 
     path: str
@@ -39,18 +50,16 @@ class Split:
 
 
 def run(rank: int, splits: list[Split], sockets: str) -> list[Any]:
-    """What this rank saw of each topology: None where it had no part."""
+    """Run all topologies; return this rank's results, None where it had no part."""
     groups = [_groups(split) for split in splits]
     return [_take_part(rank, split, *groups[i], f"{sockets}/{i}") for i, split in enumerate(splits)]
 
 
 def run_placed(rank: int, split: Split, sockets: str, devices: list[str], backend: str) -> Any:
-    """One topology, each rank of either side on a device of its own or another side's; the sides'
-    groups are of `backend`.
-    """
+    """Run one topology with each rank on its device; two sides may share a device."""
     device = torch.device(devices[rank])
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL, which takes the current one
+        torch.cuda.set_device(device)  # before NCCL starts, which uses the current device
     placed = replace(
         split,
         prefill_config=split.prefill_config | {"device": device},
@@ -78,7 +87,7 @@ def _groups(split: Split, backend: str = "gloo") -> tuple[dist.ProcessGroup, dis
 
 
 class Counted(Transport):
-    """Counts what a rank has sent to all peers."""
+    """A transport that counts what its rank has sent to all peers."""
 
     requests = nbytes = 0
 
@@ -120,7 +129,15 @@ def serve(
 def generate(
     split: Split, group: Any, address: str, sources: list[int] | None = None, timeout: float = 60.0
 ) -> dict[str, Any]:
-    """sources: the prefill ranks' numbers among all processes; None: the first ones."""
+    """Run a decode rank through all calls.
+
+    Args:
+        split: The topology.
+        group: Group of the decode ranks.
+        address: Address of this rank's control socket.
+        sources: The prefill ranks' numbers among all processes; None: the first ones.
+        timeout: Seconds before a silent prefill rank counts as lost.
+    """
     engine = DecodeEngine.from_pretrained(
         split.path, tensor_parallel_size=split.decode, group=group, **split.decode_config
     )
@@ -163,5 +180,5 @@ def generate(
 
 
 def tokens(answers: list[list[list[Completion]]]) -> list[Any]:
-    """[call][prompt][sample]"""
+    """Return token ids as [call][prompt][sample]."""
     return [[[sample.token_ids for sample in request] for request in call] for call in answers]

@@ -1,4 +1,4 @@
-"""A rank of the other engine, whose every message is the test's."""
+"""A rank of the other engine of a split, all of whose messages come from the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.disagg.control import Hello, Message, curve_keys, decode, encode
 
 
 class Far:
-    """One end of a control socket, which dials or listens, and greets with `hello`."""
+    """One end of a control socket that connects or listens, and sends `hello` first."""
 
     def __init__(
         self, address: str, key: bytes, hello: Hello | None, *, listens: bool = False
@@ -26,7 +26,7 @@ class Far:
             self._socket.bind(address)
         else:
             self._socket.connect(address)
-        if hello is not None:  # what listens sends nothing before somebody dials
+        if hello is not None:  # a listening end cannot send before a peer connects
             threading.Thread(target=self.send, args=[hello], daemon=True).start()
 
     def send(self, message: Message | bytes) -> None:

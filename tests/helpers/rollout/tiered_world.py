@@ -1,5 +1,6 @@
-"""Scheduler, ledgers and tiers with a model that writes what (version, tokens) hash to: every row
-that a sample is given can be told from all others.
+"""Scheduler, ledgers and tiers with a model whose rows are hashes of (version, tokens).
+
+Every row that a sample reads can be told from all other rows.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ PAGE_BYTES = PS * LAYERS * 2 * 2 * 4
 
 
 def value(version: int, tokens: Sequence[int], layer: int) -> float:
-    """What the row of the last of these tokens is made of; exact in fp32."""
+    """Return the value of the last token's row, which is exact in fp32."""
     return float(hash((version, layer, *tokens)) % (1 << 24))
 
 
 def queued(number: int, prompt: list[int], params: SamplingParams, *stops: int) -> list[Sample]:
-    """The samples of a request, without an engine."""
-    of = {"request": number, "prompt": prompt, "params": params, "seed": 0}
-    return [Sample(index=i, stop_ids=frozenset(stops), **of) for i in range(params.n)]
+    """Return the samples of a request, without an engine."""
+    fields = {"request": number, "prompt": prompt, "params": params, "seed": 0}
+    return [Sample(index=i, stop_ids=frozenset(stops), **fields) for i in range(params.n)]
 
 
 class Recorded(TieredBlocks):
-    """Remembers what was admitted in a step, and preempts by dice."""
+    """Blocks that record the sequences admitted in a step, and swap preempted samples at random."""
 
     def __init__(self, blocks: BlockManager, config: KVTiers, dice: random.Random) -> None:
         super().__init__(blocks, config)
@@ -50,10 +51,11 @@ class Recorded(TieredBlocks):
     def admit(
         self, tokens: Sequence[int], swapped: Swapped | None = None
     ) -> tuple[ReqHandle, int] | None:
-        found = super().admit(tokens, swapped)
-        assert found is not None
-        self.admitted.append((found[0], list(tokens[: found[1]])))
-        return found
+        admitted = super().admit(tokens, swapped)
+        assert admitted is not None
+        handle, computed = admitted
+        self.admitted.append((handle, list(tokens[:computed])))
+        return admitted
 
 
 class World:
@@ -74,7 +76,7 @@ class World:
         return self.blocks.tiers.version
 
     def forget_device(self) -> None:
-        """What a pause and a resume leave: NaN."""
+        """Fill the pool with NaN, as a pause and a resume may leave it."""
         fill(self.pool, slice(None))
 
     def submit(self) -> None:
@@ -87,7 +89,7 @@ class World:
         self.scheduler.add(queued(number, prompt, params, 9))
 
     def step(self) -> None:
-        """What the engine does, with a model whose rows can be told apart."""
+        """Run a step as the engine does, and check all rows that new samples read."""
         step = self.scheduler.schedule()
         assert step.decode or step.chunks
         admitted, self.blocks.admitted = self.blocks.admitted, []
@@ -97,11 +99,12 @@ class World:
             for handle, tokens in admitted:
                 self.check(handle, tokens, layer)
         rows = [
-            (each.tokens(0, each.length), step.decode_slots[i : i + 1])
-            for i, each in enumerate(step.decode)
+            (sample.tokens(0, sample.length), step.decode_slots[i : i + 1])
+            for i, sample in enumerate(step.decode)
         ]
         rows += [
-            (each.sample.tokens(0, each.start + each.length), each.slots) for each in step.chunks
+            (chunk.sample.tokens(0, chunk.start + chunk.length), chunk.slots)
+            for chunk in step.chunks
         ]
         for tokens, slots in rows:
             self.write(tokens, slots)
@@ -134,9 +137,10 @@ class World:
 
     def check_ledgers(self) -> None:
         self.blocks.check_integrity()
-        waiting = [each.swapped for each in self.scheduler.waiting if each.swapped is not None]
-        assert all(each.swapped is None for each in self.scheduler.running)
-        assert self.blocks.swapped_pages() == sum(each.page > 0 for each in waiting)
+        queue = self.scheduler.waiting
+        swapped = [sample.swapped for sample in queue if sample.swapped is not None]
+        assert all(sample.swapped is None for sample in self.scheduler.running)
+        assert self.blocks.swapped_pages() == sum(copy.page > 0 for copy in swapped)
         (ledger,) = self.blocks.ledgers
         if not self.scheduler.running:
             assert ledger.available == ledger.total == PAGES
@@ -152,7 +156,7 @@ class World:
             self.forget_device()
         elif what == "abort" and self.scheduler.unfinished:
             self.scheduler.abort([self.dice.choice(self.scheduler.unfinished)])
-        elif what == "fail":  # a step that took pages and computed nothing
+        elif what == "fail":  # a step that allocated pages and computed nothing
             if self.scheduler.unfinished and self.scheduler.schedule():
                 self.blocks.admitted.clear()
             self.scheduler.preempt_all()

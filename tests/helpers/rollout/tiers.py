@@ -1,4 +1,4 @@
-"""Engines with a prefix cache, a small pool, and tiers below it."""
+"""Engines with a prefix cache, a small pool, and host and disk tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = 4
 
 
 def make(path: Path, **fields: Any) -> Engine:
-    """Without tiers."""
+    """Build an engine without tiers."""
     return Engine.from_pretrained(path, **{"kv_tokens": 512, "page_size": PAGE, **fields})
 
 
@@ -31,7 +31,7 @@ def tiered(
     engine: dict[str, Any] | None = None,
     **tiers: Any,
 ) -> Engine:
-    """An engine with a small pool and a host that has room for all, unless told otherwise."""
+    """Build an engine with a small pool and, by default, a host tier with room for all pages."""
     fields = {"host_ratio": 8.0} | tiers if "host_bytes" not in tiers else tiers
     return make(path, kv_tokens=kv_tokens, device=device, tiers=KVTiers(**fields), **(engine or {}))
 
@@ -42,37 +42,37 @@ def blocks_of(engine: Engine) -> TieredBlocks:
 
 
 def swap_if(engine: Engine, chosen: Callable[[], bool]) -> None:
-    """Let `chosen` say for each preempted sample whether it is swapped out or recomputed."""
+    """Swap out the preempted samples for which `chosen()` is true; recompute the others."""
     blocks = blocks_of(engine)
     swap_out = blocks.swap_out
     blocks.swap_out = lambda *args: swap_out(*args) if chosen() else None  # type: ignore[method-assign]
 
 
 def lose_device(engine: Engine) -> None:
-    """What a pause and a resume may leave, but for page 0."""
+    """Fill the pool with NaN, except page 0, as a pause and a resume may leave it."""
     assert isinstance(engine.kv_pool, TokenPool)
     fill(engine.kv_pool, slice(PAGE, None))
 
 
 def conversations() -> list[list[int]]:
-    """Prompts that share beginnings of 0, 30, 61 and 64 tokens, one of them twice."""
+    """Return prompts that share beginnings of 0, 30, 61 and 64 tokens, one of them twice."""
     (base,) = random_prompts((64,), seed=1)
     tails = random_prompts((5, 9, 3, 20), seed=2)
     return [base[:n] + tail for n, tail in zip((0, 30, 61, 64), tails, strict=True)] + [base, base]
 
 
 @contextmanager
-def failing(owner: Any, what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The owner's method `what` raises in its call number `at`, which comes within."""
-    steps, right = iter(range(at)), getattr(owner, what)
+def failing(owner: Any, method: str, at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace a method so that its call number `at` fails, which must happen in the block."""
+    steps, original = iter(range(at)), getattr(owner, method)
 
     def fail(*args: Any) -> Any:
         if next(steps, None) is None:
             raise ZeroDivisionError
-        return right(*args)
+        return original(*args)
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(owner, what, fail)
+        patch.setattr(owner, method, fail)
         yield
 
 

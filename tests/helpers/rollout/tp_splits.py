@@ -1,4 +1,4 @@
-"""How ranks share the parameters of a decoder that has dense and mixture-of-experts layers."""
+"""Tensor-parallel splits for the parameters of a decoder with dense and expert layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXPERTS = ExpertsConfig(
 
 
 def decoder_splits(head_dim: int, size: int, experts: int = 1) -> Splits:
-    """Over `size` ranks; experts: see `EngineConfig.expert_parallel`."""
+    """Return the splits over `size` ranks; `experts` is `EngineConfig.expert_parallel`."""
     heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": head_dim}
     biases = {"qkv_bias": True, "o_bias": False, "qk_norm": False}
     attention = AttentionConfig(rope=RopeConfig(theta=1e4), **heads, **biases)

@@ -1,6 +1,4 @@
-"""Engines whose weights are replaced: trainers in miniature, who write other random models of one
-layout.
-"""
+"""Miniature trainers that replace an engine's weights by random models of the same layout."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def tiny(seed: int) -> PreTrainedModel:
 
 @lru_cache
 def layout() -> Manifest:
-    """Where an engine keeps the parameters of these models."""
+    """Return the places of these models' parameters in an engine."""
     with TemporaryDirectory() as folder:
         tiny(0).save_pretrained(folder)
         return whole_manifest(load_model_config(Path(folder)), torch.float32)
@@ -44,7 +42,7 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def expected(seed: int) -> list[list[int]]:
-    """The answers of model `seed`."""
+    """Return the answers of model `seed`."""
     return [greedy(tiny(seed), prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
@@ -61,9 +59,12 @@ def shadow_bytes(engine: Engine) -> int:
 
 
 def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
-    """Writes the parameters of model `seed` through a lease.
+    """Write the parameters of model `seed` through a lease.
 
-    wrong: what the receipt says instead of the truth.
+    Args:
+        offer: The engine's offer.
+        seed: Seed of the model.
+        **wrong: False values for fields of the receipt.
     """
     parameters = dict(tiny(seed).named_parameters())
     total, nbytes = 0, 0
@@ -80,7 +81,7 @@ def write(offer: WeightOffer, seed: int, **wrong: int | str) -> WriteReceipt:
 
 
 def update(engine: Engine, version: int, seed: int, **how: Any) -> UpdateReceipt:
-    """A whole update to the parameters of model `seed`. how: of `begin_update`."""
+    """Run a whole update to the parameters of model `seed`; `how` goes to `begin_update`."""
     engine.verify_update(write(engine.begin_update(version, **how), seed))
     return engine.commit_update(version)
 
@@ -89,7 +90,7 @@ def update(engine: Engine, version: int, seed: int, **how: Any) -> UpdateReceipt
 
 
 class Owner:
-    """Lends pages: tag "params", laid out as the engine's weights."""
+    """A saver whose tag "params" can be aliased, laid out like the engine's weights."""
 
     def __init__(self, engine: Engine) -> None:
         self.manifest = engine.manifest
@@ -99,7 +100,7 @@ class Owner:
         ).fill_(0xFF)
 
     def fill(self, seed: int) -> int:
-        """Write the parameters of model `seed`; their digest."""
+        """Write the parameters of model `seed`; return their digest."""
         parameters, total = dict(tiny(seed).named_parameters()), 0
         for piece in self.manifest.slices:
             tensor = parameters[piece.name].detach()
@@ -124,6 +125,6 @@ class Owner:
 
 
 def weight_bytes(engine: Engine) -> tuple[int, int]:
-    """(own, aliased)"""
+    """Return the engine's own and aliased bytes of the weights."""
     tag = engine.report().tags[WEIGHTS]
     return tag.committed_bytes, tag.aliased_bytes

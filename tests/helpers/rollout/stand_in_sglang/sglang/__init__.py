@@ -1,3 +1,4 @@
-"""Stands for SGLang 0.5.16 on the CPU: two processes, its hooks, and as much of its engine as our
-rollout calls. What it answers is made of the weights, so that other weights answer otherwise.
+"""Stand-in for SGLang 0.5.16 on the CPU: two processes, its hooks, and the parts that we call.
+
+Answers are derived from the weights, so that different weights give different answers.
 """

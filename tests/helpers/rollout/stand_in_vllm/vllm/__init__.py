@@ -1,4 +1,4 @@
-"""vLLM as TRL sees it: weights that are loaded, sleep and wake up, and answers without a model."""
+"""Stand-in for vLLM as TRL uses it: weights that load and sleep, and answers without a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ class RequestOutput(SimpleNamespace):
 
 
 class LLM:
-    """calls: what was asked of its sleep mode, in order. address: where it was told to be."""
+    """Stand-in for `vllm.LLM`.
+
+    Attributes:
+        calls: The calls of its sleep mode and of `generate`, in order.
+        address: RANK and LOCAL_RANK of the external launcher.
+    """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.options, self.calls = options, list[Any]()
@@ -60,11 +65,11 @@ class LLM:
         return True
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool = True) -> list[Any]:
-        """Answers each prompt with token 7."""
+        """Answer each prompt with token 7."""
         if any(map(self.fused.saver.is_paused, self.fused.saver.tags)):
             raise RuntimeError("generate while asleep")
         self.calls.append("generate")
         logprobs = [{7: SimpleNamespace(logprob=-1.5, rank=1)}]
         answer = SimpleNamespace(token_ids=[7], logprobs=logprobs)
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
-        return [SimpleNamespace(prompt_token_ids=each, outputs=[answer]) for each in ids]
+        return [SimpleNamespace(prompt_token_ids=prompt, outputs=[answer]) for prompt in ids]

@@ -1,4 +1,4 @@
-"""Engines over neighbours of torch's default group, as vLLM's external launcher makes them."""
+"""Engines over consecutive ranks of torch's default group, as vLLM's external launcher builds."""
 
 from types import SimpleNamespace
 from typing import Any

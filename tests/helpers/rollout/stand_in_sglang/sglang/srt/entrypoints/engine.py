@@ -42,8 +42,8 @@ class Engine:
 
     def handle(self) -> None:
         assert asyncio.get_running_loop() is self.loop
-        for each in (signal.SIGTERM, signal.SIGQUIT):
-            self.loop.add_signal_handler(each, lambda: None)
+        for number in (signal.SIGTERM, signal.SIGQUIT):
+            self.loop.add_signal_handler(number, lambda: None)
 
     def abort(self, rid: str = "", abort_all: bool = False) -> None:
         self.aborted.set()
@@ -56,9 +56,9 @@ class Engine:
         return_logprob: bool = False,
         stream: bool = False,
     ) -> Any:
-        """A hundred tokens and more take for ever."""
+        """Answer a prompt; requests for 100 tokens or more wait until they are aborted."""
         if stream:
-            return self.each(input_ids, sampling_params)
+            return self.stream(input_ids, sampling_params)
         params = dict(sampling_params)
         if params["max_new_tokens"] >= 100:
             await self.aborted.wait()
@@ -67,16 +67,16 @@ class Engine:
             self.requests.send((input_ids, params))
             while not self.requests.poll():
                 await asyncio.sleep(0.001)
-            one = self.requests.recv()
-        return one if params["n"] == 1 else [one] * params["n"]
+            answer = self.requests.recv()
+        return answer if params["n"] == 1 else [answer] * params["n"]
 
-    async def each(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Any:
-        """Their beginnings, then each when it has ended."""
+    async def stream(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Any:
+        """Yield the beginning of every answer, then each answer when it ends."""
         tasks = {}
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, fields) in enumerate(zip(prompts, params, strict=True)):
             yield {"index": index, "meta_info": {"finish_reason": None}}
-            asked = self.async_generate(input_ids=prompt, sampling_params=each)
-            tasks[asyncio.create_task(asked)] = index
+            request = self.async_generate(input_ids=prompt, sampling_params=fields)
+            tasks[asyncio.create_task(request)] = index
         while tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

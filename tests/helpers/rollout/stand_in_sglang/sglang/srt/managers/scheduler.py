@@ -59,8 +59,8 @@ class Scheduler:
             if token in params["stop_token_ids"] and not params["ignore_eos"]:
                 tokens, reason = tokens[: at + 1], {"type": "stop", "matched": token}
                 break
-        said = {"finish_reason": reason, "output_token_logprobs": [(-1.0, t, None) for t in tokens]}
-        return {"output_ids": tokens, "meta_info": said}
+        info = {"finish_reason": reason, "output_token_logprobs": [(-1.0, t, None) for t in tokens]}
+        return {"output_ids": tokens, "meta_info": info}
 
 
 def run_scheduler_process(server_args: Any, rpc: Connection, requests: Connection) -> None:
@@ -74,8 +74,8 @@ def run_scheduler_process(server_args: Any, rpc: Connection, requests: Connectio
     from multiprocessing.connection import wait
 
     while True:
-        for each in wait([rpc, requests]):
-            if each is rpc:
+        for ready in wait([rpc, requests]):
+            if ready is rpc:
                 rpc.send(scheduler.handle_rpc_request(rpc.recv()))
             else:
                 requests.send(scheduler.answer(*requests.recv()))
