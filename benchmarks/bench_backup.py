@@ -1,7 +1,6 @@
-"""Kept content: to the host and back, clean tags, swap; against torch_memory_saver and the
-copy rate itself.
+"""Saved content against torch_memory_saver and the copy rate: host copies, clean tags, swap.
 
-`make bench-backup`. Every case checks the content that comes back.
+`make bench-backup`. Every case checks the restored content.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ REPEATS = 5
 Run = Callable[[], object]
 
 
-def at_once(scale: Scale) -> None:
+def immediately(scale: Scale) -> None:
     return
 
 
 def cycles(
-    scale: Scale, pause: Run, resume: Run, between: Callable[[Scale], object] = at_once
+    scale: Scale, pause: Run, resume: Run, between: Callable[[Scale], object] = immediately
 ) -> Times:
     times = Times(REPEATS)
     for _ in times.rounds:
@@ -41,7 +40,7 @@ def cycles(
 
 
 def floor(scale: Scale) -> Figures:
-    """One copy of 8 GiB between pinned memory and the device, alone and both ways at once."""
+    """Measure one copy of 8 GiB between pinned memory and the device, one way and both ways."""
     half = scale.choose(4 * GIB, MIB)
     host = torch.empty(half, dtype=torch.uint8, pin_memory=scale.on_gpu)
     device = torch.empty(half, dtype=torch.uint8, device=scale.device)
@@ -65,27 +64,27 @@ def floor(scale: Scale) -> Figures:
 def tensors(
     scale: Scale, count: int = COUNT, content: str = "host", **options: Any
 ) -> Iterator[tuple[MemorySaver, dict[int, torch.Tensor]]]:
-    """Numbered ones on tag "params"; the content of those that are left is checked at the end."""
+    """Yield a saver and numbered tensors on tag "params"; check the tensors left at the end."""
     saver, nbytes = MemorySaver(scale.device, **options), scale.choose(TENSOR, MIB)
     with saver.region("params", content=content):
-        made = {
+        numbered = {
             number: torch.empty(nbytes, dtype=torch.uint8, device=scale.device)
             for number in range(scale.choose(count, 4))
         }
-    for number, tensor in made.items():
+    for number, tensor in numbered.items():
         tensor.fill_(number % 251)
         tensor[-1] = 255 - number % 251
     del tensor
-    yield saver, made
-    for number in list(made):
-        tensor = made.pop(number)
+    yield saver, numbered
+    for number in list(numbered):
+        tensor = numbered.pop(number)
         assert bool((tensor[:-1] == number % 251).all()) and int(tensor[-1]) == 255 - number % 251
     del tensor
     saver.close()
 
 
 def to_the_host(release: str, between: Callable[[Scale], object], scale: Scale) -> Figures:
-    """between: pause and resume. "first pause": with nothing pinned."""
+    """Measure cycles with content on the host; at the "first pause" nothing is pinned."""
     with tensors(scale) as (saver, _):
         saver.pinned_arena.trim()
         pause = partial(saver.pause, "params", release=release)
@@ -118,14 +117,15 @@ def clean(scale: Scale) -> Figures:
 
 
 def swap(scale: Scale) -> Figures:
-    """16 GiB, against pause and then resume of the same tags; the device's used memory is sampled
-    during more swaps.
+    """Measure a swap of 16 GiB against pause and then resume of the same tags.
+
+    The used memory of the device is sampled during more swaps.
     """
     saver, nbytes = MemorySaver(scale.device), scale.choose(16 * GIB, 8 * MIB)
     one = saver.empty(nbytes, torch.uint8, tag="one", content="host").fill_(1)
     saver.pause("one")
     two = saver.empty(nbytes, torch.uint8, tag="two", content="host").fill_(2)
-    for _ in range(2):  # from here on in pieces
+    for _ in range(2):  # from here on, memory is in pieces
         saver.swap(pause="two", resume="one")
         saver.swap(pause="one", resume="two")
 
@@ -151,7 +151,7 @@ def swap(scale: Scale) -> Figures:
     return [
         *figures({"in turn": serial_ms, "swap": swap_ms}),
         Figure(what="swap", value=swap_ms / serial_ms, unit="x in turn"),
-        Figure(what="more of the device", value=rise / MIB, unit="MiB"),
+        Figure(what="additional device memory", value=rise / MIB, unit="MiB"),
     ]
 
 
@@ -159,8 +159,8 @@ a_second = partial(common.others_write, nbytes=0)
 written = partial(common.others_write, nbytes=COUNT * TENSOR)
 CASES: dict[str, Case] = {
     "pinned copy": floor,
-    "host, extents kept": partial(to_the_host, "retain", at_once),
-    "host, extents to the driver, resumed at once": partial(to_the_host, "driver", at_once),
+    "host, extents kept": partial(to_the_host, "retain", immediately),
+    "host, extents to the driver, resumed immediately": partial(to_the_host, "driver", immediately),
     "the same, resumed a second later": partial(to_the_host, "driver", a_second),
     "the same, written by others meanwhile": partial(
         to_the_host, "driver", partial(common.others_write, nbytes=COUNT * TENSOR)
@@ -173,7 +173,7 @@ CASES: dict[str, Case] = {
 
 
 def bar(name: str, figure: Figure) -> tuple[str, str] | None:
-    left_out = name == "torch_memory_saver"  # seconds
+    left_out = name == "torch_memory_saver"  # takes seconds
     return None if left_out or figure.what not in ("pause", "resume") else (name, figure.what)
 
 

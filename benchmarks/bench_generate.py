@@ -1,8 +1,7 @@
-"""Generation at the Qwen2.5-0.5B shape against `transformers.generate`, same weights, same run.
-`make bench-rollout`.
+"""Generation at the Qwen2.5-0.5B shape against `transformers.generate`, with the same weights.
 
-256 prompts of 128 tokens, 128 new tokens each, bf16, random weights. Before it is timed, the
-engine's log-probabilities are compared with a full forward of the same model.
+`make bench-rollout`. 256 prompts of 128 tokens, 128 new tokens each, bf16, random weights. Before
+the engine is timed, its log-probabilities are compared with a full forward of the same model.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ COMPARED = 8  # samples
 
 @torch.no_grad()
 def check(model: Any, inputs: list[list[int]], out: list[list[Completion]]) -> float:
-    """Mean difference of the engine's log-probabilities from the model's."""
+    """Return the mean difference of the engine's log-probabilities from the model's."""
     completions = [group[0] for group in out[:COMPARED]]
     ids = torch.tensor(
-        [given + list(each.token_ids) for given, each in zip(inputs, completions, strict=False)]
+        [given + list(done.token_ids) for given, done in zip(inputs, completions, strict=False)]
     )
     ids, prompt = ids.to(model.device), len(inputs[0])
     logp = torch.log_softmax(model(ids).logits[:, prompt - 1 : -1].float(), -1)
     theirs = logp.gather(-1, ids[:, prompt:, None]).squeeze(-1).cpu()
-    mismatch = float((theirs - torch.tensor([each.logprobs for each in completions])).abs().mean())
+    mismatch = float((theirs - torch.tensor([done.logprobs for done in completions])).abs().mean())
     assert mismatch < 0.05, f"the engine's log-probabilities differ by {mismatch} on average"
     return mismatch
 
@@ -38,9 +37,9 @@ def check(model: Any, inputs: list[list[int]], out: list[list[Completion]]) -> f
 def measure(
     scale: Scale, sizes: tuple[int, int, int], folder: Path
 ) -> tuple[dict[str, float], float]:
-    """Milliseconds of each way, and the largest mismatch.
+    """Return the milliseconds of each way, and the largest mismatch.
 
-    sizes: prompts, and tokens of each and of its answer.
+    `sizes` are the number of prompts, and the tokens of a prompt and of an answer.
     """
     batch, prompt, answer = sizes
     milliseconds = partial(median_ms, repeats=scale.choose(3, 1), warmup=scale.choose(1, 0))
@@ -91,8 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         f"log-probabilities against a full forward in bf16: mean difference at most {mismatch:.4f}"
     )
     rows = [
-        [name, each, f"{1e3 * batch * answer / each:,.0f}", rival / each]
-        for name, each in ms.items()
+        [name, time, f"{1e3 * batch * answer / time:,.0f}", rival / time]
+        for name, time in ms.items()
     ]
     head = [
         f"batch {batch}, {prompt} + {answer} tokens, bf16",

@@ -1,8 +1,6 @@
-"""Pause and resume against torch_memory_saver and the driver's own floor, on one GPU. `make
-bench-memory`.
+"""Pause and resume on one GPU, against torch_memory_saver and the driver's own floor.
 
-Every case checks content where content is kept, and that freed memory was really another's in
-between.
+`make bench-memory`. The cases check saved content, and that others really used the freed memory.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ COUNT, TENSOR = 340, 45 * MIB  # 14.9 GiB
 
 
 def _sizes(scale: Scale) -> tuple[int, int]:
-    """How many tensors, and bytes of each."""
+    """Return the number of tensors, and the bytes of each."""
     return scale.choose(COUNT, 3), scale.choose(TENSOR, MIB)
 
 
@@ -32,7 +30,7 @@ def _make(scale: Scale) -> list[torch.Tensor]:
 
 
 def kept(scale: Scale) -> Figures:
-    """Between pause and resume another tag maps the freed pages and overwrites every byte."""
+    """Measure retained pages, which another tag maps and overwrites before the resume."""
     saver, times = MemorySaver(scale.device), Times()
     with saver.region("kv"):
         tensors = _make(scale)
@@ -42,7 +40,7 @@ def kept(scale: Scale) -> Figures:
     for i in times.rounds:
         times("pause", lambda: saver.pause("kv", release="retain"))
         saver.resume("other")
-        assert saver.report().pool_bytes == 0, "the other tag has other pages"
+        assert saver.report().pool_bytes == 0, "the other tag must use these pages"
         other.fill_(100 + i)
         saver.pause("other", release="retain")
         times("resume", lambda: saver.resume("kv"))
@@ -57,7 +55,7 @@ def kept(scale: Scale) -> Figures:
 
 
 def to_the_driver(written: int | None, scale: Scale) -> Figures:
-    """written: by others between pause and resume, as `others_write` has it."""
+    """Measure a pause to the driver; `written` bytes go to `others_write` before the resume."""
     count, nbytes = _sizes(scale)
     saver, times = MemorySaver(scale.device), Times()
     tensor = saver.empty(count * nbytes, torch.uint8, tag="kv")
@@ -90,7 +88,7 @@ def _other(pipe: Connection, device: torch.device, nbytes: int) -> None:
     pipe.send(saver.pool_ticket())
     while (ticket := pipe.recv()) is not None:
         if theirs is None:
-            theirs = saver.empty(nbytes, torch.uint8, tag="theirs")  # takes what was handed over
+            theirs = saver.empty(nbytes, torch.uint8, tag="theirs")  # uses the pool
         saver.resume("theirs")
         theirs.fill_(255)
         common.settle()
@@ -100,20 +98,20 @@ def _other(pipe: Connection, device: torch.device, nbytes: int) -> None:
 
 
 def handed_over(scale: Scale) -> Figures:
-    """The other process writes all of 60 GiB, then hands it over; timed: the resume here."""
+    """Measure a resume with 60 GiB that another process has written and handed over."""
     nbytes = scale.choose(60 * GIB, 8 * MIB)
     saver, times = MemorySaver(scale.device), Times()
     tensor = saver.empty(nbytes, torch.uint8, tag="kv")
-    saver.pause(release="retain")  # in one extent; from here on in pieces
+    saver.pause(release="retain")  # in one extent; from here on, in pieces
     saver.trim()
     other = Peer(_other, scale.device, nbytes)
     ticket = other.hear(120)
     saver.resume()
     for _ in times.rounds:
         times("hand over", lambda: saver.pause("kv", release="hand_over", to=ticket))
-        assert other.ask(saver.pool_ticket(), 60) <= 4 * MIB, "the other process kept some"
+        assert other.ask(saver.pool_ticket(), 60) <= 4 * MIB, "the other process kept some memory"
         times("resume", lambda: saver.resume("kv"))
-        assert int(tensor[0]) == int(tensor[-1]) == 255, "not the pages that it wrote"
+        assert int(tensor[0]) == int(tensor[-1]) == 255, "not the pages that the process wrote"
         tensor[:: 2 * MIB].fill_(1)
     saver.check_integrity()
     other.tell(None)
@@ -124,7 +122,7 @@ def handed_over(scale: Scale) -> Figures:
 
 
 def through_the_driver(scale: Scale) -> Figures:
-    """The same memory, released by a tag that wrote it and resumed at once."""
+    """Measure a resume directly after a tag has written the same memory and released it."""
     saver, times = MemorySaver(scale.device), Times(3)
     tensor = saver.empty(scale.choose(60 * GIB, 8 * MIB), torch.uint8, tag="kv")
     for _ in times.rounds:
@@ -151,7 +149,7 @@ CASES: dict[str, Case] = {
 
 
 def bar(name: str, figure: Figure) -> tuple[str, str] | None:
-    """Pause and resume of the 14.9 GiB, without cases that wait for the driver to clear memory."""
+    """Show pause and resume of 14.9 GiB, without cases that wait for the driver to clear memory."""
     left_out = "filled" in name or "60 GiB" in name or figure.what not in ("pause", "resume")
     return None if left_out else (name, figure.what)
 

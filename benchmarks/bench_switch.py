@@ -1,9 +1,8 @@
-"""Train -> rollout -> train at the Qwen2.5-0.5B shape, stage by stage, inside real GRPO steps.
-`make bench-switch`.
+"""Train -> rollout -> train at the Qwen2.5-0.5B shape, stage by stage, in real GRPO steps.
 
-The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts x 8 samples of 512
-tokens, two Ray actors) is run twice: once with everything staying on the device, which 80 GB allow,
-once with everything offloaded.
+`make bench-switch`. The packaged recipe (fp32 masters and Adam, bf16 forward and rollout, 8 prompts
+x 8 samples of 512 tokens, two Ray actors) runs twice: once with everything resident, which 80 GB
+allow, and once with everything offloaded.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ CASES = {
 
 
 def stage_ms(recipe: str, settings: list[str], folder: Path) -> dict[str, float]:
-    """Milliseconds of every stage, the median over all steps but the first two, and of the whole
-    step.
-    """
+    """Return the median milliseconds of every stage and of the step, after the first two steps."""
     start_run(recipe, settings, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "train"][2:]

@@ -1,9 +1,10 @@
-"""The weight sync against floors of the same run and against what people use. `make bench-sync`.
+"""The weight sync against floors of the same run and against other methods.
 
-On one GPU, trainer and engine share it: bf16 -> bf16 at the whole Qwen2.5-7B shape, fp32 -> bf16 at
-half its layers, as a trainer's masters, gradients and moments in fp32 do not fit beside it
-otherwise. "offloaded": the trainer's copy comes from the host before. On two, FSDP2 over both: all
-layers. Every case checks what arrived. "one" and "two" stand for all cases of so many GPUs.
+`make bench-sync`. On one GPU, which trainer and engine share: bf16 -> bf16 at the whole Qwen2.5-7B
+shape, and fp32 -> bf16 at half of its layers, because a trainer's masters, gradients and moments in
+fp32 do not fit otherwise. In "offloaded", the trainer's copy first comes from the host. On two
+GPUs: FSDP2 over both, all layers. Every case checks the received weights. "one" and "two" select
+all cases for one and two GPUs.
 
     python -m benchmarks.bench_sync --shape qwen3-30b-a3b --layers 16
 """
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.set_defaults(cases=["two"] if torch.cuda.device_count() > 1 else ["one"])
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--shape", default="qwen2.5-7b", help="as a recipe's model.shape")
-    options.add_argument("--layers", type=int, help="of the shape, in bf16; fp32 is left out")
+    options.add_argument("--layers", type=int, help="number of layers, in bf16; fp32 is left out")
     args = options.parse_args(arguments)
     cases: dict[str, Callable[[], Figures]] = {}
     for group, members in GROUPS.items():
@@ -55,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise SystemExit("the cases of two GPUs need two")
         layers = LAYERS[group] if args.layers is None else {"bfloat16": args.layers}
         scale = sync_scale(make_scale(args), args.shape, layers, args.repeats)
-        scale, found = floors.with_rates(scale, gpus)
-        if found:
-            cases["floors"] = lambda found=found: found
+        scale, rates = floors.with_rates(scale, gpus)
+        if rates:
+            cases["floors"] = lambda rates=rates: rates
         cases |= {name: partial(case, scale) for name, case in chosen.items()}
     run_cases("bench_sync", cases, args.out)
 

@@ -1,11 +1,10 @@
-"""vLLM, or SGLang, on our tags beside itself as it comes: sleeps, wake-ups, new weights,
-throughput. `make bench-vllm`, with vllm installed; `--engine sglang`.
+"""vLLM or SGLang on our tags against the unchanged engine: sleep, wake-up, weights, throughput.
 
-Each in a process of its own, of the same run, one after the other in the order of `--cases`, with
-the same random weights of a Qwen2.5 shape. The driver's floor comes last: it unmaps and maps as
-many bytes as a sleep freed.
+`make bench-vllm`, with vllm installed; `--engine sglang` for SGLang. Each side runs in its own
+process, one after the other in the order of `--cases`, with the same random weights of a Qwen2.5
+shape. The driver's floor comes last: it unmaps and maps as many bytes as a sleep freed.
 
-`--throughput` leaves the rest out, and is for our own engine and larger models, too:
+`--throughput` measures nothing else, and supports our own engine and larger models, too:
 
     python -m benchmarks.bench_vllm --throughput --shape qwen3-30b-a3b --cases native
 """
@@ -44,7 +43,7 @@ KV_TOKENS = 196608
 
 
 class Sides:
-    """The processes, in the order in which they are measured."""
+    """The processes of the sides, in the order in which they are measured."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._log = args.out or folder
@@ -67,23 +66,24 @@ class Sides:
         return process
 
     def measured(self, kind: str) -> Figures:
-        process, found = self._start(kind), []
+        process, measured = self._start(kind), []
         assert process.stdin is not None and process.stdout is not None
         for line in process.stdout:
             if line.strip() == "ready":
                 process.stdin.write("go\n")
                 process.stdin.flush()
             elif line.startswith('{"what"'):
-                found.append(Figure(**json.loads(line)))
-                if found[-1].what.endswith("freed"):
-                    self._freed = self._freed or found[-1].value
-                print(f"  {found[-1].what}: {found[-1].value:.1f} {found[-1].unit}", flush=True)
+                figure = Figure(**json.loads(line))
+                if figure.what.endswith("freed"):
+                    self._freed = self._freed or figure.value
+                measured.append(figure)
+                print(f"  {figure.what}: {figure.value:.1f} {figure.unit}", flush=True)
             elif line.startswith('{"answers"'):
-                found += self._compared(json.loads(line)["answers"])
+                measured += self._compared(json.loads(line)["answers"])
         if process.wait():
             text = (self._log / f"{self._engine}_{kind}.log").read_text()
             raise RuntimeError(text[-3000:])
-        return found
+        return measured
 
     def driver_floor(self, device: torch.device) -> Figures:
         """Time the driver alone with the bytes that a sleep at level 2 freed, as one extent.
@@ -103,7 +103,7 @@ class Sides:
         if not isinstance(before, list):
             return []
         same = sum(map(list.__eq__, before, answers))
-        return [Figure(what="greedy answers of 64 as of the other", value=same, unit="")]
+        return [Figure(what="greedy answers of 64 equal to the other's", value=same, unit="")]
 
     def close(self) -> None:
         for process in self._started:
@@ -119,8 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, [*KINDS, FLOOR])
     options.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     options.add_argument("--shape", default="qwen2.5-7b", help="as a recipe's model.shape")
-    options.add_argument("--layers", type=int, help="of that shape; all of them unless given")
-    options.add_argument("--throughput", action="store_true", help="nothing else")
+    options.add_argument("--layers", type=int, help="number of layers; by default all of the shape")
+    options.add_argument("--throughput", action="store_true", help="measure throughput only")
     options.add_argument("--cycles", type=int, default=20)
     options.add_argument(
         "--quick", action="store_true", help="few CUDA graphs, and no torch.compile"
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.set_defaults(cases=["memsaver", "its own", FLOOR])
     args = options.parse_args(arguments)
     if "native" in args.cases and not args.throughput:
-        raise SystemExit("native: our own engine is measured by --throughput alone")
+        raise SystemExit("native: our own engine is measured only with --throughput")
     scale = make_scale(args)
     if scale.tiny or importlib.util.find_spec(args.engine) is None:
         return run_cases(f"bench_{args.engine}", dict.fromkeys(args.cases, skipped), args.out)

@@ -1,6 +1,4 @@
-"""The harness of all benchmarks: where and how large they run, clocks, floors, figures and how they
-come out.
-"""
+"""The harness of all benchmarks: devices and sizes, clocks, floors, figures and their output."""
 
 from __future__ import annotations
 
@@ -29,18 +27,21 @@ REPEATS, WARMUP = 7, 2
 
 
 class Skipped(Exception):
-    """A case that this machine can't run; says why."""
+    """Raised by a case that this machine cannot run, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Where and how large the cases run. tiny: sizes for a test of the scripts, which a CPU gets
-    through; times mean nothing.
+    """Where and how large the cases run.
 
-    copy_rate: bytes a second of a large copy on the device in the same run, read and written bytes
-    both counted.
-    link_rate: of the link between two devices, in each of both directions at once; 0: there is
-    none.
+    Attributes:
+        device: The device.
+        tiny: Whether to use sizes for a test of the scripts, which a CPU can run. Times then mean
+            nothing.
+        copy_rate: Bytes a second of a large copy on the device in the same run, counting both the
+            bytes read and the bytes written.
+        link_rate: Bytes a second over the link between two devices, in each direction while both
+            are used; 0: there is no link.
     """
 
     device: torch.device
@@ -90,7 +91,7 @@ NO_END = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 def fields_of(scale: Scale, shape: str, layers: int | None = None) -> dict[str, Any]:
     """Return the fields of a recipe's `model.shape`, or of a tiny model; no answer stops early.
 
-    layers: None: the shape's own.
+    `layers` replaces the shape's number of layers.
     """
     fields = shapes()[shape] | NO_END
     if scale.tiny:
@@ -108,8 +109,9 @@ def write_config(directory: Path, fields: dict[str, Any]) -> Path:
 
 
 def random_model(scale: Scale, directory: Path, shape: str, dtype: torch.dtype) -> Any:
-    """Make a model of that shape, or a tiny one, with random weights on the device, in eval mode,
-    and save it to `directory`.
+    """Build a model of a shape, or a tiny one, with random weights, and save it to `directory`.
+
+    The model is on the device and in eval mode.
     """
     config = AutoConfig.from_pretrained(write_config(directory, fields_of(scale, shape)))
     torch.manual_seed(0)
@@ -123,13 +125,13 @@ def random_model(scale: Scale, directory: Path, shape: str, dtype: torch.dtype) 
 
 
 def settle(device: torch.device | None = None) -> None:
-    """Waits for the device, the current one unless named; on the CPU nothing is under way."""
+    """Wait for a device, by default the current one; on the CPU there is nothing to wait for."""
     if torch.cuda.is_initialized() and (device is None or device.type == "cuda"):
         torch.cuda.synchronize(device)
 
 
 def timed(run: Run, device: torch.device | None = None) -> float:
-    """Milliseconds, from an idle device to an idle device."""
+    """Return the milliseconds of a run, from an idle device to an idle device."""
     settle(device)
     started = time.perf_counter()
     run()
@@ -144,7 +146,7 @@ def median_ms(
 
 
 class Times:
-    """Milliseconds by name, over rounds of which the first ones are for warming up."""
+    """Milliseconds by name over several rounds, the first of which warm up."""
 
     def __init__(self, repeats: int = REPEATS, warmup: int = WARMUP) -> None:
         self.rows: dict[str, list[float]] = defaultdict(list)
@@ -161,7 +163,7 @@ class Times:
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key."""
+    """Return the median of each key."""
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
@@ -169,7 +171,7 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def measured_copy_rate(scale: Scale) -> float:
-    """Of one large copy: the floor of every other."""
+    """Return the bytes a second of one large copy, the floor of all other copies."""
     source = torch.ones(scale.choose(4 * GIB, MIB), dtype=torch.uint8, device=scale.device)
     target = torch.zeros_like(source)
     ms = median_ms(lambda: target.copy_(source), device=scale.device)
@@ -180,37 +182,46 @@ def measured_copy_rate(scale: Scale) -> float:
 def extent_by_driver(
     device: torch.device, nbytes: int, take: str, give: str, between: Run
 ) -> dict[str, float]:
-    """Medians, under these names, of create and map, and of unmap and release, of one extent and
-    nothing else.
-    between: after it was given.
+    """Measure the driver's calls for one extent, without anything else.
+
+    Args:
+        device: The device.
+        nbytes: Bytes of the extent.
+        take: The name of the time to create and map it.
+        give: The name of the time to unmap and release it.
+        between: Called after each release.
+
+    Returns:
+        Median milliseconds by name.
     """
     backend, times, handle = make_backend(device), Times(), 0
     nbytes = backend.round_up(nbytes)
     address = backend.reserve(nbytes)
 
-    def taken() -> None:
+    def map_extent() -> None:
         nonlocal handle
         handle = backend.create(nbytes).handle
         backend.map(address, nbytes, handle)
         backend.set_access(address, nbytes)
 
-    def given() -> None:
+    def release_extent() -> None:
         backend.unmap(address, nbytes)
         backend.release(handle, nbytes)
 
-    taken()
+    map_extent()
     for _ in times.rounds:
-        times(give, given)
+        times(give, release_extent)
         between()
-        times(take, taken)
-    given()
+        times(take, map_extent)
+    release_extent()
     backend.unreserve(address, nbytes)
     return times.medians
 
 
 def others_write(scale: Scale, nbytes: int | None) -> None:
-    """What another engine would do with the memory meanwhile. None: with nearly all that is free;
-    0: nothing, and the driver clears it.
+    """Write free memory as another engine would between pause and resume.
+
+    `nbytes` of None means nearly all free memory. 0 means to wait until the driver has cleared it.
     """
     if scale.tiny or not scale.on_gpu:
         return
@@ -224,7 +235,7 @@ def others_write(scale: Scale, nbytes: int | None) -> None:
 
 
 def rise_of(device: torch.device, run: Run) -> int:
-    """Bytes by which a GPU's use rose as it ran, looked at every half millisecond; 0 on the CPU."""
+    """Return the rise of a GPU's used bytes during a run, sampled every 0.5 ms; 0 on the CPU."""
     if device.type != "cuda":
         run()
         return 0
@@ -255,20 +266,22 @@ def rise_of(device: torch.device, run: Run) -> int:
 
 
 def parser(doc: str | None, cases: Iterable[str] = ()) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--out", type=Path, help="folder for full results as JSON, and for pictures")
-    made.add_argument(
+    options.add_argument(
+        "--out", type=Path, help="folder for full results as JSON, and for pictures"
+    )
+    options.add_argument(
         "--tiny", action="store_true", help="sizes for a test of this script; times mean nothing"
     )
     if names := list(cases):
-        made.add_argument("--cases", nargs="+", choices=names, default=names)
-    return made
+        options.add_argument("--cases", nargs="+", choices=names, default=names)
+    return options
 
 
 def make_scale(args: argparse.Namespace) -> Scale:
-    """On the GPU; SystemExit without one, unless all is tiny."""
+    """Choose the GPU, or the CPU for tiny sizes; raise SystemExit if neither is possible."""
     if not torch.cuda.is_available() and not args.tiny:
         raise SystemExit("no GPU; --tiny runs this script on the CPU")
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -276,7 +289,7 @@ def make_scale(args: argparse.Namespace) -> Scale:
 
 
 Bar = Callable[[str, Figure], tuple[str, str] | None]
-"""(case, figure) -> which bar of the picture, and which part of it; None: in none."""
+"""(case, figure) -> the bar of the picture, and the part of the bar; None: not shown."""
 
 
 def run_cases(
@@ -285,8 +298,9 @@ def run_cases(
     out: Path | None,
     bar: Bar | None = None,
 ) -> None:
-    """Every case, then a table of all figures, full results as JSON, and a picture. One that fails
-    costs no other its figures; SystemExit names it at the end.
+    """Run every case, print a table of all figures, and save full results and a picture.
+
+    If a case fails, the others still run, and SystemExit names it at the end.
     """
     results: dict[str, Figures] = {}
     failed = []
@@ -316,14 +330,14 @@ def run_cases(
 
 
 def _draw(path: Path, title: str, placed: Sequence[tuple[tuple[str, str], Figure]]) -> None:
-    """Draw a bar for each row, the first on top, made of its parts, with their sum behind it."""
+    """Draw a bar of parts for each row, the first row on top, with the sum of the parts."""
     from matplotlib.figure import Figure as Picture
 
     ends: dict[str, float] = {}
     picture = Picture(layout="constrained")
     axes = picture.subplots()
     for part in dict.fromkeys(part for (_, part), _ in placed):
-        mine = {name: figure.value for (name, other), figure in placed if other == part}
+        mine = {name: figure.value for (name, label), figure in placed if label == part}
         axes.barh(
             list(mine), list(mine.values()), left=[ends.get(name, 0.0) for name in mine], label=part
         )
@@ -345,9 +359,7 @@ def report(
     results: Mapping[str, Any],
     out: Path | None,
 ) -> None:
-    """Conditions and a Markdown table, printed; full results as JSON under the folder that the
-    caller named.
-    """
+    """Print conditions and a Markdown table, and save full results as JSON in the folder `out`."""
     print(conditions())
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(_cell(value) for value in row) + " |", flush=True)
@@ -359,8 +371,8 @@ def report(
 
 
 def conditions() -> str:
-    """Date, hardware and versions, in one line."""
-    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    """Return the date, hardware and versions in one line."""
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
     versions = [
         f"{name} {installed.get(name, 'absent')}" for name in ("triton", "transformers", "ray")
     ]

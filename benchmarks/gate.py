@@ -1,9 +1,9 @@
-"""The speed gate: run the six benchmarks and compare their ratios with the stored ones. `make
-bench-gate`.
+"""The speed gate: run the six benchmarks and compare their ratios with the accepted ones.
 
-A ratio is our time over a rival's or a floor's of the same run, so that machines may differ; lower
-is better. `gate.json` holds the accepted value of each ratio and its noise, the relative spread of
-repeated runs. `--accept` writes the measured values there; the noise is kept.
+`make bench-gate`. A ratio is our time over the time of a rival or a floor in the same run, so that
+machines may differ; lower is better. `gate.json` has the accepted value of each ratio and its
+noise, the relative spread of repeated runs. `--accept` writes the measured values there and keeps
+the noise.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from benchmarks.common import parser, report
 
 STORED = Path(__file__).with_name("gate.json")
 NOISE = 0.1
-"""Relative noise of a ratio that has no stored one."""
+"""Relative noise of a ratio without a stored noise."""
 
 Results = Mapping[str, Any]
-"""What a benchmark saved: lists of figures by case, or figures by name."""
+"""The saved results of a benchmark: lists of figures by case, or figures by name."""
 
 
 class Ratio(NamedTuple):
@@ -58,7 +58,7 @@ def _over(case: str, rival: str, *whats: str) -> Callable[[Results], float | Non
 
 
 def _rate_over(case: str, rival: str, what: str) -> Callable[[Results], float | None]:
-    """Return a reader of the rival's rate over ours: lower is better, as of times."""
+    """Return a reader of the rival's rate over ours: lower is better, as with times."""
 
     def read(results: Results) -> float | None:
         ours, theirs = _value(results, case, what, ""), _value(results, rival, what, "")
@@ -153,51 +153,51 @@ ARGUMENTS = {
 
 
 def measure(scripts: Sequence[str], folder: Path, *flags: str) -> dict[str, float | None]:
-    """Run these benchmarks; return their ratios by name, None for those that were not measured."""
-    found: dict[str, float | None] = {}
+    """Run benchmarks; return their ratios by name, None for a ratio that was not measured."""
+    ratios: dict[str, float | None] = {}
     for script in scripts:
         arguments = ["--out", str(folder), *ARGUMENTS[script], *flags]
         importlib.import_module(f"benchmarks.{script}").main(arguments)
         results = json.loads((folder / f"{script}.json").read_text())
-        found |= {ratio.name: ratio.read(results) for ratio in RATIOS if ratio.script == script}
-    return found
+        ratios |= {ratio.name: ratio.read(results) for ratio in RATIOS if ratio.script == script}
+    return ratios
 
 
 def judge(
-    found: Mapping[str, float | None], stored: Mapping[str, Mapping[str, float]]
+    measured: Mapping[str, float | None], stored: Mapping[str, Mapping[str, float]]
 ) -> tuple[list[list[object]], list[str]]:
-    """Return the rows of the table, and the names of the ratios that are slower beyond noise."""
+    """Return the rows of the table, and the names of ratios that are slower beyond noise."""
     rows, slower = [], []
-    for name, value in found.items():
+    for name, value in measured.items():
         known = stored.get(name)
         if value is None or known is None:
-            said = "not measured" if value is None else "nothing stored"
+            verdict = "not measured" if value is None else "nothing stored"
         elif value > known["ratio"] * (1 + known["noise"]):
-            said = "SLOWER"
+            verdict = "SLOWER"
             slower.append(name)
         else:
-            said = "ok"
+            verdict = "ok"
         cells = (known["ratio"], f"{100 * known['noise']:.0f} %") if known else ("", "")
-        rows.append([name, "" if value is None else f"{value:.3g}", *cells, said])
+        rows.append([name, "" if value is None else f"{value:.3g}", *cells, verdict])
     return rows, slower
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, ARGUMENTS)
-    options.add_argument("--accept", action="store_true", help="store what was measured")
+    options.add_argument("--accept", action="store_true", help="store the measured ratios")
     options.add_argument("--stored", type=Path, default=STORED, help="the accepted ratios")
     args = options.parse_args(arguments)
     stored = json.loads(args.stored.read_text()) if args.stored.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--tiny"] if args.tiny else []
-        found = measure(args.cases, args.out or Path(folder), *flags)
-    rows, slower = judge(found, stored)
+        measured = measure(args.cases, args.out or Path(folder), *flags)
+    rows, slower = judge(measured, stored)
     head = ["ratio, lower is better", "measured", "accepted", "noise", ""]
-    report("bench_gate", head, rows, {"ratios": found}, args.out)
+    report("bench_gate", head, rows, {"ratios": measured}, args.out)
     if args.accept:
         accepted = {
             name: {"ratio": round(value, 4), "noise": stored.get(name, {}).get("noise", NOISE)}
-            for name, value in found.items()
+            for name, value in measured.items()
             if value is not None
         }
         args.stored.write_text(json.dumps({**stored, **accepted}, indent=1) + "\n")

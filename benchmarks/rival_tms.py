@@ -1,6 +1,6 @@
-"""torch_memory_saver in a process of its own (it aborts at exit in torch mode).
+"""torch_memory_saver in its own process, because it aborts at exit in torch mode.
 
-Prints milliseconds as JSON.
+The process prints milliseconds as JSON.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from benchmarks.common import REPEATS, Scale, Skipped, Times, others_write
 
 
 def main(count: int, nbytes: int, repeats: int, written: str, backup: bool, retain: bool) -> None:
-    """written: between pause and resume, "nothing", "freed" (as much as was freed) or "all" that is
-    free.
+    """Measure pause and resume, print the figures, and exit.
+
+    `written` is the memory that is written in between: "nothing", "freed" (as much as was freed) or
+    "all" that is free.
     """
     from torch_memory_saver import torch_memory_saver as tms
 
@@ -42,7 +44,7 @@ def main(count: int, nbytes: int, repeats: int, written: str, backup: bool, reta
 def in_its_process(
     scale: Scale, count: int, nbytes: int, written: str, *flags: str, repeats: int = REPEATS
 ) -> dict[str, float]:
-    """What it prints. flags: "backup", "retain"; the rest as in ``main``."""
+    """Run `main` in its own process and return the figures; flags: "backup" and "retain"."""
     if scale.tiny or importlib.util.find_spec("torch_memory_saver") is None:
         raise Skipped("it has no tiny form" if scale.tiny else "torch_memory_saver is absent")
     sizes = map(str, (count, nbytes, repeats))

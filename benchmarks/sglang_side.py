@@ -1,5 +1,6 @@
-"""One SGLang in a process of its own, for `bench_vllm --engine sglang`: on torch_memory_saver and
-with its own update from tensors, or on our tags and with our sync.
+"""SGLang in its own process, for `bench_vllm --engine sglang`.
+
+It runs on torch_memory_saver with its own update from tensors, or on our tags with our sync.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from benchmarks import vllm_side
 from benchmarks.vllm_side import CONTEXT, SEQUENCES, prompts
 
 OPTIONS: dict[str, Any] = {
-    "attention_backend": "triton",  # both: its other ones are of packages that may not be there
+    "attention_backend": "triton",  # for both: others need packages that may be missing
     "sampling_backend": "pytorch",
-    "disable_radix_cache": True,  # no prompt is known already
+    "disable_radix_cache": True,  # every prompt is computed
 }
 QUICK = {"cuda_graph_bs_decode": [1, 16, 64, 128, 256]}
 
 
 class Rival:
-    """SGLang as it comes."""
+    """SGLang without changes."""
 
     tensors: dict[str, Tensor]
     engine: Any
@@ -52,14 +53,14 @@ class Rival:
         self.tensors = tensors
 
     def load(self) -> None:
-        """New weights by SGLang's own loader, from handles of these tensors."""
+        """Load the weights by SGLang's own loader, from handles of the tensors."""
         good, why = self.engine.update_weights_from_tensor(list(self.tensors.items()))
         assert good, why
 
     sync = load
 
     def sleep(self, level: int) -> None:
-        assert level == 2, "what SGLang keeps is chosen when it is made"
+        assert level == 2, "SGLang's level is chosen when the engine is made"
         self.engine.release_memory_occupation(["kv_cache", "weights"])
 
     def wake(self, tag: str) -> None:
@@ -67,17 +68,17 @@ class Rival:
 
     def answers(self, count: int, new: int, temperature: float) -> list[list[int]]:
         params = {"max_new_tokens": new, "temperature": temperature, "ignore_eos": True}
-        said = self.engine.generate(
+        outputs = self.engine.generate(
             input_ids=prompts(count), sampling_params=params, return_logprob=True
         )
-        return [list(each["output_ids"]) for each in said]
+        return [list(output["output_ids"]) for output in outputs]
 
     def forget(self) -> None:
         pass
 
 
 class Ours(Rival):
-    """The same engine on our tags; `sync` writes what a trainer of one rank would."""
+    """The same engine on our tags; `sync` writes like a trainer with one rank."""
 
     keeps = True
 

@@ -1,8 +1,7 @@
-"""One vLLM in a process of its own, for `bench_vllm`: its memory by its own allocator and its
-weights by its own loader, or its memory on our tags and its weights by our sync. Or our own engine
-of the same model, for throughput alone.
+"""vLLM in its own process, for `bench_vllm`.
 
-Prints figures as JSON lines, when it is told to go on.
+It runs with its own allocator and loader, or on our tags with our sync. Our own engine can run the
+same model, for throughput only. The process prints figures as JSON lines after it has read a line.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 GIB = 1 << 30
 SEQUENCES, CONTEXT = 256, 1024
-# of --quick: the engine is built in seconds
+# for --quick: the engine is built in seconds
 QUICK = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -58,20 +57,20 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def checkpoint(path: str) -> dict[str, Tensor]:
-    """Random bf16 weights on the GPU by their Hugging Face names; the same in both processes."""
+    """Draw bf16 weights on the GPU, by Hugging Face name, which are the same in every process."""
     from rollout.model import parameter_shapes
 
     generator = torch.Generator("cuda").manual_seed(1)
-    found = {}
+    tensors = {}
     for name, shape in parameter_shapes(path)[0].items():
         drawn = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
         drawn.normal_(0, 0.05, generator=generator)
-        found[name] = drawn.fill_(1) if "norm" in name else drawn
-    return found
+        tensors[name] = drawn.fill_(1) if "norm" in name else drawn
+    return tensors
 
 
 class Rival:
-    """vLLM as it comes."""
+    """vLLM without changes."""
 
     tensors: dict[str, Tensor]
     keeps = True  # level 1 keeps the weights
@@ -100,13 +99,13 @@ class Rival:
         self.tensors = tensors
 
     def load(self) -> None:
-        """New weights by vLLM's own loader."""
+        """Load the weights by vLLM's own loader."""
         self.llm.apply_model(lambda model: len(model.load_weights(self.tensors.items())))
 
     sync = load
 
     def prepare(self) -> None:
-        """Get ready for level 1, beside what comes next, where that can be."""
+        """Prepare for level 1 in the background, if the side can."""
 
     def sleep(self, level: int) -> None:
         self.llm.sleep(level)
@@ -123,16 +122,16 @@ class Rival:
             logprobs=0,
             flat_logprobs=True,
         )
-        asked = [{"prompt_token_ids": each} for each in prompts(count)]
-        found = self.llm.generate(asked, params, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in found]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts(count)]
+        completed = self.llm.generate(requests, params, use_tqdm=False)
+        return [list(request.outputs[0].token_ids) for request in completed]
 
     def forget(self) -> None:
         self.llm.reset_prefix_cache()
 
 
 class Ours(Rival):
-    """The same engine on our tags; `sync` writes what a trainer of one rank would."""
+    """The same engine on our tags; `sync` writes like a trainer with one rank."""
 
     def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
         from rollout.hosted import VllmRollout
@@ -153,7 +152,7 @@ class Ours(Rival):
         from trainer_bridge.sync.weight_sync import WeightSync
 
         self.tensors = tensors
-        shards = [shard_of(name, each, 0) for name, each in tensors.items()]
+        shards = [shard_of(name, tensor, 0) for name, tensor in tensors.items()]
         place = place_of(torch.device("cuda:0"))
 
         def connect() -> None:
@@ -188,7 +187,7 @@ class Ours(Rival):
 
 
 class Native(Ours):
-    """Our own engine, with weights drawn as vLLM draws dummy ones."""
+    """Our own engine, with weights drawn like vLLM's dummy weights."""
 
     def __init__(self, path: str, kv_tokens: int, quick: bool) -> None:
         from rollout import Engine
@@ -212,7 +211,7 @@ class Native(Ours):
         self.rollout.store.load(drawn, "drawn")
 
     def forget(self) -> None:
-        """No prompt is known already."""
+        """Do nothing: there is no prefix cache."""
 
 
 def greedy(side: Rival) -> list[list[int]]:
@@ -221,7 +220,7 @@ def greedy(side: Rival) -> list[list[int]]:
 
 
 def throughput(side: Rival, when: str) -> None:
-    """Of passes after the first, which compiles: the median, the slowest and the fastest."""
+    """Report the median, slowest and fastest of the passes after the first, which compiles."""
     rates = []
     for _ in range(8):
         side.forget()
@@ -241,7 +240,7 @@ def weights(side: Rival) -> None:
 
 
 def level_2(side: Rival, asleep: float, turns: int = 5) -> None:
-    """asleep: seconds; the driver still scrubs what was freed a moment ago."""
+    """Measure sleeps of `asleep` seconds; the driver takes a moment to clear the freed memory."""
     rows: dict[str, list[float]] = defaultdict(list)
     for _ in range(turns):
         before = used()
@@ -267,14 +266,14 @@ def level_1(side: Rival, turns: int = 3) -> None:
 
 
 def through_cycles(side: Rival, cycles: int, first: list[list[int]]) -> None:
-    """Other weights and the first ones by turns, a sleep before each; greedy answers as before."""
+    """Switch between two sets of weights, with a sleep before each; check the greedy answers."""
     wanted: dict[int, list[list[int]]] = {0: first}
     right = 0
     for turn in range(1, cycles + 1):
         side.sleep(2)
-        for name, each in side.tensors.items():
+        for name, tensor in side.tensors.items():
             if "q_proj" in name:
-                each.neg_()  # exact, and undone by the next turn
+                tensor.neg_()  # exact, and undone by the next turn
         side.wake("weights")
         side.sync()
         side.wake("kv_cache")
@@ -302,20 +301,20 @@ def main(
         level_2(side, asleep)
     throughput(side, "before the cycles")
     if side.keeps:
-        side.prepare()  # a cycle does so when it is made; here it would be beside what is timed
+        side.prepare()  # a cycle does so when it is made; later it would overlap with timed work
     through_cycles(side, cycles, first)
     throughput(side, "after")
     if side.keeps:
         level_1(side)
     same = sum(map(list.__eq__, greedy(side), first))
-    say("greedy answers of 64 as at first, at the end", same, "")
+    say("greedy answers of 64 equal to the first, at the end", same, "")
 
 
 def run(kinds: dict[str, Any], words: list[str]) -> None:
-    """Measure what the words of `bench_vllm` say, and end this process."""
-    which, folder, kv, rounds, *flags = words
+    """Run the measurement that `bench_vllm` asks for, and end this process."""
+    kind, folder, kv, rounds, *flags = words
     try:
-        main(kinds, which, folder, int(kv), int(rounds), flags)
+        main(kinds, kind, folder, int(kv), int(rounds), flags)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise

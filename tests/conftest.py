@@ -1,4 +1,4 @@
-"""Shared by all tests: which of them this run is for, in which order, and on which devices."""
+"""Select the tests of a run, their order, and the devices that they run on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.helpers.ray_cluster import pytest_runtest_teardown, ray_cluster  # no
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
-torch.set_num_threads(1)  # tiny models only lose by more, above all on a busy machine
-gc.disable()  # until the tests run: imports of all files make a million objects and no garbage
+torch.set_num_threads(1)  # more threads slow tiny models down, above all on a busy machine
+gc.disable()  # until tests run: importing all files creates a million objects and no garbage
 
-# The same examples in every run, and no deadline: how long one takes says more of the machine than
-# of the code.
+# Every run tries the same examples, without a deadline: the time of an example depends more on the
+# machine than on the code.
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("steady")
 
@@ -31,11 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="tests marked `extended` too, and whole matrices of cases",
+        help="also run tests marked `extended`, and full matrices of cases",
     )
-    parser.addoption(
-        "--soak", action="store_true", help="full counts of every soak test, not the short forms"
-    )
+    parser.addoption("--soak", action="store_true", help="run soak tests with their full counts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,9 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what this run or machine is not for. What is left stays in the order that
-    pytest-randomly gave it, but the Ray cluster's tests come first and then the packages with long
-    files, so that the workers end together.
+    """Exclude tests that this run or machine is not for, and sort the others.
+
+    They keep the order of pytest-randomly, but tests of the Ray cluster come first and then the
+    packages with long files, so that the workers end together.
     """
     wanted = [item for item in items if _wanted(item, config.getoption("--all"))]
     if len(wanted) < len(items):
@@ -65,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """What was imported is not looked through by each of the tests' collections."""
+    """Exclude imported objects from the garbage collections of the tests."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -73,7 +72,7 @@ def pytest_runtestloop() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file stays on one worker, and one worker has all that use the one Ray cluster."""
+    """Keep each file on one worker, and all files that use the Ray cluster on the same worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -100,9 +99,7 @@ def _on_ray(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_group_is_left() -> Iterator[None]:
-    """A file that leaves torch's default process group behind fails, not the next one that makes
-    its own.
-    """
+    """Fail a file that leaves torch's default process group behind, instead of the next file."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -111,5 +108,5 @@ def no_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Every backend: the same test runs on the host and, marked ``gpu``, on CUDA."""
+    """Return every backend in turn: the host and, marked ``gpu``, CUDA."""
     return request.param

@@ -1,7 +1,7 @@
-"""Deliberate bugs in all five packages, each of which the suite has to catch.
+"""Deliberate bugs in all five packages, each of which the test suite must catch.
 
-`python -m tests.planted` plants one after the other in a copy of the working tree and runs the
-tests that have to fail; with words, the bugs whose name or file has one of them.
+`python -m tests.planted` plants one bug after the other in a copy of the working tree, and runs the
+tests that must fail. Words on the command line select bugs by name and file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class Bug(NamedTuple):
-    """What is wrong, and where: in `file`, `right` stands once and becomes `wrong`.
+    """A bug and the tests that must catch it.
 
-    tests: in `tests/`, a file one of whose tests fails then.
+    Attributes:
+        name: The faulty behavior.
+        file: The product's file.
+        tests: A file in `tests/`, in which a test must fail.
+        right: Text that occurs once in `file`.
+        wrong: Text that replaces it.
     """
 
     name: str
@@ -43,7 +48,7 @@ BUGS = [
         "            self._drain(streams)",
     ),
     Bug(
-        "two processes resume at once",
+        "two processes resume at the same time",
         "memsaver/tag/transaction.py",
         "memsaver/test_fault_injection.py",
         "            with self._device_lock:\n                refills",
@@ -57,14 +62,14 @@ BUGS = [
         "        self.backup = backup\n",
     ),
     Bug(
-        "a kept copy that ends past the tag's memory counts as its content",
+        "a clean copy that ends past the tag's memory counts as its content",
         "memsaver/content/on_host.py",
         "memsaver/content/test_clean.py",
         "offset + nbytes > committed for",
         "offset > committed for",
     ),
     Bug(
-        "extents that a peer hands over in vain stay charged",
+        "extents stay charged when a peer's hand-over fails",
         "memsaver/memory/page_pool.py",
         "memsaver/test_fault_injection.py",
         "            undo.callback(shim.discharge, backend.phys, nbytes)\n",
@@ -85,7 +90,7 @@ BUGS = [
         "        self._close()\n",
     ),
     Bug(
-        "a tensor that begins inside a piece is let go before its bytes have come",
+        "a tensor that begins inside a piece is released before its bytes have arrived",
         "memsaver/tag/prefetch.py",
         "memsaver/test_prefetch.py",
         "bisect_right(self._spans, (first,)) - 1",
@@ -148,14 +153,14 @@ BUGS = [
         "HeadSlice(src_rank, first - dst_first, first - src_first, count)",
     ),
     Bug(
-        "a sequence writes into a shared page once its need of pages was asked for",
+        "a sequence writes into a shared page after its need of pages was computed",
         "kvcache/blocks.py",
         "kvcache/test_forest.py",
         "[rows[writers[owners == 1]]] = False",
         "[rows[writers]] = False",
     ),
     Bug(
-        "pages of older weights are written to the host as those of the present",
+        "pages of older weights are written to the host as current ones",
         "kvcache/tiers/tiered_prefix.py",
         "kvcache/tiers/test_prefix.py",
         "for page, version, key in known if version == self.version]",
@@ -169,7 +174,7 @@ BUGS = [
         "            self._shadow.exchange()\n",
     ),
     Bug(
-        "top-k lets one token more in",
+        "top-k admits one token too many",
         "rollout/ops/sampling.py",
         "rollout/test_sampler.py",
         "ordered.masked_fill(rank >= limit, 0.0)",
@@ -197,14 +202,14 @@ BUGS = [
         "at = token_ids - (self.size - 1 - self.rank) * len(rows)",
     ),
     Bug(
-        "a fork shares cached pages without a lock of its own",
+        "a fork shares cached pages without locking them",
         "rollout/serving/prefix.py",
         "rollout/disagg/test_split.py",
         "            self.cache.inc_lock_ref(self._held[child].node)\n",
         "",
     ),
     Bug(
-        "what a sample draws depends on its row in the batch",
+        "a sample's random numbers depend on its row in the batch",
         "rollout/serving/runner.py",
         "rollout/test_engine.py",
         "(member.seed, member.index, len(member.output)) for member in samples",
@@ -218,7 +223,7 @@ BUGS = [
         "index % units, index % units + 1",
     ),
     Bug(
-        "the lower bound clips above as well",
+        "the lower bound also clips above",
         "trainer_bridge/training/losses.py",
         "trainer_bridge/test_trainer.py",
         "ratio.clamp(1 - eps_low, 1 + eps_high)",
@@ -232,14 +237,14 @@ BUGS = [
         "POISONING = ()",
     ),
     Bug(
-        "one rank's failure alone lets the others go on",
+        "other ranks continue when a single rank fails",
         "trainer_bridge/sync/agree.py",
         "trainer_bridge/test_agree.py",
         "        if failed:\n            raise SyncError(stage",
         "        if len(failed) > 1:\n            raise SyncError(stage",
     ),
     Bug(
-        "an engine that aliased the pages goes on when another one failed",
+        "an engine with aliased pages continues after another engine failed",
         "trainer_bridge/sync/alias.py",
         "trainer_bridge/test_inprocess.py",
         "            abort_all(asked, error)\n",
@@ -267,7 +272,7 @@ BUGS = [
         "(world / max(1, len(logprobs)))).backward()",
     ),
     Bug(
-        "a resumed critic goes on after the policy's number of updates",
+        "a resumed critic continues from the policy's number of updates",
         "trainer_bridge/trainer.py",
         "trainer_bridge/test_checkpoint.py",
         'critic.step = values["critic_step"]',
@@ -281,7 +286,7 @@ BUGS = [
         "float(np.std(numbers, ddof=1))",
     ),
     Bug(
-        "an evaluation comes a step late",
+        "an evaluation runs a step late",
         "recipes/loop.py",
         "recipes/test_run.py",
         "(step - 1) % self.setup.recipe.eval.every == 0",
@@ -297,7 +302,7 @@ BUGS = [
         '            write(folder / f"step_{step}")\n',
     ),
     Bug(
-        "a step that is computed again shuffles otherwise",
+        "a repeated step shuffles differently",
         "recipes/ppo.py",
         "recipes/test_ppo.py",
         "/mini_batches/{step}/{epoch}",
@@ -311,7 +316,7 @@ BUGS = [
         'row["step"] <= step',
     ),
     Bug(
-        "a stage's peak leaves out what torch took in between",
+        "a stage's peak omits torch's own peak",
         "recipes/logs/monitor.py",
         "recipes/test_monitor.py",
         "held + usage.torch_peak_bytes",
@@ -331,7 +336,7 @@ def misfit(bug: Bug) -> str:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the files that git knows or would take."""
+    """Copy the files that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]:
@@ -341,15 +346,15 @@ def copied(folder: Path) -> Path:
 
 
 def caught_by(bug: Bug, tree: Path) -> str:
-    """Plant the bug in a tree; return the first test that fails then, "" if none does."""
+    """Write the bug into a tree; return the first test that fails, "" if none does."""
     path = tree / bug.file
     path.write_text(path.read_text().replace(bug.right, bug.wrong))
-    # Plain: a message would read the content of tensors, which a bug may have unmapped.
+    # --assert=plain: a message would read the content of tensors, which a bug may have unmapped.
     options = ["-vx", "--tb=no", "--assert=plain", "--disable-warnings", "-p", "no:randomly"]
     command = [sys.executable, "-m", "pytest", *options, f"tests/{bug.tests}"]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    # Below 0: the failing test has ended the process.
+    # A negative code: the failing test has ended the process.
     if done.returncode == pytest.ExitCode.TESTS_FAILED or done.returncode < 0:
         begun = re.findall(r"(?m)^tests/\S+::.+?(?= *FAILED| *ERROR| *$)", done.stdout)
         return str(begun[-1])
@@ -363,12 +368,12 @@ def main(words: list[str]) -> None:
     for bug in BUGS:
         if words and not any(word in f"{bug.name} {bug.file}" for word in words):
             continue
-        started, found = time.monotonic(), ""
+        started, caught = time.monotonic(), ""
         if not (why := misfit(bug)):
             with tempfile.TemporaryDirectory() as folder:
-                found = caught_by(bug, copied(Path(folder)))
-        escaped += not found
-        seconds, result = time.monotonic() - started, found or f"ESCAPED {why}"
+                caught = caught_by(bug, copied(Path(folder)))
+        escaped += not caught
+        seconds, result = time.monotonic() - started, caught or f"ESCAPED {why}"
         print(f"{seconds:4.0f} s  {bug.name}: {result}", flush=True)
     sys.exit(1 if escaped else 0)
 

@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md and docs/testing.md that can be read off the sources."""
+"""Rules of docs/architecture.md and docs/testing.md that can be checked in the sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CHAIN = ["memsaver", "kvcache", "rollout", "trainer_bridge", "recipes"]
 
-# Import of the key is allowed only in files that start with one of these paths.
+# The key may be imported only in files whose paths start like this.
 ALONE = {
     "cuda": ["memsaver/memory/cuda.py", "memsaver/system/gpu_processes.py"],
     "triton": ["memsaver/ops/", "kvcache/ops/", "rollout/ops/", "trainer_bridge/ops/"],
@@ -24,11 +24,11 @@ ALONE = {
     "omegaconf": ["recipes/"],
     "pydantic": ["recipes/"],
     "torch.distributed.fsdp": ["trainer_bridge/"],
-    "unittest": [],  # a mock in the product is a seam that is missing
+    "unittest": [],  # a mock in the product shows that an interface is missing
 }
 FOR_ALL = {("memsaver", "ops"), ("memsaver", "system")}
-OTHERS = {"os", "torch", "_python_dispatch"}  # modules whose private names are not ours to mend
-OTHERS_NAMES = {"_local_tensor"}  # of torch's DTensor
+FOREIGN_MODULES = {"os", "torch", "_python_dispatch"}  # their private names may be used
+FOREIGN_NAMES = {"_local_tensor"}  # of torch's DTensor
 PRIVATE_PATH = re.compile(rf"\b({'|'.join(CHAIN)})\.[\w.]*\b_[a-z]\w*", re.IGNORECASE)
 
 Rule = Callable[[str, ast.AST], Iterator[str]]
@@ -62,8 +62,9 @@ def follows_the_chain(file: str, node: ast.AST) -> Iterator[str]:
 
 
 def enters_by_a_face(file: str, node: ast.AST) -> Iterator[str]:
-    """Another package is imported by itself, its modules and its rooms; the modules
-    of memsaver.ops and memsaver.system are for all, and kernels call kernels.
+    """Report imports of another package that go past its face: its modules and its rooms.
+
+    The modules of memsaver.ops and memsaver.system are open to all, and kernels call kernels.
     """
     for module in imports(node):
         package, *inside = module.split(".")
@@ -86,16 +87,16 @@ def takes_helpers_from_their_place(file: str, node: ast.AST) -> Iterator[str]:
     for module in imports(node):
         shared = starts(module, "tests.helpers") or module == "tests.planted"
         if starts(module, "tests") and not shared:
-            yield f"imports {module}: what tests share belongs to tests/helpers"
+            yield f"imports {module}: shared test code belongs in tests/helpers"
 
 
 def reads_public_state(file: str, node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Attribute) and _private(node.attr) and node.attr not in OTHERS_NAMES:
+    if isinstance(node, ast.Attribute) and _private(node.attr) and node.attr not in FOREIGN_NAMES:
         root = node.value
         while isinstance(root, ast.Attribute):
             root = root.value
         own = ast.unparse(node.value) in ("self", "cls", "super()")
-        if not own and not (isinstance(root, ast.Name) and root.id in OTHERS):
+        if not own and not (isinstance(root, ast.Name) and root.id in FOREIGN_MODULES):
             yield f"reads {ast.unparse(node)}"
     if isinstance(node, ast.ImportFrom) and any(
         starts(node.module or "", package) for package in CHAIN
@@ -138,18 +139,16 @@ def test_every_file_keeps_the_rule(folders: list[str], rule: Rule) -> None:
 
 
 def file_imports(package: str) -> dict[str, set[str]]:
-    """Each module of a package, and those of its modules that it imports anywhere: at load, lazily,
-    for types.
-    """
+    """Map each module of a package to the package's modules that it imports, even lazily."""
     trees = {
         module_of(path): ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py")
     }
-    found: dict[str, set[str]] = {module: set() for module in trees}
+    graph: dict[str, set[str]] = {module: set() for module in trees}
     for module, tree in trees.items():
         for node in ast.walk(tree):
-            found[module].update(modules_named(node, trees))
-        found[module].discard(module)
-    return found
+            graph[module].update(modules_named(node, trees))
+        graph[module].discard(module)
+    return graph
 
 
 def module_of(path: Path) -> str:
@@ -158,7 +157,7 @@ def module_of(path: Path) -> str:
 
 
 def modules_named(node: ast.AST, known: Container[str]) -> list[str]:
-    """The known modules that a statement imports; `from a import b` may import the module a.b."""
+    """Return the known modules that a statement imports; `from a import b` may import a.b."""
     names = imports(node)
     if isinstance(node, ast.ImportFrom) and names:
         inside = [f"{names[0]}.{alias.name}" for alias in node.names]
@@ -167,7 +166,7 @@ def modules_named(node: ast.AST, known: Container[str]) -> list[str]:
 
 
 def in_circles(graph: dict[str, set[str]]) -> set[str]:
-    """The nodes of circles, and those on a way from one circle to another."""
+    """Return the nodes in circles, and those on a path from one circle to another."""
     left = set(graph)
     while True:
         named = set().union(*(graph[node] for node in left))
@@ -177,22 +176,22 @@ def in_circles(graph: dict[str, set[str]]) -> set[str]:
         left = stay
 
 
-def test_circles_are_found_and_what_hangs_on_them_is_not_named() -> None:
+def test_in_circles_omits_nodes_that_are_in_no_circle() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "below"}, "above": {"a"}, "below": set()}
     assert in_circles(graph) == {"a", "b", "c"}
     assert in_circles(graph | {"c": {"below"}}) == set()
 
 
 @pytest.mark.parametrize("package", CHAIN)
-def test_files_do_not_import_each_other_in_a_circle(package: str) -> None:
+def test_modules_of_a_package_import_each_other_in_no_circle(package: str) -> None:
     graph = file_imports(package)
     circles = in_circles(graph)
     assert not circles, "\n".join(
-        f"{each} imports {sorted(graph[each] & circles)}" for each in sorted(circles)
+        f"{module} imports {sorted(graph[module] & circles)}" for module in sorted(circles)
     )
 
 
-def test_no_two_classes_have_one_name() -> None:
+def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for package in CHAIN:
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -201,10 +200,10 @@ def test_no_two_classes_have_one_name() -> None:
                     places.setdefault(node.name, []).append(
                         f"{file.relative_to(ROOT)}:{node.lineno}"
                     )
-    assert not {name: found for name, found in places.items() if len(found) > 1}
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
-def test_importing_memsaver_is_cheap() -> None:
+def test_importing_memsaver_loads_no_heavy_package() -> None:
     heavy = {"ray", "triton", "transformers", "huggingface_hub", "omegaconf", "pydantic"}
     code = "import sys, torch; before = set(sys.modules); import memsaver; "
     code += f"print({heavy} & set(sys.modules) - before)"

@@ -1,6 +1,4 @@
-"""Every benchmark at tiny sizes, once: each case runs through its own checks, and its figures come
-out.
-"""
+"""Every benchmark runs once, at tiny sizes: each case passes its checks and saves its figures."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 
 from benchmarks import bench_sync, common, gate
 
-# Of each script: arguments; names in what it saves.
+# The arguments of each script, and names in its saved results.
 SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_memory": (
         [],
@@ -28,17 +26,17 @@ SCRIPTS: dict[str, tuple[list[str], set[str]]] = {
     "bench_switch": ([], {"everything stays", "everything is offloaded"}),
     "bench_vllm": ([], set()),
 }
-COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # bytes of the whole device
+COUNTING = {"bench_memory", "bench_backup", "bench_sync"}  # these count bytes of the whole device
 ON_GPU = {"bench_sync": {"IPC buckets"}}
 MARKS = {name: [pytest.mark.alone] for name in COUNTING}
-for _long in ("bench_sync", "bench_switch"):  # what they run has tests of its own
+for _long in ("bench_sync", "bench_switch"):  # other tests cover the code that they run
     MARKS[_long] = [*MARKS.get(_long, []), pytest.mark.extended]
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=MARKS.get(each, [])) for each in SCRIPTS]
+    "script", [pytest.param(name, marks=MARKS.get(name, [])) for name in SCRIPTS]
 )
-def test_a_script_runs_prints_its_table_and_saves_it(
+def test_script_prints_and_saves_its_table(
     script: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if device == "cpu" and torch.cuda.is_available():
@@ -46,7 +44,7 @@ def test_a_script_runs_prints_its_table_and_saves_it(
     arguments, names = SCRIPTS[script]
     if device != "cpu":
         names = ON_GPU.get(script, names)
-        arguments = [each for each in arguments if each != "two"]
+        arguments = [word for word in arguments if word != "two"]
     importlib.import_module(f"benchmarks.{script}").main(
         ["--tiny", "--out", str(tmp_path), *arguments]
     )
@@ -56,7 +54,7 @@ def test_a_script_runs_prints_its_table_and_saves_it(
     assert all(saved[name] for name in names)
 
 
-def test_a_case_that_fails_or_is_skipped_costs_no_other_its_figures(tmp_path: Path) -> None:
+def test_other_cases_are_saved_when_a_case_fails_or_is_skipped(tmp_path: Path) -> None:
     def fail() -> common.Figures:
         raise ZeroDivisionError
 
@@ -72,26 +70,26 @@ def test_a_case_that_fails_or_is_skipped_costs_no_other_its_figures(tmp_path: Pa
 
 def test_gate_names_ratios_that_are_slower_beyond_their_noise() -> None:
     stored = {name: {"ratio": 2.0, "noise": 0.1} for name in ("faster", "noisy", "slower")}
-    found = {"faster": 1.0, "noisy": 2.19, "slower": 2.21, "absent": None, "new": 5.0}
-    rows, slower = gate.judge(found, stored)
+    measured = {"faster": 1.0, "noisy": 2.19, "slower": 2.21, "absent": None, "new": 5.0}
+    rows, slower = gate.judge(measured, stored)
     assert slower == ["slower"]
     assert [row[-1] for row in rows] == ["ok", "ok", "SLOWER", "not measured", "nothing stored"]
 
 
-def test_gate_reads_its_ratios_from_what_the_scripts_save(tmp_path: Path, device: str) -> None:
-    """Of the quick scripts, at tiny sizes; accepted, the same results pass, halved they are red."""
+def test_gate_reads_its_ratios_from_saved_results(tmp_path: Path, device: str) -> None:
+    """Store ratios of the quick scripts at tiny sizes; fail against ratios close to 0."""
     stored, quick = tmp_path / "gate.json", ["bench_memory", "bench_backup", "bench_generate"]
     words = ["--tiny", "--stored", str(stored), "--cases", *quick]
     gate.main([*words, "--accept"])
     accepted = json.loads(stored.read_text())
-    assert accepted.keys() == {each.name for each in gate.RATIOS if each.script in quick}
+    assert accepted.keys() == {ratio.name for ratio in gate.RATIOS if ratio.script in quick}
     stored.write_text(json.dumps({name: {"ratio": 1e-9, "noise": 0.0} for name in accepted}))
     with pytest.raises(SystemExit, match="slower than accepted, beyond noise: "):
         gate.main(words)
 
 
-def test_gate_takes_the_figure_of_that_name_and_no_other() -> None:
-    [paused] = [each for each in gate.RATIOS if each.name.startswith("8 GiB paused")]
+def test_gate_reads_only_the_named_figure() -> None:
+    [paused] = [ratio for ratio in gate.RATIOS if ratio.name.startswith("8 GiB paused")]
     cases = {
         "host, extents kept": {"first pause": 9.0, "pause": 3.0},
         "pinned copy": {"pause": 2.0},
@@ -103,7 +101,7 @@ def test_gate_takes_the_figure_of_that_name_and_no_other() -> None:
     assert paused.read(results) == 1.5 and paused.read({}) is None
 
 
-def test_every_accepted_ratio_is_one_that_the_gate_measures() -> None:
+def test_gate_measures_every_accepted_ratio() -> None:
     stored = json.loads(gate.STORED.read_text())
-    assert stored.keys() <= {each.name for each in gate.RATIOS}
-    assert {each.script for each in gate.RATIOS} == gate.ARGUMENTS.keys()
+    assert stored.keys() <= {ratio.name for ratio in gate.RATIOS}
+    assert {ratio.script for ratio in gate.RATIOS} == gate.ARGUMENTS.keys()

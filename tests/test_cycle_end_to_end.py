@@ -1,7 +1,6 @@
-"""The whole cycle with real models: the rollout generates what transformers generates with the
-trainer's weights.
+"""The whole cycle with real models generates the same tokens as transformers.
 
-After every stage that frees memory another process fills what was freed with 0xFF.
+After every stage that frees memory, another process fills the freed memory with 0xFF.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ LENGTHS = [1, 2, 15, 16, 17, 64, 200, 500]
 
 @pytest.fixture
 def scribbler(device: str) -> Iterator[Scribbler]:
-    other = Scribbler(device)
-    yield other
-    other.close()
+    process = Scribbler(device)
+    yield process
+    process.close()
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -48,7 +47,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 @torch.no_grad()
 def expected(trainer: Trainer, path: str, inputs: list[list[int]], tokens: int) -> list[list[int]]:
-    """Greedy continuations by `transformers.generate` with the trainer's present weights."""
+    """Return greedy answers by `transformers.generate` with the trainer's current weights."""
     model = reference(path).to(trainer.device)
     own = dict(model.named_parameters())
     for name, shard in trainer.shards().items():
@@ -65,13 +64,13 @@ def expected(trainer: Trainer, path: str, inputs: list[list[int]], tokens: int) 
 
 
 @pytest.mark.soak
-def test_cycles_whose_pools_grow_and_shrink_leave_nothing_behind(
+def test_cycles_with_elastic_pool_match_fixed_pool_and_leak_nothing(
     device: str, tmp_path: Path
 ) -> None:
-    """What leaves, leaves beside answers of random lengths; a random part of the device is there
-    for the pool, which grows, and gives back what its last requests leave. The tokens of an engine
-    with a pool of one size, and the same bytes after every cycle. On a GPU a pool so small is one
-    piece of memory, which comes and goes whole.
+    """Overlap offloads with answers of random lengths, with random room for the elastic pool.
+
+    The tokens equal those of an engine with a fixed pool, and every cycle ends with the same bytes.
+    On a GPU a pool this small is a single extent, which comes and goes as a whole.
     """
     rng = random.Random(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
@@ -94,15 +93,15 @@ def test_cycles_whose_pools_grow_and_shrink_leave_nothing_behind(
             cycle.to_rollout(turn + 1)
             saver.limit_bytes = saver.report().committed_bytes + spare + rng.randint(0, 16 << 20)
             cycle.prefetch()
-            seen = [engine.kv_pool.size]
+            pool_sizes = [engine.kv_pool.size]
 
-            def watch(*_: int, seen: list[int] = seen) -> None:
-                seen.append(engine.kv_pool.size)
+            def watch(*_: int, pool_sizes: list[int] = pool_sizes) -> None:
+                pool_sizes.append(engine.kv_pool.size)
 
             out, same = engine.generate(given, params, watch), fixed.generate(given, params)
-            for one, other in zip(out, same, strict=True):
-                assert [each.token_ids for each in one] == [each.token_ids for each in other]
-            shrunk += seen[-1] < max(seen)
+            for ours, theirs in zip(out, same, strict=True):
+                assert [s.token_ids for s in ours] == [s.token_ids for s in theirs]
+            shrunk += pool_sizes[-1] < max(pool_sizes)
             saver.limit_bytes = None
             cycle.to_score()
             cycle.to_train()
@@ -113,7 +112,7 @@ def test_cycles_whose_pools_grow_and_shrink_leave_nothing_behind(
                 host = trainer.saver.pinned_arena.committed_bytes
                 held.append([process_bytes(device), host, status_bytes("RssAnon")])
     assert shrunk >= rounds(1, 100) or device != "cpu"
-    # what Python, malloc and the driver keep has settled after the first fifth
+    # memory that Python, malloc and the driver keep has settled after the first fifth
     settled = held[len(held) // 5 :]
     if settled:
         device_bytes, pinned, own = (
@@ -132,7 +131,7 @@ def committed(side: Any) -> dict[str, int]:
 
 
 def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: Trainer) -> None:
-    """The rollout's log-probabilities are the trainer's."""
+    """Check that the rollout's log-probabilities equal the trainer's."""
     samples = [(ids, sample) for ids, group in zip(inputs, out, strict=True) for sample in group]
     batch = SequenceBatch(
         prompt_ids=[ids for ids, _ in samples], response_ids=[list(s.token_ids) for _, s in samples]
@@ -142,9 +141,9 @@ def check_scores(out: list[list[Completion]], inputs: list[list[int]], trainer: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.extended] * (each in LONG)) for each in MODELS]
+    "family", [pytest.param(name, marks=[pytest.mark.extended] * (name in LONG)) for name in MODELS]
 )
-def test_rounds_match_transformers(
+def test_every_round_of_the_cycle_matches_transformers(
     family: str, device: str, tmp_path: Path, scribbler: Scribbler
 ) -> None:
     shape: dict[str, Any] = {"max_position_embeddings": 640, **MODELS[family]}
@@ -190,5 +189,5 @@ def test_rounds_match_transformers(
                 counts.append((settled_fds(), memory_maps(), trainer.report().committed_bytes))
         first, after = counts
         assert after[2] == first[2]
-        # 5 rounds that leak would show 5
+        # a leak would show at least 5 in 5 rounds
         assert after[0] < first[0] + 5 and after[1] < first[1] + 5

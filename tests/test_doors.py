@@ -1,5 +1,6 @@
-"""Mechanisms that no recipe uses, each through its public door: as a reader of docs/how-to would
-use it, with a sleep or new weights in the middle, beside a plain engine or transformers.
+"""Mechanisms that no recipe uses, each through its public API as docs/how-to shows it.
+
+Each is compared with a plain engine or transformers, with a sleep or new weights in the middle.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ KEY = b"a secret of this test"
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[tuple[str, PreTrainedModel]]:
-    """A model, and the same with other weights: where they lie, and as transformers has them."""
+    """Save two models that differ in their weights; return their paths and modules."""
     paths = [str(tmp_path / f"model{seed}") for seed in range(2)]
     return [(path, save_tiny(path, "qwen3", seed, **SHAPE)) for seed, path in enumerate(paths)]
 
 
 def nap(engine: Engine) -> None:
-    """All memory goes back, and comes again."""
+    """Release all memory of an engine, and map it again."""
     engine.sleep()
     assert not engine.saver.report().committed_bytes
     engine.wake_up()
@@ -46,7 +47,7 @@ def nap(engine: Engine) -> None:
 
 
 def prefill(pipe: Connection, paths: list[str], address: str) -> None:
-    """A program of the prefill side: serves each model in its turn."""
+    """Serve each model in turn, as the program of the prefill side."""
     engine = PrefillEngine.from_pretrained(paths[0], **SIZES)
     for path in paths:
         engine.load(path)
@@ -56,7 +57,7 @@ def prefill(pipe: Connection, paths: list[str], address: str) -> None:
     pipe.send(engine.stats.computed_tokens)
 
 
-def test_prefill_and_decode_in_two_engines(
+def test_prefill_and_decode_in_two_engines_match_a_plain_engine(
     two: list[tuple[str, PreTrainedModel]], tmp_path: Path
 ) -> None:
     paths, address = [path for path, _ in two], f"ipc://{tmp_path}/socket"
@@ -64,8 +65,8 @@ def test_prefill_and_decode_in_two_engines(
     plain = Engine.from_pretrained(paths[0], **SIZES)
     engine = DecodeEngine.from_pretrained(paths[0], **SIZES)
     for path in paths:
-        for each in (plain, engine):
-            each.load(path)
+        for side in (plain, engine):
+            side.load(path)
         engine.connect(address, KEY, MappedTransport(), prefill_ranks=1, ring_bytes=1 << 16)
         for params in (SAMPLED, GREEDY):
             assert ids(engine.generate(PROMPTS, params)) == ids(plain.generate(PROMPTS, params))
@@ -74,7 +75,9 @@ def test_prefill_and_decode_in_two_engines(
         assert (engine.split.arrived, engine.split.recomputed) == (2 * len(PROMPTS), 0)
         engine.close()
     computed = plain.stats.computed_tokens - engine.stats.computed_tokens
-    assert min(computed, sender.hear()) >= 2 * sum(map(len, PROMPTS)), "prompts came from there"
+    assert min(computed, sender.hear()) >= 2 * sum(map(len, PROMPTS)), (
+        "the prefill side must compute the prompts"
+    )
 
 
 # ---------------------------------------------------------------- beam search
@@ -82,7 +85,7 @@ def test_prefill_and_decode_in_two_engines(
 
 @torch.no_grad()
 def searched(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> Any:
-    """transformers' own answers, best first, and their scores."""
+    """Return transformers' own answers, best first, and their scores."""
     out = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=params.max_tokens,
@@ -96,18 +99,18 @@ def searched(model: PreTrainedModel, prompt: list[int], params: SamplingParams) 
     return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
 
 
-def test_beam_search_is_that_of_transformers(two: list[tuple[str, PreTrainedModel]]) -> None:
-    """Before and after a sleep, with other weights, and beside a greedy request."""
+def test_beam_search_matches_transformers(two: list[tuple[str, PreTrainedModel]]) -> None:
+    """Compare before and after a sleep, with other weights, and with a greedy request."""
     params = SamplingParams(max_tokens=8, beam_width=4, n=3)
     engine = Engine.from_pretrained(two[0][0], **SIZES)
     for path, model in two:
         engine.load(path)
         for _ in range(2):
-            *found, plain = engine.generate([*PROMPTS, PROMPTS[0]], [params] * 3 + [GREEDY])
-            for prompt, answers in zip(PROMPTS, found, strict=True):
+            *beams, plain = engine.generate([*PROMPTS, PROMPTS[0]], [params] * 3 + [GREEDY])
+            for prompt, answers in zip(PROMPTS, beams, strict=True):
                 tokens, scores = searched(model, prompt, params)
-                assert [each.token_ids for each in answers] == tokens
-                assert [each.score for each in answers] == pytest.approx(scores, abs=GAP)
+                assert [answer.token_ids for answer in answers] == tokens
+                assert [answer.score for answer in answers] == pytest.approx(scores, abs=GAP)
             assert plain[0].token_ids == greedy(model, PROMPTS[0], GREEDY.max_tokens)
             nap(engine)
 
@@ -116,7 +119,7 @@ def test_beam_search_is_that_of_transformers(two: list[tuple[str, PreTrainedMode
 
 
 def hot_channels(engine: Engine, prompt: list[int], count: int) -> Any:
-    """As docs/how-to/decoding.md takes them."""
+    """Choose the heavy channels as docs/how-to/decoding.md does."""
     engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0))
     pages = torch.as_tensor(engine.prefixes.cache.match_prefix(prompt).pages)  # type: ignore[union-attr]
     size = engine.config.page_size
@@ -125,10 +128,10 @@ def hot_channels(engine: Engine, prompt: list[int], count: int) -> Any:
     return heavy_channels([engine.kv_pool.get_rows(layer, slots)[0] for layer in range(2)], count)
 
 
-def test_double_sparsity_over_all_tokens_is_the_plain_engine(
+def test_double_sparsity_over_all_tokens_equals_the_plain_engine(
     two: list[tuple[str, PreTrainedModel]],
 ) -> None:
-    """Bit for bit, through a sleep and other weights; over few tokens something else."""
+    """Compare bit for bit, through a sleep and other weights; few heavy tokens differ."""
     plain = Engine.from_pretrained(two[0][0], **SIZES)
     channels = hot_channels(plain, PROMPTS[1], 4)
 
@@ -136,14 +139,14 @@ def test_double_sparsity_over_all_tokens_is_the_plain_engine(
         chosen = DoubleSparsity(heavy_channel_num=4, heavy_token_num=tokens, channels=channels)
         return Engine.from_pretrained(two[0][0], double_sparsity=chosen, **SIZES)
 
-    every, few = sparse(64), sparse(4)
+    complete, few = sparse(64), sparse(4)
     for path, _ in two:
-        for engine in (plain, every, few):
+        for engine in (plain, complete, few):
             engine.load(path)
         for params in (GREEDY, SAMPLED):
             expected = ids(plain.generate(PROMPTS, params))
-            assert ids(every.generate(PROMPTS, params)) == expected
-            nap(every)
+            assert ids(complete.generate(PROMPTS, params)) == expected
+            nap(complete)
         assert ids(few.generate(PROMPTS, SAMPLED)) != expected
 
 
@@ -151,11 +154,13 @@ def test_double_sparsity_over_all_tokens_is_the_plain_engine(
 
 
 def versions(answers: list[list[Completion]]) -> set[int]:
-    return {version for group in answers for each in group for version in each.weight_versions}
+    return {version for group in answers for s in group for version in s.weight_versions}
 
 
-def test_a_shadow_update_while_the_engine_answers(two: list[tuple[str, PreTrainedModel]]) -> None:
-    """The old version until the commit, also of a sync that fails; then what a plain sync gives."""
+def test_shadow_update_serves_old_version_until_commit(
+    two: list[tuple[str, PreTrainedModel]],
+) -> None:
+    """Serve the old version also after a failed sync; after a commit, match a plain sync."""
     config = TrainerConfig(model_path=two[0][0], learning_rate=0.1, threads=1)
     with open_inprocess(config, SIZES) as (trainer, rollout):
         rollout.wake_up()
@@ -165,8 +170,8 @@ def test_a_shadow_update_while_the_engine_answers(two: list[tuple[str, PreTraine
         served = rollout.report().committed_bytes
         batch = SequenceBatch(
             prompt_ids=PROMPTS,
-            response_ids=[each.token_ids for (each,) in old],
-            old_logprobs=[each.logprobs for (each,) in old],
+            response_ids=[answer.token_ids for (answer,) in old],
+            old_logprobs=[answer.logprobs for (answer,) in old],
             advantages=[1.0, -1.0, 1.0],
         )
         trainer.update_actor(batch)

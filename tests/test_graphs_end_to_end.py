@@ -1,7 +1,6 @@
-"""CUDA graphs over the whole cycle: captured once, right for every version of the weights, wherever
-memory comes from.
+"""CUDA graphs over the whole cycle: captured once, right for every version of the weights.
 
-In between another process fills what was freed with 0xFF.
+Between the stages another process fills the freed memory with 0xFF.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=5, n=3)
 
 @pytest.fixture
 def scribbler() -> Iterator[Scribbler]:
-    other = Scribbler("cuda:0")
-    yield other
-    other.close()
+    process = Scribbler("cuda:0")
+    yield process
+    process.close()
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -56,7 +55,7 @@ def randomize(trainer: Trainer, version: int) -> None:
 
 
 def fresh_engine(path: str, trainer: Trainer) -> Engine:
-    """An engine that has never slept nor seen other weights, without graphs."""
+    """Create an engine without graphs, which has never slept nor had other weights."""
     saver = MemorySaver("cuda:0")
     engine = Engine.from_pretrained(
         path, "cuda:0", saver=saver, load_weights=False, cuda_graphs=False, **ENGINE
@@ -65,10 +64,10 @@ def fresh_engine(path: str, trainer: Trainer) -> Engine:
     return engine
 
 
-def generates_as_a_fresh_engine(
+def check_against_fresh_engine(
     path: str, trainer: Trainer, cycle: Cycle, rollout: Engine, version: int
 ) -> None:
-    """With new weights; leaves the rollout awake."""
+    """Compare the rollout, with new weights, to a fresh engine; leave the rollout awake."""
     randomize(trainer, version)
     fresh, inputs = fresh_engine(path, trainer), prompts(version)
     wanted = tokens_of(fresh.generate(inputs, GREEDY)), tokens_of(fresh.generate(inputs, SAMPLED))
@@ -84,21 +83,21 @@ def generates_as_a_fresh_engine(
 @pytest.mark.alone
 @pytest.mark.soak
 @pytest.mark.parametrize("alias", [False, True])
-def test_cycles_with_new_weights_each(
+def test_graphs_match_a_fresh_engine_in_cycles_with_new_weights(
     alias: bool, tmp_path: Path, scribbler: Scribbler, record_property: Callable[..., None]
 ) -> None:
-    """alias: replayed on pages that are aliased anew each time."""
+    """Replay graphs on the engine's pages, or with `alias` on pages aliased again in each cycle."""
     path = write_model(tmp_path / "model", "qwen3", **SHAPE)
     count = 5 if alias else rounds(8, 100)
     with open_inprocess(config(path, device="cuda:0"), ENGINE, alias=alias) as (trainer, rollout):
         graphs = rollout.graphs
         assert graphs is not None
         captured, addresses = graphs.captures, graphs.addresses()
-        scribbler.fill(64 << 20)  # starts its process, and its context, before bytes are counted
+        scribbler.fill(64 << 20)  # starts the process and its context before bytes are counted
         cycle = Cycle(trainer, rollout, alias=alias, on_stage=lambda *_: scribbler.fill(64 << 20))
         floors = set()
         for version in range(1, count + 1):
-            generates_as_a_fresh_engine(path, trainer, cycle, rollout, version)
+            check_against_fresh_engine(path, trainer, cycle, rollout, version)
             if alias:
                 assert rollout.report().tags["weights"].committed_bytes == 0
                 assert (
@@ -128,8 +127,9 @@ def test_cycles_with_new_weights_each(
 
 
 def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
-    """Every batch from 1 to beyond the ladder, against the same engine without graphs; padded rows
-    change nothing.
+    """Compare batches, from 1 to beyond the largest graph, with the engine without graphs.
+
+    Padded rows must change nothing.
     """
     path = write_model(tmp_path / "model", "llama", **SHAPE, num_key_value_heads=1)
     engines = [
@@ -142,21 +142,21 @@ def test_replays_equal_eager_steps_for_every_batch_size(tmp_path: Path) -> None:
     rng = random.Random(0)
     for batch in [1, 2, 3, 5, 8, 9, 16, 17, 33]:
         inputs = [[rng.randrange(96) for _ in range(rng.randint(1, 70))] for _ in range(batch)]
-        one, other = (
+        replayed, eager = (
             engine.generate(inputs, SAMPLED if batch < 6 else GREEDY) for engine in engines
         )
-        assert tokens_of(one) == tokens_of(other), f"batch {batch}"
-        for mine, theirs in zip(
-            (s for g in one for s in g), (s for g in other for s in g), strict=True
+        assert tokens_of(replayed) == tokens_of(eager), f"batch {batch}"
+        for ours, theirs in zip(
+            (s for g in replayed for s in g), (s for g in eager for s in g), strict=True
         ):
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=GAP)
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=GAP)
         for engine in engines:
             engine.check_integrity()
             assert not engine.kv_pool.stored["k"][:, 1:16].isnan().any()
     assert engines[0].graphs.replays > 0
 
 
-def test_the_graphs_are_why_an_engine_that_half_sleeps_refuses(tmp_path: Path) -> None:
+def test_engine_refuses_to_generate_while_its_graphs_are_paused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2", **SHAPE)
     # a hit sums in another order
     engine = Engine.from_pretrained(path, "cuda:0", **ENGINE, prefix_cache=False)
@@ -168,7 +168,7 @@ def test_the_graphs_are_why_an_engine_that_half_sleeps_refuses(tmp_path: Path) -
     assert engine.generate(prompts(0), GREEDY) == before
 
 
-def test_capture_without_room_says_what_to_lower(tmp_path: Path) -> None:
+def test_capture_without_room_names_the_limit(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2", **SHAPE)
     saver = MemorySaver("cuda:0", limit_bytes=8 << 20)
     with pytest.raises((torch.OutOfMemoryError, MemoryError)) as caught:

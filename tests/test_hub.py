@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub by their names: recipe, engine and trainer bring them alike."""
+"""Recipes, engines and trainers fetch models of the Hugging Face Hub by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ engine = Engine.from_pretrained("org/tiny", kv_tokens=64)
 (answer,), = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))
 batch = SequenceBatch(prompt_ids=[[1, 2, 3]], response_ids=[list(answer.token_ids)])
 (scores,) = Trainer(TrainerConfig(model_path="org/tiny")).compute_log_prob(batch)
-assert all(abs(one - other) < 1e-4 for one, other in zip(scores, answer.logprobs, strict=True))
+assert all(abs(a - b) < 1e-4 for a, b in zip(scores, answer.logprobs, strict=True))
 """
 RECIPE = """
 from recipes.setup.models import find_model
@@ -48,7 +48,7 @@ for name in NAMES:
 
 
 class Hub:
-    """Serves one folder as a model, and refuses `GATED`; `asked`: the paths of all requests."""
+    """A server of one folder as a model, which refuses `GATED` and logs all paths in `asked`."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self.model, self.folder, self.asked, self._address = model, folder, list[str](), ""
@@ -67,7 +67,7 @@ class Hub:
             server.server_close()
 
     def run(self, code: str, cache: Path, offline: bool = False) -> list[str]:
-        """Run Python with this Hub in the place of the real one; return memsaver's error lines."""
+        """Run Python with this Hub instead of the real one; return memsaver's error lines."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         kept |= {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": self._address, "HF_HOME": str(cache)}
         kept["HF_HUB_OFFLINE"] = str(int(offline))
@@ -98,7 +98,7 @@ class Hub:
                     self.wfile.write(content)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Suppress the log."""
 
         return Handler
 
@@ -128,22 +128,22 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     model = Path(write_model(tmp_path_factory.mktemp("hub") / "model"))
     (model / "consolidated.safetensors").write_bytes(b"the weights again")
     (model / "training.log").write_text("no part of a model")
-    made = Hub("org/tiny", model)
-    with made.served():
-        yield made
+    server = Hub("org/tiny", model)
+    with server.served():
+        yield server
 
 
-def test_engine_and_trainer_take_the_name_of_a_model_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_engine_and_trainer_accept_the_name_of_a_hub_model(hub: Hub, tmp_path: Path) -> None:
     hub.run(BOTH_SIDES, tmp_path)
     fetched = {path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
     assert {"config.json", "model.safetensors"} <= fetched
     assert not {"consolidated.safetensors", "training.log"} & fetched
 
 
-def test_a_recipe_brings_weights_where_they_are_read_and_says_what_the_hub_does_not_give(
+def test_recipe_fetches_weights_where_needed_and_reports_missing_models(
     hub: Hub, tmp_path: Path
 ) -> None:
-    """Each model that cannot be had is one line; without the Hub its cache is asked."""
+    """Report each missing model in one line, and use the cache if the Hub is offline."""
     code = f"WEIGHTS = False\n{RECIPE}\nNAMES = ['org/absent', {GATED!r}]\n{REFUSED}"
     absent, gated = hub.run(code, tmp_path)
     assert "nor a public model of the Hub; correct it, or set HF_TOKEN" in absent
@@ -156,7 +156,7 @@ def test_a_recipe_brings_weights_where_they_are_read_and_says_what_the_hub_does_
     assert "the Hub cannot be reached (HF_HUB_OFFLINE" in line
 
 
-def test_a_folder_wins_over_a_model_of_the_hub(
+def test_folder_takes_precedence_over_a_hub_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

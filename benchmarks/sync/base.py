@@ -1,6 +1,4 @@
-"""What the cases of `bench_sync.py` share: sizes, contents and their check, figures beside floors,
-processes.
-"""
+"""Shared parts of the cases of `bench_sync.py`: sizes, contents, figures with floors, processes."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from tests.helpers.ranks import start_ranks
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
-# norms and routers are on every tensor-parallel rank; dimensions that are split otherwise than
-# along 0
+# Norms and routers are on every tensor-parallel rank. Other parameters are split along dimension 0,
+# except for these.
 _WHOLE = ("norm.weight", "mlp.gate.weight")
 _COLUMNS = {
     "o_proj.weight": 1,
@@ -40,14 +38,18 @@ _TINY_EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
-TARGET = torch.bfloat16  # of every engine
+TARGET = torch.bfloat16  # dtype of every engine
 WARMUP, RANKS = 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A trainer's parameters. dtype: as torch names it, "bfloat16" or "float32". shapes: 339 of
-    Qwen2.5-7B.
+    """The parameters of a trainer.
+
+    Attributes:
+        dtype: Name of the torch dtype, "bfloat16" or "float32".
+        fields: Fields of the model's configuration.
+        shapes: Shapes by name; Qwen2.5-7B has 339.
     """
 
     dtype: str
@@ -65,7 +67,7 @@ class Source:
 
     @property
     def copied(self) -> int:
-        """Bytes that one pass reads and writes."""
+        """Return the bytes that one pass reads and writes."""
         return self.params * (self.torch_dtype.itemsize + TARGET.itemsize)
 
     @property
@@ -73,7 +75,7 @@ class Source:
         return any(".experts." in name for name in self.shapes)
 
     def save(self, folder: str) -> Path:
-        """A model directory without weights."""
+        """Write a model directory without weights."""
         return write_config(Path(folder) / "model", self.fields)
 
     def __str__(self) -> str:
@@ -82,8 +84,13 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncScale(Scale):
-    """sources: one run of each case for each. bucket: bytes of staging that bucketed rivals take.
-    seconds: how long a case may take before its processes are killed.
+    """Where and how large the cases of a sync run.
+
+    Attributes:
+        sources: Sources, for each of which every case runs.
+        repeats: Measured rounds.
+        bucket: Bytes of staging that rivals with buckets use.
+        seconds: Time limit of a case, after which its processes are killed.
     """
 
     sources: tuple[Source, ...]
@@ -98,10 +105,15 @@ class SyncScale(Scale):
 def sync_scale(
     scale: Scale, shape: str, layers: Mapping[str, int | None], repeats: int
 ) -> SyncScale:
-    """shape: as a recipe's `model.shape`. layers: of the source of each dtype; None: the shape's
-    own.
+    """Return the scale of a sync.
+
+    Args:
+        scale: The scale of all benchmarks.
+        shape: A recipe's `model.shape`.
+        layers: Number of layers by the source's dtype; None: the shape's own.
+        repeats: Measured rounds.
     """
-    sources = tuple(_source(scale, shape, *each) for each in layers.items())
+    sources = tuple(_source(scale, shape, dtype, count) for dtype, count in layers.items())
     sizes = {"repeats": scale.choose(repeats, 1), "bucket": scale.choose(2 * GIB, 5000)}
     return SyncScale(**vars(scale), sources=sources, **sizes)
 
@@ -111,7 +123,7 @@ def _source(scale: Scale, shape: str, dtype: str, layers: int | None) -> Source:
     if scale.tiny and "num_experts" in fields:
         fields |= _TINY_EXPERTS
     params = meta_model(fields).named_parameters()
-    shapes = {name: tuple(each.shape) for name, each in params}
+    shapes = {name: tuple(param.shape) for name, param in params}
     return Source(dtype=dtype, fields=fields, shapes=shapes)
 
 
@@ -124,35 +136,43 @@ def synced(
     rise: int | None = None,
     parts: Mapping[str, float] | None = None,
 ) -> Figures:
-    """One way to do one sync, beside the floor of what must be moved, on the device and over the
-    link at once.
+    """Return the figures of one way to sync, with the floor of the bytes that must be moved.
 
-    copied: bytes that its floor reads and writes on a device; linked: takes in over the link. rise:
-    bytes of the device in use, all processes together, at most beyond those before; None: not
-    looked at. parts: ms of its phases.
+    The floor's copies on the device and over the link overlap.
+
+    Args:
+        scale: The scale, with its rates.
+        what: Name of the way.
+        ms: Milliseconds of a sync.
+        copied: Bytes that the floor reads and writes on a device.
+        linked: Bytes that the floor receives over the link.
+        rise: Peak bytes of the device, used by all processes, above the use before; None: not
+            measured.
+        parts: Milliseconds of the phases.
     """
-    found = [Figure(what=what, value=ms)]
+    measured = [Figure(what=what, value=ms)]
     if floor := 1e3 * max(copied / scale.copy_rate, linked / scale.link_rate if linked else 0.0):
-        found += [
+        measured += [
             Figure(what=what, value=floor, unit="ms, floor"),
             Figure(what=what, value=ms / floor, unit="x floor"),
         ]
     if rise is not None:
-        found.append(Figure(what=what, value=rise / MIB, unit="MiB of the device more"))
-    return found + figures(parts or {}, "ms of it", f"{what}: ")
+        measured.append(Figure(what=what, value=rise / MIB, unit="MiB of the device more"))
+    return measured + figures(parts or {}, "ms of it", f"{what}: ")
 
 
 # ---------------------------------------------------------------- shapes and boxes
 
 
 def count(shapes: Shapes) -> int:
-    """Elements of all parameters."""
+    """Return the number of elements of all parameters."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def tp_dim(name: str, needs: str) -> int | None:
-    """The dimension that tensor parallel splits, with needs="ep" experts by expert; None: every
-    rank holds it whole.
+    """Return the dimension that tensor parallelism splits; None: every rank has the whole tensor.
+
+    With needs="ep", experts are split by expert.
     """
     if name.endswith(_WHOLE):
         return None
@@ -162,11 +182,13 @@ def tp_dim(name: str, needs: str) -> int | None:
 
 
 def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
-    """(local, linked) elements that one of two ranks takes in: all parameters, or with needs="tp"
-    or "ep" its slices of them and the norms whole. Shards are halves along dimension 0; aligned:
-    along the engine's slices, norms along 0.
+    """Return the elements that one of two ranks receives: (on the device, over the link).
+
+    It receives all parameters, or with needs="tp" or "ep" its slices of them and whole norms.
+    Shards are halves along dimension 0, or if `aligned` along the engine's slices, and norms along
+    dimension 0.
     """
-    sizes = {None: 0, False: 0, True: 0}  # by whether it is split otherwise than along 0
+    sizes = {None: 0, False: 0, True: 0}  # by whether they are split along another dimension than 0
     for name, shape in shapes.items():
         assert all(length % RANKS == 0 for length in shape), (
             f"{name} {shape} does not divide by {RANKS}"
@@ -176,7 +198,7 @@ def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
     norms, rows, columns = sizes.values()
     if needs == "replica":
         return (norms + rows + columns) // 2, (norms + rows + columns) // 2
-    # of its columns the half that the other rank's rows hold
+    # half of its columns are in the other rank's rows
     linked = norms // 2 + (0 if aligned else columns // 4)
     return norms + (rows + columns) // 2 - linked, linked
 
@@ -185,7 +207,7 @@ def moves(shapes: Shapes, needs: str, aligned: bool = False) -> tuple[int, int]:
 
 
 def content(name: str, shape: Shape, device: torch.device) -> Tensor:
-    """fp32, other values for each name, the same in every process on the same kind of device."""
+    """Return fp32 values that depend on the name, but not on the process."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator, device=device)
 
@@ -198,7 +220,7 @@ def make_source(source: Source, device: torch.device) -> dict[str, Tensor]:
 
 
 def make_target(source: Source, device: torch.device) -> dict[str, Tensor]:
-    """Zeros: what is not written fails the check."""
+    """Return zeros, so that a parameter that is not written fails the check."""
     return {
         name: torch.zeros(shape, dtype=TARGET, device=device)
         for name, shape in source.shapes.items()
@@ -206,7 +228,7 @@ def make_target(source: Source, device: torch.device) -> dict[str, Tensor]:
 
 
 def check(target: Mapping[str, Tensor], source: Source) -> None:
-    """AssertionError names the first parameter whose bits are not the cast source's."""
+    """Check that the target has the bits of the cast source."""
     assert list(target) == list(source.shapes), "other parameters than the source's"
     for name, tensor in target.items():
         expected = (
@@ -221,14 +243,16 @@ def check(target: Mapping[str, Tensor], source: Source) -> None:
 
 
 def answers(peers: Sequence[Peer], seconds: float) -> list[Any]:
-    """What each process returned. None outlives this, and its device memory is free again;
-    ExceptionGroup with what became of those that raised, died, or had no answer in time.
+    """Return the result of each process, and end all of them, which frees their device memory.
+
+    Raises:
+        ExceptionGroup: Some processes raised, died, or did not answer in time.
     """
-    found, failures = [], list[Exception]()
+    results, failures = [], list[Exception]()
     try:
         for peer in peers:
             try:
-                found.append(peer.hear(5.0 if failures else seconds))
+                results.append(peer.hear(5.0 if failures else seconds))
             except (Failed, Gone, AssertionError) as error:
                 failures.append(error)
     finally:
@@ -238,35 +262,35 @@ def answers(peers: Sequence[Peer], seconds: float) -> list[Any]:
             peer.process.join()
     if failures:
         raise ExceptionGroup("processes of the case", failures)
-    return found
+    return results
 
 
 def _answer(pipe: Connection, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
     pipe.send(run(*args))
-    # until all were heard: who leaves first takes connections and shared memory along
+    # wait until all have answered: a process that ends takes connections and shared memory along
     pipe.poll(60)
 
 
 def alone(scale: SyncScale, run: Callable[..., Any], *args: Any) -> Any:
-    """In one process: its device memory is free again afterwards."""
+    """Run a function in its own process, which frees its device memory at the end."""
     return answers([Peer(_answer, run, args)], scale.seconds)[0]
 
 
 def pair(
     scale: SyncScale, trainer: Callable[..., Any], engine: Callable[..., Any], *args: Any
 ) -> list[Any]:
-    """`run(pipe, *args)` of both, the pipe to the other."""
+    """Run `trainer` and `engine` in two processes, each with a pipe to the other."""
     ends = server.Pipe()
     peers = [
         Peer(_answer, run, (end, *args)) for run, end in zip((trainer, engine), ends, strict=True)
     ]
     for end in ends:
-        end.close()  # theirs alone: one hears when the other is gone
+        end.close()  # only the processes keep them, so that each notices if the other is gone
     return answers(peers, scale.seconds)
 
 
 def ranks(scale: SyncScale, run: Callable[..., Any], *args: Any) -> list[Any]:
-    """`run(rank, scale, *args)` in a default group of NCCL, a GPU each, or of gloo."""
+    """Run `run(rank, scale, *args)` on ranks of a default group: NCCL with a GPU each, or gloo."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if scale.on_gpu else "gloo"
         start = partial(start_ranks, seconds=scale.seconds, backend=backend)

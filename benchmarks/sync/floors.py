@@ -1,6 +1,6 @@
-"""Floors: what the hardware takes to move as many bytes in as few pieces as can be.
+"""The time that the hardware needs to move the same bytes in as few pieces as possible.
 
-One process, torch's own copies.
+They are measured in one process with torch's own copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.common import Figures, measured_copy_rate, median_ms, settle
 from benchmarks.sync.base import RANKS, TARGET, WARMUP, SyncScale, alone, moves, synced
 
-WAYS = {  # what the second of two ranks needs of the first one's shard
+WAYS = {  # the part of the first rank's shard that the second rank needs
     "2 shards -> 2 replicas": ("replica", False),
     "2 shards -> TP 2, not aligned": ("tp", False),
     "2 shards -> TP 2, aligned": ("tp", True),
@@ -23,9 +23,10 @@ WAYS = {  # what the second of two ranks needs of the first one's shard
 
 
 def with_rates(scale: SyncScale, gpus: int) -> tuple[SyncScale, Figures]:
-    """Rates of the run; with two GPUs also what the link takes: bytes a second in each of both
-    directions at once, of the largest exchange, and figures of all of them at the first source's
-    shapes in bf16.
+    """Measure the rates of this run; return the scale with them, and figures of the link.
+
+    With two GPUs, the rate of the link is that of the largest exchange, in each direction while
+    both are used. The figures are of all exchanges at the first source's shapes in bf16.
     """
     scale = replace(scale, copy_rate=alone(scale, measured_copy_rate, scale))
     print(f"copy of 4 GiB: {scale.copy_rate / 1e12:.2f} TB/s, read and write counted")
@@ -37,29 +38,27 @@ def with_rates(scale: SyncScale, gpus: int) -> tuple[SyncScale, Figures]:
     print(f"link: {scale.link_rate / 1e9:.0f} GB/s each way")
     return scale, [
         figure
-        for name, ms, linked, beside in rows
-        for figure in synced(scale, name, ms, linked=linked, copied=2 * beside)
+        for name, ms, linked, local in rows
+        for figure in synced(scale, name, ms, linked=linked, copied=2 * local)
     ]
 
 
 def _exchanges(scale: SyncScale) -> list[tuple[str, float, int, int]]:
-    """(name, ms, bytes over the link, bytes copied beside)"""
+    """Measure exchanges; return (name, ms, bytes over the link, bytes copied meanwhile) of each."""
     rows = []
     for what, (needs, aligned) in WAYS.items():
         local, linked = (
             n * TARGET.itemsize for n in moves(scale.sources[0].shapes, needs, aligned)
         )
-        for beside in (0, local):
-            meanwhile = f", {beside / 1e9:.2f} GB copied meanwhile" if beside else ""
-            ms = _exchange_ms(scale, linked, beside)
-            rows.append((f"{what}: {linked / 1e9:.2f} GB each way{meanwhile}", ms, linked, beside))
+        for copied in (0, local):
+            meanwhile = f", {copied / 1e9:.2f} GB copied meanwhile" if copied else ""
+            ms = _exchange_ms(scale, linked, copied)
+            rows.append((f"{what}: {linked / 1e9:.2f} GB each way{meanwhile}", ms, linked, copied))
     return rows
 
 
 def _exchange_ms(scale: SyncScale, linked: int, local: int) -> float:
-    """Both devices take `linked` bytes in from one another, all at once, and copy `local` bytes
-    beside.
-    """
+    """Return the ms in which both devices exchange `linked` bytes and copy `local` bytes."""
     devices = [scale.place(rank) for rank in range(RANKS)]
     torch.cuda.empty_cache()
     steps: list[Callable[[], object]] = []
@@ -76,30 +75,31 @@ def _exchange_ms(scale: SyncScale, linked: int, local: int) -> float:
     ms = median_ms(run, scale.repeats, WARMUP, devices[0])
     for device in devices:
         settle(device)
-    assert all(bool((target == 7).all()) for target in filled), "not all bytes came"
+    assert all(bool((target == 7).all()) for target in filled), "not all bytes arrived"
     return ms
 
 
 def _step(
-    of: torch.device, to: torch.device, nbytes: int, filled: list[Tensor]
+    origin: torch.device, to: torch.device, nbytes: int, filled: list[Tensor]
 ) -> Callable[[], object]:
-    """A copy of `nbytes` on streams of its own. torch copies on the current stream of the source's
-    device, and has it wait for the target's: with streams shared, the two directions would take
-    turns.
+    """Return a copy of `nbytes` on its own streams.
+
+    torch copies on the current stream of the source's device, which waits for the target's: with
+    shared streams, the two directions would take turns.
     """
-    source = torch.full((nbytes,), 7, dtype=torch.uint8, device=of)
+    source = torch.full((nbytes,), 7, dtype=torch.uint8, device=origin)
     target = torch.zeros(nbytes, dtype=torch.uint8, device=to)
     filled.append(target)
-    if of.type != "cuda":
+    if origin.type != "cuda":
         return lambda: target.copy_(source)
-    settle(of)
+    settle(origin)
     settle(to)
-    streams = [torch.cuda.Stream(device) for device in {of, to}]
+    streams = [torch.cuda.Stream(device) for device in {origin, to}]
 
     def step() -> None:
         with contextlib.ExitStack() as current:
             for stream in streams:
-                current.enter_context(torch.cuda.stream(stream))  # of its device alone
+                current.enter_context(torch.cuda.stream(stream))  # current on its own device only
             target.copy_(source, non_blocking=True)
 
     return step

@@ -1,6 +1,4 @@
-"""memsaver's sync: between two Ray actors on one GPU, and over two GPUs with an engine beside each
-trainer rank.
-"""
+"""memsaver's sync between two Ray actors on one GPU, and over two GPUs with an engine on each."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ from trainer_bridge.sync.agree import Agreement, group_agreement
 from trainer_bridge.sync.shards import SourceShard, local_box
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 
-# seconds, less than a training step; the driver still scrubs what a sleeping engine freed just
-# before
+# seconds, less than a training step; the driver clears the memory that a sleeping engine has freed
 ASLEEP = 0.5
 WARMUP = 3
 ENGINE = {"dtype": "bfloat16", "kv_tokens": 1024, "cuda_graphs": False}
@@ -49,8 +46,8 @@ PHASES = ("open", "map", "write", "verify", "read back", "commit")
 
 
 def one_gpu(scale: SyncScale) -> Figures:
-    found = [figure for source in scale.sources for figure in _one_gpu(scale, source)]
-    return found + _by_pages(scale, scale.sources[0])
+    measured = [figure for source in scale.sources for figure in _one_gpu(scale, source)]
+    return measured + _by_pages(scale, scale.sources[0])
 
 
 def _trainer(scale: SyncScale, source: Source, folder: str, **more: Any) -> TrainerConfig:
@@ -65,7 +62,7 @@ def _trainer(scale: SyncScale, source: Source, folder: str, **more: Any) -> Trai
 
 
 def _one_gpu(scale: SyncScale, source: Source) -> Figures:
-    """The write alone, and the whole sync: pages mapped, written, unmapped, read back, compared."""
+    """Measure the write alone, and the whole sync: map, write, unmap, read back, compare."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open_ray(_trainer(scale, source, folder), ENGINE) as (trainer, rollout),
@@ -87,9 +84,7 @@ def _one_gpu(scale: SyncScale, source: Source) -> Figures:
 
 
 def _by_pages(scale: SyncScale, source: Source) -> Figures:
-    """The engine serves the trainer's own pages: nothing moves. The first time both sides read
-    them.
-    """
+    """Measure an engine that serves the trainer's own pages; at first both sides read them."""
     with (
         tempfile.TemporaryDirectory() as folder,
         open_ray(_trainer(scale, source, folder), ENGINE, alias=True) as (trainer, rollout),
@@ -105,8 +100,9 @@ def _by_pages(scale: SyncScale, source: Source) -> Figures:
 
 
 def offloaded(scale: SyncScale) -> Figures:
-    """The first source, frozen under adapters, so that a GPU has room for no more than the model
-    twice: its copy on the host comes back, and is synced whole.
+    """Measure the reload of an offloaded trainer and a sync of all its weights.
+
+    The model is frozen under adapters, because a GPU has room for two copies of it only.
     """
     source, times = scale.sources[0], Times(scale.repeats)
     lora = LoraConfig(rank=8, alpha=8.0, target_modules=("q_proj",))
@@ -137,9 +133,9 @@ def _over_actors(trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -
 
 
 def _rise(scale: SyncScale, trainer: RemoteTrainer, rollout: RemoteRollout, version: int) -> int:
-    """Bytes of the device, all processes together.
+    """Return the rise of the device's used bytes in a sync, by all processes.
 
-    Apart from the times: who asks for it all the time slows mapping.
+    This is separate from the times, because sampling slows mapping down.
     """
     time.sleep(ASLEEP)
     rollout.wake_up(["weights"])
@@ -149,7 +145,7 @@ def _rise(scale: SyncScale, trainer: RemoteTrainer, rollout: RemoteRollout, vers
 
 
 def _row(receipt: SyncReceipt) -> dict[str, float]:
-    """ms and bytes."""
+    """Return the milliseconds and bytes of a sync."""
     stages = {stage: seconds * 1e3 for stage, seconds in receipt.stages.items()}
     return {
         **stages,
@@ -165,9 +161,13 @@ def _row(receipt: SyncReceipt) -> dict[str, float]:
 
 
 class Case(NamedTuple):
-    """Where shards of two ranks go.
+    """The engines that shards of two ranks are written to.
 
-    needs: "replica", "tp" or "ep", as in `moves`. aligned: shards lie along the slices.
+    Attributes:
+        name: Name of the case.
+        source: The trainer's parameters.
+        needs: "replica", "tp" or "ep", as in `moves`.
+        aligned: Whether the shards are along the engine's slices.
     """
 
     name: str
@@ -177,38 +177,39 @@ class Case(NamedTuple):
 
 
 def two_gpus(scale: SyncScale) -> Figures:
-    """FSDP2 shards of two ranks into two replicas, and into two tensor-parallel ranks' weights."""
+    """Measure FSDP2 shards of two ranks into two replicas, and into two tensor-parallel ranks."""
     first = scale.sources[0]
     cases = [Case("2 replicas", source, "replica", False) for source in scale.sources]
     ways = [("tp", False), ("tp", True)]
-    if first.experts:  # of one tensor gate and up are split each for itself: halves of it are not
+    if first.experts:  # gate and up are split separately, so halves of their tensor do not align
         ways = [("tp", False), ("ep", False), ("ep", True)]
     cases += [
         Case(f"{needs.upper()} 2, {'' if aligned else 'not '}aligned", first, needs, aligned)
         for needs, aligned in ways
     ]
-    seen: list[list[list[dict[str, float]]]] = ranks(scale, _all_cases, cases)
+    by_rank: list[list[list[dict[str, float]]]] = ranks(scale, _all_cases, cases)
     return [
         figure
-        for case, *rounds in zip(cases, *seen, strict=True)
+        for case, *rounds in zip(cases, *by_rank, strict=True)
         for figure in _figures(scale, case, rounds)
     ]
 
 
 def _figures(
-    scale: SyncScale, case: Case, seen: Sequence[Sequence[Mapping[str, float]]]
+    scale: SyncScale, case: Case, by_rank: Sequence[Sequence[Mapping[str, float]]]
 ) -> Figures:
-    """A round takes as long as its slowest rank.
+    """Return the figures of a case, in which a round takes as long as its slowest rank.
 
-    The bytes over the link are the plan's, and the least there can be.
+    The bytes over the link must be those of the plan, which is the minimum.
     """
     name, source = f"{case.source}: {case.name}: memsaver", case.source
     local, linked = moves(source.shapes, case.needs, case.aligned)
     rows = [
-        {key: max(row[key] for row in both) for key in both[0]} for both in zip(*seen, strict=True)
+        {key: max(row[key] for row in both) for key in both[0]}
+        for both in zip(*by_rank, strict=True)
     ]
     middle = medians(rows)
-    assert middle["linked"] <= RANKS * linked * TARGET.itemsize, "more went over the link than must"
+    assert middle["linked"] <= RANKS * linked * TARGET.itemsize, "too many bytes went over the link"
     floor = local * (source.torch_dtype.itemsize + TARGET.itemsize), linked * TARGET.itemsize
     parts = {key: middle[key] for key in PHASES}
     return [
@@ -225,7 +226,7 @@ def _figures(
 
 
 def _all_cases(rank: int, scale: SyncScale, cases: Sequence[Case]) -> list[list[dict[str, float]]]:
-    """Of each case, the rounds; in one start, for joining NCCL takes seconds."""
+    """Return the rounds of all cases, run in one process because joining NCCL takes seconds."""
     ranks = group_agreement(dist.group.WORLD)
     return [_two_gpus(rank, scale, case, ranks) for case in cases]
 
@@ -236,7 +237,7 @@ def _two_gpus(rank: int, scale: SyncScale, case: Case, ranks: Agreement) -> list
     saver = memsaver.MemorySaver(device=device)
     engine = _engine(scale, case, saver)
     sync = WeightSync(shards, lambda: tensors, [engine], ranks, place=place_of(device))
-    # apart: who asks for the use all the time slows mapping down
+    # separate from the times, because sampling slows mapping down
     rise = rise_of(device, lambda: [sync.sync(version) for version in range(WARMUP)])
     rows = []
     for version in range(WARMUP, scale.repeats + WARMUP):
@@ -286,7 +287,7 @@ def _engine(scale: SyncScale, case: Case, saver: memsaver.MemorySaver) -> Engine
 
 
 def _check(engine: Engine, case: Case) -> None:
-    """AssertionError names the first slice whose bits are not the cast source's."""
+    """Check that the engine's slices have the bits of the cast source."""
     with memsaver.attach(engine.saver.share("weights")) as lease:
         for piece in engine.manifest.slices:
             cast = (
@@ -295,10 +296,10 @@ def _check(engine: Engine, case: Case) -> None:
                 .to(TARGET)
             )
             expected = cast[_slices(piece.start, piece.shape)]
-            found = lease.tensor(
+            written = lease.tensor(
                 (1 + dot([n - 1 for n in piece.shape], piece.strides),), TARGET, piece.offset
             )
-            found = found.as_strided(piece.shape, piece.strides)
-            assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16)), (
-                f"{piece.name} was not synced"
-            )
+            written = written.as_strided(piece.shape, piece.strides)
+            assert torch.equal(
+                written.view(torch.int16), expected.contiguous().view(torch.int16)
+            ), f"{piece.name} was not synced"

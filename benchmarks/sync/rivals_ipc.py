@@ -1,8 +1,7 @@
-"""Trainer and engine in two processes on one GPU, by CUDA IPC as people do it: a handle a tensor,
-or buckets.
+"""Trainer and engine in two processes on one GPU, with CUDA IPC: single tensors, or buckets.
 
-`reduce_tensor` makes the handles (on the CPU: shared memory), a pipe carries them, the engine maps,
-copies, lets go and answers. The trainer's clock runs from the first handle to the last answer.
+`reduce_tensor` makes the handles (on the CPU: shared memory), and a pipe carries them. The engine
+maps, copies, unmaps and answers. The trainer's clock runs from the first handle to the last answer.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from benchmarks.sync import base
 from benchmarks.sync.base import TARGET, WARMUP, Shapes, Source, SyncScale, synced
 
 Message = list[tuple[Any, list[tuple[str, int]]]]
-"""Handles, and of each the parameters in it with the number of their first element."""
+"""Handles, each with its parameters: (name, index of the first element)."""
 Send = Callable[[Connection, SyncScale, dict[str, Tensor]], None]
-"""One sync."""
+"""A function that makes one sync."""
 END = b""
 
 
 def per_tensor(scale: SyncScale) -> Figures:
-    """`update_weights_from_tensor`: the engine maps and copies every parameter of the trainer."""
+    """Measure `update_weights_from_tensor`: the engine maps and copies every parameter."""
     return _measure("a CUDA IPC handle a tensor", _send_each, scale)
 
 
 def buckets(scale: SyncScale) -> Figures:
-    """As verl and slime: packed into a bucket of the engine's dtype, shared, copied out, one bucket
-    after the other.
+    """Measure buckets in the engine's dtype, which are packed, shared and copied out in turn.
+
+    verl and slime sync like this.
     """
     return _measure(
         f"buckets of {scale.bucket / 2**30:.3g} GiB over CUDA IPC", _send_buckets, scale
@@ -45,18 +45,18 @@ def buckets(scale: SyncScale) -> Figures:
 
 
 def _measure(name: str, send: Send, scale: SyncScale) -> Figures:
-    found = []
+    measured = []
     for source in scale.sources:
         (ms, rise), _ = base.pair(scale, _trainer, _engine, send, scale, source)
-        found += synced(scale, f"{source}: {name}", ms, source.copied, rise=rise)
-    return found
+        measured += synced(scale, f"{source}: {name}", ms, source.copied, rise=rise)
+    return measured
 
 
 # ---------------------------------------------------------------- the trainer
 
 
 def _trainer(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> tuple[float, int]:
-    """Median ms, and the device's rise in the first sync, which has nothing cached."""
+    """Return the median ms, and the rise of used bytes in the first sync, with nothing cached."""
     device = scale.place()
     tensors = base.make_source(source, device)
     settle(device)
@@ -80,7 +80,7 @@ def _send_buckets(pipe: Connection, scale: SyncScale, tensors: dict[str, Tensor]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     largest = max(math.prod(shape) for shape in shapes.values())
     for names in split(shapes, scale.bucket):
-        # of one size, so that torch gives the same memory each time
+        # buckets of one size, so that torch reuses the same memory
         bucket = torch.empty(
             max(scale.bucket // TARGET.itemsize, largest), dtype=TARGET, device=scale.place()
         )
@@ -100,8 +100,9 @@ def _ask(pipe: Connection, message: Message) -> None:
 
 
 def split(shapes: Shapes, nbytes: int) -> Iterator[list[str]]:
-    """Names in their order, so many as fit into `nbytes` in the target's dtype; what fits nowhere
-    goes alone.
+    """Yield groups of names, in order, that fit into `nbytes` in the target's dtype.
+
+    A parameter that is larger than `nbytes` is a group of one.
     """
     names: list[str] = []
     used = 0
@@ -132,7 +133,7 @@ def _engine(pipe: Connection, send: Send, scale: SyncScale, source: Source) -> N
 
 
 def _take(data: bytes, target: dict[str, Tensor]) -> None:
-    """Maps, copies and lets go."""
+    """Map the handles, copy their parameters, and unmap."""
     message: Message = pickle.loads(data)
     mapped = [(rebuild(*arguments).view(-1), parts) for (rebuild, arguments), parts in message]
     for flat, parts in mapped:

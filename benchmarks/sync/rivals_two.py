@@ -1,5 +1,7 @@
-"""FSDP2 over two ranks -> a replica on each one's GPU, gathered by NCCL. The replica lies in the
-trainer's own process: what people pay on top to reach an engine in another one is not counted.
+"""FSDP2 over two ranks -> a replica on each rank's GPU, gathered by NCCL.
+
+The replica is in the trainer's own process: the time to reach an engine in another process is not
+counted.
 """
 
 from __future__ import annotations
@@ -19,42 +21,40 @@ from benchmarks.sync import base
 from benchmarks.sync.base import RANKS, TARGET, WARMUP, Source, SyncScale, content, synced
 from benchmarks.sync.rivals_ipc import split
 
-Seen = dict[str, list[float]]
-"""Of each way: ms of the rounds."""
+Rounds = dict[str, list[float]]
+"""Milliseconds of the rounds, by way."""
 
 
 def replicas(scale: SyncScale) -> Figures:
-    """`full_tensor()` + copy, and gathered buckets."""
-    found, by_rank = [], base.ranks(scale, _replicas)
-    for source, *seen in zip(scale.sources, *by_rank, strict=True):
-        found += _figures(scale, f"{source}: ", source.params // RANKS, seen)
-    return found
+    """Measure `full_tensor()` + copy, and gathered buckets."""
+    measured, by_rank = [], base.ranks(scale, _replicas)
+    for source, *rounds in zip(scale.sources, *by_rank, strict=True):
+        measured += _figures(scale, f"{source}: ", source.params // RANKS, rounds)
+    return measured
 
 
 def all_gather(scale: SyncScale) -> Figures:
-    """One NCCL all-gather of the whole model in bf16, as it comes: nothing is where an engine wants
-    it.
-    """
+    """Measure one NCCL all-gather of the whole model in bf16, not in the layout of an engine."""
     part = scale.sources[0].params // RANKS
     name = f"bfloat16, {part * RANKS / 1e9:.2f} G: "
     return _figures(scale, name, part, base.ranks(scale, _all_gather, part))
 
 
-def _figures(scale: SyncScale, name: str, part: int, seen: list[Seen]) -> Figures:
-    """A round takes as long as its slowest rank. part: elements that a rank holds."""
+def _figures(scale: SyncScale, name: str, part: int, by_rank: list[Rounds]) -> Figures:
+    """Return figures of rounds, in which every rank holds `part` elements; the slowest counts."""
     linked = part * (RANKS - 1) * TARGET.itemsize
     slowest = {
-        way: [max(times) for times in zip(*(each[way] for each in seen), strict=True)]
-        for way in seen[0]
+        way: [max(times) for times in zip(*(rounds[way] for rounds in by_rank), strict=True)]
+        for way in by_rank[0]
     }
-    found = []
+    measured = []
     for way, times in slowest.items():
-        found += synced(scale, name + way, statistics.median(times), linked=linked)
-    return found
+        measured += synced(scale, name + way, statistics.median(times), linked=linked)
+    return measured
 
 
 def _warm_up(device: torch.device) -> None:
-    """NCCL connects at the first collective."""
+    """Run a collective, because NCCL connects at the first one."""
     part = torch.zeros(1 << 20, dtype=TARGET, device=device)
     dist.all_gather_into_tensor(torch.empty(RANKS << 20, dtype=TARGET, device=device), part)
     dist.barrier()
@@ -62,7 +62,7 @@ def _warm_up(device: torch.device) -> None:
 
 
 def _rounds(scale: SyncScale, device: torch.device, run: Callable[[], object]) -> list[float]:
-    """All ranks start together."""
+    """Return the times of rounds that all ranks start together."""
     times = []
     for _ in range(WARMUP + scale.repeats):
         dist.barrier()
@@ -73,25 +73,26 @@ def _rounds(scale: SyncScale, device: torch.device, run: Callable[[], object]) -
 # ---------------------------------------------------------------- ranks
 
 
-def _replicas(rank: int, scale: SyncScale) -> list[Seen]:
-    """Of each source; in one start, for joining NCCL takes seconds."""
+def _replicas(rank: int, scale: SyncScale) -> list[Rounds]:
+    """Measure all sources in one process, because joining NCCL takes seconds."""
     _warm_up(scale.place(rank))
     return [_of_source(rank, scale, source) for source in scale.sources]
 
 
-def _of_source(rank: int, scale: SyncScale, source: Source) -> Seen:
+def _of_source(rank: int, scale: SyncScale, source: Source) -> Rounds:
     device = scale.place(rank)
-    shards, target, seen = _shards(rank, scale, source), base.make_target(source, device), Seen()
+    shards, target = _shards(rank, scale, source), base.make_target(source, device)
+    rounds = Rounds()
     for name, way in WAYS.items():
         for tensor in target.values():
             tensor.zero_()
-        seen[name] = _rounds(scale, device, partial(way, scale, shards, target))
+        rounds[name] = _rounds(scale, device, partial(way, scale, shards, target))
         base.check(target, source)
-    return seen
+    return rounds
 
 
 def _shards(rank: int, scale: SyncScale, source: Source) -> dict[str, DTensor]:
-    """A rank's rows of every parameter, as FSDP2 lays them out; ranks have equal parts."""
+    """Return a rank's rows of every parameter, in the layout of FSDP2; ranks have equal parts."""
     mesh = init_device_mesh(scale.device.type, (RANKS,))
     shards = {}
     for name, shape in source.shapes.items():
@@ -110,12 +111,12 @@ def _full_tensor(scale: SyncScale, shards: dict[str, DTensor], target: dict[str,
 
 
 def _buckets(scale: SyncScale, shards: dict[str, DTensor], target: dict[str, Tensor]) -> None:
-    """As verl's: local rows packed and cast, one all-gather a bucket, copied out by rank."""
+    """Pack and cast local rows, gather one bucket at a time, and copy out by rank, like verl."""
     for names in split(
         {name: tuple(tensor.shape) for name, tensor in target.items()}, scale.bucket
     ):
         rows = [shards[name].to_local().view(-1) for name in names]
-        sizes = [each.numel() for each in rows]
+        sizes = [local.numel() for local in rows]
         packed = torch.empty(sum(sizes), dtype=TARGET, device=rows[0].device)
         for part, local in zip(packed.split(sizes), rows, strict=True):
             part.copy_(local)
@@ -130,17 +131,17 @@ def _buckets(scale: SyncScale, shards: dict[str, DTensor], target: dict[str, Ten
 WAYS = {"full_tensor() + copy_": _full_tensor, "all-gather of buckets + copy_": _buckets}
 
 
-def _all_gather(rank: int, scale: SyncScale, part: int) -> Seen:
+def _all_gather(rank: int, scale: SyncScale, part: int) -> Rounds:
     device = scale.place(rank)
     _warm_up(device)
     mine = _filled(rank, part, device)
     whole = torch.zeros(RANKS * part, dtype=TARGET, device=device)
-    seen = {
+    rounds = {
         "one all-gather": _rounds(scale, device, lambda: dist.all_gather_into_tensor(whole, mine))
     }
-    for other, got in enumerate(whole.chunk(RANKS)):
-        assert torch.equal(got, _filled(other, part, device)), f"of rank {other}"
-    return seen
+    for sender, received in enumerate(whole.chunk(RANKS)):
+        assert torch.equal(received, _filled(sender, part, device)), f"part of rank {sender}"
+    return rounds
 
 
 def _filled(rank: int, part: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keeps the content of paused tags."""
+"""Save and restore the content of paused tags, in host memory or on disk."""
 
 from memsaver.content.on_disk import BLOCK, BlockFile, DiskBackup, explained
 from memsaver.content.on_host import HostBackup

@@ -1,6 +1,6 @@
-"""Content of a paused tag in a file, through a few buffers in the host arena.
+"""Save the content of a paused tag in a file, through a few buffers in the host arena.
 
-Files are of whole blocks, reserved before they are written, with direct I/O where there is any.
+Files consist of whole blocks, are reserved before they are written, and use direct I/O if possible.
 """
 
 from __future__ import annotations
@@ -28,23 +28,30 @@ from memsaver.system.interrupts import Finalizer, deliver
 from memsaver.system.threads import workers
 
 CHUNK = 8 << 20
-_WORKERS = 8  # requests in flight: what keeps an NVMe drive busy
+_WORKERS = 8  # requests in flight, enough to keep an NVMe drive busy
 _POLL_SECONDS = 0.1
 
-BLOCK = 4096  # bytes: what direct I/O wants addresses, offsets and lengths to be multiples of
+BLOCK = 4096  # bytes: the unit of addresses, offsets and lengths in direct I/O
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
 
 
 def default_directory() -> Path:
-    """Returns where large files may lie: /var/tmp is on disk where /tmp is often memory."""
+    """Return a folder for large files: /var/tmp is on disk, whereas /tmp is often in memory."""
     lasting = Path("/var/tmp")
     return lasting if os.access(lasting, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 class BlockFile:
-    """``nbytes`` (rounded up to BLOCK) behind an open descriptor, which is this object's to close.
+    """A file of whole blocks, whose open descriptor this object owns.
 
-    Errors are ``BackendError``: what failed, where, the system's name for it, ``advice``.
+    An error is a ``BackendError`` that names the operation, the place, the system's error and
+    ``advice``.
+
+    Args:
+        fd: The open descriptor.
+        place: Path of the file or its folder.
+        nbytes: Size of the file, rounded up to BLOCK.
+        advice: Remedy in error messages.
     """
 
     def __init__(self, fd: int, place: Path, nbytes: int, advice: str) -> None:
@@ -56,7 +63,7 @@ class BlockFile:
 
     @classmethod
     def create(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
-        """A new file of that name, which must not be there."""
+        """Create a file, which must not exist, and reserve its space."""
         with explained("making a file", path, nbytes, advice):
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             file = cls(fd, path, nbytes, advice)
@@ -71,27 +78,27 @@ class BlockFile:
 
     @classmethod
     def open(cls, path: Path, nbytes: int, advice: str) -> BlockFile:
-        """An existing file, to read."""
+        """Open an existing file for reading."""
         with explained("opening a file", path, nbytes, advice):
             return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, nbytes, advice)
 
     def reserve(self) -> None:
-        """Reserves space for all of it, so that no later write finds the disk full."""
+        """Reserve space for the whole file, so that no later write finds the disk full."""
         with self._explained("reserving space"):
             if self.nbytes:
                 os.posix_fallocate(self._fd, 0, self.nbytes)
 
     def rename(self, path: Path) -> None:
-        """Gives a file that `create` made another name, in place of whatever has it."""
+        """Rename a file that `create` made, replacing any file of that name."""
         with self._explained("renaming"):
             os.replace(self._place, path)
 
     def close(self) -> None:
-        """Closes at once; otherwise it is closed when this object dies."""
+        """Close the file now; otherwise it is closed when this object dies."""
         self._close()
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        """Writes all of ``buffer``, a multiple of BLOCK, at ``offset``."""
+        """Write all of ``buffer``, a multiple of BLOCK, at ``offset``."""
         with self._explained("writing"):
             done = 0
             while done < len(buffer):
@@ -112,7 +119,7 @@ class BlockFile:
 
 
 class DiskFile(BlockFile):
-    """A file without a name in ``directory``: the kernel frees it however the process ends."""
+    """An unnamed file in ``directory``, which the kernel frees however the process ends."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         advice = (
@@ -126,7 +133,7 @@ class DiskFile(BlockFile):
 
 @contextlib.contextmanager
 def explained(what: str, place: Path, nbytes: int, advice: str) -> Iterator[None]:
-    """An OSError inside becomes a ``BackendError``: what failed, where, and ``advice``."""
+    """Turn an OSError inside into a ``BackendError`` with the operation, place and ``advice``."""
     try:
         yield
     except OSError as error:
@@ -157,9 +164,9 @@ def try_direct(fd: int) -> bool:
 
 
 class DiskBackup:
-    """``ranges`` (offset, nbytes) of a tag, in order, in a file that goes with this object.
+    """Saved ``ranges`` of a tag, in order, in a file that is freed with this object.
 
-    The buffers are taken at once and kept, so that reading it back needs no more memory.
+    Buffers are allocated here and kept, so that reading the file back needs no more memory.
     """
 
     def __init__(self, ranges: Ranges, arena: PinnedArena, directory: Path) -> None:
@@ -181,7 +188,7 @@ class DiskBackup:
         self.disk_bytes = self._file.nbytes
 
     def save(self, backend: Backend, base: int) -> None:
-        """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
+        """Copy the ranges from the tag, whose arena begins at ``base``, and wait."""
 
         def out(at: int, parts: Sequence[tuple[int, int]], buffer: PinnedPiece) -> None:
             placed = _placed(buffer.address, parts)
@@ -191,10 +198,10 @@ class DiskBackup:
         self._each_chunk(backend, out)
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> None:
-        """Does nothing yet: ``restore`` reads, when all of the tag is mapped."""
+        """Do nothing: ``restore`` reads the file when the whole tag is mapped."""
 
     def restore(self, backend: Backend, base: int, end: int) -> None:
-        """Copies into the tag's first ``end`` bytes: what was trimmed meanwhile has no memory."""
+        """Copy into the tag's first ``end`` bytes; later ones were trimmed and have no memory."""
 
         def back(at: int, parts: Sequence[tuple[int, int]], buffer: PinnedPiece) -> None:
             self._file.read(_memory(buffer, sum(nbytes for _, nbytes in parts)), at)
@@ -209,17 +216,17 @@ class DiskBackup:
         self._each_chunk(backend, back)
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
-        """uint8 tensors with the saved bytes of the tag from ``offset`` on, read from the file."""
-        found = []
+        """Read the saved bytes of the tag from ``offset`` on into uint8 tensors."""
+        views = []
         for start, parts in cut(self.ranges, CHUNK):
             at = 0
             for begin, size in parts:
                 first, last = max(begin, offset), min(begin + size, offset + nbytes)
                 if first < last:
                     chunk = self._read_chunk(start, sum(n for _, n in parts))
-                    found.append(chunk[at + first - begin : at + last - begin])
+                    views.append(chunk[at + first - begin : at + last - begin])
                 at += size
-        return found
+        return views
 
     def _read_chunk(self, at: int, nbytes: int) -> torch.Tensor:
         buffer = self._buffers.get()
@@ -245,7 +252,7 @@ class DiskBackup:
         try:
             while wait(futures, _POLL_SECONDS).not_done:
                 deliver()
-        finally:  # after an error or an interrupt too: memory that others work on stays mapped
+        finally:  # also on an error: threads use memory that the caller may unmap
             for future in futures:
                 future.cancel()
             wait(futures)
@@ -254,7 +261,7 @@ class DiskBackup:
 
 
 def _whole(arena: PinnedArena, nbytes: int) -> list[PinnedPiece]:
-    """One piece of ``nbytes``, as direct I/O needs it."""
+    """Take one piece of ``nbytes``, aligned for direct I/O."""
     pieces = arena.take(nbytes, whole=True)
     assert len(pieces) == 1 and pieces[0].address % BLOCK == 0
     return pieces
@@ -269,6 +276,6 @@ def _placed(address: int, parts: Sequence[tuple[int, int]]) -> list[Transfer]:
 
 
 def _memory(buffer: PinnedPiece, nbytes: int) -> memoryview:
-    """The buffer's first bytes, in whole blocks."""
+    """Return the first ``nbytes`` of a buffer, rounded up to whole blocks."""
     size = round_up(nbytes, BLOCK)
     return memoryview((ctypes.c_char * size).from_address(buffer.address)).cast("B")

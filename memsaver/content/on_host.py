@@ -1,6 +1,4 @@
-"""Keeps the content of a paused tag in host memory; digests of a tag's live ranges, and copies that
-a pause need not make again.
-"""
+"""Save the content of a paused tag in host memory; detect copies that a pause can reuse."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Run = tuple[int, int, int]
 
 
 class HostBackup:
-    """``ranges`` (offset, nbytes) of a tag, packed into pieces of the host arena, for its life."""
+    """Saved ``ranges`` of a tag, packed into pieces of the host arena that this object owns."""
 
     def __init__(self, ranges: Ranges, arena: PinnedArena) -> None:
         self.ranges = tuple(ranges)
@@ -34,33 +32,33 @@ class HostBackup:
         Finalizer(self, arena.give, self._pieces)
 
     def save(self, backend: Backend, base: int) -> None:
-        """Copies from the tag, whose arena begins at ``base``; returns when it is done."""
+        """Copy the ranges from the tag, whose arena begins at ``base``, and wait."""
         backend.copy(self._out(base))
 
     def start_save(
         self, backend: Backend, base: int, done: Callable[[float], None]
     ) -> Waitable | None:
-        """Saves after what the current stream has queued; done: see `Backend.copy_overlapped`."""
+        """Begin to save after the current stream's queued work, by `Backend.copy_overlapped`."""
         return backend.copy_overlapped(self._out(base), self, done)
 
     def fill(self, backend: Backend, base: int, at: int, nbytes: int) -> Waitable | None:
-        """Start to bring back what lies in these bytes of the tag, which have just been mapped."""
+        """Begin to restore these bytes of the tag, which have just been mapped."""
         transfers = [(base + offset, host, size) for offset, host, size in self.part(at, nbytes)]
         return backend.start_copy(transfers, inward=True)
 
     def restore(self, backend: Backend, base: int, end: int) -> None:
-        """Nothing is left to do: ``fill`` has brought it."""
+        """Do nothing: ``fill`` has restored the content."""
 
     def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
-        """uint8 tensors over the saved bytes from ``offset`` on; good while this backup lives."""
-        found = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
-        return [dlpack_tensor(at, size, _HOST, self) for at, size in found]
+        """Return uint8 tensors over the saved bytes from ``offset`` on, which keep this backup."""
+        spans = joined([(host, size) for _, host, size in self.part(offset, nbytes)])
+        return [dlpack_tensor(at, size, _HOST, self) for at, size in spans]
 
     def _out(self, base: int) -> list[tuple[int, int, int]]:
         return [(host, base + offset, nbytes) for offset, host, nbytes in self.runs()]
 
     def runs(self) -> Iterator[Run]:
-        """Yields runs, contiguous in the tag and in one piece of the arena, in order of the tag."""
+        """Yield runs, contiguous in the tag and in one piece of the arena, in order of the tag."""
         pieces = iter(self._pieces)
         host, room = 0, 0
         for offset, nbytes in joined(self.ranges):
@@ -73,7 +71,7 @@ class HostBackup:
                 host, room = host + _aligned(size), room - _aligned(size)
 
     def part(self, first: int, nbytes: int) -> Iterator[Run]:
-        """Yields what of the runs lies in these bytes of the tag."""
+        """Yield the parts of the runs that lie in these bytes of the tag."""
         for offset, host, size in self.runs():
             start, end = max(offset, first), min(offset + size, first + nbytes)
             if start < end:
@@ -81,25 +79,25 @@ class HostBackup:
 
 
 def _aligned(nbytes: int) -> int:
-    """Rounds up so that every range begins where a tensor may."""
+    """Round up, so that every range is aligned for a tensor."""
     return round_up(nbytes, _ALIGNMENT)
 
 
 View = Callable[[int, int], torch.Tensor]
-"""``view(offset, nbytes)``: these bytes of the tag, as a uint8 tensor where they are."""
+"""``view(offset, nbytes)`` returns a uint8 tensor over these bytes of the tag."""
 
 _WORD = 4
-_BYTES = 1 << 62  # numbers of single bytes, apart from those of words
+_BYTES = 1 << 62  # first number of single bytes, above all numbers of words
 
 
 def fingerprint(ranges: Ranges, view: View) -> RowCopies:
-    """One digest of all ranges (offset, nbytes), to be run as often as their addresses hold."""
+    """Build one digest of all ranges, to be run repeatedly while their addresses are valid."""
     parts = (_parts(offset, view(offset, nbytes)) for offset, nbytes in joined(ranges))
     return digest_table([*itertools.chain.from_iterable(parts)])
 
 
 def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Splits into whole words and odd bytes; each element is numbered by its place in the tag."""
+    """Split data into whole words and odd bytes, with the number of each part's first element."""
     words = data.numel() // _WORD * _WORD
     parts = [(data[:words].view(torch.int32), offset // _WORD)] if words else []
     return parts + ([(data[words:], _BYTES + offset + words)] if words < data.numel() else [])
@@ -107,7 +105,14 @@ def _parts(offset: int, data: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 @dataclass
 class CleanCopy:
-    """version: what the owner calls the content. digest: of it, begun when it was copied."""
+    """A backup that may still equal the content of its active tag.
+
+    Attributes:
+        backup: The copy.
+        version: The owner's name of the content.
+        digest: Digest of the content, begun when it was copied.
+        copying: Object to wait for while the copy is made.
+    """
 
     backup: HostBackup | DiskBackup
     version: Hashable
@@ -128,7 +133,13 @@ class CleanCopy:
             self._expected = self.digest.result()
 
     def begin_check(self, version: Hashable | None, content: str, committed: int) -> bool:
-        """Is it said to be the content of a tag of ``committed`` bytes? Then ``holds`` follows."""
+        """Return whether the copy may be the tag's content, and begin a digest for ``holds``.
+
+        Args:
+            version: The version of the tag's content according to its owner; None: unknown.
+            content: The kind of backup that is wanted, ``"host"`` or ``"disk"``.
+            committed: Bytes of the tag that have memory.
+        """
         kind = HostBackup if content == "host" else DiskBackup
         if version is None or version != self.version or not isinstance(self.backup, kind):
             return False
@@ -139,5 +150,5 @@ class CleanCopy:
         return True
 
     def holds(self, ranges: list[tuple[int, int]]) -> bool:
-        """Is it the content? The owner said so by the version; other writers show in the digest."""
+        """Return whether the digest confirms the copy, in spite of writes unknown to the owner."""
         return self.digest.result() == self._expected and tuple(ranges) == self.backup.ranges

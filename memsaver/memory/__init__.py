@@ -1,4 +1,4 @@
-"""Physical memory and addresses: CUDA's or memfd's; pools of pages, pinned host memory, locks."""
+"""Manage physical memory and addresses (CUDA or memfd), page pools, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,27 @@ __all__ = [
 
 
 def as_device(device: str | torch.device) -> torch.device:
-    """Return the device; raise ``ValueError`` for one that has no backend."""
-    with contextlib.suppress(RuntimeError):  # torch's lists twenty types
+    """Return the device.
+
+    Raises:
+        ValueError: The device is neither the CPU nor a GPU.
+    """
+    with contextlib.suppress(RuntimeError):  # torch's message lists twenty device types
         if (known := torch.device(device)).type in ("cpu", "cuda"):
             return known
     raise ValueError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda:N'")
 
 
 def make_backend(device: torch.device, limit_bytes: int | None = None) -> Backend:
-    """Return the backend of a device; raise ``BackendError`` for a GPU that this process lacks."""
+    """Create the backend of a device.
+
+    Args:
+        device: The CPU or a GPU.
+        limit_bytes: The most that the backend may commit; None: no limit.
+
+    Raises:
+        BackendError: This process cannot use the GPU, or NVIDIA's Python bindings are missing.
+    """
     if device.type == "cpu":
         return HostBackend(limit_bytes)
     _require_gpu(device)
@@ -67,18 +79,31 @@ def _pinner(device: torch.device) -> Pinner | None:
 
 
 def host_memory(nbytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Returns uint8 ``[nbytes]``, all 0, with memory behind it, pinned where ``device`` is a GPU,
-    at a multiple of 2 MiB and in whole ones; it is given back when nobody looks at it.
+    """Allocate host memory that is zeroed, resident, and pinned if ``device`` is a GPU.
 
-    what, remedy: for the ``HostMemoryError``, with nothing taken, for more than machine and
-    container have room for beside what this process has pinned (``room_bytes``).
+    It is aligned to 2 MiB, occupies a multiple of 2 MiB, and is released with the last tensor on
+    it.
+
+    Args:
+        nbytes: Size of the tensor.
+        device: Device that copies to and from the memory.
+        what: Name of the memory in the error message.
+        remedy: Remedy in the error message.
+
+    Returns:
+        A uint8 tensor ``[nbytes]``.
+
+    Raises:
+        HostMemoryError: The machine or the container has too little room (``room_bytes``). Nothing
+            was allocated.
     """
     size, room = round_up(nbytes, HUGE_PAGE), max(0, pinned_arena.room_bytes())
     if size > room:
         raise HostMemoryError(
             f"{what} of {format_bytes(size)} is more than the {format_bytes(room)} of host "
-            f"memory that may be taken beside the {format_bytes(pinned_arena.held_bytes())} that "
-            f"this process holds already; {remedy} or free memory; nothing was changed",
+            "memory that may be taken in addition to the "
+            f"{format_bytes(pinned_arena.held_bytes())} that this process holds; "
+            f"{remedy} or free memory; nothing was changed",
             size,
             size - room,
             {},

@@ -1,6 +1,8 @@
-"""Defines what backends offer, and the parts both share: extents and mappings through the shim, and
-tensors over memory at an address by DLPack, version 0 (dmlc/dlpack, include/dlpack/dlpack.h): torch
-takes the device as it is told, and tells when they are dead.
+"""Define the interface of backends and the parts that they share.
+
+Extents and mappings go through the shim. Tensors over memory at an address are made by DLPack,
+version 0 (dmlc/dlpack, include/dlpack/dlpack.h): torch accepts the given device, and calls back
+when the storage dies.
 """
 
 from __future__ import annotations
@@ -27,28 +29,29 @@ _CPU, _CUDA = 1, 2
 
 
 def dlpack_tensor(address: int, nbytes: int, device: torch.device, keeper: object) -> torch.Tensor:
-    """Return a uint8 tensor ``[nbytes]`` at an address, said to be on ``device``; it keeps
-    ``keeper``.
+    """Return a uint8 tensor ``[nbytes]`` over an address, labeled as on ``device``.
+
+    Its storage keeps ``keeper`` alive.
     """
     kind, index = (_CUDA, device.index) if device.type == "cuda" else (_CPU, 0)
-    with held():  # from here on the keeper is the tensor's, which lets go of it
+    with held():  # an interrupt between the two calls would leak the keeper
         capsule = shim.dlpack()(address, nbytes, kind, index, keeper)
         return torch.utils.dlpack.from_dlpack(capsule)
 
 
 class _Owner:
-    """Lives as long as a tensor's storage."""
+    """Object that lives as long as a tensor's storage."""
 
 
 PIECE = 64 << 20
-"""Bytes that are copied at a time beside other work: 1.3 ms over a GPU's link."""
+"""Bytes that an overlapped copy transfers at a time: 1.3 ms over a GPU's link."""
 
 Transfer = tuple[int, int, int]
 """(to, from, nbytes)"""
 
 
 class ShortOfMemory(Exception):
-    """An extent could not be made; the saver turns this into an attributed ``OutOfMemory``."""
+    """An extent cannot be created; the saver turns this into an attributed ``OutOfMemory``."""
 
     def __init__(self, cause: shim.Cause) -> None:
         super().__init__(f"code {cause.code}, driver {cause.driver}")
@@ -64,13 +67,22 @@ def _pinned_arena(pinner: Pinner | None) -> PinnedArena:
     return PinnedArena(pinner)
 
 
-os.register_at_fork(after_in_child=_pinned_arena.cache_clear)  # its memory does not come along
+os.register_at_fork(after_in_child=_pinned_arena.cache_clear)  # a child does not have its memory
 
 
 class Backend(ABC):
-    """Physical memory and addresses of one device: what differs is abstract, or done at once as the
-    host does it; the rest goes through the shim, which is the only way to extents, mappings and the
-    byte limit. Sizes are bytes; what is mapped, multiples of ``granularity``.
+    """Physical memory and addresses of one device.
+
+    Extents, mappings and the byte limit are reached only through the shim. Methods that differ by
+    device are abstract, or have the host's implementation here, which is synchronous. Mapped sizes
+    are multiples of ``granularity``.
+
+    Attributes:
+        device: The torch device.
+        device_key: Name of the device in every process: "cpu" or the UUID of a GPU.
+        unit: Bytes to whose multiples allocations are rounded up.
+        total_bytes: Memory of the device, in bytes.
+        pinner: Pins host memory for the device; None: no pinning.
     """
 
     device: torch.device
@@ -87,7 +99,7 @@ class Backend(ABC):
         driver: shim.Driver | None = None,
     ) -> None:
         self.granularity = granularity
-        self._overlapped: list[Future[None]] = []  # what ``copy_overlapped`` has begun
+        self._overlapped: list[Future[None]] = []  # begun by ``copy_overlapped``
         self._driver = driver  # keeps the argument structures alive
         limit = shim.NO_LIMIT if limit_bytes is None else limit_bytes
         phys = shim.library().ms_phys_new(
@@ -108,57 +120,64 @@ class Backend(ABC):
 
     @property
     def committed_bytes(self) -> int:
-        """Bytes of all extents this backend made and has not released."""
+        """Return the bytes of all extents that this backend owns and has not released."""
         committed: int = shim.library().ms_phys_committed(self.phys)
         return committed
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that can be made now, as limit and device tell; torch's cache counts as free."""
+        """Return the bytes that limit and device allow to commit; torch's cache counts as free."""
         limit, free = self.limit_bytes, self.device_free_bytes + self.cached_bytes
         return free if limit is None else min(free, limit - self.committed_bytes)
 
     @property
     @abstractmethod
     def device_free_bytes(self) -> int:
-        """Bytes of the device that nobody holds."""
+        """Return the free bytes of the device."""
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that torch gives back to the device when its cache is emptied."""
+        """Return the bytes that torch releases to the device when its cache is emptied."""
         return 0
 
     @property
     def put_off_bytes(self) -> int:
-        """Bytes of tensors that have died, and that torch does not use again yet."""
+        """Return the bytes of dead tensors that torch does not reuse yet."""
         return 0
 
     def free_put_off(self) -> None:
-        """Have torch use such tensors' memory again as far as their work is done."""
+        """Free dead tensors that torch does not reuse yet, where their work is done."""
 
     def round_up(self, nbytes: int) -> int:
-        """Rounds up to whole pages."""
+        """Round up to whole pages."""
         return round_up(nbytes, self.granularity)
 
     def create(self, nbytes: int) -> shim.Extent:
-        """A new extent; the page pool makes room where it must. Raises ``ShortOfMemory``."""
-        made, cause = shim.ExtentRecord(), shim.Cause()
-        if shim.library().ms_create(self.phys, nbytes, ctypes.byref(made), ctypes.byref(cause)):
+        """Create an extent; retained extents are released if necessary.
+
+        Raises:
+            ShortOfMemory: The limit or the driver refuses it.
+        """
+        record, cause = shim.ExtentRecord(), shim.Cause()
+        if shim.library().ms_create(self.phys, nbytes, ctypes.byref(record), ctypes.byref(cause)):
             raise ShortOfMemory(cause)
-        return shim.to_extent(made)
+        return shim.to_extent(record)
 
     def release(self, handle: int, nbytes: int) -> None:
-        """Give an extent back; ``nbytes`` is 0 for an imported one."""
+        """Release an extent; ``nbytes`` is 0 for an imported one."""
         self._check("release", shim.library().ms_release(self.phys, handle, nbytes))
 
     def export_fd(self, handle: int) -> int:
-        """A descriptor of an extent's memory, the caller's; it keeps the memory alive."""
+        """Return a descriptor, owned by the caller, that keeps an extent's memory alive."""
         fd = ctypes.c_int()
         self._check("export", shim.library().ms_export(self.phys, handle, ctypes.byref(fd)))
         return fd.value
 
     def import_fd(self, fd: int) -> int:
-        """A handle of the memory that ``fd`` stands for; takes ``fd``, also when it raises."""
+        """Import the memory of a descriptor and return its handle.
+
+        ``fd`` is closed when the handle is released, or on an error.
+        """
         handle = ctypes.c_uint64()
         self._check("import", shim.library().ms_import(self.phys, fd, ctypes.byref(handle)))
         return handle.value
@@ -173,18 +192,18 @@ class Backend(ABC):
 
     @property
     def forked(self) -> bool:
-        """Is this a forked child of the process that made it? Its memory did not come along."""
+        """Return whether this is a forked child, which does not have its parent's memory."""
         return bool(shim.library().ms_forked(self.phys))
 
     def require_own_process(self) -> None:
         """Raise ``StateError`` in a forked child."""
         if self.forked:
             raise StateError(
-                "this is a forked child, where the saver is inert; make a MemorySaver of its own"
+                "this is a forked child, where the saver is inert; make a MemorySaver in the child"
             )
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Unmaps; does nothing in a forked child, which may have something of its own there."""
+        """Unmap a range; do nothing in a forked child, which may have other memory there."""
         self._check("unmap", shim.library().ms_unmap(self.phys, address, nbytes))
 
     @abstractmethod
@@ -194,24 +213,27 @@ class Backend(ABC):
     @abstractmethod
     def unreserve(self, address: int, nbytes: int) -> None: ...
     def close(self) -> None:
-        """Give back what the backend holds beside memory; its saver makes no more copies."""
+        """Release resources other than memory; the saver makes no more copies."""
 
     def bind_thread(self) -> None:
-        """Make a thread of our own ready for calls of this backend."""
+        """Prepare a worker thread for calls of this backend."""
 
     def allow_captures(self) -> contextlib.AbstractContextManager[None]:
-        """Allow this thread's calls inside while another thread captures a graph."""
+        """Return a context in which this thread's calls do not break another thread's capture."""
         return contextlib.nullcontext()
 
     def synchronize(self, copies: bool = True) -> None:
-        """Wait for the device's work, and for what ``copy_overlapped`` has begun. copies: a
-        finalizer does not wait for that: it may run in the thread that copies (`after_copies`).
+        """Wait for the device's work and for overlapped copies.
+
+        Args:
+            copies: Whether to wait for overlapped copies. A finalizer must not, because it may run
+                in the thread that copies (see `after_copies`).
         """
         with self._call(shim.Operation.SYNCHRONIZE):
-            pass  # the host's has ended when its calls return
+            pass  # the host's work has ended when its calls return
 
     def after_copies(self, call: Callable[[], None]) -> bool:
-        """Have ``call`` called, by the last of the threads that copy now; False: none does."""
+        """Schedule ``call`` after the running overlapped copies; return False if there are none."""
         running = [copy for copy in self._overlapped if not copy.done()]
         for copy in running[-1:]:
             copy.add_done_callback(lambda _: call())
@@ -219,22 +241,20 @@ class Backend(ABC):
 
     @property
     def capturing(self) -> bool:
-        """Return whether this thread captures a graph, in which it must not wait for the device."""
+        """Return whether this thread captures a graph, so that it must not wait for the device."""
         return False
 
     def view(self, address: int, nbytes: int) -> tuple[torch.Tensor, object]:
-        """Return a uint8 tensor ``[nbytes]`` over an address, and an object that lives with its
-        storage.
-        """
+        """Return a uint8 tensor ``[nbytes]`` over an address, and an object its storage owns."""
         owner = _Owner()
         return self.window(address, nbytes, owner), owner
 
     def window(self, address: int, nbytes: int, keeper: object) -> torch.Tensor:
-        """Return a uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives,
-        which its storage keeps.
+        """Return a uint8 tensor ``[nbytes]`` over an address that is mapped while ``keeper`` lives.
 
-        The tensor says that it is on this device, whichever GPU the memory is of: by the CUDA array
-        interface torch would ask the driver for that, and copy.
+        Its storage keeps ``keeper`` alive. The tensor is labeled as on this device, even if the
+        memory is another GPU's: with the CUDA array interface, torch would ask the driver for the
+        device, and copy.
         """
         return dlpack_tensor(address, nbytes, self.device, keeper)
 
@@ -242,31 +262,35 @@ class Backend(ABC):
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]
     ) -> contextlib.AbstractContextManager[None]:
-        """Send this thread's torch allocations to an arena. make_room: a saver's method,
-        called with the slot, where that can be, for one that failed; True: it is tried again.
+        """Send this thread's torch allocations to an arena.
+
+        Args:
+            slot: The slot of the arena.
+            make_room: A saver's method, called with the slot after an allocation failed, if the
+                backend supports that; returns whether to retry.
         """
 
     def free_dead_blocks(self, slot: int) -> None:
-        """Free what torch keeps of ended regions, whose tensors have died since."""
+        """Free the blocks that torch keeps of ended regions, whose tensors have died."""
 
     @property
     def pinned_arena(self) -> PinnedArena:
-        """Return where content is saved; one of the process for each pinner."""
+        """Return the process's arena of saved content for this kind of device."""
         return _pinned_arena(self.pinner)
 
     @abstractmethod
     def copy(self, transfers: Sequence[Transfer]) -> None:
-        """Copy (to, from, nbytes) each; done when it returns."""
+        """Copy (to, from, nbytes) transfers and wait for them."""
 
     def start_copy(self, transfers: Sequence[Transfer], inward: bool = False) -> Waitable | None:
-        """Begin to copy after what is queued on the current stream.
+        """Begin to copy after the work that is queued on the current stream.
 
         Args:
             transfers: (to, from, nbytes) each.
-            inward: Towards the device.
+            inward: Whether the copy is to the device.
 
         Returns:
-            What to wait for; None: it is done.
+            An object to wait for; None: the copy is done.
         """
         self.copy(transfers)
         return None
@@ -274,16 +298,17 @@ class Backend(ABC):
     def copy_overlapped(
         self, transfers: Sequence[Transfer], keeper: object, done: Callable[[float], None]
     ) -> Waitable | None:
-        """Begin to copy after what is queued on the current stream, so that others' copies go
-        between; `synchronize` waits for it, too.
+        """Begin to copy, in pieces, after the work that is queued on the current stream.
+
+        Other copies can run between the pieces. `synchronize` waits for the copy, too.
 
         Args:
             transfers: (to, from, nbytes) each.
-            keeper: Lives until then.
-            done: Is told the seconds that the copy took, in any thread, unless it failed.
+            keeper: An object to keep alive until the copy is done.
+            done: Called with the seconds that the copy took, in any thread, unless it failed.
 
         Returns:
-            What to wait for; None: it is done.
+            An object to wait for; None: the copy is done.
         """
         started = time.perf_counter()
         self.copy(transfers)
@@ -296,38 +321,41 @@ class Backend(ABC):
         queued: Callable[[Waitable | None], None],
         inward: bool,
     ) -> None:
-        """Copy one piece after the other, so that others' copies go between; all is done when it
-        returns.
+        """Copy piece after piece, with other copies between them, and wait for all pieces.
 
         Args:
-            pieces: (to, from, nbytes) each of several pieces.
-            queued: Is told for every piece what to wait for; None: it is done.
-            inward: Towards the device.
+            pieces: Lists of (to, from, nbytes).
+            queued: Called for every piece with an object to wait for; None: the piece is done.
+            inward: Whether the copy is to the device.
         """
         for piece in pieces:
             self.copy(piece)
             queued(None)
 
     def reclaim(self) -> None:
-        """Give torch's cached blocks back to the device."""
+        """Release torch's cached blocks to the device."""
 
     def other_holders(self) -> dict[str, int]:
-        """Return who else holds memory of the device, in bytes by name."""
+        """Return the other holders of the device's memory: bytes by name."""
         return {}
 
     def inject_fault(self, after: int, error: int) -> int:
-        """For tests: driver call number ``after`` from now (0: none) fails once, with the driver's
-        ``error`` number.
+        """Inject a failure of one driver call, for tests.
 
-        Returns how many calls were made since the last injection. The shim's own calls count like
-        Python's.
+        Args:
+            after: The number of the call from now, among the shim's and Python's; 1: the next one,
+                0: none.
+            error: The driver's error number.
+
+        Returns:
+            The number of calls since the last injection.
         """
         calls: int = shim.library().ms_inject(self.phys, after, error)
         return calls
 
     @contextlib.contextmanager
     def _call(self, operation: shim.Operation, nbytes: int = 0) -> Iterator[None]:
-        """Counts and times every driver call outside of the shim, which fails where injected."""
+        """Count and time a driver call made outside of the shim, or fail it if injected."""
         started, error = time.perf_counter_ns(), shim.library().ms_fault(self.phys)
         try:
             self._check(operation.name.lower(), error)
@@ -345,7 +373,7 @@ class Backend(ABC):
 
 
 class Reservation:
-    """An address range without memory; ``close`` is its exact undo."""
+    """An address range without memory, reserved until ``close``."""
 
     def __init__(self, backend: Backend, nbytes: int) -> None:
         self._backend = backend

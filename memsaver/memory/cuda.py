@@ -23,11 +23,11 @@ from memsaver.system import gpu_processes
 from memsaver.system.devices import device_key
 from memsaver.system.threads import workers
 
-# Pieces that are queued beside other work: a copy engine goes on with what one stream has queued,
-# and others' few bytes wait for it all.
+# Pieces of an overlapped copy that are queued at a time. A copy engine finishes the work that one
+# stream has queued before it serves another, so small copies wait for these pieces.
 _QUEUED = 2
 
-# By device; of savers that are closed or gone.
+# Streams of closed or dead savers, by device.
 _idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -70,8 +70,9 @@ def _pieces(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
 
 
 def _relax_captures() -> driver.CUstreamCaptureMode:
-    """Allow, in this thread, calls that the driver refuses by default while any thread captures a
-    graph, and that end the capture; return the mode before.
+    """Allow this thread's calls while any thread captures a graph; return the previous mode.
+
+    By default the driver refuses some calls during a capture, and they break it.
     """
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     return _value("capture mode", driver.cuThreadExchangeStreamCaptureMode(relaxed))
@@ -87,10 +88,10 @@ def _allow_captures() -> Iterator[None]:
 
 
 def _take_stream(index: int) -> torch.cuda.Stream:
-    """Return a stream that nobody else uses until it is idle again.
+    """Return a stream for exclusive use.
 
-    torch hands its 32 streams out in turn. One of them may be the stream of a capture, which
-    another thread's copies would end.
+    torch hands out its 32 streams in turn. One of them may be the stream of a capture, which
+    another thread's copies would break.
     """
     try:
         return _idle_streams[index].pop()
@@ -102,13 +103,13 @@ def _take_stream(index: int) -> torch.cuda.Stream:
 
 
 def _with_context() -> contextlib.AbstractContextManager[None]:
-    """Give this thread a context, which it lacks before its first call, and allow captures."""
+    """Set this thread's context, which it lacks before its first call, and allow captures."""
     torch.cuda.set_device(torch.cuda.current_device())
     return _allow_captures()
 
 
 class CudaPinner:
-    """Page-locks host memory, for every GPU of the process."""
+    """Pinner that page-locks host memory for every GPU of the process."""
 
     def pin(self, address: int, nbytes: int) -> None:
         portable = driver.CU_MEMHOSTREGISTER_PORTABLE
@@ -121,7 +122,7 @@ class CudaPinner:
 
 
 class _BegunCopy:
-    """A copy that a thread makes."""
+    """A copy that another thread is making."""
 
     def __init__(self, copying: Future[None]) -> None:
         self._copying = copying
@@ -131,7 +132,7 @@ class _BegunCopy:
 
 
 class CudaBackend(Backend):
-    """One GPU, known by its UUID."""
+    """Backend of one GPU, whose UUID is its key."""
 
     unit = 512  # the block size of torch's caching allocator
     pinner = CudaPinner()
@@ -143,7 +144,7 @@ class CudaBackend(Backend):
         self._prop, self._access = _allocation_prop(index), _access_desc(index)
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         with torch.cuda.device(self.device):
-            torch.cuda.synchronize()  # makes the primary context
+            torch.cuda.synchronize()  # creates the primary context
         granularity = _value(
             "granularity", driver.cuMemGetAllocationGranularity(self._prop, recommended)
         )
@@ -176,11 +177,12 @@ class CudaBackend(Backend):
 
     def unreserve(self, address: int, nbytes: int) -> None:
         with self._call(Operation.UNRESERVE, nbytes):
-            _value("giving addresses back", driver.cuMemAddressFree(address, nbytes))
+            _value("releasing addresses", driver.cuMemAddressFree(address, nbytes))
 
     def bind_thread(self) -> None:
-        """Make the device's primary context current in a thread of our own, whose calls end no
-        graph that another thread captures from here on.
+        """Set the device's primary context in a worker thread.
+
+        From here on, the thread's calls break no capture of another thread.
         """
         torch.cuda.set_device(self.device)
         _relax_captures()
@@ -190,7 +192,7 @@ class CudaBackend(Backend):
 
     def synchronize(self, copies: bool = True) -> None:
         if copies:
-            wait(self._overlapped)  # what became of them, their owners are told
+            wait(self._overlapped)  # their owners get their errors
         with self._call(Operation.SYNCHRONIZE):
             torch.cuda.synchronize(self.device)
 
@@ -201,8 +203,9 @@ class CudaBackend(Backend):
     def allocate_from(
         self, slot: int, make_room: Callable[[int], bool]
     ) -> contextlib.AbstractContextManager[None]:
-        """Send this thread's torch allocations to an arena. None is tried again: torch holds the
-        lock of its own cache meanwhile.
+        """Send this thread's torch allocations to an arena.
+
+        ``make_room`` is never called, because torch holds the lock of its cache while it allocates.
         """
         return cuda_hook.allocate_from(slot, self.device)
 
@@ -210,19 +213,16 @@ class CudaBackend(Backend):
         cuda_hook.free_dead_blocks(slot, self.device)
 
     def copy(self, transfers: Sequence[Transfer]) -> None:
-        """Copy (to, from, nbytes) each, and wait for them; wait for no other stream."""
+        """Copy (to, from, nbytes) transfers and wait for them, but for no other stream."""
         code = self._queue_copy(transfers, self._copies[0])
         self._copies[0].synchronize()
         self._check("copy", code)
 
     def start_copy(self, transfers: Sequence[Transfer], inward: bool = False) -> torch.cuda.Event:
-        """Copy after what is queued on the current stream; return the event of its end.
-        inward: towards the device.
-        """
         stream = self._copies[inward]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if code := self._queue_copy(transfers, stream):
-            # what was queued before the one that failed: the caller unmaps its memory
+            # wait for copies queued before the failed one, as the caller unmaps their memory
             stream.synchronize()
         self._check("copy", code)
         return stream.record_event()
@@ -231,7 +231,7 @@ class CudaBackend(Backend):
         self, transfers: Sequence[Transfer], keeper: object, done: Callable[[float], None]
     ) -> Waitable:
         queued = torch.cuda.current_stream(self.device).record_event()
-        self._overlapped = [each for each in self._overlapped if not each.done()]
+        self._overlapped = [copy for copy in self._overlapped if not copy.done()]
         self._overlapped.append(
             workers("beside", 1).submit(self._piece_by_piece, queued, transfers, keeper, done)
         )
@@ -268,7 +268,7 @@ class CudaBackend(Backend):
             stream.synchronize()
 
     def _queue_copy(self, transfers: Sequence[Transfer], stream: torch.cuda.Stream) -> int:
-        """Return the driver's code. The driver takes a stream of the current device only."""
+        """Queue copies, with this device current as the driver requires; return its code."""
         with torch.cuda.device(self.device):
             return shim.copy(self.phys, transfers, stream.cuda_stream)
 
@@ -297,9 +297,7 @@ class CudaBackend(Backend):
             cuda_hook.empty_cache(self.device)
 
     def other_holders(self) -> dict[str, int]:
-        """Tells who else holds memory of this GPU: torch outside of tags, and what neither this
-        saver nor torch accounts for.
-        """
+        """Return the bytes of torch outside of tags, and of holders other than saver and torch."""
         free, total = torch.cuda.mem_get_info(self.device)
         segments = torch.cuda.memory_snapshot(include_traces=False)
         outside = outside_tags(segments, self.device.index)

@@ -1,6 +1,4 @@
-"""Host memory: memfd extents mapped into a PROT_NONE reservation, and torch's CPU allocations of a
-thread, sent to an arena.
-"""
+"""Provide host memory as memfd extents, and send a thread's torch CPU allocations to an arena."""
 
 from __future__ import annotations
 
@@ -35,12 +33,12 @@ class _Functions(ctypes.Structure):
 
 
 _rooms: dict[int, weakref.WeakMethod[Callable[[int], bool]]] = {}  # by slot
-_interrupts = threading.local()  # .noted: what a signal's handler raised in ``_make_room``
+_interrupts = threading.local()  # .noted: the exception of a signal handler in ``_make_room``
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 def _make_room(slot: int) -> bool:
-    """An interrupt cannot pass through torch: the region raises it at its end."""
+    """Call the saver's method; note an interrupt for the region's end, as torch cannot raise it."""
     try:
         make_room = _rooms[slot]()
         return make_room is not None and make_room(slot)
@@ -51,7 +49,11 @@ def _make_room(slot: int) -> bool:
 
 @cache
 def _hook() -> ctypes.CDLL:
-    """Install the hook, once per process; raises ``CompilerError`` when it cannot be built."""
+    """Install the hook, once per process.
+
+    Raises:
+        CompilerError: The hook cannot be built.
+    """
     lib = ctypes.CDLL(str(build.cpu_hook_library()))
     lib.ms_hook_install.argtypes, lib.ms_hook_install.restype = [_Functions], None
     lib.ms_hook_enter.restype, lib.ms_hook_leave.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -66,7 +68,7 @@ def _hook() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _allocate_from(slot: int) -> Iterator[None]:
-    """This thread's torch CPU allocations go to ``slot``, until any thread leaves."""
+    """Send this thread's torch CPU allocations to ``slot``; any thread may leave the context."""
     hook = _hook()
     region = hook.ms_hook_enter(slot)
     try:
@@ -78,7 +80,7 @@ def _allocate_from(slot: int) -> Iterator[None]:
 
 
 def _divided(transfers: Sequence[Transfer], parts: int) -> list[list[tuple[int, int, int]]]:
-    """Divide transfers into chunks, and spread these over ``parts`` lists."""
+    """Divide transfers into chunks, distributed over ``parts`` lists."""
     out: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
     turns = itertools.cycle(out)
     for to, source, nbytes in transfers:
@@ -88,7 +90,7 @@ def _divided(transfers: Sequence[Transfer], parts: int) -> list[list[tuple[int, 
 
 
 class HostBackend(Backend):
-    """The backend without a GPU: same semantics on shared-memory pages of the kernel."""
+    """Backend without a GPU: the same semantics on the kernel's shared-memory pages."""
 
     unit = 64  # c10's alignment of CPU tensors
 
@@ -110,11 +112,11 @@ class HostBackend(Backend):
 
     def unreserve(self, address: int, nbytes: int) -> None:
         if self.forked:
-            return  # the range was left out of the child, which may have something of its own there
+            return  # the child did not inherit the range, and may have mapped something there
         with self._call(Operation.UNRESERVE, nbytes):
             if libc().munmap(address, nbytes):
                 raise BackendError(
-                    f"giving addresses back failed: {self.error_name(ctypes.get_errno())}"
+                    f"releasing addresses failed: {self.error_name(ctypes.get_errno())}"
                 )
 
     def allocate_from(
@@ -124,7 +126,7 @@ class HostBackend(Backend):
         return _allocate_from(slot)
 
     def copy(self, transfers: Sequence[Transfer]) -> None:
-        """Copy (to, from, nbytes) each in several threads, and wait for them."""
+        """Copy (to, from, nbytes) transfers in several threads and wait for them."""
         groups = [group for group in _divided(transfers, _THREADS) if group]
         if len(groups) == 1:
             codes = [shim.copy(self.phys, groups[0])]

@@ -1,5 +1,7 @@
-"""Physical memory without a place: kept by a pause, taken by the next resume or growth of any tag
-of the saver. Handles of other savers' extents: each imported once, until its owner ends it.
+"""Keep physical memory that no tag maps, and the handles of other savers' extents.
+
+A pause can retain extents in the page pool, for the next resume or growth of any tag of the saver.
+An extent of another saver is imported once, until its owner revokes it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,21 @@ from memsaver.errors import BackendError, LeaseError, format_bytes
 from memsaver.memory.backend import Backend, ShortOfMemory
 from memsaver.native import shim
 
-_ARRIVAL_SECONDS = 2.0  # less than a peer waits that revokes
+_ARRIVAL_SECONDS = 2.0  # less than a revoking peer waits
 
 
 @dataclass
 class Import:
-    """owner: whatever stands for the connection to the owner. pins: leases that map it now."""
+    """An imported extent of another saver.
+
+    Attributes:
+        handle: Handle of the extent in this process.
+        nbytes: Size of the extent.
+        backend: Backend that imported the extent.
+        owner: Object that stands for the connection to the owner.
+        pins: Number of leases that map the extent.
+        orphan: Whether the owner is gone, so that the extent is released with its last lease.
+    """
 
     handle: int
     nbytes: int
@@ -32,7 +43,7 @@ class Import:
 
 
 class Imports:
-    """A table of imports by the extent's id. Thread-safe."""
+    """The imports of a process by extent id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -41,7 +52,7 @@ class Imports:
         self._gone: weakref.WeakSet[object] = weakref.WeakSet()
 
     def add(self, extent_id: int, item: Import) -> None:
-        """Looks after the handle from here on; it is released at once if its owner is gone."""
+        """Own a handle from now on; release it immediately if the extent's owner is gone."""
         with self._lock:
             assert extent_id not in self._by_id
             self._by_id[extent_id] = item
@@ -50,7 +61,7 @@ class Imports:
 
     @contextlib.contextmanager
     def receiving(self, ids: Sequence[int]) -> Iterator[None]:
-        """Inside, these may be added; their owner, who knows of it, may revoke them: that waits."""
+        """Announce that extents will be added inside, so that their revocation waits until then."""
         with self._lock:
             self._receiving.update(ids)
         try:
@@ -61,11 +72,15 @@ class Imports:
                 self._lock.notify_all()
 
     def unchanged(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, only this thread changes what is here."""
+        """Return a context in which only this thread changes the table."""
         return self._lock
 
     def pin(self, ids: Sequence[int]) -> list[int]:
-        """The handles; they stay until ``unpin``."""
+        """Return the handles, which stay valid until ``unpin``.
+
+        Raises:
+            LeaseError: The owner is gone, or has revoked an extent.
+        """
         with self._lock:
             if any(extent_id not in self._by_id for extent_id in ids):
                 raise LeaseError(
@@ -85,7 +100,7 @@ class Imports:
                     self._release(extent_id)
 
     def pinned(self, ids: Sequence[int]) -> bool:
-        """Are they all here, each mapped by a lease?"""
+        """Return whether all of the extents are here and mapped by a lease."""
         with self._lock:
             return all(
                 extent_id in self._by_id and self._by_id[extent_id].pins > 0 for extent_id in ids
@@ -96,23 +111,23 @@ class Imports:
             return [extent_id for extent_id in ids if extent_id not in self._by_id]
 
     def take(self, extent_id: int) -> int:
-        """The handle, which is the caller's from here on; KeyError if it is not here."""
+        """Remove an import and return its handle, which the caller then owns."""
         with self._lock:
             return self._by_id.pop(extent_id).handle
 
     def drop(self, ids: Sequence[int]) -> list[int]:
-        """Release those that no lease maps; the ids of the others."""
+        """Release the extents that no lease maps; return the ids still mapped or being received."""
         with self._lock:
             self._lock.wait_for(lambda: self._receiving.isdisjoint(ids), _ARRIVAL_SECONDS)
-            here = [extent_id for extent_id in ids if extent_id in self._by_id]
-            mapped = [extent_id for extent_id in here if self._by_id[extent_id].pins]
-            for extent_id in here:
+            present = [extent_id for extent_id in ids if extent_id in self._by_id]
+            mapped = [extent_id for extent_id in present if self._by_id[extent_id].pins]
+            for extent_id in present:
                 if extent_id not in mapped:
                     self._release(extent_id)
             return mapped + sorted(self._receiving.intersection(ids))
 
     def drop_owner(self, owner: object) -> None:
-        """The owner is gone: release all of its extents, those that a lease maps when it ends."""
+        """Release all extents of an owner that is gone, leased ones with their last lease."""
         with self._lock:
             self._gone.add(owner)
             for extent_id in [key for key, item in self._by_id.items() if item.owner is owner]:
@@ -122,7 +137,7 @@ class Imports:
                     self._release(extent_id)
 
     def after_fork(self) -> None:
-        """Starts anew in the child: handles and pins are the parent's."""
+        """Reset the table in a child, as handles and pins are the parent's."""
         self.__init__()  # type: ignore[misc]
 
     def __len__(self) -> int:
@@ -130,25 +145,26 @@ class Imports:
 
     def _release(self, extent_id: int) -> None:
         item = self._by_id.pop(extent_id)
-        with contextlib.suppress(BackendError):  # the process goes on, and so does its owner
+        with contextlib.suppress(BackendError):  # neither this process nor the owner depends on it
             item.backend.release(item.handle, 0)
 
 
 imports = Imports()
-"""Of this process."""
+"""The imports of this process."""
 os.register_at_fork(after_in_child=imports.after_fork)
 
 
-# extents more than needed: mapping each costs some 20 us, making them anew has their memory cleared
+# Surplus extents that are tolerated. Mapping one costs some 20 us, but new extents must be cleared.
 _MANY = 16
 # bytes: mapping 60 GiB in such pieces takes 3.4 ms on an H100, in one piece 1.3 ms
 LARGEST = 1 << 30
 
 
 def piece_sizes(nbytes: int, granularity: int) -> list[int]:
-    """Sizes of the extents for ``nbytes`` that are to be kept: few, and alike for every tag, so
-    that any tag can use another's: whole LARGEST ones, then every power of two times the
-    granularity at most once.
+    """Return the sizes of extents for ``nbytes`` that any tag can use after another.
+
+    The extents are few, and alike for all tags: as many of size LARGEST as fit, then every power of
+    two times the granularity at most once.
     """
     sizes = [LARGEST] * (nbytes // LARGEST)
     rest, size = nbytes % LARGEST, LARGEST // 2
@@ -161,15 +177,15 @@ def piece_sizes(nbytes: int, granularity: int) -> list[int]:
 
 
 class PagePool:
-    """Extents that this saver holds and no tag maps; they count as committed."""
+    """Extents that a saver retains and no tag maps; they count as committed."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     @property
     def extents(self) -> list[shim.Extent]:
-        found = shim.read(shim.library().ms_pool_get, self._backend.phys, shim.ExtentRecord)
-        return [shim.to_extent(item) for item in found]
+        records = shim.read(shim.library().ms_pool_get, self._backend.phys, shim.ExtentRecord)
+        return [shim.to_extent(record) for record in records]
 
     @property
     def held_bytes(self) -> int:
@@ -181,14 +197,14 @@ class PagePool:
             raise MemoryError("no host memory for the page pool's table")
 
     def are_many(self, extents: Sequence[shim.Extent]) -> bool:
-        """Tells whether mapping them costs more than it must, as after growth tensor by tensor."""
+        """Return whether extents are too many to map quickly, as after growth by single tensors."""
         total = sum(extent.nbytes for extent in extents)
         return len(extents) > len(piece_sizes(total, self._backend.granularity)) + _MANY
 
     def keep_remade(self, extents: Sequence[shim.Extent]) -> None:
-        """Keep as much memory in few extents: the small ones are made anew as large ones.
+        """Retain the memory of extents in fewer ones: small ones are created again as large ones.
 
-        The driver has their memory for a moment; if another process is faster, less is kept.
+        The driver has their memory for a moment; if another process takes it, less is retained.
         """
         small = [extent for extent in extents if extent.nbytes < LARGEST]
         self.retain([extent for extent in extents if extent.nbytes >= LARGEST])
@@ -202,7 +218,7 @@ class PagePool:
         self.retain(made)
 
     def give_back(self, extents: Sequence[shim.Extent]) -> None:
-        """Gives extents to the driver. What it refuses stays in the pool, for the next ``trim``."""
+        """Release extents; an extent that the driver refuses stays in the pool until ``trim``."""
         for extent in extents:
             try:
                 self._backend.release(extent.handle, extent.nbytes)
@@ -210,12 +226,16 @@ class PagePool:
                 self.retain([extent])
 
     def mark_shared(self, ids: Sequence[int], shared: bool) -> None:
-        """Note whether peers have imported these extents, wherever in this saver they are."""
+        """Record whether peers have imported these extents of a tag or of the pool."""
         array = (ctypes.c_uint64 * len(ids))(*ids)
         shim.library().ms_mark_shared(self._backend.phys, array, len(ids), int(shared))
 
     def check_room(self, nbytes: int) -> None:
-        """Raises ``LeaseError`` if a peer's extents of so many bytes would pass the limit."""
+        """Check that a peer's extents of ``nbytes`` fit under the limit.
+
+        Raises:
+            LeaseError: They do not.
+        """
         limit = self._backend.limit_bytes
         if limit is not None and self._backend.committed_bytes + nbytes > limit:
             raise LeaseError(
@@ -225,11 +245,15 @@ class PagePool:
             )
 
     def take_over(self, extents: Sequence[tuple[int, int]], fds: dict[int, int]) -> None:
-        """Become the owner of a peer's extents (id, nbytes), all or none. The caller holds
-        ``imports.unchanged()``.
+        """Acquire ownership of a peer's extents, all or none, inside of ``imports.unchanged()``.
 
-        fds: descriptors of those that this process has not imported; each leaves the dictionary
-        when it is used.
+        Args:
+            extents: (id, nbytes) of each extent.
+            fds: Descriptors, by id, of the extents that this process has not imported; each is
+                removed when it is used.
+
+        Raises:
+            LeaseError: The extents would exceed the limit, or some were revoked.
         """
         backend, nbytes = self._backend, sum(nbytes for _, nbytes in extents)
         backend.bind_thread()
@@ -241,31 +265,38 @@ class PagePool:
             for extent_id in list(fds):
                 handles[extent_id] = backend.import_fd(fds.pop(extent_id))
                 undo.callback(backend.release, handles[extent_id], 0)
-            here = [extent_id for extent_id, _ in extents if extent_id not in handles]
-            if gone := imports.missing(here):
+            imported = [extent_id for extent_id, _ in extents if extent_id not in handles]
+            if revoked := imports.missing(imported):
                 raise LeaseError(
-                    f"{len(gone)} extents were revoked meanwhile; hand them over again"
+                    f"{len(revoked)} extents were revoked meanwhile; hand them over again"
                 )
-            handles |= {extent_id: imports.take(extent_id) for extent_id in here}
+            handles |= {extent_id: imports.take(extent_id) for extent_id in imported}
             self.retain(
                 [shim.Extent(handles[at], at, 0, size, shared=True) for at, size in extents]
             )
             undo.pop_all()
 
     def take(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Take kept extents, large ones first, of at most ``nbytes`` together; kept again when
-        ``undo`` unwinds.
+        """Take retained extents of at most ``nbytes`` in total, large ones first.
+
+        Unwinding ``undo`` retains them again.
         """
         array = shim.to_array(self.extents)
         count = shim.library().ms_pool_take(self._backend.phys, nbytes, array, len(array))
-        taken = [shim.to_extent(item) for item in array[:count]]
+        taken = [shim.to_extent(record) for record in array[:count]]
         undo.callback(self.retain, taken)
         return taken
 
     def make(self, nbytes: int, undo: contextlib.ExitStack, whole: bool) -> list[shim.Extent]:
-        """New extents of ``nbytes`` together; ``undo`` gives them back.
+        """Create extents of ``nbytes`` in total.
 
-        whole: one extent, else pieces that other tags can use. Raises ``ShortOfMemory``.
+        Args:
+            nbytes: Bytes of all extents.
+            undo: Releases them when it unwinds.
+            whole: Whether to create one extent instead of pieces that other tags can use.
+
+        Raises:
+            ShortOfMemory: The limit or the driver refuses an extent.
         """
         made: list[shim.Extent] = []
         undo.callback(self.give_back, made)
@@ -276,14 +307,12 @@ class PagePool:
         return made
 
     def obtain(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Extents of ``nbytes`` together: kept ones, then new ones, in pieces for other tags."""
+        """Obtain extents of ``nbytes`` in total: retained ones, then new pieces for any tag."""
         taken = self.take(nbytes, undo)
         return taken + self.make(nbytes - sum(extent.nbytes for extent in taken), undo, whole=False)
 
     def obtain_most(self, nbytes: int, undo: contextlib.ExitStack) -> list[shim.Extent]:
-        """Obtains as many bytes as there are, at most ``nbytes``, in pieces that other tags can
-        use; undo as in ``obtain``.
-        """
+        """Obtain extents like ``obtain``, but of fewer bytes if ``nbytes`` are not available."""
         taken = self.take(nbytes, undo)
         made: list[shim.Extent] = []
         undo.callback(self.give_back, made)
@@ -300,6 +329,6 @@ class PagePool:
         return taken + made
 
     def drop(self, nbytes: int) -> int:
-        """Give at least ``nbytes``, if there are, that no peer has imported, back to the driver."""
+        """Release ``nbytes`` or more of retained extents that no peer imports; return the bytes."""
         dropped: int = shim.library().ms_pool_drop(self._backend.phys, nbytes)
         return dropped

@@ -1,5 +1,7 @@
-"""Host memory that paused tags are saved in, one arena per process and kind, for good; beneath it
-host memory that is there before it is used: huge pages if any, touched by threads, pinned.
+"""Manage the host memory for saved content, in one arena for each process and kind of pinning.
+
+The memory is resident before it is used: in huge pages if possible, populated by several threads,
+and pinned.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ from memsaver.system.libc import MAP_FAILED, libc
 from memsaver.system.threads import workers
 
 HUGE_PAGE = 2 << 20
-SHARE = 0.8  # of the memory that is available: others want some, too
+SHARE = 0.8  # of the available memory; the rest is left to other users
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
 _CHUNK = 16 << 20
-UNIT = 4096  # bytes: what direct I/O asks for
-SEGMENT = 1 << 30  # bytes: one is pinned while the next is touched
-_AT_ONCE = 2  # segments that are obtained beside other work: one touched, one pinned
+UNIT = 4096  # bytes: the alignment that direct I/O requires
+SEGMENT = 1 << 30  # bytes: one segment is pinned while the next is populated
+_AT_ONCE = 2  # segments that are obtained in the background: one populated, one pinned
 
 
-_held: dict[int, int] = {}  # bytes by address; a child that is forked has none of them
+_held: dict[int, int] = {}  # bytes by address; empty in a forked child
 os.register_at_fork(after_in_child=_held.clear)
 
 
 class Pinner(Protocol):
-    """Makes host memory reachable for a device's copy engines."""
+    """An object that makes host memory reachable for a device's copy engines."""
 
     def pin(self, address: int, nbytes: int) -> None: ...
     def unpin(self, address: int) -> None: ...
@@ -48,24 +50,35 @@ class Pinner(Protocol):
 
 
 def held_bytes() -> int:
-    """Counts what this process has obtained, for saved content and KV cache tiers together."""
+    """Return the bytes this process has obtained, for saved content and KV cache tiers together."""
     return sum(tuple(_held.values()))
 
 
 def room_bytes() -> int:
-    """Tells how much more may be obtained: all of it together is at most 0.8 of what machine and
-    container would have available without it.
+    """Return how many more bytes may be obtained.
+
+    The total is limited to 0.8 of the bytes that machine and container would have available without
+    this process's share.
     """
     held = held_bytes()
     return int(SHARE * (available_memory() + held)) - held
 
 
 def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
-    """Addresses of so many bytes each (multiples of HUGE_PAGE), side by side, with memory behind
-    every page; or none.
+    """Obtain adjacent ranges of resident host memory, all or none.
 
-    While one is pinned the next are touched. A forked child does not have them. ``MemoryError``,
-    ``BackendError``.
+    One range is pinned while the next are populated. A forked child does not have the memory.
+
+    Args:
+        sizes: Bytes of each range, multiples of HUGE_PAGE.
+        pinner: Pins the memory; None: no pinning.
+
+    Returns:
+        The address of each range.
+
+    Raises:
+        MemoryError: The system has too little memory.
+        BackendError: The memory cannot be pinned.
     """
     address = _map(sum(sizes))
     starts = [address + at for at in itertools.accumulate(sizes, initial=0)][:-1]
@@ -85,7 +98,7 @@ def obtain(sizes: Sequence[int], pinner: Pinner | None) -> list[int]:
 
 
 def _map(nbytes: int) -> int:
-    """Addresses that begin with a huge page."""
+    """Map ``nbytes`` of addresses that begin with a huge page."""
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     raw = libc().mmap(None, nbytes + HUGE_PAGE, access, flags, -1, 0)
     if raw == MAP_FAILED:
@@ -96,7 +109,7 @@ def _map(nbytes: int) -> int:
         if end > start:
             libc().munmap(start, end - start)
     libc().madvise(address, nbytes, _MADV_DONTFORK)
-    # refused where the kernel has none: then small pages
+    # a kernel without huge pages refuses, and uses small pages
     libc().madvise(address, nbytes, _MADV_HUGEPAGE)
     return address
 
@@ -109,7 +122,7 @@ def give_back(address: int, nbytes: int, pinner: Pinner | None) -> None:
 
 
 def _touch(address: int, nbytes: int) -> list[Future[None]]:
-    """One thread gets 2 GiB/s from the kernel, which clears the pages; many get many times that."""
+    """Populate in many threads: the kernel clears pages at only 2 GiB/s for each thread."""
     starts = range(address, address + nbytes, _CHUNK)
     return [
         workers("touch").submit(_populate, start, min(_CHUNK, address + nbytes - start))
@@ -118,7 +131,7 @@ def _touch(address: int, nbytes: int) -> list[Future[None]]:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """A page at a time: a call keeps whoever maps something in this process waiting."""
+    """Populate page by page, because each call blocks other mappings of the process."""
     for page in range(address, address + nbytes, HUGE_PAGE):
         if libc().madvise(page, HUGE_PAGE, _MADV_POPULATE_WRITE) == 0:
             continue
@@ -128,7 +141,7 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 class PinnedPiece(NamedTuple):
-    """A part of the arena: where it starts, and how long it is."""
+    """A contiguous part of the arena."""
 
     address: int
     nbytes: int
@@ -136,7 +149,13 @@ class PinnedPiece(NamedTuple):
 
 @dataclass
 class _Segment:
-    """Memory pinned in one go. ``free``: its parts that nobody uses, in order, never adjacent."""
+    """Memory that was pinned in one call.
+
+    Attributes:
+        address: First byte.
+        nbytes: Size.
+        free: Unused parts, in order and never adjacent.
+    """
 
     address: int
     nbytes: int
@@ -148,26 +167,28 @@ class _Segment:
 
 
 class PinnedArena:
-    """Pieces of host memory, pinned once and used again and again. Thread-safe.
+    """Host memory that is pinned once and reused for saved content. Thread-safe.
 
-    budget_bytes: the most that it may hold. None: with the tiers of the KV cache it may have 0.8 of
-    what machine and container have available besides, 5 % of their memory being left to Ray's
-    memory monitor (`room_bytes`).
+    Args:
+        pinner: Pins the memory; None: no pinning.
+        budget_bytes: The most that the arena may hold. None: with the tiers of the KV cache, 0.8 of
+            the memory that machine and container have available, not counting 5 % of their memory
+            for Ray's memory monitor (`room_bytes`).
     """
 
     def __init__(self, pinner: Pinner | None, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._pinner = pinner
         self._segments: list[_Segment] = []
-        # so that a finalizer, which may run anywhere, needs no lock
+        # a queue, so that finalizers, which may run anywhere, need no lock
         self._returned: deque[PinnedPiece] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Bytes by tag of each owner.
+        # Reserved bytes by tag, for each owner.
         self._reserved: weakref.WeakKeyDictionary[object, dict[str, int]] = (
             weakref.WeakKeyDictionary()
         )
-        # Bytes of each segment on its way, and the reservation that it is for.
+        # Bytes of each segment that is being obtained, and the reservation that needs it.
         self._coming: dict[Future[None], tuple[int, dict[str, int]]] = {}
 
     @property
@@ -176,7 +197,7 @@ class PinnedArena:
 
     @property
     def coming_bytes(self) -> int:
-        """Bytes that ``reserve`` asked for and are not there yet."""
+        """Return the bytes that ``reserve`` is obtaining."""
         return sum(size for size, _ in tuple(self._coming.values()))
 
     @property
@@ -186,10 +207,14 @@ class PinnedArena:
             return self.committed_bytes - sum(segment.free_bytes for segment in self._segments)
 
     def take(self, nbytes: int, whole: bool = False) -> list[PinnedPiece]:
-        """Pieces of ``nbytes`` together, few; ``HostMemoryError``, with nothing taken, if it may
-        not grow so far.
+        """Take few pieces of ``nbytes`` in total, rounded up and aligned to UNIT.
 
-        whole: one piece. Each begins at, and has, a multiple of UNIT bytes.
+        Args:
+            nbytes: Bytes of all pieces.
+            whole: Whether to take a single piece.
+
+        Raises:
+            HostMemoryError: The arena may not grow that much. Nothing was taken.
         """
         taken: list[PinnedPiece] = []
         with self._lock:
@@ -205,7 +230,7 @@ class PinnedArena:
                     else:
                         more = self._grow(left, whole)
                     taken += more
-                    left -= sum(each.nbytes for each in more)
+                    left -= sum(piece.nbytes for piece in more)
             except BaseException:
                 self.give(taken)
                 raise
@@ -218,13 +243,17 @@ class PinnedArena:
         bind: Callable[[], None],
         saved: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Begins to obtain, beside other work, what is missing for ``sizes``, bytes by tag, to be
-        free, and for all that is reserved to fit at once; a ``take`` uses what is there, and waits
-        for what is on its way.
+        """Begin to obtain, in the background, memory that later calls of ``take`` will need.
 
-        A tag of an owner counts once, as it was reserved last. What may not be had is left: the
-        ``take`` that needs it says why. bind: called first in the threads that do it. saved: bytes
-        of the tags that lie in the arena now, which need no room beside themselves.
+        There will be room for ``sizes`` now, and for all reservations together. A ``take`` uses the
+        memory that is there, and waits for memory on its way. A refusal is not raised here, but by
+        the ``take`` that needs the memory.
+
+        Args:
+            owner: Owner of the reservation. Reserving a tag again replaces its size.
+            sizes: Bytes by tag.
+            bind: Called first in the background threads.
+            saved: Bytes, by tag, of content that is in the arena now and needs no second room.
         """
         with self._lock:
             self._collect()
@@ -232,20 +261,23 @@ class PinnedArena:
             reserved.update(sizes)
             free = sum(segment.free_bytes for segment in self._segments)
             wanted = sum(max(0, sizes[tag] - saved.get(tag, 0)) for tag in sizes)
-            together = sum(sum(each.values()) for each in self._reserved.values())
+            together = sum(sum(tags.values()) for tags in self._reserved.values())
             missing = max(wanted - free, together - self.committed_bytes)
             more = round_up(max(0, missing - self.coming_bytes), HUGE_PAGE)
             with contextlib.suppress(HostMemoryError):
                 self._check_budget(self.coming_bytes + more)
                 for at in range(0, more, SEGMENT):
                     size = min(SEGMENT, more - at)
-                    segment = workers("reserve", _AT_ONCE).submit(self._bring, size, bind, reserved)
+                    segment = workers("reserve", _AT_ONCE).submit(
+                        self._add_segment, size, bind, reserved
+                    )
                     self._coming[segment] = size, reserved
-                    segment.add_done_callback(self._arrived)
+                    segment.add_done_callback(self._segment_ended)
 
     def stop(self, owner: object | None = None) -> None:
-        """End what ``reserve`` began for the owner, or, without one, for anybody: wait for what is
-        under way, which stays. Nothing is reserved for them any more.
+        """Drop the reservation of an owner, or all of them.
+
+        Segments that are being obtained are waited for, and stay.
         """
         with self._lock:
             if owner is None:
@@ -258,17 +290,17 @@ class PinnedArena:
                 segment.cancel()
             self._changed.wait_for(lambda: self._coming.keys().isdisjoint(segments))
 
-    def _arrived(self, segment: Future[None]) -> None:
+    def _segment_ended(self, segment: Future[None]) -> None:
         with self._lock:
             del self._coming[segment]
             self._changed.notify_all()
 
     def give(self, pieces: Sequence[PinnedPiece]) -> None:
-        """Takes back pieces that are not needed any more. Takes no lock: finalizers call it."""
+        """Return pieces to the arena, without a lock, because finalizers call this."""
         self._returned.extend(pieces)
 
     def trim(self) -> int:
-        """Give memory that no saved content is in back to the system; bytes."""
+        """Release memory without saved content to the system; return the bytes."""
         self.stop()
         with self._lock:
             self._collect()
@@ -279,9 +311,7 @@ class PinnedArena:
             return sum(segment.nbytes for segment in unused)
 
     def _take_free(self, most: int, whole: bool) -> PinnedPiece | None:
-        """Takes from the smallest free part that has it all, else the largest part, unless it must
-        be ``whole``.
-        """
+        """Take from the smallest free part that suffices, else the largest one unless ``whole``."""
         parts = [*itertools.chain.from_iterable(segment.free for segment in self._segments)]
         enough = [piece for piece in parts if piece.nbytes >= most]
         if not parts or (whole and not enough):
@@ -294,19 +324,19 @@ class PinnedArena:
         free[at : at + 1] = [rest] if rest.nbytes else []
         return PinnedPiece(piece.address, size)
 
-    def _bring(self, size: int, bind: Callable[[], None], reserved: dict[str, int]) -> None:
-        """Add a segment; a refusal ends what else was begun for the reservation."""
+    def _add_segment(self, size: int, bind: Callable[[], None], reserved: dict[str, int]) -> None:
+        """Obtain a segment; a refusal cancels the other segments of the reservation."""
         try:
             self._check_budget(size)
             bind()
             (address,) = obtain([size], self._pinner)
-        # RuntimeError: as Python ends, threads take no more work
+        # RuntimeError: at exit, threads accept no more work
         except (MemoryError, BackendError, RuntimeError):
             with self._lock:
                 segments = [*self._coming.items()]
-            for segment, (_, owner) in segments:
-                if owner is reserved:
-                    segment.cancel()  # which leaves this one, as it runs
+            for segment, (_, reservation) in segments:
+                if reservation is reserved:
+                    segment.cancel()  # except for this one, which is running
             return
         with self._lock:
             self._segments.append(_Segment(address, size, [PinnedPiece(address, size)]))
@@ -320,29 +350,30 @@ class PinnedArena:
             addresses = obtain(sizes, self._pinner)
         except (MemoryError, BackendError) as error:
             raise self._refusal(size, 0, str(error)) from error
-        made = [_Segment(address, each) for address, each in zip(addresses, sizes, strict=True)]
-        spare = size - nbytes
+        segments = [_Segment(address, n) for address, n in zip(addresses, sizes, strict=True)]
+        spare, last = size - nbytes, segments[-1]
         if spare:
-            made[-1].free.append(PinnedPiece(made[-1].address + made[-1].nbytes - spare, spare))
-        self._segments += made
-        return [PinnedPiece(s.address, s.nbytes - s.free_bytes) for s in made]
+            last.free.append(PinnedPiece(last.address + last.nbytes - spare, spare))
+        self._segments += segments
+        return [PinnedPiece(s.address, s.nbytes - s.free_bytes) for s in segments]
 
     def _check_budget(self, more: int) -> None:
         if self.budget_bytes is not None:
             left = self.budget_bytes - self.committed_bytes
-            why = f"the budget is {format_bytes(self.budget_bytes)}"
+            reason = f"the budget is {format_bytes(self.budget_bytes)}"
         else:
             left = room_bytes()
-            may = f"{format_bytes(max(0, left))} more may be taken"
-            why = f"{may} of the machine's and the container's memory"
+            room = f"{format_bytes(max(0, left))} more may be taken"
+            reason = f"{room} of the machine's and the container's memory"
         if more > left:
-            raise self._refusal(more, more - left, why)
+            raise self._refusal(more, more - left, reason)
 
-    def _refusal(self, nbytes: int, missing: int, why: str) -> HostMemoryError:
+    def _refusal(self, nbytes: int, missing: int, reason: str) -> HostMemoryError:
         message = (
-            f"{format_bytes(nbytes)} more of host memory are needed for saved content, which holds "
-            f"{format_bytes(self.committed_bytes)}: {why}. Resume a saved tag first, "
-            "raise pinned_arena.budget_bytes, or pause with content='disk'; nothing was changed."
+            f"saved content needs {format_bytes(nbytes)} more host memory than the "
+            f"{format_bytes(self.committed_bytes)} that it holds: {reason}. Resume a saved tag "
+            "first, raise pinned_arena.budget_bytes, or pause with content='disk'; "
+            "nothing was changed."
         )
         return HostMemoryError(message, nbytes, missing, {"saved content": self.committed_bytes})
 

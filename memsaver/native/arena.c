@@ -1,4 +1,4 @@
-/* Arenas: a tag's address range, the extents behind it, and the blocks that torch asked for; what torch calls. */
+/* Arenas: a tag's address range, the extents behind it, the blocks allocated in it, and torch's callbacks. */
 #include "internal.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@ typedef struct {
     int state;
     ms_extent *extents;
     size_t n_extents, cap_extents;
-    ms_block *blocks; /* sorted by offset, covers [0, top) without gaps, free neighbours merged */
+    ms_block *blocks; /* sorted by offset, covers [0, top) without gaps, free neighbors merged */
     size_t n_blocks, cap_blocks;
     ms_cause cause;
     pthread_mutex_t lock;
@@ -23,7 +23,7 @@ static ms_arena arenas[MS_SLOTS];
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Threads that held a lock when the child was forked are not there to release it. */
+/* Threads that held a lock at the fork do not exist in the child, so nothing would release it. */
 static void unlock_in_child(void) {
     pthread_mutex_init(&table_lock, NULL);
     for (int i = 0; i < MS_SLOTS; i++)
@@ -74,7 +74,7 @@ static int fail(ms_arena *a, int code, int driver, size_t requested, size_t miss
     return code;
 }
 
-/* A memfd can grow in place: one extent serves a whole host arena, committed to the page. */
+/* A memfd can grow in place, so a host arena grows its last extent, by whole pages, instead of adding one. */
 static int grow_last(ms_arena *a, size_t more) {
     ms_extent *last = &a->extents[a->n_extents - 1];
     ms_cause cause = {0};
@@ -96,7 +96,7 @@ static int grow_last(ms_arena *a, size_t more) {
     return MS_OK;
 }
 
-/* Put `nbytes` more behind the arena, or a kept extent of at least `need` bytes. */
+/* Map an extent at the arena's end: a retained one of `need` to `nbytes` bytes, else a new one of `nbytes`. */
 static int add_extent(ms_arena *a, size_t need, size_t nbytes) {
     if (!ms_reserve_array((void **)&a->extents, &a->cap_extents, a->n_extents + 1, sizeof *a->extents))
         return fail(a, MS_E_TABLE, 0, nbytes, 0);
@@ -121,7 +121,7 @@ static int add_extent(ms_arena *a, size_t need, size_t nbytes) {
     return MS_OK;
 }
 
-/* CUDA extents cannot grow: take 1/64 of what is there, so that extents stay few and slack under 2 %. */
+/* CUDA extents cannot grow. Adding 1/64 of the arena at a time keeps extents few and slack under 2 %. */
 static size_t growth_step(const ms_arena *a, size_t need) {
     size_t step = ms_round_up(a->committed / 64, a->phys->granularity);
     size_t room = a->reserved - a->committed;
@@ -167,11 +167,11 @@ static int take(ms_arena *a, size_t requested, size_t *offset) {
     if (!ms_reserve_array((void **)&a->blocks, &a->cap_blocks, a->n_blocks + 1, sizeof *a->blocks))
         return fail(a, MS_E_TABLE, 0, requested, 0);
     size_t i = best_fit(a, need);
-    if (i < a->n_blocks) { /* a free block may lie where a resize took the memory away */
+    if (i < a->n_blocks) { /* a resize may have released the memory behind a free block */
         int error = commit_to(a, a->blocks[i].offset + need);
         if (error) return error;
     }
-    if (i == a->n_blocks) { /* nothing free is large enough: append at the top */
+    if (i == a->n_blocks) { /* no free block is large enough: append at the top */
         int error = commit_to(a, a->top + need);
         if (error) return error;
         a->blocks[a->n_blocks++] = (ms_block){a->top, need, requested};
@@ -197,7 +197,7 @@ void *ms_alloc(int slot, size_t nbytes) {
     pthread_mutex_lock(&a->lock);
     if (a->state == MS_PAUSED)
         error = fail(a, MS_E_PAUSED, 0, nbytes, 0);
-    else if (nbytes > a->reserved) /* rounded up, it could be 0 */
+    else if (nbytes > a->reserved) /* rounding up could overflow to 0 */
         error = fail(a, MS_E_RESERVATION, 0, nbytes, nbytes - a->reserved);
     else
         error = take(a, nbytes, &offset);
@@ -259,15 +259,15 @@ int ms_find(const void *address) {
     return -1;
 }
 
-/* Waits also where another thread captures a graph, and where no context is current, as in a finalizer's thread. Not
- * for a stream that captures: waiting would end the capture in an error, and nothing runs. */
+/* Waits also while another thread captures a graph, and in a thread without a current context, such as a finalizer's.
+ * Does not wait for a stream that is capturing: that would break the capture, and nothing is running. */
 void ms_wait_for_stream(int slot, void *stream) {
     ms_phys *phys = arenas[slot].phys;
     if (!phys || phys->kind != MS_CUDA || ms_forked(phys)) return;
     const ms_driver *driver = &phys->driver;
     int mode = MS_CUDA_RELAXED, status = 0;
     void *context;
-    if (driver->push(driver->context)) return; /* the process ends */
+    if (driver->push(driver->context)) return; /* the process is exiting */
     driver->capture_mode(&mode);
     if (!driver->capturing(stream, &status) && !status) driver->synchronize(stream);
     driver->capture_mode(&mode);
@@ -372,7 +372,7 @@ static size_t trim_last(ms_arena *a, size_t keep) {
         a->n_extents--;
     } else {
         if (ms_resize_memfd(a->phys, last->handle, last->nbytes - give)) return 0;
-        ms_unmap(a->phys, a->base + from, give); /* what stays mapped has no memory, and the next growth maps over it */
+        ms_unmap(a->phys, a->base + from, give); /* if this fails, the next growth maps over it */
         last->nbytes -= give;
         ms_discharge(a->phys, give);
     }
@@ -406,9 +406,9 @@ int ms_extend(int slot, const ms_extent *extents, size_t count) {
     return error;
 }
 
-/* What torch calls. */
+/* Callbacks for torch. */
 
-/* Of CPython, which has loaded this library. */
+/* From CPython, which has loaded this library. */
 typedef struct PyObject PyObject;
 int Py_IsInitialized(void);
 int PyGILState_Ensure(void);
@@ -427,12 +427,12 @@ typedef struct { /* DLManagedTensor of DLPack 0 (dmlc/dlpack, include/dlpack/dlp
         int64_t *shape, *strides;
         uint64_t byte_offset;
     } tensor;
-    PyObject *context; /* what the tensor keeps alive */
+    PyObject *context; /* the object that the tensor keeps alive */
     void (*deleter)(void *);
-    int64_t nbytes, stride; /* ours: of the one dimension */
+    int64_t nbytes, stride; /* not part of DLPack: storage for shape and strides */
 } ms_dlpack_tensor;
 
-/* In C: a deleter written in Python fails where a tensor dies while an exception unwinds. */
+/* In C, because a deleter in Python fails if the tensor dies while an exception propagates. */
 static void delete_dlpack(void *managed) {
     if (!Py_IsInitialized())
         return;
@@ -442,7 +442,7 @@ static void delete_dlpack(void *managed) {
     free(managed);
 }
 
-/* A capsule for torch: uint8 [nbytes] at an address, whose tensor keeps `keeper`. Python's lock is held. */
+/* Return a DLPack capsule of a uint8 tensor [nbytes] that keeps `keeper` alive. The caller holds the GIL. */
 PyObject *ms_dlpack(size_t address, size_t nbytes, int device_type, int device_id, PyObject *keeper) {
     ms_dlpack_tensor *managed = calloc(1, sizeof *managed);
     if (!managed)
@@ -459,7 +459,7 @@ PyObject *ms_dlpack(size_t address, size_t nbytes, int device_type, int device_i
     return PyCapsule_New(managed, "dltensor", NULL);
 }
 
-/* The pluggable allocator's calls carry no tag, so one pair of symbols per slot, named by the slot's two hex digits. */
+/* The pluggable allocator's calls carry no tag, so each slot has its own pair of symbols, named by its hex digits. */
 
 #define PAIR(h)                                                                       \
     void *ms_cuda_alloc_##h(ptrdiff_t nbytes, int device, void *stream) {             \

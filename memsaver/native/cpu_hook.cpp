@@ -1,4 +1,4 @@
-// torch's CPU allocator, with a detour for threads inside a memsaver region. Built against the torch in place.
+// torch's CPU allocator, diverted for threads inside a memsaver region. Compiled against the installed torch.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
@@ -11,10 +11,10 @@
 
 namespace {
 
-struct Shim {  // functions of shim.h, handed in so that both files share its one table
+struct Shim {  // functions of shim.h, passed in so that both libraries share one table
     void* (*alloc)(int slot, size_t nbytes);
     int (*free_any)(void* address);
-    int (*make_room)(int slot);  // Python's: is the allocation to be tried again?
+    int (*make_room)(int slot);  // Python's; returns whether to retry the allocation
 };
 
 Shim shim;
@@ -26,9 +26,9 @@ struct Region {
     std::atomic<bool> open{true};  // any thread may end it
 };
 
-thread_local Region* innermost = nullptr;  // that this thread has entered
+thread_local Region* innermost = nullptr;  // of this thread
 
-// Where this thread's allocations go; -1: it is outside every region.
+// Returns the slot of this thread's innermost open region, -1 outside of all regions.
 int current_slot() {
     while (innermost && !innermost->open) {
         Region* ended = innermost;
@@ -38,7 +38,7 @@ int current_slot() {
     return innermost ? innermost->slot : -1;
 }
 
-void leave_all_in_child() { innermost = nullptr; }  // savers are inert there
+void leave_all_in_child() { innermost = nullptr; }  // savers are inert in a child
 
 void delete_any(void* p) {
     if (p && !shim.free_any(p)) plain->raw_deleter()(p);
@@ -71,10 +71,10 @@ extern "C" void ms_hook_install(Shim functions) {
     });
 }
 
-// Sends this thread's allocations to a slot until the region that it returns is left.
+// Sends this thread's allocations to a slot until the returned region is left.
 extern "C" void* ms_hook_enter(int slot) { return innermost = new Region{slot, innermost}; }
 
-// Ends a region, once, in any thread and order; allocations go to the innermost that is still open.
+// Ends a region, in any thread and order. Allocations then go to the innermost region that is still open.
 extern "C" void ms_hook_leave(void* region) {
     static_cast<Region*>(region)->open = false;
     current_slot();

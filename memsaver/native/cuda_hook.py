@@ -1,4 +1,4 @@
-"""torch's CUDA allocations of a thread, sent to an arena: a ``MemPool`` of the shim's segments."""
+"""Send a thread's torch CUDA allocations to an arena, through a ``MemPool`` of its segments."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from memsaver.errors import StateError
 from memsaver.native import shim
 from memsaver.system.threads import forkable
 
-# of everything below; a collector may end a region in the middle of it
+# Guards the state below; re-entrant, as garbage collection may end a region in a locked section.
 _lock = forkable(threading.RLock())
 Handle = tuple[int, int]
-_open = threading.local()  # by device: the ``_Regions`` of this thread
+_open = threading.local()  # the ``_Regions`` of this thread, by device
 
 
 @cache
 def _allocator(slot: int) -> torch.cuda.memory.CUDAPluggableAllocator:
-    """The symbol pair of a slot; kept for life: torch frees segments through it at any time."""
+    """Return the allocator of a slot; torch may free segments through it, so it is never freed."""
     names = f"ms_cuda_alloc_{slot:02x}", f"ms_cuda_free_{slot:02x}"
     return torch.cuda.memory.CUDAPluggableAllocator(shim.path(), *names)
 
 
 def new_pool(slot: int, device: torch.device) -> torch.cuda.MemPool:
-    """A pool of segments of ``slot``; freed blocks go back when the pool is dropped."""
-    with _lock:  # functools.cache alone may call twice
+    """Return a new pool of segments of ``slot``; dropping it releases its freed blocks."""
+    with _lock:  # functools.cache alone may call it twice
         allocator = _allocator(slot)
-    with torch.cuda.device(device):  # torch makes the pool for the current one
+    with torch.cuda.device(device):  # torch creates the pool for the current device
         return torch.cuda.MemPool(allocator.allocator())
 
 
 @contextlib.contextmanager
 def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
-    """This thread's torch CUDA allocations go to ``slot`` through a pool of their own, until any
-    thread leaves.
+    """Send this thread's torch CUDA allocations to ``slot`` through a new pool.
+
+    Any thread may leave the context.
     """
     if not _in_use and _most_is_cached(device):
-        empty_cache(device)  # once a pool is in use, torch before 2.13 keeps its cache
-    # makes cuBLAS's workspace, which torch keeps for ever, outside of the tag
+        empty_cache(device)  # torch before 2.13 keeps its cache while a pool is in use
+    # create cuBLAS's workspace, which torch keeps forever, outside of the tag
     with torch.cuda.device(device):
         torch.cuda.current_blas_handle()
     with _in_new_pool(slot, device):
@@ -49,29 +50,29 @@ def allocate_from(slot: int, device: torch.device) -> Iterator[None]:
 
 
 def free_dead_blocks(slot: int, device: torch.device) -> None:
-    """Free the blocks of ended regions, of any tag, whose tensors have died; torch keeps them."""
+    """Free the blocks that torch keeps of ended regions, of any tag, whose tensors have died."""
     with _in_new_pool(slot, device):
         pass
 
 
 def empty_cache(device: torch.device) -> None:
-    """Have torch give back what it caches, of all devices.
+    """Release torch's cached memory on all devices.
 
-    Expandable segments of another device than the current one are unmapped while work that uses
-    them is queued (pytorch#196258): that work is waited for here.
+    torch unmaps expandable segments of a device other than the current one while queued work still
+    uses them (pytorch#196258), so wait for that work first.
     """
-    others = {index for index in range(torch.cuda.device_count()) if _reserved(index)}
-    if others - {device.index}:
+    cached = {index for index in range(torch.cuda.device_count()) if _reserved(index)}
+    if cached - {device.index}:
         for segment in torch.cuda.memory_snapshot(include_traces=False):
-            if segment["is_expandable"] and segment["device"] in others:
-                others.remove(segment["device"])
+            if segment["is_expandable"] and segment["device"] in cached:
+                cached.remove(segment["device"])
                 torch.cuda.synchronize(segment["device"])
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
 
 def _most_is_cached(device: torch.device) -> bool:
-    """Return whether torch's cache holds more of the device than the driver has to give."""
+    """Return whether torch caches more of the device's memory than the driver has free."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return cached > torch.cuda.mem_get_info(device)[0]
 
@@ -82,23 +83,24 @@ def _reserved(index: int) -> int:
 
 
 def free_put_off(device: torch.device) -> None:
-    """Free what died in this thread's open region after use on a second stream, as far as that is
-    done: before version 2.13 torch looks at such blocks only where no pool is in use.
+    """Free dead blocks of this thread's open region whose use on a second stream has ended.
+
+    torch before 2.13 checks such blocks only while no pool is in use.
     """
-    if any(regions.served for regions in _mine()):
+    if any(regions.served for regions in _own_regions()):
         with outside_regions(), contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(1, device=device)  # any allocation has torch look
+            torch.empty(1, device=device)  # any allocation makes torch check
 
 
 def others_open() -> bool:
-    """Return whether regions of other threads are open, in which torch may keep its cache."""
-    return _in_use > sum(regions.served for regions in _mine())
+    """Return whether other threads have open regions, during which torch may keep its cache."""
+    return _in_use > sum(regions.served for regions in _own_regions())
 
 
 @contextlib.contextmanager
 def outside_regions() -> Iterator[None]:
     """Leave the pools that this thread is in, and enter them again at the end."""
-    resting = [regions for regions in _mine() if regions.rest()]
+    resting = [regions for regions in _own_regions() if regions.rest()]
     try:
         yield
     finally:
@@ -106,13 +108,13 @@ def outside_regions() -> Iterator[None]:
             regions.serve()
 
 
-def _mine() -> list[_Regions]:
+def _own_regions() -> list[_Regions]:
     return list(_open.__dict__.values())
 
 
 @contextlib.contextmanager
 def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
-    """Dead blocks of ended regions are freed first: a region of every step finds them again."""
+    """Enter a new pool, which can use the dead blocks of ended regions: they are freed first."""
     regions = _open.__dict__.setdefault(str(device), _Regions(device.index))
     with contextlib.ExitStack() as undo:
         pool = _new_open_pool(slot, device)
@@ -120,14 +122,15 @@ def _in_new_pool(slot: int, device: torch.device) -> Iterator[None]:
         undo.callback(_retire, pool)
         undo.callback(regions.leave, pool)
         regions.enter(pool)
-        empty_cache(device)  # of dropped pools only, before 2.13
+        empty_cache(device)  # before 2.13, only that of dropped pools
         yield
 
 
 class _Regions:
-    """Ids of the pools that one thread is in on one device, outermost first.
+    """Stack of the pools that one thread is in on one device, outermost first.
 
-    torch serves nested pools outermost first, so it is told of the innermost only.
+    Of nested pools torch would allocate from the outermost, so only the innermost one is *served*,
+    that is, entered in torch.
     """
 
     def __init__(self, device: int) -> None:
@@ -146,13 +149,13 @@ class _Regions:
         self.serve()
 
     def leave(self, pool: Handle) -> None:
-        """Leave, in any thread and order; what is around it is served by `serve`."""
+        """Leave a pool, from any thread and in any order; call `serve` next."""
         self._pools.remove(pool)
         if self._served == pool:
             self.rest()
 
     def rest(self) -> bool:
-        """Leave what is served; False: nothing was."""
+        """Stop serving; return whether a pool was served."""
         global _in_use
         with _lock:
             pool, self._served = self._served, None
@@ -163,11 +166,15 @@ class _Regions:
         return pool is not None
 
     def serve(self) -> None:
-        """Enter the innermost, where none is served. ``StateError``: it is another thread's."""
+        """Serve the innermost pool, unless one is served already.
+
+        Raises:
+            StateError: The pools are another thread's.
+        """
         global _in_use
         if self._served is not None or not self._pools:
             return
-        if threading.current_thread() is not self._thread:  # torch lets a thread enter itself
+        if threading.current_thread() is not self._thread:  # torch enters the current thread only
             raise StateError(
                 f"thread {threading.current_thread().name!r} left a region inside another one "
                 f"of thread {self._thread.name!r}, whose allocations are on no tag until it "
@@ -180,11 +187,11 @@ class _Regions:
 
 
 # torch aborts when a pool is dropped while any pool is in use on the device. So pools of ended
-# regions wait here until no thread is in a pool; nothing else (a traceback's frames, say) may hold
-# the last reference.
+# regions wait here until no thread is in a pool. Nothing else, such as a traceback's frames, may
+# hold the last reference.
 pools: list[torch.cuda.MemPool] = []
 _open_pools: dict[Handle, torch.cuda.MemPool] = {}
-_in_use = 0  # pools that threads are in
+_in_use = 0  # number of served pools
 
 
 def _new_open_pool(slot: int, device: torch.device) -> Handle:
@@ -194,7 +201,7 @@ def _new_open_pool(slot: int, device: torch.device) -> Handle:
 
 
 def retire(pool: torch.cuda.MemPool) -> None:
-    """Drop a pool when no thread is in a pool. Takes no lock: finalizers call it."""
+    """Drop a pool once no thread is in a pool, without a lock, because finalizers call this."""
     pools.append(pool)
 
 

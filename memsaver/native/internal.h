@@ -1,4 +1,4 @@
-/* What the shim's files share. Lock order: arena, then phys. */
+/* Declarations that the shim's C files share. Lock order: arena, then phys. */
 #ifndef MEMSAVER_INTERNAL_H
 #define MEMSAVER_INTERNAL_H
 #include "shim.h"
@@ -27,10 +27,10 @@ static inline size_t ms_round_up(size_t n, size_t unit) { return (n + unit - 1) 
 uint64_t ms_clock_ns(void);
 /* Record a driver call that began at `started`; returns `error`. */
 int ms_recorded(ms_phys *phys, int operation, size_t nbytes, uint64_t started, int error);
-/* Room for `count` items; 0 when there is no host memory, and then nothing was changed. */
+/* Grow an array's capacity to `count` items; returns 0, with nothing changed, if host memory is short. */
 int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item);
 void ms_new_ids_in_child(void);
 int ms_resize_memfd(ms_phys *phys, uint64_t handle, size_t nbytes);
-/* The smallest kept extent of at least `need` and at most `most` bytes. */
+/* Remove the smallest retained extent of `need` to `most` bytes; returns 0 if there is none. */
 int ms_pool_fit(ms_phys *phys, size_t need, size_t most, ms_extent *out);
 #endif

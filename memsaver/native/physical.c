@@ -1,4 +1,4 @@
-/* Physical memory: the limit, extents, the page pool, the driver's calls, what is known of them, and descriptors. */
+/* Physical memory: the limit, extents, mappings, the page pool, file descriptors, and the log of driver calls. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -23,12 +23,12 @@ int ms_reserve_array(void **array, size_t *capacity, size_t count, size_t item) 
     return 1;
 }
 
-/* File descriptors that stand for memory: each keeps it alive, so every one of them is in one table, by handle.
+/* File descriptors of memory, in one table by handle. An open descriptor keeps its memory alive.
  *
- * A memfd is its own handle. The CUDA driver refuses to export a handle that was imported, so the descriptor of an import
- * stays as long as the handle: memory that came from another process can go on to a third. A forked child, where savers
- * are inert, closes all of them, or it would hold the memory that its parent gives back. (A handle of the driver is an
- * address and a memfd a small number: they do not meet in the table.)
+ * A memfd is its own handle. The CUDA driver refuses to export an imported handle, so the descriptor of an import stays
+ * open as long as the handle: the memory can be exported to a third process. A forked child, where savers are inert,
+ * closes all descriptors; otherwise it would hold memory that its parent releases. (A driver handle is an address and a
+ * memfd a small number, so the two do not collide in the table.)
  */
 typedef struct {
     uint64_t handle;
@@ -51,7 +51,7 @@ static void in_child(void) {
 
 static void close_in_children(void) { pthread_atfork(before_fork, in_parent, in_child); }
 
-/* The descriptor of a handle's memory, kept until it is dropped; errno, and then nothing was changed. */
+/* Keep the descriptor of a handle's memory until fd_drop. Returns 0, or errno with nothing changed. */
 static int fd_keep(uint64_t handle, int fd) {
     pthread_once(&descriptors_once, close_in_children);
     pthread_mutex_lock(&descriptors_lock);
@@ -69,23 +69,23 @@ static descriptor *find(uint64_t handle) {
 
 static void fd_drop(uint64_t handle) {
     pthread_mutex_lock(&descriptors_lock);
-    descriptor *found = find(handle);
-    if (found) {
-        close(found->fd);
-        *found = descriptors[--n_descriptors];
+    descriptor *entry = find(handle);
+    if (entry) {
+        close(entry->fd);
+        *entry = descriptors[--n_descriptors];
     }
     pthread_mutex_unlock(&descriptors_lock);
 }
 
 static int system_error(const ms_phys *phys, int error) { return phys->kind == MS_CUDA ? MS_CUDA_E_SYSTEM : error; }
 
-/* A new descriptor of the one that is kept for this handle; -1 if none is. */
+/* Duplicate the descriptor that is kept for a handle; -1 if there is none. */
 static int duplicate(uint64_t handle, int *error) {
     int fd = -1;
     pthread_mutex_lock(&descriptors_lock);
-    const descriptor *found = find(handle);
-    if (found) {
-        fd = fcntl(found->fd, F_DUPFD_CLOEXEC, 0);
+    const descriptor *entry = find(handle);
+    if (entry) {
+        fd = fcntl(entry->fd, F_DUPFD_CLOEXEC, 0);
         *error = fd < 0 ? errno : 0;
     }
     pthread_mutex_unlock(&descriptors_lock);
@@ -147,7 +147,7 @@ void ms_discharge(ms_phys *phys, size_t nbytes) {
     pthread_mutex_unlock(&phys->lock);
 }
 
-/* ------------------------------------------------------------------ what is known of the driver's calls */
+/* ------------------------------------------------------------------ log of driver calls */
 
 uint64_t ms_clock_ns(void) {
     struct timespec t;
@@ -156,7 +156,7 @@ uint64_t ms_clock_ns(void) {
 }
 
 void ms_record(ms_phys *phys, int operation, size_t nbytes, uint64_t ns, int error) {
-    if (ms_forked(phys)) return; /* the lock may have been held when it was forked */
+    if (ms_forked(phys)) return; /* the lock may have been held at the fork */
     pthread_mutex_lock(&phys->lock);
     ms_calls *sum = &phys->calls[operation];
     sum->calls++;
@@ -235,7 +235,7 @@ void ms_new_ids_in_child(void) {
     pthread_mutex_init(&id_lock, NULL);
 }
 
-/* Unique among all processes of a machine: a random half chosen by each process, and a count. */
+/* Return an id that is unique among the machine's processes: a random half for each process, and a count. */
 static uint64_t new_id(void) {
     pthread_mutex_lock(&id_lock);
     if (!next_id) {
@@ -312,7 +312,7 @@ int ms_set_access(ms_phys *phys, size_t address, size_t nbytes) {
 
 int ms_unmap(ms_phys *phys, size_t address, size_t nbytes) {
     const int nothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-    if (ms_forked(phys)) return 0; /* the memory did not come along: what is there is the child's own */
+    if (ms_forked(phys)) return 0; /* the child did not inherit the mapping, and may have mapped something else there */
     uint64_t started = ms_clock_ns();
     int error = ms_fault(phys);
     if (!error && phys->kind == MS_CUDA)
@@ -346,7 +346,7 @@ int ms_copy(ms_phys *phys, const ms_transfer *transfers, size_t count, void *str
     return ms_recorded(phys, MS_COPY, total, started, error);
 }
 
-/* The page pool: extents that nothing maps, the largest first. */
+/* ------------------------------------------------------------------ the page pool: largest extents first */
 
 int ms_pool_put(ms_phys *phys, const ms_extent *extents, size_t count) {
     pthread_mutex_lock(&phys->lock);
@@ -383,16 +383,16 @@ size_t ms_pool_take(ms_phys *phys, size_t nbytes, ms_extent *out, size_t capacit
 }
 
 int ms_pool_fit(ms_phys *phys, size_t need, size_t most, ms_extent *out) {
-    int found = 0;
+    int removed = 0;
     pthread_mutex_lock(&phys->lock);
-    for (size_t i = phys->n_kept; i-- > 0 && !found;)
+    for (size_t i = phys->n_kept; i-- > 0 && !removed;)
         if (phys->kept[i].nbytes >= need) {
             if (phys->kept[i].nbytes > most) break;
             *out = pool_remove(phys, i);
-            found = 1;
+            removed = 1;
         }
     pthread_mutex_unlock(&phys->lock);
-    return found;
+    return removed;
 }
 
 size_t ms_pool_get(ms_phys *phys, ms_extent *out, size_t capacity) {
@@ -407,19 +407,21 @@ size_t ms_pool_drop(ms_phys *phys, size_t nbytes) {
     size_t dropped = 0;
     for (;;) {
         ms_extent last;
-        int found = 0;
+        int removed = 0;
         pthread_mutex_lock(&phys->lock);
-        for (size_t i = phys->n_kept; i-- > 0 && dropped < nbytes && !found;)
-            if ((found = !phys->kept[i].shared)) last = pool_remove(phys, i);
+        for (size_t i = phys->n_kept; i-- > 0 && dropped < nbytes && !removed;)
+            if ((removed = !phys->kept[i].shared)) last = pool_remove(phys, i);
         pthread_mutex_unlock(&phys->lock);
-        if (!found) return dropped;
+        if (!removed) return dropped;
         if (ms_release(phys, last.handle, last.nbytes)) {
-            ms_pool_put(phys, &last, 1); /* its room is still there */
+            ms_pool_put(phys, &last, 1); /* the removal left room for it in the array */
             return dropped;
         }
         dropped += last.nbytes;
     }
 }
+
+/* ------------------------------------------------------------------ export and import */
 
 int ms_export(ms_phys *phys, uint64_t handle, int *fd) {
     uint64_t started = ms_clock_ns();

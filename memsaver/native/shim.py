@@ -21,7 +21,7 @@ _RECENT = 1024
 
 
 class Operation(enum.IntEnum):
-    """A call of the driver or the kernel."""
+    """Operation of the CUDA driver, or on the host of the kernel, numbered as in ``shim.h``."""
 
     CREATE = 0
     RELEASE = 1
@@ -42,7 +42,14 @@ _Item = TypeVar("_Item", bound=ctypes.Structure)
 
 
 class Cause(ctypes.Structure):
-    """A call's failure: code (E_*), the driver's own number, bytes asked for and bytes missing."""
+    """Cause of a failed call.
+
+    Attributes:
+        code: One of ``E_*``; 0: no failure.
+        driver: The error number of the driver or the kernel.
+        requested: Bytes that the call asked for.
+        missing: Bytes beyond the limit or the reservation; 0 if unknown.
+    """
 
     _fields_ = [("code", ctypes.c_int), ("driver", ctypes.c_int)]
     _fields_ += [("requested", _size), ("missing", _size)]
@@ -58,14 +65,14 @@ class _Block(ctypes.Structure):
 
 
 class Stats(ctypes.Structure):
-    """An arena at one moment; sizes in bytes. frees: so far."""
+    """Snapshot of an arena; sizes in bytes, ``frees`` counted since the arena was created."""
 
     _names = ("base", "reserved", "committed", "top", "live", "extents", "blocks", "frees")
     _fields_ = [*((name, _size) for name in _names), ("state", ctypes.c_int)]
 
 
 class Call(ctypes.Structure):
-    """One driver call: nanoseconds, bytes, ``Operation``, and the driver's error (0: none)."""
+    """Record of a driver call: nanoseconds, bytes, ``Operation``, and the driver's error or 0."""
 
     _fields_ = [("ns", ctypes.c_uint64), ("nbytes", _size)]
     _fields_ += [("operation", ctypes.c_int), ("error", ctypes.c_int)]
@@ -76,7 +83,7 @@ class _Transfer(ctypes.Structure):
 
 
 class Driver(ctypes.Structure):
-    """Entry points of the CUDA driver for calls made under torch's allocator lock."""
+    """Entry points of the CUDA driver, for calls made under torch's allocator lock."""
 
     _calls = ("create", "release", "map", "unmap", "set_access", "export_fd", "import_fd", "copy")
     _context = ("push", "pop", "capture_mode", "capturing", "synchronize", "context")
@@ -87,8 +94,12 @@ class Driver(ctypes.Structure):
 class Extent:
     """A piece of physical memory.
 
-    handle: memfd or CUDA handle, of this process. id: the piece's own, in every process. offset: in
-    the arena. nbytes: its size. shared: other processes have imported it.
+    Attributes:
+        handle: memfd or CUDA handle, valid in this process.
+        id: Identifier that is the same in every process.
+        offset: First byte in the arena; 0 in the page pool.
+        nbytes: Size.
+        shared: Whether another process has imported the extent.
     """
 
     handle: int
@@ -114,7 +125,7 @@ def _type(declared: str) -> Any:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded shim, one per process."""
+    """Load the shim, once per process."""
     lib = ctypes.CDLL(str(build.shim_library()))
     for result, name, arguments in _PROTOTYPE.findall((HERE / "shim.h").read_text()):
         function = getattr(lib, name)
@@ -125,15 +136,15 @@ def library() -> ctypes.CDLL:
 
 @cache
 def dlpack() -> Callable[..., Any]:
-    """Return ``ms_dlpack``: (address, nbytes, device type, device, keeper) -> a capsule."""
-    function = ctypes.PyDLL(path()).ms_dlpack  # the caller keeps Python's lock
+    """Return ``ms_dlpack(address, nbytes, device_type, device_id, keeper)``."""
+    function = ctypes.PyDLL(path()).ms_dlpack  # called with the GIL held
     function.restype = ctypes.py_object
     function.argtypes = [_size, _size, ctypes.c_int, ctypes.c_int, ctypes.py_object]
     return function
 
 
 def path() -> str:
-    """File of the loaded shim, for ``CUDAPluggableAllocator``."""
+    """Return the file of the loaded shim, for ``CUDAPluggableAllocator``."""
     return library()._name
 
 
@@ -144,7 +155,7 @@ def stats(slot: int) -> Stats:
 
 
 def cause(slot: int, clear: bool = False) -> Cause:
-    """The last failure of an allocation in this slot (code 0: none)."""
+    """Return the cause of the last failed allocation in this slot (code 0: none)."""
     out = Cause()
     library().ms_get_cause(slot, ctypes.byref(out), int(clear))
     return out
@@ -160,7 +171,7 @@ def set_extents(slot: int, items: Sequence[Extent]) -> None:
 
 
 def extend(slot: int, items: Sequence[Extent]) -> None:
-    """Enter extents that are mapped at the end of the arena."""
+    """Append extents that are already mapped at the end of the arena."""
     if library().ms_extend(slot, to_array(items), len(items)):
         raise MemoryError("no host memory for the table of extents")
 
@@ -169,15 +180,15 @@ def discharge(phys: int, nbytes: int) -> None:
     library().ms_discharge(phys, nbytes)
 
 
-def recent_calls(phys: int, seen: int) -> tuple[int, list[Call]]:
-    """(number of calls so far, those after number ``seen``, the latest 1,024 at most)."""
-    last, array = ctypes.c_uint64(seen), (Call * _RECENT)()
+def recent_calls(phys: int, since: int) -> tuple[int, list[Call]]:
+    """Return how many calls there were, and the latest after number ``since``, 1,024 at most."""
+    last, array = ctypes.c_uint64(since), (Call * _RECENT)()
     count = library().ms_get_recent(phys, ctypes.byref(last), array)
     return last.value, list(array[:count])
 
 
 def copy(phys: int, transfers: Sequence[tuple[int, int, int]], stream: int = 0) -> int:
-    """Copy (to, from, nbytes) each; on a GPU queued on the stream. The driver's error, or 0."""
+    """Copy (to, from, nbytes) transfers, on a GPU queued on ``stream``; return the error or 0."""
     array = (_Transfer * len(transfers))(*[_Transfer(*transfer) for transfer in transfers])
     error: int = library().ms_copy(phys, array, len(transfers), stream)
     return error
@@ -200,6 +211,6 @@ def to_array(items: Sequence[Extent]) -> ctypes.Array[ExtentRecord]:
 
 
 def blocks(slot: int) -> list[tuple[int, int]]:
-    """Live blocks in order of offset: the offset in the arena, and the bytes asked for."""
-    found = read(library().ms_get_blocks, slot, _Block)
-    return [(block.offset, block.requested) for block in found]
+    """Return (offset in the arena, bytes asked for) of each live block, in order of offset."""
+    records = read(library().ms_get_blocks, slot, _Block)
+    return [(block.offset, block.requested) for block in records]

@@ -1,4 +1,4 @@
-"""Define the digest of weights, which does not depend on their layout, and compute it by torch.
+"""Define the digest of weights, which does not depend on their layout; compute it with torch.
 
 digest = sum mod 2^64 over elements of hash(global element index i, stored bits b zero-extended to
 32):
@@ -7,10 +7,11 @@ digest = sum mod 2^64 over elements of hash(global element index i, stored bits 
     x = (b ^ (b >> 16) ^ hi) * MUL32 mod 2^32;  x = x ^ (x >> 13)
     hash = x * (lo ^ (hi & ~1)), all 64 bits of it
 
-A sum does not care about order, so slices, ranks and chunks can be digested apart and added; the
-index inside the hash makes a swap, shift or repetition visible. For a fixed i the hash is injective
-in b (every step is a bijection, the last factor is odd), so one changed element is always noticed;
-about ten integer instructions let a GPU digest what it copies. It finds errors, not forgeries.
+A sum does not depend on order, so slices, ranks and chunks can be digested separately and added.
+The index inside the hash makes a swap, shift or repetition visible. For a fixed i the hash is
+injective in b (every step is a bijection, the last factor is odd), so one changed element is always
+noticed. The hash is about ten integer instructions, so a GPU can digest data while it copies. The
+digest detects errors, not forgeries.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from memsaver.ops.hash import GOLDEN, MASK64, MUL32, signed
 
-# elements: stays in cache, and not above torch's grain size, so no chunk wakes threads ten times
+# elements: fits in cache, and is not above torch's grain size, so that no operation wakes threads
 CHUNK = 1 << 15
 _CHUNK_CUDA = 1 << 21  # 16 MiB a buffer: few launches, no large temporaries
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
@@ -28,7 +29,7 @@ _MASK32 = (1 << 32) - 1
 
 
 def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, columns) of the parts of a grid, of at most `limit` elements each."""
+    """Yield slices (rows, columns) that cut a grid into blocks of at most `limit` elements."""
     across = max(1, min(width, limit))
     down = limit // across
     for row in range(0, rows, down):
@@ -37,13 +38,12 @@ def blocks(rows: int, width: int, limit: int) -> Iterator[tuple[slice, slice]]:
 
 
 def digest_by_torch(grid: Tensor, index_base: int, index_pitch: int) -> int:
-    """Digest a tensor [rows, width] in blocks of one size, the last ones of a row or column
-    smaller.
+    """Digest a tensor [rows, width] in blocks of one size, smaller only at the edges.
 
     Args:
-        grid: Elements of 1, 2 or 4 bytes, of any strides.
+        grid: Elements of 1, 2 or 4 bytes, with any strides.
         index_base: Number of the first element.
-        index_pitch: By how much numbers rise from row to row.
+        index_pitch: Increase of the number from row to row.
 
     Returns:
         The digest, in [0, 2**64).
@@ -68,19 +68,17 @@ def digest_by_torch(grid: Tensor, index_base: int, index_pitch: int) -> int:
 
 
 def _ramp(rows: int, width: int, pitch: int, device: torch.device) -> Tensor:
-    """Return int64 [rows, width]: how much more the key of each element is than that of the
-    first.
-    """
+    """Return int64 [rows, width]: the key of each element minus the key of the first."""
     down = torch.arange(rows, device=device).mul_(pitch)
     return torch.arange(width, device=device).add(down[:, None]).mul_(signed(2 * GOLDEN))
 
 
 def _hash_sum(bits: Tensor, keys: Tensor, scratch: Tensor, x: Tensor) -> Tensor:
-    """Sum the hashes of one chunk. keys: k as int64, overwritten, as scratch and x are."""
+    """Sum the hashes of a chunk with int64 keys k; overwrites `keys`, `scratch` and `x`."""
     x.copy_(bits)
     if bits.element_size() == 4:
         x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=scratch))
-    torch.bitwise_right_shift(keys, 32, out=scratch)  # its sign bits go with the masks below
+    torch.bitwise_right_shift(keys, 32, out=scratch)  # the masks below clear its sign bits
     x.bitwise_xor_(scratch).mul_(MUL32).bitwise_and_(_MASK32)
     keys.bitwise_xor_(scratch.bitwise_and_(-2)).bitwise_and_(_MASK32)
     x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=scratch))

@@ -1,5 +1,6 @@
-"""Tells where bytes and elements lie: in whole units (pages, blocks of a file), ranges (offset,
-nbytes) of a tag, strides.
+"""Compute where bytes and elements lie: units (pages, file blocks), byte ranges, strides.
+
+A range is (offset, nbytes).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Ranges = Sequence[Range]
 
 
 def round_up(amount: int, unit: int) -> int:
-    """The least multiple of ``unit`` that is not below ``amount``."""
+    """Return the least multiple of ``unit`` that is not below ``amount``."""
     return -(-amount // unit) * unit
 
 
 def joined(ranges: Ranges) -> list[Range]:
-    """Makes neighbours one."""
+    """Merge ranges that follow each other without a gap."""
     out: list[Range] = []
     for offset, nbytes in ranges:
         if out and sum(out[-1]) == offset:
@@ -33,7 +34,7 @@ def joined(ranges: Ranges) -> list[Range]:
 
 
 def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
-    """Yields (start in the packed bytes, the ranges in it) of every ``chunk`` packed bytes."""
+    """Pack ranges and yield (start in the packed bytes, ranges) of every ``chunk`` bytes."""
     at, room, parts = 0, chunk, []
     for offset, nbytes in joined(ranges):
         while nbytes:
@@ -48,24 +49,25 @@ def cut(ranges: Ranges, chunk: int) -> Iterator[tuple[int, list[Range]]]:
 
 
 def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Small CPU tensors on the device; on CUDA views of one buffer, by one transfer that nothing
-    waits for here: what is queued on the stream after it does.
+    """Copy small CPU tensors to the device, on CUDA in one asynchronous transfer.
+
+    On CUDA the results are views of one buffer, for use on the current stream.
     """
     if device.type != "cuda":
-        return [each.to(device) for each in tensors]
-    nbytes = sum(_aligned(each) for each in tensors)
+        return [tensor.to(device) for tensor in tensors]
+    nbytes = sum(_aligned(tensor) for tensor in tensors)
     staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    for view, each in zip(_views(staging, tensors), tensors, strict=True):
-        view.copy_(each)
+    for view, tensor in zip(_views(staging, tensors), tensors, strict=True):
+        view.copy_(tensor)
     return list(_views(staging.to(device, non_blocking=True), tensors))
 
 
 def _views(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Consecutive parts of a uint8 buffer, with the dtypes and shapes of `like`."""
+    """Yield consecutive parts of a uint8 buffer, with the dtypes and shapes of `like`."""
     start = 0
-    for each in like:
-        yield buffer[start : start + each.nbytes].view(each.dtype).view(each.shape)
-        start += _aligned(each)
+    for tensor in like:
+        yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _aligned(tensor)
 
 
 def _aligned(tensor: Tensor) -> int:
@@ -73,5 +75,5 @@ def _aligned(tensor: Tensor) -> int:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor."""
+    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,10 +1,9 @@
-"""Copy, cast and digest strided elements in one pass: what is copied is listed once, as rows of
-integers, and the list is run again and again.
+"""Copy, cast and digest strided elements in one pass, from a table that is made once.
 
-A row is a strided copy: `rows` rows of `width` adjacent elements, as far from each other as the
-pitches say, in the source, in the target and in the numbers that the digest gives to elements.
-Without a source the target is only digested. On a GPU the rows are a table on the device
-(`rows_triton.py`), elsewhere torch copies row by row.
+A row of the table is a strided copy: `rows` rows of `width` adjacent elements. Its pitches are the
+distances of these rows in the source, in the target, and in the numbers that the digest gives to
+elements. Without a source the target is only digested. On a GPU the table is on the device
+(`rows_triton.py`); elsewhere torch copies row by row.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from memsaver.ops.hash import MASK64
 from memsaver.ops.layout import row_major
 from memsaver.system.devices import Impl, use_triton
 
-CHUNK = 1 << 20  # elements that torch casts at once: bounds the temporary
+CHUNK = 1 << 20  # elements that torch casts at a time, to bound the temporary
 CHUNK_CUDA = 1 << 22
 _KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -33,9 +32,15 @@ Strides = Sequence[int]
 class Row(NamedTuple):
     """One strided copy.
 
-    source: address; 0 without one. target: first byte, from the start of what is written into, or
-    an address. index_base: number of the first element in the digest. Pitches are in elements, as
-    the width is.
+    Attributes:
+        source: Address of the first element; 0 without a source.
+        target: First byte, as an offset in the target of a run, or as an address.
+        width: Adjacent elements in a row.
+        index_base: Number of the first element in the digest.
+        rows: Number of rows.
+        source_pitch: Elements from one row to the next in the source.
+        target_pitch: Elements from one row to the next in the target.
+        index_pitch: Increase of the number from one row to the next.
     """
 
     source: int
@@ -49,11 +54,15 @@ class Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of the table that have one dtype: that of the target.
+    """Rows of the table with one source and one target dtype.
 
-    source: the tensor in which the rows' sources lie, to be cast to `dtype`; None: rows are
-    digested where they are. memory: the tensor whose addresses the targets are; None: targets count
-    from what a run is given.
+    Attributes:
+        table: The rows.
+        dtype: The dtype of the target.
+        source: Tensor that has the sources of the rows, to be cast to `dtype`; None: the targets
+            are only digested.
+        memory: Tensor that has the targets, which are addresses; None: targets are offsets in the
+            target of a run.
     """
 
     table: Sequence[Row]
@@ -63,7 +72,7 @@ class Rows(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the first byte of the target after all rows."""
+        """Return the first byte after all rows in the target."""
         size = self.dtype.itemsize
         spans = ((row.rows - 1) * row.target_pitch + row.width for row in self.table)
         ends = (row.target + n * size for row, n in zip(self.table, spans, strict=True))
@@ -88,20 +97,23 @@ def box_rows(
     source: Tensor | None = None,
     start: Sequence[int] = (),
 ) -> Rows:
-    """Make as few rows as the strides allow of a box of elements.
+    """Describe a box of elements by as few rows as its strides allow.
 
     Args:
-        shape: Of the box.
-        dtype: Of its elements in the target: 1, 2 or 4 bytes.
+        shape: Shape of the box.
+        dtype: Dtype of its elements in the target, of 1, 2 or 4 bytes.
         offset: Byte of the first element in the target.
-        strides: Of the box in the target, in elements, one a dimension.
+        strides: Strides of the box in the target, in elements.
         index: Number of the first element in the digest.
-        index_strides: By how much numbers rise along each dimension.
-        source: Tensor of any strides, and of as many dimensions, to copy the box from.
-        start: Where the box begins in `source`.
+        index_strides: Increase of the number along each dimension.
+        source: Tensor with the same number of dimensions, and any strides, to copy the box from.
+        start: Index of the box's first element in `source`.
 
     Returns:
-        Rows in which each element of the box is once; none for a box without elements.
+        Rows that contain each element of the box once; none for a box without elements.
+
+    Raises:
+        ValueError: The elements do not have 1, 2 or 4 bytes.
     """
     if dtype.itemsize not in (1, 2, 4):
         raise ValueError(f"rows have elements of 1, 2 or 4 bytes, got {dtype}")
@@ -128,13 +140,15 @@ def box_rows(
 
 
 def dot(index: Sequence[int], strides: Strides) -> int:
-    """Count the elements between the first one and the one at `index`."""
+    """Return the distance in elements from the first element to the one at `index`."""
     return sum(map(mul, index, strides))
 
 
 def _joined(shape: Sequence[int], *strides: Strides) -> list[tuple[int, ...]]:
-    """Return (size, a stride in each space) of dimensions, outermost first; those that continue
-    each other in every space are one.
+    """Merge dimensions that continue each other in every space.
+
+    Returns:
+        (size, a stride in each space) of each dimension, outermost first.
     """
     dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] > 1]
     joined: list[tuple[int, ...]] = []
@@ -146,22 +160,25 @@ def _joined(shape: Sequence[int], *strides: Strides) -> list[tuple[int, ...]]:
 
 
 class RowCopies:
-    """Rows to be copied, or digested, again and again: on a GPU in few launches, from tables made
-    once, with one wait.
+    """Rows that are copied or digested repeatedly, on a GPU in few launches from one table.
 
-    Sources must keep their addresses. Device memory: the tables, under 16 MiB; nothing grows with
-    the model.
+    Sources must keep their addresses. The table takes less than 16 MiB of device memory, however
+    large the model is.
+
+    Args:
+        rows: The rows.
+        device: Device of the sources, and of memory that is only digested.
+        impl: The kernel or torch; "auto": the kernel on a GPU.
     """
 
     def __init__(self, rows: Sequence[Rows], device: torch.device, impl: Impl = "auto") -> None:
-        """device: of the sources and of what is digested."""
         self._rows = tuple(rows)
         self._device = device
-        self._end = max((each.end for each in rows), default=0)
-        self._value: int | None = None  # by torch
+        self._end = max((group.end for group in rows), default=0)
+        self._value: int | None = None  # computed by torch
         self._table = None
-        if use_triton(impl, device) and all(each.in_kernel(device) for each in rows):
-            # here: Triton costs a second to import, and a CPU engine needs none
+        if use_triton(impl, device) and all(group.in_kernel(device) for group in rows):
+            # imported here: it takes a second, and a CPU engine does not need it
             from memsaver.ops.rows_triton import DeviceTable
 
             self._table = DeviceTable(_by_dtypes(rows), device)
@@ -175,13 +192,13 @@ class RowCopies:
         """Begin to write into `target`, or to digest it, on the current stream.
 
         Args:
-            target: uint8, contiguous; its byte 0 is what targets of rows count from. None: all rows
+            target: Contiguous uint8 tensor in which the rows' targets are offsets; None if all rows
                 have `memory`.
-            programs: Of the kernel: one for each chunk of rows (None), or so many for all of them,
-                which leaves the rest of the device to other kernels.
+            programs: Number of programs that run the table, which leaves the rest of the device to
+                other kernels; None: one program for each chunk.
 
         Raises:
-            ValueError: The target is too short, or not bytes. Nothing was written.
+            ValueError: The target is too short or does not consist of bytes. Nothing was written.
         """
         if target is not None and (
             target.dtype != torch.uint8 or not target.is_contiguous() or target.numel() < self._end
@@ -190,7 +207,7 @@ class RowCopies:
                 f"rows reach to byte {self._end}, got {target.dtype} {tuple(target.shape)}"
             )
         self._value = None
-        # the target is perhaps of another GPU
+        # the target may be on another GPU
         on_gpu = self._device.type == "cuda"
         if self._table is not None and (target is None or target.is_cuda == on_gpu):
             self._table.launch(0 if target is None else target.data_ptr(), programs)
@@ -198,7 +215,7 @@ class RowCopies:
         self._value = sum(_by_torch(target, rows) for rows in self._rows) & MASK64
 
     def result(self) -> int:
-        """Wait for the last `start`; return the digest of what it wrote or read, in [0, 2**64)."""
+        """Wait for the last `start`; return the digest of the targets, in [0, 2**64)."""
         if self._value is None:
             assert self._table is not None, "nothing was started"
             return self._table.digest()
@@ -212,10 +229,10 @@ class RowCopies:
 
 def _by_dtypes(rows: Iterable[Rows]) -> dict[tuple[torch.dtype | None, torch.dtype], list[Row]]:
     tables: dict[tuple[torch.dtype | None, torch.dtype], list[Row]] = defaultdict(list)
-    for each in rows:
-        if each.table:
-            source = None if each.source is None else each.source.dtype
-            tables[source, each.dtype] += each.table
+    for group in rows:
+        if group.table:
+            source = None if group.source is None else group.source.dtype
+            tables[source, group.dtype] += group.table
     return tables
 
 
@@ -259,7 +276,7 @@ def digest(
         tensor: Elements of 1, 2 or 4 bytes.
         index_base: Number of the first element.
         impl: The kernel or torch; "auto": the kernel on a GPU.
-        index_pitch: By how much numbers rise from row to row of a tensor [rows, width]; None:
+        index_pitch: Increase of the number from row to row of a tensor [rows, width]; None:
             elements have consecutive numbers.
 
     Returns:
@@ -271,8 +288,9 @@ def digest(
 
 
 def digest_table(parts: Sequence[tuple[Tensor, int]]) -> RowCopies:
-    """Make what digests many tensors as one, again and again. They keep their addresses; their
-    memory may be paused between runs.
+    """Build a table that digests many tensors as one, repeatedly.
+
+    The tensors must keep their addresses; their memory may be paused between runs.
 
     Args:
         parts: Tensors of one device, each with the number of its first element.
@@ -282,13 +300,13 @@ def digest_table(parts: Sequence[tuple[Tensor, int]]) -> RowCopies:
 
 
 def tensor_rows(tensor: Tensor, index: int, index_strides: Strides | None = None) -> Rows:
-    """Make rows that digest a tensor where it lies.
+    """Build rows that digest a tensor in place.
 
     Args:
-        tensor: Elements of 1, 2 or 4 bytes, of any strides.
+        tensor: Elements of 1, 2 or 4 bytes, with any strides.
         index: Number of the first element.
-        index_strides: By how much numbers rise along each dimension; None: elements have
-            consecutive numbers.
+        index_strides: Increase of the number along each dimension; None: elements have consecutive
+            numbers.
     """
     rows = box_rows(
         tensor.shape,

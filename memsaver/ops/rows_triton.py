@@ -1,9 +1,9 @@
-"""Run the rows of a table on a device: one launch a kind, whose programs copy, cast and digest in
-one pass over memory.
+"""Run a table of rows on a device: its programs copy, cast and digest in one pass over memory.
 
-Rows are cut into programs on whole int64 tensors, without a loop over them. Rows that lie one
-behind the other become one *run*; shorter ones with pitches stay a *grid*, of which a program takes
-a range, unless each row is so long that it makes runs of its own.
+There is one launch for each kind of program. Rows are cut into programs by operations on whole
+int64 tensors, without a Python loop over rows. Rows that follow each other without a gap become one
+*run*. Others stay a *grid*, of which a program takes a range, unless each row is long enough to
+become a run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from memsaver.ops.hash import GOLDEN, MASK64, MUL32
 
 MIN_CHUNK = 1 << 15  # elements: a whole number of blocks of every kernel instance
 _MAX_PROGRAMS = 1 << 18  # at most 12 MiB of table and 2 MiB of partial sums
-_LONG = 4  # chunks of a row that is cut for itself: at most a quarter more programs than chunks
-_ALIGN = 16  # bytes an aligned access takes, and elements an aligned run is a multiple of
-_SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # of `memsaver.ops.rows.Row`
+_LONG = 4  # chunks of a row from which on it is a run: at most a quarter more programs than chunks
+_ALIGN = 16  # bytes of an aligned access; aligned runs have a multiple of as many elements
+_SOURCE, _TARGET, _WIDTH, _INDEX, _ROWS = range(5)  # columns of `memsaver.ops.rows.Row`
 _PITCHES = slice(5, 8)
 
-# vectors of 16 bytes a block, and warps: each thread has four vectors in flight. Blocks of half the
-# size copy 3 to 5 % slower on H100 and H200; those of twice the size read 12 to 40 % slower
+# 16-byte vectors in a block, and warps: each thread has four vectors in flight. Blocks of half the
+# size copy 3 to 5 % slower on H100 and H200; blocks of twice the size read 12 to 40 % slower.
 BLOCK, WARPS = 2048, 16
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -39,14 +39,17 @@ _MUL32 = tl.constexpr(MUL32)
 
 
 Tables = Mapping[tuple[torch.dtype | None, torch.dtype], Sequence[tuple[int, ...]]]
-"""(source dtype, target dtype) -> rows, some at least; source None: digest only."""
+"""(source dtype, target dtype) -> rows, at least one; source None: digest only."""
 
 
 class Launch(NamedTuple):
     """The programs of one kind.
 
-    constants: compile-time arguments. programs: int64 [n, 6] on the device (`cut`); shapes: of
-    grids. partials: int64 [n], where programs leave their sums.
+    Attributes:
+        constants: Compile-time arguments of the kernel.
+        programs: int64 [n, 6] on the device (see `cut`).
+        shapes: int64 [shapes, 4] on the device (see `cut`); empty for runs.
+        partials: int64 [n], to which programs write their sums.
     """
 
     constants: dict[str, Any]
@@ -56,29 +59,29 @@ class Launch(NamedTuple):
 
 
 class DeviceTable:
-    """Programs of rows, good while addresses hold; one launch a kind."""
+    """Programs that run a table of rows, in one launch for each kind; valid while addresses are."""
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
         rows_of_all = chain.from_iterable(tables.values())
         chunk = _chunk(sum(row[_WIDTH] * row[_ROWS] for row in rows_of_all))
-        found = []
+        kinds = []
         for (source, target), table in tables.items():
             widths = 0 if source is None else source.itemsize, target.itemsize
             for aligned, grid, programs, shapes in cut(torch.tensor(table), widths, chunk):
                 constants = instance(source, target, aligned=aligned, grid=grid)
-                found.append((constants, programs.to(device), shapes.to(device)))
-        sizes = [len(programs) for _, programs, _ in found]
+                kinds.append((constants, programs.to(device), shapes.to(device)))
+        sizes = [len(programs) for _, programs, _ in kinds]
         self._partials = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self.launches = [
-            Launch(*each, partials)
-            for each, partials in zip(found, self._partials.split(sizes), strict=True)
+            Launch(*kind, partials)
+            for kind, partials in zip(kinds, self._partials.split(sizes), strict=True)
         ]
         self._stream: torch.cuda.Stream | None = None
         self._total = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @property
     def nbytes(self) -> int:
-        """Return the device memory of the tables."""
+        """Return the device memory of the table, in bytes."""
         tables = (launch.programs.nbytes + launch.shapes.nbytes for launch in self.launches)
         return self._partials.nbytes + sum(tables)
 
@@ -86,7 +89,7 @@ class DeviceTable:
         """Start all rows on the current stream.
 
         Args:
-            base: Address that is added to the rows' targets.
+            base: Address to add to the rows' targets.
             programs: See `RowCopies.start`.
 
         Raises:
@@ -108,11 +111,11 @@ class DeviceTable:
                     shapes, table, partials, base, count,
                     **constants, LOOPING=looping, num_warps=WARPS,
                 )  # fmt: skip
-        # now: the host launches this while the device still copies
+        # here, so that the host launches it while the device still copies
         self._total.copy_(self._partials.sum(), non_blocking=True)
 
     def digest(self) -> int:
-        """Wait; return the digest of the last launch, in [0, 2**64)."""
+        """Wait for the last launch; return its digest, in [0, 2**64)."""
         if self._stream is not None:
             self._stream.synchronize()
         return int(self._total) & MASK64
@@ -121,7 +124,7 @@ class DeviceTable:
 def instance(
     source: torch.dtype | None, target: torch.dtype, *, aligned: bool, grid: bool
 ) -> dict[str, Any]:
-    """Return compile-time arguments of the kernel; without a cast elements move as integers."""
+    """Return the kernel's compile-time arguments; without a cast, elements move as integers."""
     width = target.itemsize
     cast = source is not None and source != target
     return {
@@ -137,9 +140,7 @@ def instance(
 
 
 def _chunk(elements: int) -> int:
-    """Return the elements of one program: as few as the table's size allows, so that all end
-    together.
-    """
+    """Return the elements of a program: few, so that programs end together, in a bounded table."""
     chunk = MIN_CHUNK
     while elements > chunk * _MAX_PROGRAMS:
         chunk *= 2
@@ -152,38 +153,38 @@ def _chunk(elements: int) -> int:
 def cut(
     table: Tensor, widths: tuple[int, int], chunk: int
 ) -> Iterator[tuple[bool, bool, Tensor, Tensor]]:
-    """Cut rows into programs of at most `chunk` elements, a power of two, 16 or more.
+    """Cut rows into programs of at most `chunk` elements.
 
     Args:
         table: int64 [rows, 8].
         widths: Bytes of a source and of a target element.
-        chunk: Elements.
+        chunk: Elements, a power of two, 16 or more.
 
     Yields:
-        (aligned, grid, programs, shapes) of one kind. programs: int64 [n, 6]: address, target,
-        elements and number of the first element of a program; of grids these are those of its first
-        row, of which it leaves out as many elements as the fifth column says, and the sixth is the
-        row of `shapes`. shapes: int64 [different shapes, 4]: elements of a row, then its pitches in
-        source, target and numbers.
+        (aligned, grid, programs, shapes) of one kind. The columns of programs, int64 [n, 6], are
+        source, target, elements, number of the first element, and for grids two more. A program of
+        a grid begins at the first element of a row, skips the elements in the fifth column, and has
+        its row of shapes in the sixth. The columns of shapes, int64 [different shapes, 4], are the
+        elements of a row and its pitches in source, target and numbers.
     """
     table = _joined(table)
-    some = table[:, _WIDTH] * table[:, _ROWS] > 0
-    apart = (table[:, _ROWS] == 1) | (table[:, _WIDTH] >= _LONG * chunk)
-    runs, grids = _runs(table[some & apart], widths), table[some & ~apart]
+    filled = table[:, _WIDTH] * table[:, _ROWS] > 0
+    single = (table[:, _ROWS] == 1) | (table[:, _WIDTH] >= _LONG * chunk)
+    runs, grids = _runs(table[filled & single], widths), table[filled & ~single]
     aligned = _aligned_grids(grids, widths)
-    found = [
+    kinds = [
         *((vectors, False, part) for vectors, part in _whole_vectors(runs, widths)),
         (True, True, grids[aligned]),
         (False, True, grids[~aligned]),
     ]
-    for vectors, is_grid, part in found:
+    for vectors, is_grid, part in kinds:
         if len(part):
             make = _cut_grids if is_grid else _cut_runs
             yield vectors, is_grid, *make(part, widths, chunk)
 
 
 def _joined(table: Tensor) -> Tensor:
-    """Make one row of those that follow each other in every space."""
+    """Turn rows that follow each other in every space into one long row."""
     joined = (table[:, _PITCHES] == table[:, _WIDTH, None]).all(1)
     table = table.clone()
     table[joined, _WIDTH] *= table[joined, _ROWS]
@@ -192,20 +193,24 @@ def _joined(table: Tensor) -> Tensor:
 
 
 def _repeat(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return item i counts[i] times: (i, how often it was there before) of each."""
+    """Expand counts to (index of the count, running number within the count)."""
     which = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return which, torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
 
 
 def _runs(table: Tensor, widths: tuple[int, int]) -> Tensor:
-    """Return every row as a run, int64 [runs, 4]."""
+    """Return every single row as a run, int64 [runs, 4]."""
     which, row = _repeat(table[:, _ROWS])
     return _moved(table[which, :_ROWS], row[:, None] * table[:, _PITCHES][which], widths)
 
 
 def _moved(runs: Tensor, elements: Tensor, widths: tuple[int, int]) -> Tensor:
-    """Return runs that begin later by `elements` in source, target and numbers: [runs, 3], or
-    [runs, 1] where it is the same.
+    """Advance the beginning of runs.
+
+    Args:
+        runs: int64 [runs, 4 or more].
+        elements: int64 [runs, 3], by how many elements in source, target and numbers, or [runs, 1].
+        widths: Bytes of a source and of a target element.
     """
     runs = runs.clone()
     elements = elements.expand(-1, 3)
@@ -216,7 +221,7 @@ def _moved(runs: Tensor, elements: Tensor, widths: tuple[int, int]) -> Tensor:
 
 
 def _whole_vectors(runs: Tensor, widths: tuple[int, int]) -> tuple[tuple[bool, Tensor], ...]:
-    """Return (aligned, runs) twice: whole vectors of 16 bytes, and what is left."""
+    """Split runs into whole aligned vectors of 16 bytes and the rest: two of (aligned, runs)."""
     aligned = (runs[:, _SOURCE] | runs[:, _TARGET]) % _ALIGN == 0
     whole = torch.where(aligned, runs[:, _WIDTH] - runs[:, _WIDTH] % _ALIGN, 0)
     vectors, rest = runs.clone(), _moved(runs, whole[:, None], widths)
@@ -234,9 +239,7 @@ def _cut_runs(runs: Tensor, widths: tuple[int, int], chunk: int) -> tuple[Tensor
 
 
 def _aligned_grids(grids: Tensor, widths: tuple[int, int]) -> Tensor:
-    """Return bool [grids]: all rows of the target are whole vectors of 16 bytes at such
-    addresses.
-    """
+    """Return bool [grids]: whether all rows are whole vectors of 16 bytes at aligned addresses."""
     lane = _ALIGN // widths[1]
     source, target = (grids[:, _PITCHES][:, space] for space in (0, 1))
     odd = (grids[:, _SOURCE] | grids[:, _TARGET] | source * widths[0] | target * widths[1]) % _ALIGN
@@ -265,7 +268,7 @@ def _cut_grids(grids: Tensor, widths: tuple[int, int], chunk: int) -> tuple[Tens
 
 @triton.jit
 def _hash(bits, key, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Hash uint32 bits (`memsaver.ops.digest`); key: uint64, its k."""
+    """Hash uint32 bits with uint64 keys k, as defined in `memsaver.ops.digest`."""
     if WIDTH == 32:
         bits = bits ^ (bits >> 16)
     high = (key >> 32).to(tl.uint32)
@@ -280,7 +283,7 @@ def _move(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Return uint64 [rows], sums of hashes of what pointers [rows, VECTOR] point to."""
+    """Copy or read elements at [rows, VECTOR] pointers; return their hash sums, uint64 [rows]."""
     if COPY:
         values = tl.load(source, mask=inside)
         if SOURCE != TARGET:
@@ -302,12 +305,12 @@ def _block(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     GRID: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`_move` vectors number `unit` [rows], int32, of a run, or counted along a grid."""
+    """Apply `_move` to the vectors with numbers `unit`, int32 [rows], of a run or a grid."""
     lane = tl.arange(0, VECTOR)[None, :]
     if GRID:
         down = unit.to(tl.uint32) // width
         across = unit.to(tl.uint32) - down * width
-        # a pitch times rows goes beyond 32 bits
+        # a pitch times rows exceeds 32 bits
         far, near = down.to(tl.int64), across.to(tl.int64)
         source += ((far * source_pitch + near) * VECTOR)[:, None] + lane
         target += ((far * target_pitch + near) * VECTOR)[:, None] + lane
@@ -324,7 +327,7 @@ def _program(  # type: ignore[no-untyped-def]
     SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr,
     ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Run one program of the table: whole blocks first, then what is left of one."""
+    """Run one program of the table: whole blocks, then the rest."""
     row = rows + program * 6
     source = tl.load(row)
     target = tl.load(row + 1) + base
@@ -347,7 +350,7 @@ def _program(  # type: ignore[no-untyped-def]
         source_pitch, target_pitch = tl.load(shape + 1) // VECTOR, tl.load(shape + 2) // VECTOR
         index_pitch = tl.load(shape + 3)
     else:
-        # carried from block to block: constants of each element would fill the registers
+        # carried from block to block, because constants of each element would fill the registers
         key = key + lane.to(tl.uint64) * (VECTOR * STEP & _MASK64)
     sums = tl.zeros((BLOCK,), tl.uint64)
     done = 0
@@ -377,7 +380,7 @@ def run_rows(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, GRID: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
     LOOPING: tl.constexpr,
 ):  # fmt: skip
-    """Run row p of the table in program p; LOOPING: and those one launch further, each."""
+    """Run row p of the table in program p, and if LOOPING every n-th row after it (n programs)."""
     program = tl.program_id(0).to(tl.int64)
     if LOOPING:
         while program < count:

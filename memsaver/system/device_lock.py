@@ -1,10 +1,9 @@
-"""A lock of each GPU over all processes of a user: mapping and unmapping wait for each other,
-copies do not.
+"""Lock each GPU across all processes of a user while memory is mapped or unmapped.
 
-The lock is ``flock`` on a file in a private folder. The kernel frees it when its holder ends,
-however that happens; the file itself stays, at a fixed size. Processes meet only where they see the
-same folder (``XDG_RUNTIME_DIR``, else the temporary folder, else the user's cache): another
-container, or another of these variables, is another lock.
+Copies do not take the lock. It is an ``flock`` on a file in a private folder. The kernel frees the
+lock when its holder ends for any reason; the file stays, at a fixed size. Processes share the lock
+only if they see the same folder (``XDG_RUNTIME_DIR``, else the temporary folder, else the user's
+cache): another container, or another value of these variables, means another lock.
 """
 
 from __future__ import annotations
@@ -29,33 +28,30 @@ from memsaver.system.threads import forkable
 
 TIMEOUT_SECONDS = 30.0
 _FIRST_SLEEP_SECONDS = 50e-6
-_LONGEST_SLEEP_SECONDS = 0.001  # mapping takes about as long
+_LONGEST_SLEEP_SECONDS = 0.001  # about the time that mapping takes
 
 Lock = contextlib.AbstractContextManager[object]
 
 
 @cache
 def device_lock(device_key: str) -> Lock:
-    """Return the lock of a backend's device, one in this process.
-
-    ``"cpu"`` has none: its mappings are the process's own.
-    """
+    """Return this process's lock object for a device; the CPU's mappings need no lock."""
     return contextlib.nullcontext() if device_key == "cpu" else DeviceLock(device_key)
 
 
 @contextlib.contextmanager
 def undone_under(lock: Lock) -> Iterator[contextlib.ExitStack]:
-    """Yield a stack that unwinds under the lock where the body raises; the body empties it where it
-    ends.
+    """Yield an undo stack that unwinds under the lock if the body raises.
 
-    The stack unwinds without the lock where that cannot be had: half an operation would be worse.
+    The body empties the stack when it succeeds. If the lock cannot be acquired, the stack unwinds
+    without it, because half an operation would be worse.
     """
     undo = contextlib.ExitStack()
     try:
         yield undo
     except BaseException as error:
         with held(), contextlib.ExitStack() as outer:
-            if not isinstance(error, LockTimeout):  # it would not be had a second time
+            if not isinstance(error, LockTimeout):  # a second wait would time out, too
                 with contextlib.suppress(LockTimeout, BackendError):
                     outer.enter_context(lock)
             outer.enter_context(undo)
@@ -63,18 +59,18 @@ def undone_under(lock: Lock) -> Iterator[contextlib.ExitStack]:
 
 
 class DeviceLock:
-    """Context manager over threads and processes; re-entrant in a thread.
+    """Context manager that excludes other threads and processes; re-entrant in a thread.
 
     Entering raises ``LockTimeout``, which names the holder, after ``timeout`` seconds, and
-    ``BackendError`` where the lock file cannot be used safely. A forked child holds nothing, also
-    inside a ``with`` of its parent.
+    ``BackendError`` if the lock file cannot be used safely. A forked child does not hold the lock,
+    even inside a ``with`` block of its parent.
     """
 
     def __init__(self, device_key: str, timeout: float = TIMEOUT_SECONDS) -> None:
         assert device_key and "/" not in device_key, device_key
         self._device_key, self._timeout = device_key, timeout
         self._threads = forkable(threading.RLock())
-        self._thread = ""  # the name of the thread that holds it
+        self._thread = ""  # the name of the holding thread
         self._depth = 0
         self._fd = -1
         _locks.add(self)
@@ -88,13 +84,13 @@ class DeviceLock:
                 self._lock_file(deadline)
                 self._thread = threading.current_thread().name
             self._depth += 1
-        except BaseException:  # also an interrupt while waiting
+        except BaseException:  # including an interrupt while waiting
             self._unlock()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._depth:  # 0: entered before a fork, the lock stayed with the parent
+        if self._depth:  # 0: entered before a fork, so the parent holds the lock
             self._depth -= 1
             self._unlock()
 
@@ -106,8 +102,9 @@ class DeviceLock:
             self._threads.release()
 
     def after_fork(self) -> None:
-        """Hold nothing in the child: closing the file leaves the parent's lock alone, unlocking
-        the shared file description would not.
+        """Drop the lock in the child but keep the parent's.
+
+        Closing the file does that; unlocking the shared file description would free both.
         """
         self._depth = 0
         self._close()
@@ -145,11 +142,11 @@ class DeviceLock:
             ) from error
         if os.fstat(self._fd).st_nlink:
             return True
-        self._close()  # a cleaner of /tmp removed the file: everyone else locks its successor
+        self._close()  # a cleaner of /tmp removed the file: other processes lock its successor
         return self._try_file()
 
     def _holder(self) -> str:
-        """Return who locked the file last, and for how long."""
+        """Describe the process that locked the file last, and for how long it has held it."""
         try:
             pid, since = os.pread(self._fd, 64, 0).split()
             return f"{process_name(int(pid))} for {max(0.0, time.time() - float(since)):.1f} s"
@@ -175,30 +172,30 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def lock_folder() -> Path:
-    """Return the private folder of the lock files, made on first use.
+    """Return the private folder of the lock files, created on first use.
 
     Raises:
-        BackendError: Others could have prepared the folder, or it cannot be made.
+        BackendError: The folder cannot be created, or other users could have tampered with it.
     """
     folder = _place()
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        found = os.lstat(folder)
+        info = os.lstat(folder)
     except OSError as error:
         raise BackendError(
             f"cannot make the folder of the lock files: {error}; set XDG_RUNTIME_DIR"
         ) from error
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+    if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077:
         return folder
     raise BackendError(
         f"{folder} is not safe for lock files: it must be a folder, not a link, of user "
-        f"{os.geteuid()} with mode 700, and is user {found.st_uid}'s with mode "
-        f"{stat.S_IMODE(found.st_mode):o}; remove it, or set XDG_RUNTIME_DIR"
+        f"{os.geteuid()} with mode 700, but belongs to user {info.st_uid} with mode "
+        f"{stat.S_IMODE(info.st_mode):o}; remove it, or set XDG_RUNTIME_DIR"
     )
 
 
 def _place() -> Path:
-    """Anybody can take a name in the temporary folder: then the user's cache serves."""
+    """Choose the lock folder, which is in the cache if another user owns the temporary one."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     writable = os.access(runtime, os.W_OK | os.X_OK)
     if runtime.is_absolute() and _owner(runtime) == os.geteuid() and writable:

@@ -1,4 +1,4 @@
-"""Name devices in every process and machine; choose the kernels that a device runs."""
+"""Name devices across processes and machines; choose between Triton and torch kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def device_key(device: torch.device) -> str:
-    """Return "cpu", or a GPU's UUID."""
+    """Return "cpu", or the UUID of a GPU ("GPU-...")."""
     if device.type != "cuda":
         return device.type
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def place_of(device: torch.device) -> str:
-    """Name a device of any machine: "host/cpu", "host/GPU-..."."""
+    """Return a device name that is unique among machines: "host/cpu" or "host/GPU-..."."""
     return f"{socket.gethostname()}/{device_key(device)}"
 
 
@@ -24,7 +24,15 @@ Impl = Literal["auto", "torch", "triton"]
 
 
 def use_triton(impl: Impl, device: torch.device) -> bool:
-    """`auto` takes the Triton kernel on CUDA and the torch reference elsewhere."""
+    """Return whether to run the Triton kernel rather than the torch reference.
+
+    Args:
+        impl: "triton", "torch", or "auto" for Triton on CUDA and torch elsewhere.
+        device: The device of the tensors.
+
+    Raises:
+        ValueError: `impl` is unknown.
+    """
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f"unknown impl {impl!r}; use 'auto', 'torch' or 'triton'")
     return impl == "triton" or (impl == "auto" and device.type == "cuda")

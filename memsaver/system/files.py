@@ -1,4 +1,4 @@
-"""Replace files as a whole; where files of a user are kept."""
+"""Replace files atomically; locate the user's cache folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replaced(file: Path) -> Iterator[Path]:
-    """Give a path to write to; it takes the place of ``file`` when the block ends.
+    """Yield a path to write to, which replaces ``file`` when the block ends.
 
-    Whoever reads ``file`` finds what was there or all that was written, also after a power cut. A
-    block that raises, or whose content does not get to the disk (``OSError``), leaves ``file`` as
-    it was and nothing beside it.
+    A reader of ``file`` sees either the old or the complete new content, even after a power cut. If
+    the block raises, or the content cannot be flushed to the disk (``OSError``), ``file`` is
+    unchanged and the partial file is removed.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:
-        partial.unlink(missing_ok=True)  # a link, perhaps, which writing would follow
+        partial.unlink(missing_ok=True)  # it may be a link, which writing would follow
         yield partial
         sync(partial)
         os.replace(partial, file)
@@ -30,13 +30,13 @@ def replaced(file: Path) -> Iterator[Path]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """``file`` holds ``text``, as UTF-8. See ``replaced``."""
+    """Replace the content of ``file`` by ``text`` in UTF-8, atomically as by ``replaced``."""
     with replaced(file) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:
-    """Put on the disk what was written to a file, or which files a folder holds."""
+    """Flush a file's content, or a folder's list of files, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -45,5 +45,5 @@ def sync(path: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Return where libraries built on first use are kept (XDG cache of the user)."""
+    """Return the folder of this package in the user's XDG cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memsaver"

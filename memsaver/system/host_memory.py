@@ -1,4 +1,4 @@
-"""Tell how much host memory this process may take: what machine, containers and Ray leave."""
+"""Compute how much host memory the machine, containers and Ray leave to this process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import psutil
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_OF_SELF = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number above this
-RAY_KEEPS = 0.05  # of the memory: Ray's monitor kills workers when less is free
+RAY_KEEPS = 0.05  # share of the memory; Ray's monitor kills workers when less is free
 
 
 def available_memory() -> int:
-    """Return the bytes that can be taken now within every limit, Ray's memory monitor's too."""
+    """Return the bytes that can be taken now within every limit, including Ray's monitor's."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     if (group := container_memory()) is not None:
@@ -23,7 +23,7 @@ def available_memory() -> int:
 
 
 class Group(NamedTuple):
-    """A memory limit above this process, and what counts against it (no file cache)."""
+    """Memory limit of a control group, and its use without file cache, in bytes."""
 
     limit: int
     used: int
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 def container_memory() -> Group | None:
-    """Return the control group (v2 or v1) above this process that has the least memory left."""
+    """Return the control group (v2 or v1) of this process that has the least memory left."""
     groups = []
     for folder, limit_name, used_name in _memory_folders():
         text = _read(folder / limit_name)
@@ -47,7 +47,7 @@ def container_memory() -> Group | None:
 
 
 def _memory_folders() -> list[tuple[Path, str, str]]:
-    """Return the groups from this process's to the root, as far as a container shows them."""
+    """Return (folder, limit file, usage file) of this process's group and of all above it."""
     folders = []
     for line in _read(CGROUP_OF_SELF).splitlines():
         _number, controllers, path = line.split(":", 2)
@@ -65,5 +65,5 @@ def _memory_folders() -> list[tuple[Path, str, str]]:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # not there, or not for us
+    except OSError:  # missing, or not readable
         return ""

@@ -1,18 +1,18 @@
-"""Ctrl-C waits until what was begun with memory has ended.
+"""Delay signal handlers, such as Ctrl-C's, until a memory operation has ended.
 
-Python runs signal handlers in the main thread, between any two of its instructions, and most raise:
-in the middle of a pause, extents would be behind a tag and in the page pool, or in neither. So
-while ``held`` lasts a gate stands in for every handler that is written in Python: it notes the
-signal, and the handler is called when the operation has ended, whole or undone. Each gate stands in
-for one handler, for good, so a handler that calls "the one before" may find a gate there and keep
-it: calls go from newer handlers to older ones, and end. Long waits call
-``deliver`` where an exception does no harm. Signals that Python does not handle (the kernel's
-default, handlers in C) act at once, as ever.
+Python runs signal handlers in the main thread, between any two of its instructions, and most of
+them raise. In the middle of a pause, that would leave extents both behind a tag and in the page
+pool, or in neither. So inside ``held`` a gate replaces every handler that is written in Python: it
+notes the signal, and the handler is called when the operation has ended, complete or undone. A gate
+belongs to one handler forever, because a newer handler may save it and call it as its predecessor:
+calls go from newer handlers to older ones, so they end. Long waits call ``deliver`` where an
+exception does no harm. Signals that Python does not handle (the kernel's default, handlers in C)
+act immediately, as usual.
 
 A handler that raises in the middle of a finalizer would end it, too: ``weakref.finalize`` has
-forgotten the call by then, and what it was to give back is lost. A ``Finalizer`` here is a function
-in C that notes the death, and what was noted is called where signals wait: at once, or, where an
-interrupt came in between, when something else dies or ``call_due`` is called.
+already forgotten the call, so the resource would leak. A ``Finalizer`` here only notes the death,
+in C, and its call is made where signals wait: immediately, or, if an interrupt came first, when
+another object dies or ``call_due`` is called.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-_SIGNALS = (  # what is sent to programs, and what their timers send
+_SIGNALS = (  # sent to programs by users, schedulers and timers
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU),
 )
 _Value = TypeVar("_Value")
 _Handler = Callable[[int, FrameType | None], Any]
 
-# All of this is the main thread's own.
+# State of the main thread.
 _main = threading.main_thread().ident
-_depth = 0  # how many ``held`` it is in
-# the ``Unbroken`` that it has entered, whoever leaves them: the gates stay
+_depth = 0  # nesting of ``held``
+# ``Unbroken`` contexts that it has entered and no thread has left: gates stay while there are any
 _open: set[weakref.ref[Any]] = set()
 _noted: deque[tuple[_Gate, int]] = deque()
-_gates: dict[int, _Gate] = {}  # the newest of each signal
-_chains: list[list[_Gate]] = []  # of the signals whose handlers run
-# of finalizers
+_gates: dict[int, _Gate] = {}  # the newest gate of each signal
+_chains: list[list[_Gate]] = []  # the gates passed by each signal whose handler is running
+# Dead references whose finalizers are due, and every finalizer by the id of its reference.
 _due: deque[weakref.ref[Any]] = deque()
-_calls: dict[int, Finalizer] = {}  # by id of the reference that is noted
+_calls: dict[int, Finalizer] = {}
 
 
 class held(contextlib.ContextDecorator):
-    """Context manager or decorator: inside, no handler runs; then those due do, and may raise.
+    """Context manager or decorator that delays handlers to its end, where they may raise.
 
-    Nested uses end with the outermost. Takes some 20 us, in the main thread alone.
+    Nested uses end with the outermost. It takes some 20 us in the main thread and does nothing in
+    other threads.
     """
 
     def __enter__(self) -> None:
@@ -64,15 +65,19 @@ class held(contextlib.ContextDecorator):
 
 
 def deliver() -> None:
-    """Inside one ``held`` and no other, where an exception does no harm: call what is to run."""
+    """Call the delayed handlers now, unless ``held`` is nested.
+
+    To be used inside ``held``, where an exception does no harm.
+    """
     if _noted and _depth == 1 and threading.get_ident() == _main:
         _call_noted()
 
 
 class Unbroken(Generic[_Value]):
-    """A context manager whose ends no interrupt cuts short; what is between them it may.
+    """Context manager whose enter and exit cannot be interrupted, unlike its body.
 
-    Any thread may leave it: a generator that is inside is closed by whoever drops it.
+    Any thread may leave it: a generator suspended in its body is closed by the thread that drops
+    the generator.
     """
 
     def __init__(self, inner: contextlib.AbstractContextManager[_Value]) -> None:
@@ -89,7 +94,7 @@ class Unbroken(Generic[_Value]):
                     _open.add(self._mark)
                 entered = True
             return value
-        except BaseException:  # of the interrupt that came meanwhile: nobody else would end it
+        except BaseException:  # an interrupt on entry: no ``with`` block will exit it
             if entered:
                 self.__exit__(*sys.exc_info())
             raise
@@ -107,7 +112,7 @@ def _hold() -> None:
     if _depth == 1:
         try:
             _close_gates()
-        except BaseException:  # of a handler that no gate stands in for yet
+        except BaseException:  # from a handler that has no gate yet
             _depth = 0
             raise
 
@@ -128,25 +133,30 @@ def _call_noted() -> None:
 
 
 class _Gate:
-    """Stands in for ``handler``. before: what the gate before it stands in for."""
+    """A signal handler that stands in for ``handler``.
+
+    Args:
+        handler: The handler that is called, now or delayed.
+        before: The handler of the signal's previous gate.
+    """
 
     def __init__(self, handler: _Handler, before: _Handler | None) -> None:
         self.handler = handler
         self._before = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        by_handler = sys._getframe(1) is not frame  # which calls the one before it
+        by_handler = sys._getframe(1) is not frame  # a newer handler calls its predecessor
         if by_handler and _chains:
             self.let_through(number, frame, _chains[-1])
         elif _depth or (frame is not None and frame.f_code in _ENDING):
             _noted.append((self, number))
-        else:  # between the ends of an ``Unbroken``, or as gates are put up or taken down
+        else:  # in the body of an ``Unbroken``, or while gates are installed or removed
             own = by_handler and signal.getsignal(number) == self.handler
             self.let_through(number, frame, [self] if own else [])
 
     def let_through(self, number: int, frame: FrameType | None, chain: list[_Gate]) -> None:
-        """Call the handler. chain: gates that this signal has come through so far."""
-        # a handler that took the gate for another one calls itself: it means the one before
+        """Call the handler of a signal that has passed the gates of ``chain``."""
+        # a handler that saved its own gate as its predecessor would call itself: call the older one
         handler = (self.handler, self._before, None)[min(chain.count(self), 2)]
         chain.append(self)
         _chains.append(chain)
@@ -159,9 +169,7 @@ class _Gate:
 
 
 _ENDING = {function.__code__ for function in (Unbroken.__exit__, held.__enter__, _hold)}
-"""Until ``_depth`` says so: what runs between the last instruction of an ``Unbroken``'s body and
-that.
-"""
+"""Code that may run after the body of an ``Unbroken`` but before ``_depth`` is raised."""
 
 
 def _close_gates() -> None:
@@ -177,7 +185,7 @@ def _close_gates() -> None:
 def _open_gates() -> None:
     for number in tuple(_gates):
         gate = signal.getsignal(number)
-        if isinstance(gate, _Gate):  # nobody has put another handler there meanwhile
+        if isinstance(gate, _Gate):  # not replaced by another handler meanwhile
             signal.signal(number, gate.handler)
 
 
@@ -193,9 +201,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Finalizer:
-    """``call`` when ``target`` dies, or when this is called, whichever is first; never at exit.
+    """A call that is made once, when ``target`` dies or this object is called; never at exit.
 
-    It runs in any thread, under any lock, so ``call`` must wait for no thread and take no lock.
+    It runs in any thread, under any lock, so ``call`` must not wait for a thread or take a lock.
     """
 
     def __init__(self, target: Any, call: Callable[..., object], *args: Any) -> None:
@@ -211,8 +219,8 @@ class Finalizer:
 
 
 def call_due(_: object = None) -> None:
-    """Call what belongs to objects that have died. Any thread may, under any lock."""
-    if _due and not sys.is_finalizing():  # at the end nothing can be imported, or waited for
+    """Call the finalizers of objects that have died, in any thread and under any lock."""
+    if _due and not sys.is_finalizing():  # at exit nothing can be imported, or waited for
         _call_due()
 
 

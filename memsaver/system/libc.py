@@ -10,7 +10,7 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Return the C library; ``ctypes.get_errno()`` tells why one of these calls failed."""
+    """Return the C library; ``ctypes.get_errno()`` is the error of a call that failed."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -1,7 +1,7 @@
-"""Plain values as text, for process groups and sockets: nothing that arrives there is unpickled.
+"""Encode plain values as text for process groups and sockets, so that no input is unpickled.
 
-JSON for what JSON has; tuples, sets, bytes, mappings and records are objects with one key that says
-which.
+Values of JSON are encoded as such. Tuples, sets, bytes, mappings and records become objects with
+one key, which names the type.
 """
 
 from __future__ import annotations
@@ -19,17 +19,28 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 
 class Plain:
-    """Values of JSON, tuples, sets, bytes, mappings, and the record classes given, by name."""
+    """Codec of JSON's values, tuples, sets, bytes, mappings, and the given record classes.
+
+    Records are dataclasses or named tuples, and are encoded by the name of their class.
+    """
 
     def __init__(self, *records: type) -> None:
         self._records = {record.__name__: record for record in records}
 
     def text(self, value: Any) -> str:
-        """TypeError names a type that is not plain."""
+        """Encode a value.
+
+        Raises:
+            TypeError: The value contains an object of another type, which the message names.
+        """
         return json.dumps(self._plain(value), separators=(",", ":"))
 
     def value(self, text: str) -> Any:
-        """ValueError where it is not text of ours."""
+        """Decode a text.
+
+        Raises:
+            ValueError: The text does not encode a plain value.
+        """
         try:
             return json.loads(text, object_hook=self._made)
         except (KeyError, TypeError, RecursionError) as error:
@@ -40,12 +51,12 @@ class Plain:
         if value is None or kind in (bool, int, float, str):
             return value
         if kind is list:
-            return [self._plain(each) for each in value]
+            return [self._plain(item) for item in value]
         if self._records.get(kind.__name__) is kind:
-            return {kind.__name__: [self._plain(each) for each in _fields(value)]}
+            return {kind.__name__: [self._plain(field) for field in _fields(value)]}
         if kind in _OPENED:
             name, opened = _OPENED[kind]
-            return {name: [self._plain(each) for each in opened(value)]}
+            return {name: [self._plain(item) for item in opened(value)]}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         raise TypeError(f"{kind.__name__} is not among the plain values {', '.join(self._records)}")
@@ -85,8 +96,14 @@ _VALUES = Plain()
 
 
 def all_gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value (of JSON, tuples, sets, bytes, mappings), by rank; None: of the default
-    group. As torch's all_gather_object, which unpickles what arrives.
+    """Gather every rank's value, like torch's all_gather_object but without pickle.
+
+    Args:
+        value: This rank's value, of JSON's values, tuples, sets, bytes and mappings.
+        group: The process group; None: the default group.
+
+    Returns:
+        The values by rank.
     """
     on_gpu = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -101,13 +118,16 @@ def gather_texts(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> list[str]:
-    """Return every rank's text, by rank.
+    """Gather every rank's text.
 
     Args:
-        text: This rank's.
-        group: All of its ranks call this.
-        device: Where the group exchanges tensors; None: the CPU.
-        timeout: Of each of two collectives; None: the group's.
+        text: This rank's text.
+        group: The process group, all of whose ranks call this.
+        device: Device on which the group exchanges tensors; None: the CPU.
+        timeout: Timeout of each of the two collectives; None: the group's.
+
+    Returns:
+        The texts by rank.
     """
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Threads that are kept, and locks that are free in a forked child."""
+"""Thread pools of the process, and locks that are free in a forked child."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any, TypeVar
 
 @cache
 def workers(purpose: str, most: int = 16) -> ThreadPoolExecutor:
-    """Return the process's threads for one purpose; work that waits for other work needs another.
+    """Return the process's thread pool for one purpose.
 
-    They are kept: a new one each time would cost time, and another heap of its own.
+    Work must not wait for work of the same pool. Threads are kept, because starting one takes time,
+    and each has its own heap.
     """
     return ThreadPoolExecutor(min(most, os.cpu_count() or 1), f"memsaver-{purpose}")
 
 
-os.register_at_fork(after_in_child=workers.cache_clear)  # threads do not come along
+os.register_at_fork(after_in_child=workers.cache_clear)  # a child does not have the threads
 _Lock = TypeVar("_Lock")
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forkable(lock: _Lock) -> _Lock:
-    """Return the lock or condition, which will be free in a forked child: a thread that held it is
-    not there to release it.
+    """Register a lock or condition to be free in a forked child, and return it.
+
+    A thread that holds it at the fork does not exist in the child, so nothing would release it.
     """
     _forkable.add(lock)
     return lock

@@ -1,5 +1,6 @@
-"""How much of what a test could try it does try: `make test` a covering part, `make test-all` and a
-GPU the whole, `make soak` full counts.
+"""Select how many of its cases a test tries.
+
+`make test` tries a covering part, `make test-all` and a GPU try all, `make soak` full counts.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ _whole = False
 
 
 def choose(*, soak: bool, whole: bool) -> None:
-    """By conftest, before test modules are imported."""
+    """Set the selection; conftest calls this before test modules are imported."""
     global _soak, _whole
     _soak, _whole = soak, whole
 
 
 def rounds(short: int, full: int) -> int:
-    """How often a test marked `soak` goes round: `full` with --soak (make soak), `short` everywhere
-    else.
-    """
+    """Return the rounds of a test marked `soak`: `full` with --soak (make soak), else `short`."""
     return full if _soak else short
 
 
 def some(*cases: Any, whole: Sequence[Any]) -> list[Any]:
-    """`cases` in `make test`, those and `whole` in `make test-all` and on a GPU: two shapes of a
-    kernel, say, under the interpreter, and its full matrix on the GPU.
+    """Return `cases` in `make test`, and `whole` in addition in `make test-all` and on a GPU.
+
+    For example, a kernel runs in two shapes under the interpreter, and in a full matrix on a GPU.
     """
     return [*cases, *whole] if _whole else list(cases)
 
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows in which every two values of different axes meet at least once; the whole product in
-    `make test-all` and on a GPU. Greedy, in a fixed order: the same rows in every run.
+    """Return rows in which every two values of different axes occur together at least once.
+
+    In `make test-all` and on a GPU, return the whole product. The selection is greedy, in a fixed
+    order, so that every run has the same rows.
     """
     columns = [list(axis) for axis in axes]
     rows = list(product(*columns))
@@ -50,5 +52,5 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _pairs(row: tuple[Any, ...]) -> set[tuple[int, str, int, str]]:
-    """By text: not every value can be hashed."""
+    """Return the pairs of values, as text because some values cannot be hashed."""
     return {(i, repr(row[i]), j, repr(row[j])) for i, j in combinations(range(len(row)), 2)}

@@ -1,4 +1,4 @@
-"""Actors that die at a chosen moment, and waiting for what they leave behind to be gone."""
+"""Actors that die or kill at a chosen moment, and a wait for processes to end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from trainer_bridge.sync.weight_sync import SyncReceipt
 
 
 def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
-    """Kills its own process when half of the copies are written, if it is that rank, in a version
-    from `first` on. (Made here, so that it is pickled by value.)
+    """Return an actor class that kills its process when half of the copies are written.
+
+    Only rank `rank` dies, in versions from `first` on. The class is local, so that it is pickled by
+    value.
     """
 
     class Dying(TrainerActor):
@@ -33,7 +35,7 @@ def dying_trainer(rank: int = 0, first: int = 0) -> type[TrainerActor]:
 
 
 def killing_trainer() -> type[TrainerActor]:
-    """Kills the process it was told of when half of the copies are written."""
+    """Return an actor class that kills a given process when half of the copies are written."""
 
     class Killing(TrainerActor):
         def kill_in_sync(self, pid: int) -> None:
@@ -51,7 +53,7 @@ def killing_trainer() -> type[TrainerActor]:
 
 
 def wait_gone(pids: list[int], seconds: float = 20.0) -> None:
-    """Until the processes have ended; a zombie waits for its parent and holds nothing."""
+    """Wait until the processes have ended; a zombie counts as ended."""
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < deadline, f"processes {alive} were left behind"

@@ -1,4 +1,4 @@
-"""Oracles for physical memory: what the kernel or the driver says is in use."""
+"""Physical memory, descriptors and maps in use, as counted by the kernel or the driver."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _kib(path: str, key: str) -> int:
 
 
 def status_bytes(key: str) -> int:
-    """Of this process, as the kernel counts: "VmSize", say."""
+    """Return a byte count of this process's status, such as "VmSize"."""
     return _kib("/proc/self/status", key)
 
 
 def process_bytes(device: str) -> int:
-    """Shared-memory pages of this process (host), or the device's used memory (GPU)."""
+    """Return this process's shared memory (host), or the device's used memory (GPU)."""
     if device == "cpu":
         return status_bytes("RssShmem")
     free, total = torch.cuda.mem_get_info(device)
@@ -40,15 +40,15 @@ def process_bytes(device: str) -> int:
 
 
 def machine_bytes(device: str) -> int:
-    """Shared memory of the whole machine (host), or the device's used memory (GPU)."""
+    """Return the machine's shared memory (host), or the device's used memory (GPU)."""
     return _kib("/proc/meminfo", "Shmem") if device == "cpu" else process_bytes(device)
 
 
 def memfd_bytes(pids: list[int]) -> int:
-    """Bytes of all memfds of memsaver that these processes have open or mapped, each counted once.
+    """Return the bytes of all memfds of memsaver that these processes have open or mapped.
 
-    Unlike what the machine's kernel counts, this is not disturbed by others. Savers of earlier
-    tests that only cycles keep go first.
+    Each memfd counts once. Unlike the kernel's count for the machine, this is not disturbed by
+    other processes. Savers of earlier tests in reference cycles are collected first.
     """
     gc.collect()
     sizes: dict[str, int] = {}
@@ -69,20 +69,18 @@ _TABLES = 64 << 10
 
 
 def counted(nbytes: int, device: str, mappings: int = 1) -> Any:
-    """Return what is equal to the bytes that the functions here may count for ``nbytes`` of tags.
+    """Return a value that equals any count of ``nbytes`` of tags by the functions here.
 
-    On the host it is ``nbytes``. On a GPU page tables come and go with mappings, those that begin
-    or end in any process between the two counts. The driver takes tables in chunks of 64 KiB, each
-    16 tables of 4 KiB. A table has 256 entries of 16 bytes for pages of 2 MiB and serves 512 MiB of
-    addresses: a mapping of up to 6 GiB needs 13 tables and 3 directories at most, one chunk.
+    On the host it is ``nbytes``. On a GPU it allows for page tables of ``mappings`` that begin or
+    end in any process between two counts. The driver takes tables in chunks of 64 KiB, each 16
+    tables of 4 KiB. A table has 256 entries of 16 bytes for pages of 2 MiB and serves addresses of
+    512 MiB, so a mapping of up to 6 GiB needs 13 tables and 3 directories at most, one chunk.
     """
     return nbytes if device == "cpu" else pytest.approx(nbytes, abs=mappings * _TABLES)
 
 
 def family_bytes(device: str) -> int:
-    """Memfds of memsaver that this process and its descendants hold (host), or the device's used
-    memory (GPU).
-    """
+    """Return the memfd bytes of this process and its descendants, or the GPU's used memory."""
     if device != "cpu":
         return process_bytes(device)
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -91,8 +89,9 @@ def family_bytes(device: str) -> int:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """What others left dies later. For what is interrupted, or goes to Python's recursion limit: a
-    collection there fails in the finalizers of all that it finds, and pytest tells it of the test.
+    """Disable garbage collection for code that is interrupted or reaches the recursion limit.
+
+    A collection there would fail in finalizers of older garbage, for which pytest blames the test.
     """
     gc.disable()
     try:
@@ -106,22 +105,24 @@ def open_fds() -> int:
 
 
 def own_fds() -> int:
-    """Those of memsaver's kinds: memfds by its name, sockets of whole packets. Gloo's and
-    Ray's, which come and go by themselves, are of others.
+    """Count descriptors of memsaver's kinds: memfds of its name, and sequenced-packet sockets.
+
+    The kinds of gloo and Ray, which come and go, are not among them.
     """
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     packets = {f"socket:[{words[6]}]" for words in sockets if int(words[4], 16) == SOCK_SEQPACKET}
-    found = 0
+    count = 0
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             link = os.readlink(f"/proc/self/fd/{fd}")
-            found += link in packets or link.startswith("/memfd:memsaver")
-    return found
+            count += link in packets or link.startswith("/memfd:memsaver")
+    return count
 
 
 def settled_fds(patience: float = 2.0) -> int:
-    """`open_fds()` when what earlier tests left is gone: cycles (process groups of gloo among
-    them), and connections that threads close.
+    """Return `open_fds()` after descriptors of earlier tests are gone.
+
+    Garbage cycles, such as gloo's process groups, hold some, and threads close connections.
     """
     gc.collect()
     count, since = open_fds(), time.monotonic()
@@ -134,12 +135,10 @@ def settled_fds(patience: float = 2.0) -> int:
 
 
 def open_files_in(directory: Path) -> int:
-    """Files below a directory that this process has open, nameless ones too; a test runner's own
-    don't count.
-    """
+    """Count the files below a directory that this process has open, including unnamed ones."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     return sum(link.startswith(f"{directory}/") for link in links)
 
@@ -149,7 +148,7 @@ def memory_maps() -> int:
 
 
 class Scribbler:
-    """A second process that, when told, takes memory, fills it with 0xFF and gives it back."""
+    """A second process that, on request, allocates memory, fills it with 0xFF and frees it."""
 
     def __init__(self, device: str) -> None:
         self._peer = Peer(_scribble, device)
@@ -172,7 +171,7 @@ def _scribble(pipe: Connection, device: str) -> None:
 
 
 def scribble(nbytes: int, device: str) -> None:
-    """One fill by another process: freed pages cannot keep their old content."""
+    """Fill memory once in another process, so that freed pages cannot keep their content."""
     scribbler = Scribbler(device)
     scribbler.fill(nbytes)
     scribbler.close()

@@ -1,6 +1,6 @@
 """Tiny random models in Hugging Face layout.
 
-Large initial weights, so that greedy choices are never near ties.
+Initial weights are large, so that greedy choices are never near ties.
 """
 
 from functools import partial
@@ -83,16 +83,16 @@ DEEPSEEK_MOE: dict[str, Any] = {
 
 
 def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random fp32 model in eval mode; every parameter random, norms and biases too."""
+    """Build an fp32 model in eval mode with all parameters random, norms and biases too."""
     config_class, model_class = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     model = model_class(config_class(**{**SIZES, **overrides})).eval()
-    # transformers' grouped products take no odd sizes
+    # transformers' grouped products do not support odd sizes
     model.set_experts_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            # a norm begins with gain 1
+            # a norm starts with gain 1
             parameter.copy_(noise + parameter if "norm" in name else noise)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -103,7 +103,7 @@ def build_tiny(kind: str = "llama", seed: int = 0, **overrides: Any) -> PreTrain
 def save_tiny(
     path: str | Path, kind: str = "llama", seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
-    """build_tiny, saved to `path`."""
+    """Build a tiny model and save it to `path`."""
     model = build_tiny(kind, seed, **overrides)
     model.save_pretrained(str(path))
     return model
@@ -113,8 +113,9 @@ _answers: dict[tuple[bytes, tuple[int, ...], int], list[int]] = {}
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """transformers' own greedy answer, its end token included if it gives one. Many tests ask the
-    same of equal models: each answer is computed once.
+    """Return transformers' own greedy answer, including its end token if there is one.
+
+    Answers of small models are cached, because many tests ask equal models the same.
     """
     if model.num_parameters() > 1e6:
         return _greedy(model, prompt, max_tokens)
@@ -125,13 +126,13 @@ def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[i
 
 
 def _digest(model: PreTrainedModel) -> bytes:
-    """Of all that decides an answer: settings, device, every bit of every weight."""
-    made = blake2b(
+    """Hash everything that decides an answer: settings, device, every bit of every weight."""
+    digest = blake2b(
         repr((model.config.to_dict(), model.generation_config.to_dict(), model.device)).encode()
     )
     for name, weight in model.state_dict().items():
-        made.update(name.encode() + weight.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.digest()
+        digest.update(name.encode() + weight.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 @torch.no_grad()
@@ -150,7 +151,7 @@ def _greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[
 def forward_logprobs(
     model: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """fp32 [len(answer)], on the CPU: the answer in one full forward, as a trainer computes it."""
+    """Compute an answer's log-probabilities in one full forward: fp32 [len(answer)], on the CPU."""
     ids = torch.tensor([prompt + answer], device=model.device)
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     return (

@@ -1,6 +1,4 @@
-"""Other processes for tests, forked from a clean one that has imported what they need: one begins
-after 20 ms.
-"""
+"""Processes for tests, forked within 20 ms from a clean server with the needed imports."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ import torch
 
 import memsaver
 
-PATIENCE = 7.0  # seconds for an operation: one that waits for what does not come takes 8 or 10
+PATIENCE = 7.0  # seconds for an operation; one that waits for a lost message takes 8 or 10
 
-# The server imports these once, in 6 s of a core; a child that needs engines and trainers would
-# take 4 s of its own. Importing leaves CUDA alone, so that its children may use it.
+# The server imports these once, in 6 s of CPU time; a child that needs engines and trainers would
+# take 4 s for them. The imports do not initialize CUDA, so that children can use it.
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
     [
@@ -33,7 +31,7 @@ server.set_forkserver_preload(
 
 
 class Address(NamedTuple):
-    """What other processes need to use a saver."""
+    """Tickets by which other processes use a saver."""
 
     pool: memsaver.PoolTicket
     tags: tuple[memsaver.Ticket, ...]
@@ -44,13 +42,13 @@ class Gone(Exception):
 
 
 class Failed(Exception):
-    """What the process raised, as text."""
+    """The exception of the process, as text."""
 
 
 class Peer:
     """A process that runs ``target(pipe, *args)``.
 
-    What is asked of it has an end: it answers, fails, or is gone.
+    A request always ends: the process answers, fails, or is gone.
     """
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
@@ -91,9 +89,7 @@ class Peer:
         return self.process.exitcode is not None
 
     def bury(self) -> None:
-        """End it if it has not ended, and let go of what this process has of it; raises ``Failed``
-        if it had failed.
-        """
+        """End the process and close its pipe; raise ``Failed`` if it had failed."""
         self.kill()
         assert self.dies_within(30)
         try:
@@ -108,9 +104,9 @@ class Peer:
 
 def _run(target: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    # what the server imported: a collection need not go through it, and its pages stay shared
+    # exclude imported objects from collections, so that their pages stay shared with the server
     gc.freeze()
-    faulthandler.enable()  # where it was, should a signal end it
+    faulthandler.enable()  # print the stack if a signal ends the process
     try:
         target(pipe, *args)
     except BaseException:

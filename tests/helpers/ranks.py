@@ -1,6 +1,4 @@
-"""Several processes joined by gloo or NCCL, for tests: each runs one function, and what it returns
-comes back.
-"""
+"""Processes joined by gloo or NCCL, each of which runs one function and returns its result."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ import torch.distributed as dist
 from tests.helpers.peers import Peer
 
 Run = Callable[..., Any]
-"""(rank, *args) -> what the test wants to know of it; at module level of a test."""
+"""(rank, *args) -> the result; defined at the module level of a test."""
 
 
 class Joined(NamedTuple):
-    """How the processes find each other."""
+    """Settings by which the processes find each other."""
 
     count: int
     meet: str
@@ -31,17 +29,19 @@ class Joined(NamedTuple):
 def start_ranks(
     run: Run, count: int, meet: Path, *args: Any, seconds: float = 60.0, backend: str = "gloo"
 ) -> list[Peer]:
-    """Processes that call `run(rank, *args)` in a default group with a time-out of `seconds`; meet:
-    a new file. On NCCL each has a GPU of its own.
+    """Start processes that call `run(rank, *args)` in a default process group.
+
+    They meet at a new file `meet`, and the group's timeout is `seconds`. On NCCL each has its own
+    GPU.
     """
     joined = Joined(count=count, meet=str(meet), seconds=seconds, backend=backend)
     return [Peer(_enter, run, rank, joined, args) for rank in range(count)]
 
 
 def results(ranks: Sequence[Peer], seconds: float = 120.0) -> list[Any]:
-    """What each returned; `peers.Failed` with its traceback for one that raised.
+    """Return the result of each rank, and end all of them.
 
-    All have ended afterwards.
+    A rank that failed raises `peers.Failed` with its traceback.
     """
     try:
         return [rank.hear(seconds) for rank in ranks]
@@ -61,4 +61,4 @@ def _enter(pipe: Connection, run: Run, rank: int, joined: Joined, args: tuple[An
         timeout=timedelta(seconds=joined.seconds),
     )
     pipe.send(run(rank, *args))
-    pipe.poll(60)  # until the test has heard all of them: who leaves first takes connections along
+    pipe.poll(60)  # wait until the test has all results: a rank that leaves closes connections

@@ -1,7 +1,7 @@
-"""The one local Ray cluster of a test run: all tests marked `ray` use it, one after the other.
+"""The local Ray cluster of a test run, which all tests marked `ray` use one after the other.
 
-It is below this process, which stays connected to it until the last of those tests has ended: calls
-that would start a cluster of their own join it. Jobs can be submitted to it.
+It is a child of this process, which stays connected until the last of the tests has ended, so calls
+that would start a cluster join this one. Jobs can be submitted to it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import pytest
 CPUS = 8  # as Ray counts them: four devices of two actors
 SETTINGS = {  # read by the processes that ray.init starts
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_prestart_worker_first_driver": "0",  # a process only for an actor that is made
+    "RAY_prestart_worker_first_driver": "0",  # start a process only for an actor
     "RAY_enable_worker_prestart": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "200",
-    "RAY_worker_niceness": "0",  # 15 otherwise: beside busy processes an actor starts in minutes
+    "RAY_worker_niceness": "0",  # with Ray's 15, an actor takes minutes on a busy machine
 }
-# how processes of either side are called
+# names of the processes of both sides
 SIDES = ("ray::Rollout", "ray::Trainer", "ray::Dying", "ray::Killing")
 
 
 class RayCluster:
-    """Started by the first test that asks for it, ended behind the last."""
+    """The cluster, which the first test that needs it starts, and which ends after the last."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -41,10 +41,10 @@ class RayCluster:
         environment.delenv("RAY_ADDRESS", raising=False)
         for name, value in SETTINGS.items():
             environment.setenv(name, value)
-        made = ray.init(
+        context = ray.init(
             address="local",
             num_cpus=CPUS,
-            # jobs need it; where Ray lacks what it takes, all else runs without
+            # jobs need the dashboard; if Ray cannot start it, everything else works without it
             include_dashboard=None,
             dashboard_port=0,
             log_to_driver=False,
@@ -52,19 +52,19 @@ class RayCluster:
             object_store_memory=128 << 20,
         )
         self._open.callback(ray.shutdown)
-        self._url = f"http://{made.address_info['webui_url']}"
+        self._url = f"http://{context.address_info['webui_url']}"
 
     def end(self) -> None:
         try:
             self.wait_free()
-        finally:  # what one test has left behind is not waited for after each of the others
+        finally:  # leftovers of one test must not delay every later one
             self._open.close()
             self._url = None
 
     def submit(self, entrypoint: str, environment: dict[str, Any]) -> tuple[Any, str]:
-        """A client for jobs, and the id of this one.
+        """Submit a job; return a client and the job's id.
 
-        The node's agent that starts jobs comes up after the cluster.
+        The node's agent, which starts jobs, comes up after the cluster.
         """
         from ray.job_submission import JobSubmissionClient
 
@@ -85,16 +85,16 @@ class RayCluster:
         return client, job
 
     def actors(self) -> list[int]:
-        """Processes of trainers and rollouts, whoever made them."""
-        found = []
+        """Return the process ids of all trainers and rollouts."""
+        pids = []
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if any(word.startswith(SIDES) for word in child.cmdline()):
-                    found.append(child.pid)
-        return found
+                    pids.append(child.pid)
+        return pids
 
     def wait_free(self) -> None:
-        """Until no side and no reservation is left; who leaves some behind fails here."""
+        """Wait until no actor and no reservation is left; fail if some stay."""
         if self._url is None:
             return
         import ray
@@ -108,7 +108,7 @@ class RayCluster:
 def until(
     ready: Callable[[], bool], what: Callable[[], str] = lambda: "", seconds: float = 120.0
 ) -> None:
-    """seconds: after which something is wrong; not how long it should take."""
+    """Wait for a condition, which is certainly broken after `seconds`."""
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, what()
@@ -120,7 +120,7 @@ _cluster = RayCluster()
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    """The cluster; nothing of the module is left on it at the end."""
+    """Yield the cluster; a module must leave no actor on it."""
     _cluster.start()
     yield _cluster
     _cluster.wait_free()
@@ -128,6 +128,6 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Behind the last test that uses the cluster: those that follow fork, and count descriptors."""
+    """End the cluster after the last test on it, as later tests fork and count descriptors."""
     if nextitem is None or nextitem.get_closest_marker("ray") is None:
         _cluster.end()

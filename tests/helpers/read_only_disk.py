@@ -1,4 +1,4 @@
-"""File systems that stop taking writes."""
+"""File systems that become read-only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _WRITES = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
 def read_only(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """What changes files below a folder fails as on a file system that has become read-only; a
-    superuser's rights would let a mode of the folder pass.
+    """Refuse to change files below a folder, like a file system that has become read-only.
+
+    A mode of the folder would not stop a superuser.
     """
     opened = os.open
 

@@ -1,4 +1,4 @@
-"""The digest's definition in Python's integers, one element at a time."""
+"""The digest's definition in Python integers, one element at a time."""
 
 import torch
 
@@ -9,7 +9,7 @@ _MASK32 = (1 << 32) - 1
 
 
 def element(i: int, bits: int) -> int:
-    """Hash of the element with number `i` whose stored bits are `bits`."""
+    """Return the hash of the element with number `i` and stored bits `bits`."""
     k = (2 * i + 1) * GOLDEN & MASK64
     high, low = k >> 32, k & _MASK32
     x = (bits ^ bits >> 16 ^ high) * MUL32 & _MASK32
@@ -18,9 +18,7 @@ def element(i: int, bits: int) -> int:
 
 
 def by_definition(tensor: torch.Tensor, base: int, pitch: int | None = None) -> int:
-    """Digest of a tensor numbered from `base`; pitch: of one [rows, width], numbers from a row to
-    the next.
-    """
+    """Return the digest of a tensor numbered from `base`, row by row if there is a `pitch`."""
     width = tensor.element_size()
     rows = tensor.reshape(1, -1) if pitch is None else tensor.contiguous()
     mask = (1 << 8 * width) - 1

@@ -1,4 +1,4 @@
-"""Signals that come while something is done, at a moment that a test chooses."""
+"""Signals that interrupt work at a moment that a test chooses."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tests.helpers.memory import uncollected
 
 
 class Hit(KeyboardInterrupt):
-    """What the handler raises, as Python's own does at Ctrl-C."""
+    """Raised by the handler, as by Python's own at Ctrl-C."""
 
 
 def interrupted(work: Callable[[], Any], seconds: float) -> bool:
-    """Whether the handler of a timer's signal raised, that many seconds after the work began."""
-    came: list[int] = []
+    """Return whether a timer's signal interrupted the work `seconds` after its start."""
+    received: list[int] = []
 
     def handler(number: int, frame: object) -> None:
-        came.append(number)
+        received.append(number)
         raise Hit
 
-    # of pytest-timeout, which has the same timer
+    # pytest-timeout uses the same timer
     limit, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, handler)
-    # what finalizers are interrupted in is not the work
+    # an interrupt in a finalizer would miss the work
     with uncollected(), contextlib.suppress(Hit):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         work()
         signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     signal.setitimer(signal.ITIMER_REAL, limit)
-    return bool(came)
+    return bool(received)

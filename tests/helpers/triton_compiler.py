@@ -1,6 +1,4 @@
-"""Triton's compiler, which needs no GPU, in a process without the interpreter that the tests run
-kernels by.
-"""
+"""Triton's compiler, which needs no GPU, in a process without Triton's interpreter."""
 
 import subprocess
 import sys
@@ -10,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def compile_alone(code: str) -> str:
-    """What a piece of Python that compiles kernels prints."""
+    """Run Python code that compiles kernels, and return its output."""
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "HOME": "/tmp"}  # without TRITON_INTERPRET
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT

@@ -1,6 +1,4 @@
-"""Triton kernels for tests: one that writes memory behind everybody's back, one around what other
-kernels call.
-"""
+"""Triton kernels for tests: a write that torch does not see, and a wrapper of a device function."""
 
 import triton
 import triton.language as tl

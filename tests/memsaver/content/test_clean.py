@@ -1,4 +1,4 @@
-"""Content that has not changed is not copied again; content that has is, whoever wrote it."""
+"""A pause reuses the saved copy of unchanged content, and copies content that changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fresh(device: str, content: str = "host") -> tuple[memsaver.MemorySaver, tor
 
 
 def cycle(saver: memsaver.MemorySaver, version: object) -> tuple[int, int]:
-    """Bytes copied by the pause, and by the resume."""
+    """Pause and resume; return the bytes that each of the two copies."""
     saver.mark_clean("params", version)
     start = copied(saver)
     saver.pause("params")
@@ -36,7 +36,7 @@ def cycle(saver: memsaver.MemorySaver, version: object) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("content", ["host", "disk"])
-def test_a_clean_tag_is_not_copied_again(content: str, device: str) -> None:
+def test_pause_copies_nothing_when_version_is_unchanged(content: str, device: str) -> None:
     saver, tensor = fresh(device, content)
     expected = tensor.clone()
     assert cycle(saver, 7) == (tensor.nbytes, tensor.nbytes)
@@ -44,7 +44,7 @@ def test_a_clean_tag_is_not_copied_again(content: str, device: str) -> None:
         assert cycle(saver, 7) == (0, tensor.nbytes)
         assert torch.equal(tensor, expected)
     assert cycle(saver, 8)[0] == tensor.nbytes, "another version"
-    assert cycle(saver, 7)[0] == tensor.nbytes, "only the last one is there"
+    assert cycle(saver, 7)[0] == tensor.nbytes, "only the last copy is kept"
 
 
 def by_the_owner(saver: memsaver.MemorySaver, tensor: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ KEPT: list[torch.Tensor] = []
 
 
 @pytest.mark.parametrize("write", [by_the_owner, by_a_peer, by_a_new_allocation, by_triton])
-def test_a_write_that_nobody_told_of_is_copied(
+def test_pause_copies_content_after_undeclared_write(
     write: Callable[[memsaver.MemorySaver, torch.Tensor], None], device: str
 ) -> None:
     saver, tensor = fresh(device)
@@ -87,7 +87,7 @@ def test_a_write_that_nobody_told_of_is_copied(
     KEPT.clear()
 
 
-def test_a_copy_that_ends_past_the_tags_memory_is_not_its_content(device: str) -> None:
+def test_copy_is_not_reused_when_it_ends_past_the_tags_memory(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     tensor = saver.empty(96 * MIB, torch.uint8, tag="params", content="host", elastic=True).fill_(3)
     assert cycle(saver, 1)[0] == 96 * MIB
@@ -96,7 +96,7 @@ def test_a_copy_that_ends_past_the_tags_memory_is_not_its_content(device: str) -
     assert bool((saver.backed_view(tensor) == 3).all())
 
 
-def test_a_mark_is_for_one_pause(device: str) -> None:
+def test_clean_mark_counts_for_one_pause_only(device: str) -> None:
     saver, tensor = fresh(device)
     cycle(saver, 1)
     before = copied(saver)
@@ -109,11 +109,11 @@ def test_a_mark_is_for_one_pause(device: str) -> None:
     saver.resume("params")
 
 
-def test_saved_ahead_of_the_pause(device: str) -> None:
+def test_pause_reuses_a_copy_saved_ahead(device: str) -> None:
     saver, tensor = fresh(device)
     expected, before = tensor.clone(), copied(saver)
     event = saver.save("params", version=3)
-    total = int(tensor.sum())  # reading goes on meanwhile
+    total = int(tensor.sum())  # the tensor may be read meanwhile
     if event is not None:
         event.synchronize()
     assert copied(saver) - before == tensor.nbytes and not saver.is_paused("params")
@@ -124,13 +124,13 @@ def test_saved_ahead_of_the_pause(device: str) -> None:
     saver.resume("params")
     assert torch.equal(tensor, expected) and int(tensor.sum()) == total
     saver.save("params", version=4)
-    tensor.zero_()  # after all: the copy is stale
+    tensor.zero_()  # makes the copy stale
     saver.pause("params")
     saver.resume("params")
     assert int(tensor.sum()) == 0
 
 
-def test_a_copy_that_failed_is_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_not_reused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, tensor = fresh(device)
     expected = tensor.clone()
     with monkeypatch.context() as patch:
@@ -141,7 +141,9 @@ def test_a_copy_that_failed_is_no_copy(device: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(tensor, expected)
 
 
-def test_a_retained_copy_gives_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_copy_is_dropped_when_another_tag_needs_room(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver, tensor = fresh(device)
     other = saver.empty(4 * MIB, torch.uint8, tag="other", content="host").fill_(1)
     cycle(saver, 1)
@@ -158,7 +160,7 @@ def test_a_retained_copy_gives_way(device: str, monkeypatch: pytest.MonkeyPatch)
     assert cycle(saver, 1)[0] == tensor.nbytes
 
 
-def test_what_is_saved_can_be_read(device: str) -> None:
+def test_saved_content_of_a_paused_tensor_can_be_read(device: str) -> None:
     saver, tensor = fresh(device)
     matrix = saver.empty((3, 5), torch.float32, tag="params")
     matrix.copy_(torch.arange(15.0).view(3, 5))

@@ -1,4 +1,4 @@
-"""Content in a file: bit-identical, constant use, nothing left behind, whatever happens."""
+"""Content on disk is bit-identical, takes constant memory, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fill(saver: memsaver.MemorySaver, *sizes: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_bit_identical_over_chunks_holes_and_odd_sizes(
+def test_disk_content_is_bit_identical_over_chunks_holes_and_odd_sizes(
     direct: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)
@@ -59,7 +59,7 @@ def test_bit_identical_over_chunks_holes_and_odd_sizes(
         assert [piece.data_ptr() for piece in pieces] == addresses
         gc.collect()
         assert (saver.report().tags["kept"].disk_bytes, open_files_in(tmp_path)) == (0, 0)
-    assert len(committed) == 1, "another cycle uses no more"
+    assert len(committed) == 1, "further cycles take no more memory"
 
 
 FAILURES = {
@@ -70,13 +70,13 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("call", FAILURES)
-def test_a_drive_that_fails_is_told_and_nothing_is_lost(
+def test_drive_error_is_raised_and_loses_no_content(
     call: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = memsaver.MemorySaver(device, disk_dir=tmp_path)
     (piece,) = fill(saver, 20 * MIB)
     expected, used = piece.clone(), saver.pinned_arena.used_bytes
-    number, said = FAILURES[call]
+    number, message = FAILURES[call]
 
     def broken(*arguments: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -86,7 +86,7 @@ def test_a_drive_that_fails_is_told_and_nothing_is_lost(
         saver.pause()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, broken)
-        with pytest.raises(memsaver.BackendError, match=said):
+        with pytest.raises(memsaver.BackendError, match=message):
             saver.resume() if call == "preadv" else saver.pause()
     gc.collect()
     assert saver.is_paused("kept") == (call == "preadv") == open_files_in(tmp_path)
@@ -95,15 +95,15 @@ def test_a_drive_that_fails_is_told_and_nothing_is_lost(
     saver.resume()
     assert torch.equal(piece, expected)
     saver.mark_clean("kept", 1)
-    saver.pause()  # what was not written must not count as saved
+    saver.pause()  # content that was not written must not count as saved
     saver.resume()
     assert torch.equal(piece, expected)
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    saver = memsaver.MemorySaver("cpu", disk_dir=tmp_path / "nowhere")
+def test_pause_fails_when_disk_dir_is_missing(tmp_path: Path) -> None:
+    saver = memsaver.MemorySaver("cpu", disk_dir=tmp_path / "missing")
     fill(saver, 100)
-    with pytest.raises(memsaver.BackendError, match="nowhere.*ENOENT"):
+    with pytest.raises(memsaver.BackendError, match="missing.*ENOENT"):
         saver.pause()
     assert not saver.is_paused("kept")
 
@@ -123,22 +123,22 @@ def _die_in_the_middle(pipe: Connection, folder: Path) -> None:
     pipe.send(len(tensor))  # not reached
 
 
-def test_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+def test_process_killed_while_saving_leaves_no_file(tmp_path: Path) -> None:
     peer = Peer(_die_in_the_middle, tmp_path)
     assert peer.dies_within(60) and peer.process.exitcode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
     peer.bury()
 
 
-def test_a_file_system_without_nameless_files(
+def test_disk_file_has_no_name_on_a_file_system_without_o_tmpfile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = os.open
+    original = os.open
 
-    def refuse(path: object, flags: int, *more: object, **others: object) -> int:
+    def refuse(path: object, flags: int, *more: object, **options: object) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return really(path, flags, *more, **others)  # type: ignore[arg-type]
+        return original(path, flags, *more, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse)
     file = on_disk.DiskFile(tmp_path, 4096)
@@ -152,13 +152,11 @@ def test_ranges_are_joined_and_cut() -> None:
         (0, [(0, 4)]), (4, [(4, 4)]), (8, [(8, 2), (12, 2)]), (12, [(14, 3)])
     ]  # fmt: skip
     assert list(cut([], 4)) == []
-    assert len(list(cut([(0, 1 << 40)], 1 << 30))) == 1024, (
-        "without going through the bytes one by one"
-    )
+    assert len(list(cut([(0, 1 << 40)], 1 << 30))) == 1024, "must not visit single bytes"
 
 
 @pytest.mark.parametrize("content", ["host", "disk"])
-def test_a_pause_that_host_memory_is_short_for_keeps_none_of_it(
+def test_pause_that_lacks_host_memory_keeps_none(
     content: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)
@@ -180,7 +178,7 @@ def test_a_pause_that_host_memory_is_short_for_keeps_none_of_it(
 
 
 @pytest.mark.parametrize("content", ["host", "disk"])
-def test_what_dies_and_is_trimmed_while_it_is_paused_is_not_restored(
+def test_tensor_that_dies_while_paused_is_trimmed_and_not_restored(
     content: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK", MIB)

@@ -1,6 +1,4 @@
-"""The arena of saved content: pieces never overlap, nothing is lost, the budget holds, memory is
-used again.
-"""
+"""The arena of saved content: pieces never overlap, no memory is lost, the budget holds."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ MIB = 1 << 20
 
 
 class Pinned:
-    """A pinner that only keeps books."""
+    """Pinner that only records the ranges."""
 
     def __init__(self) -> None:
         self.ranges: dict[int, int] = {}
@@ -57,7 +55,7 @@ def resident() -> int:
         )
     )
 )
-def test_pieces_never_overlap_and_nothing_is_lost(
+def test_pieces_never_overlap_and_no_memory_is_lost(
     segment: int, steps: list[tuple[str, int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +64,7 @@ def test_pieces_never_overlap_and_nothing_is_lost(
 
 
 class Owner:
-    """Of a reservation; a saver is one."""
+    """Owner of a reservation, such as a saver."""
 
 
 def nothing() -> None:
@@ -86,7 +84,7 @@ def _check_steps(steps: list[tuple[str, int]]) -> None:
             arena.give(held.pop(number % len(held))[0])
         elif step == "trim":
             arena.trim()
-        elif step == "reserve":  # goes on beside the next steps
+        elif step == "reserve":  # continues during the next steps
             arena.reserve(owners[number % 2], {"tag": 2 * number}, nothing)
         elif step == "stop":
             arena.stop()
@@ -110,19 +108,19 @@ def _check_steps(steps: list[tuple[str, int]]) -> None:
 
 
 class SlowlyPinned(Pinned):
-    """Pins so many ranges, then waits for leave to go on."""
+    """Pinner that pins `at_once` ranges, and waits for a permit before each of the others."""
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
-        self.leave, self.begun = threading.Semaphore(at_once), threading.Semaphore(0)
+        self.permits, self.begun = threading.Semaphore(at_once), threading.Semaphore(0)
 
     def pin(self, address: int, nbytes: int) -> None:
         self.begun.release()
-        assert self.leave.acquire(timeout=20)
+        assert self.permits.acquire(timeout=20)
         super().pin(address, nbytes)
 
 
-def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
+def test_take_waits_for_reserved_memory_and_obtains_none_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
@@ -130,12 +128,12 @@ def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
     arena = PinnedArena(pinned)
     owner, bind = Owner(), lambda: bound.append(threading.get_ident())
     arena.reserve(owner, {"tag": 6 * HUGE_PAGE}, bind)
-    first = arena.take(2 * HUGE_PAGE)  # there are two
-    with ThreadPoolExecutor(1) as others:
-        taking = others.submit(arena.take, 4 * HUGE_PAGE)
+    first = arena.take(2 * HUGE_PAGE)  # two ranges are pinned
+    with ThreadPoolExecutor(1) as threads:
+        taking = threads.submit(arena.take, 4 * HUGE_PAGE)
         assert arena.committed_bytes == 2 * HUGE_PAGE and not taking.done()
-        arena.reserve(owner, {"tag": 4 * HUGE_PAGE}, nothing)  # which are on their way
-        pinned.leave.release(20)
+        arena.reserve(owner, {"tag": 4 * HUGE_PAGE}, nothing)  # is being obtained
+        pinned.permits.release(20)
         rest = taking.result(20)
     assert arena.used_bytes == arena.committed_bytes == 6 * HUGE_PAGE == sum(pinned.ranges.values())
     assert len(bound) == 6 and threading.get_ident() not in bound
@@ -145,8 +143,10 @@ def test_a_take_waits_for_what_was_reserved_and_obtains_nothing_twice(
 
 
 def test_reservations_of_several_owners_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An owner's tag counts once, an owner that is gone or has stopped not at all; what others took
-    without reserving it is no room."""
+    """Count each tag of an owner once, until the owner has stopped or is gone.
+
+    Memory that was taken without a reservation leaves no room for reservations.
+    """
     monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
     arena, first, second = PinnedArena(Pinned()), Owner(), Owner()
 
@@ -156,36 +156,36 @@ def test_reservations_of_several_owners_add_up(monkeypatch: pytest.MonkeyPatch) 
         return arena.committed_bytes // HUGE_PAGE
 
     assert pages(first, params=3, optim=2) == 5 == pages(first, params=3, optim=2)
-    assert pages(second, weights=4) == 9, "the first owner's pages are free, and not for this"
+    assert pages(second, weights=4) == 9, "the first owner's free pages are reserved"
     taken = arena.take(5 * HUGE_PAGE)
     assert pages(first, params=2) == 9 == pages(second, weights=4)
-    others = arena.take(4 * HUGE_PAGE)
+    unreserved = arena.take(4 * HUGE_PAGE)
     assert pages(second, weights=4) == 13
     arena.stop(first)
-    arena.give([*taken, *others])
+    arena.give([*taken, *unreserved])
     assert pages(second, weights=13) == 13
     del second
     gc.collect()
     assert pages(first, params=13) == 13
     assert arena.trim() == 13 * HUGE_PAGE
-    assert pages(first, optim=1) == 1, "what is given back is not reserved any more"
+    assert pages(first, optim=1) == 1, "released memory is not reserved any more"
     arena.trim()
 
 
-def test_a_stop_of_one_owner_leaves_the_others_reservations(
+def test_stop_of_one_owner_keeps_the_reservation_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And waits for none of theirs; a refusal ends its own owner's alone, too."""
+    """Wait for no segment of the other owner."""
     monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
     pinned, first, second = SlowlyPinned(0), Owner(), Owner()
     arena = PinnedArena(pinned)
     arena.reserve(first, {"tag": 20 * HUGE_PAGE}, nothing)
     assert pinned.begun.acquire(timeout=20)
     arena.reserve(second, {"tag": 20 * HUGE_PAGE}, nothing)
-    arena.stop(Owner())  # which never reserved anything
-    with ThreadPoolExecutor(1) as others:
-        stopping = others.submit(arena.stop, second)
-        pinned.leave.release(20)
+    arena.stop(Owner())  # has no reservation
+    with ThreadPoolExecutor(1) as threads:
+        stopping = threads.submit(arena.stop, second)
+        pinned.permits.release(20)
         stopping.result(20)
     until(lambda: not arena.coming_bytes)
     assert 20 * HUGE_PAGE <= arena.committed_bytes < 40 * HUGE_PAGE
@@ -194,8 +194,8 @@ def test_a_stop_of_one_owner_leaves_the_others_reservations(
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["paused", "clean copy"])
-def test_what_is_saved_of_a_tag_is_not_reserved_again(kept: bool) -> None:
-    """As by a second `Cycle` over a rollout that sleeps at level 1."""
+def test_saved_content_of_a_tag_is_not_reserved_again(kept: bool) -> None:
+    """Reserve like a second `Cycle` over a rollout that sleeps at level 1."""
     saver = MemorySaver()
     saver.pinned_arena.trim()
     before = saver.pinned_arena.committed_bytes
@@ -216,27 +216,29 @@ def test_what_is_saved_of_a_tag_is_not_reserved_again(kept: bool) -> None:
     saver.pinned_arena.trim()
 
 
-def test_a_stop_ends_what_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is under way comes, and is there for others; a take obtains what it needs itself."""
+def test_stop_cancels_reservation_and_keeps_running_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Use the obtained segments in a later `take`, which obtains the rest itself."""
     monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
     pinned = SlowlyPinned(0)
     arena = PinnedArena(pinned)
     arena.reserve(Owner(), {"tag": 50 * HUGE_PAGE}, nothing)
     assert pinned.begun.acquire(timeout=20)
-    with ThreadPoolExecutor(1) as others:
-        stopping = others.submit(arena.stop)
+    with ThreadPoolExecutor(1) as threads:
+        stopping = threads.submit(arena.stop)
         assert not stopping.done()
         while not stopping.done():
-            pinned.leave.release()
+            pinned.permits.release()
             time.sleep(0.02)
     there = arena.committed_bytes
     assert HUGE_PAGE <= there <= 40 * HUGE_PAGE
-    pinned.leave.release(50)
+    pinned.permits.release(50)
     arena.give(arena.take(there + HUGE_PAGE))
     assert arena.committed_bytes == there + HUGE_PAGE == arena.trim()
 
 
-def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_reservation_is_raised_by_a_later_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_arena, "SEGMENT", HUGE_PAGE)
     arena = PinnedArena(Pinned(), budget_bytes=8 * MIB)
     arena.reserve(Owner(), {"tag": 10 * MIB}, nothing)
@@ -255,12 +257,12 @@ def test_what_is_refused_is_told_to_who_needs_it(monkeypatch: pytest.MonkeyPatch
     arena.reserve(Owner(), {"tag": 40 * HUGE_PAGE}, nothing)
     with pytest.raises(HostMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         arena.take(UNIT)
-    assert len(begun) < 10, "the first refusal ends it"
+    assert len(begun) < 10, "the first refusal ends the reservation"
     assert not pinned.ranges and arena.committed_bytes == 0
 
 
-def test_an_interpreter_that_ends_waits_for_no_more_than_what_is_under_way() -> None:
-    """All of it would take 200 s."""
+def test_interpreter_exit_waits_only_for_running_segments() -> None:
+    """Exit long before the whole reservation is obtained, which would take 200 s."""
     code = """
 import time
 from memsaver.memory import pinned_arena
@@ -280,12 +282,12 @@ print(time.time(), flush=True)
     assert time.time() - float(ran.stdout) < 100
 
 
-def test_memory_is_there_at_once_and_used_again() -> None:
+def test_taken_memory_is_resident_and_reused() -> None:
     pinned = Pinned()
     arena, before = PinnedArena(pinned), resident()
     first = arena.take(64 * MIB)
     assert len(first) == 1 and first[0].address % HUGE_PAGE == 0
-    assert resident() - before >= 63 * MIB, "pages come before they are used"
+    assert resident() - before >= 63 * MIB, "pages are populated before they are used"
     assert list(pinned.ranges.values()) == [64 * MIB]
     arena.give(first)
     assert arena.take(64 * MIB) == first and len(pinned.ranges) == 1
@@ -294,24 +296,23 @@ def test_memory_is_there_at_once_and_used_again() -> None:
     assert resident() - before < 8 * MIB
 
 
-def test_a_refusal_takes_nothing_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default the budget is a share of what is available."""
+def test_refusal_takes_no_memory_and_names_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = PinnedArena(Pinned(), budget_bytes=8 * MIB)
     kept = arena.take(3 * MIB)
     with pytest.raises(
         HostMemoryError, match="budget is 8.0 MiB.*budget_bytes.*nothing was changed"
     ) as caught:
         arena.take(7 * MIB)
-    # 1 MiB of the 4 is free: 6 more, of which 4 are allowed
+    # 1 MiB of the 4 is free, so 6 more are needed, of which 4 are allowed
     assert caught.value.missing_bytes == 2 * MIB
     assert (arena.used_bytes, arena.committed_bytes) == (3 * MIB, 4 * MIB)
     arena.give(kept)
 
 
-def test_all_that_is_pinned_has_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 MiB available, 80 for saved content and other users of pinned memory together.
+def test_all_users_of_pinned_memory_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pin at most 80 of 100 available MiB, for saved content and other users together.
 
-    Whatever this process holds from elsewhere (`before`) is made up for.
+    The test compensates for memory that this process already holds (`before`).
     """
     arena, before = PinnedArena(None), pinned_arena.held_bytes()
 
@@ -319,30 +320,30 @@ def test_all_that_is_pinned_has_one_budget(monkeypatch: pytest.MonkeyPatch) -> N
         return 100 * MIB + before // 4 - (pinned_arena.held_bytes() - before)
 
     monkeypatch.setattr(pinned_arena, "available_memory", available)
-    (other,) = pinned_arena.obtain([60 * MIB], None)
+    (block,) = pinned_arena.obtain([60 * MIB], None)
     with pytest.raises(HostMemoryError, match="20.0 MiB more may be taken"):
         arena.take(22 * MIB)
     arena.give(arena.take(18 * MIB))
     assert pinned_arena.room_bytes() == 2 * MIB
-    pinned_arena.give_back(other, 60 * MIB, None)
+    pinned_arena.give_back(block, 60 * MIB, None)
     assert pinned_arena.room_bytes() == 62 * MIB
     assert arena.trim() == 18 * MIB and pinned_arena.held_bytes() == before
 
 
-def test_a_backup_that_dies_gives_its_pieces_back() -> None:
+def test_dead_backup_returns_its_pieces() -> None:
     arena = PinnedArena(None)
     backup = HostBackup([(0, 100), (4096, 50)], arena)
     assert backup.nbytes == 150 and arena.used_bytes == UNIT
     view = backup.views(0, 100)[0]
     del backup
     gc.collect()
-    assert arena.used_bytes == UNIT, "a tensor still looks at it"
+    assert arena.used_bytes == UNIT, "a tensor still uses the piece"
     del view
     gc.collect()
     assert arena.used_bytes == 0
 
 
-def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_backup_is_pinned_in_parts_and_viewed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_arena, "SEGMENT", 2 * HUGE_PAGE)
     pinned = Pinned()
     arena = PinnedArena(pinned)
@@ -357,7 +358,7 @@ def test_much_is_pinned_in_parts_and_seen_as_one(monkeypatch: pytest.MonkeyPatch
     assert arena.trim() == 5 * HUGE_PAGE and not pinned.ranges
 
 
-def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_pinning_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_arena, "SEGMENT", 32 * MIB)
     pinned, before = Pinned(), resident()
 
@@ -376,7 +377,7 @@ def test_what_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert resident() - before < 8 * MIB
 
 
-def test_a_forked_child_does_not_have_it() -> None:
+def test_forked_child_does_not_map_the_arena() -> None:
     arena = PinnedArena(None)
     piece: PinnedPiece = arena.take(HUGE_PAGE)[0]
     if (pid := os.fork()) == 0:
@@ -387,7 +388,7 @@ def test_a_forked_child_does_not_have_it() -> None:
     arena.give([piece])
 
 
-def test_a_child_forked_beside_a_reservation_has_an_arena_of_its_own() -> None:
+def test_child_forked_during_a_reservation_has_its_own_arena() -> None:
     saver = MemorySaver()
     saver.reserve_host({"t": saver.pinned_arena.committed_bytes + 64 * MIB})
     if (pid := os.fork()) == 0:
@@ -397,4 +398,4 @@ def test_a_child_forked_beside_a_reservation_has_an_arena_of_its_own() -> None:
         own.resume()
         os._exit(not bool((tensor == 3).all()))
     assert os.waitpid(pid, 0)[1] == 0
-    saver.close()  # ends what it began
+    saver.close()  # ends the reservation

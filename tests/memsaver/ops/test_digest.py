@@ -1,4 +1,4 @@
-"""The digest: its definition, additivity, and what it notices."""
+"""The digest: its definition, its additivity, and the changes that it detects."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def values(dtype: torch.dtype, n: int = 300) -> torch.Tensor:
 
 
 def test_definition_is_pinned() -> None:
-    """Trainer, kernels and stored receipts of other processes rely on exactly these numbers."""
+    """Pin exact numbers, on which trainers, kernels and digests of other processes rely."""
     # the published first output of splitmix64 seeded with 0
     assert splitmix64_int(0) == 0xE220A8397B1DCDAF
     assert digest(torch.tensor([1.0, -2.5]), 3) == 0x887538070FB31AB7
@@ -35,7 +35,7 @@ def test_definition_is_pinned() -> None:
     base=st.integers(0, 2**50),
     chunk=st.integers(1, 200),
 )
-def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int) -> None:
+def test_digest_is_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int) -> None:
     x = values(torch.bfloat16, n)
     cut = min(cut, n)
     whole = digest(x, base)
@@ -44,7 +44,7 @@ def test_additive_over_any_cut_and_chunk(n: int, cut: int, base: int, chunk: int
         assert (digest(x[:cut], base) + digest(x[cut:], base + cut)) % 2**64 == whole
 
 
-def test_equal_blocks_moved_by_powers_of_two_differ() -> None:
+def test_digests_of_equal_blocks_moved_by_powers_of_two_differ() -> None:
     blocks = [torch.full((256,), value, dtype=torch.bfloat16) for value in (0.0, 1.0)]
     bases = [0, *(1 << n for n in range(8, 34))]
     assert len({digest(block, base) for block in blocks for base in bases}) == len(blocks) * len(
@@ -53,14 +53,14 @@ def test_equal_blocks_moved_by_powers_of_two_differ() -> None:
 
 
 def test_many_tensors_are_digested_as_one(device: str) -> None:
-    """On a GPU this is the kernel against the reference."""
+    """Compare the kernel with the reference, on a GPU."""
     whole = torch.cat([values(torch.bfloat16, n) for n in (7, 300, 4096)]).to(device)
     cuts = [0, 7, 300, 1000, 1000, len(whole)]
     parts = [(whole[a:b], 5 + a) for a, b in pairwise(cuts)]
     many = digest_table(parts)
     assert many.run() == digest(whole, 5, impl="torch") == digest(whole, 5)
     whole[3] += 1
-    assert many.run() == digest(whole, 5, impl="torch"), "it must look again"
+    assert many.run() == digest(whole, 5, impl="torch"), "the changed tensor must be read again"
     assert digest_table([]).run() == 0
 
 
@@ -74,10 +74,10 @@ def test_many_tensors_are_digested_as_one(device: str) -> None:
     chunk=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
 )
-def test_a_grid_is_its_elements(
+def test_digest_of_a_grid_equals_that_of_its_elements(
     rows: int, width: int, gap: int, pitch: int, base: int, chunk: int, dtype: torch.dtype
 ) -> None:
-    """Rows with gaps, numbers with gaps (or none, or overlapping), in blocks of any size."""
+    """Digest rows with gaps, whose numbers have gaps or overlap, in blocks of any size."""
     grid = values(dtype, rows * (width + gap)).view(rows, width + gap)[:, :width]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest_module, "CHUNK", chunk)

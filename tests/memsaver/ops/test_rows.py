@@ -1,6 +1,7 @@
-"""Rows of the table: how boxes become rows, and rows programs; that they are copied, cast and
-digested like their elements one by one, by the kernel and by torch; and that the compiler widens
-its accesses.
+"""Rows of the table: boxes become rows, and rows become programs.
+
+The kernel and torch copy, cast and digest rows like their elements one by one, and the compiler
+widens the kernel's memory accesses.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ OTHERS = [
 def test_box_of_any_shape_is_written_like_a_slice(
     dims: list[tuple[int, int, int]], turned: bool, offset: int, chunk: int, dtype: torch.dtype
 ) -> None:
-    """By torch, in pieces of any size.
+    """Copy a box by torch, in pieces of any size.
 
-    dims: size, what the source has before it, what the target has before it. turned: the source's
-    dimensions lie in memory in the other order.
+    Each of `dims` is a size, and the elements before the box in source and target. If `turned`, the
+    dimensions of the source are in reverse order in memory.
     """
     shape = tuple(n + before for n, before, _ in dims)
     source = torch.randn(shape, generator=torch.Generator().manual_seed(6))
@@ -82,7 +83,7 @@ def test_box_of_any_shape_is_written_like_a_slice(
     total = sum(element(1000 + i, b & mask) for i, b in zip(numbers, bits, strict=True))
     strides = row_major(out)
     place = {"strides": strides, "index_strides": row_major(shape)}
-    made = box_rows(
+    box_as_rows = box_rows(
         tuple(n for n, _, _ in dims),
         dtype,
         offset=offset + rows_module.dot(at, strides) * dtype.itemsize,
@@ -94,9 +95,9 @@ def test_box_of_any_shape_is_written_like_a_slice(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows_module, "CHUNK", chunk)
         target = torch.full_like(expected, UNTOUCHED)
-        assert RowCopies([made], CPU, "torch").run(target) == total % 2**64
+        assert RowCopies([box_as_rows], CPU, "torch").run(target) == total % 2**64
         assert torch.equal(target, expected)
-    read = Rows([Row(0, *row[1:]) for row in made.table], dtype)
+    read = Rows([Row(0, *row[1:]) for row in box_as_rows.table], dtype)
     assert RowCopies([read], CPU).run(target) == total % 2**64
 
 
@@ -136,13 +137,13 @@ def test_box_is_one_row_of_the_table(
         ((3, 0, 2), (2, 2, 1), 0),
     ],
 )
-def test_experts_are_as_few_rows_as_they_can_be(
+def test_experts_become_as_few_rows_as_possible(
     shape: tuple[int, ...], target: tuple[int, ...], count: int
 ) -> None:
     assert len(rows_of(shape, target, row_major(shape))) == count
 
 
-def test_wide_elements_are_refused() -> None:
+def test_elements_wider_than_4_bytes_are_refused() -> None:
     for dtype in (torch.float64, torch.int64, torch.complex64):
         with pytest.raises(ValueError, match=f"1, 2 or 4 bytes, got {dtype}"):
             box_rows((1,), dtype, offset=0, strides=(1,), index=0, index_strides=(1,))
@@ -151,12 +152,12 @@ def test_wide_elements_are_refused() -> None:
 @settings(max_examples=100)
 @given(rows=st.integers(0, 9), width=st.integers(0, 9), limit=st.integers(1, 30))
 def test_blocks_cover_a_grid_once(rows: int, width: int, limit: int) -> None:
-    seen = []
+    cells = []
     for down, across in blocks(rows, width, limit):
         part = list(itertools.product(range(rows)[down], range(width)[across]))
         assert 0 < len(part) <= limit
-        seen += part
-    assert sorted(seen) == list(itertools.product(range(rows), range(width)))
+        cells += part
+    assert sorted(cells) == list(itertools.product(range(rows), range(width)))
 
 
 # ---------------------------------------------------------------- rows
@@ -164,9 +165,10 @@ def test_blocks_cover_a_grid_once(rows: int, width: int, limit: int) -> None:
 
 @dataclass(frozen=True)
 class Box:
-    """A row to be made.
+    """A row to lay out.
 
-    gaps: elements after each row in source, target, numbers; skips: before the first.
+    There are `gaps` elements after each row in source, target and numbers, and `skips` elements
+    before the first row in source and target.
     """
 
     rows: int
@@ -178,7 +180,7 @@ class Box:
 
 @dataclass
 class Case:
-    """Rows of some boxes beside each other in two buffers, and what should come of them."""
+    """Rows of boxes, one after another in two buffers, and the expected results."""
 
     target: Tensor
     expected: Tensor
@@ -186,13 +188,13 @@ class Case:
     digest: int
 
     def readers(self) -> list[Rows]:
-        return [Rows(each.table, each.dtype) for each in self.rows]
+        return [Rows(rows.table, rows.dtype) for rows in self.rows]
 
 
 def lay_out(boxes: list[Box], device: str) -> Case:
-    """Small integers: the interpreter's casts truncate.
+    """Lay boxes out in buffers, and compute their digest by definition.
 
-    The expected digest is of rows by the definition.
+    Values are small integers, because the interpreter's casts truncate.
     """
     generator = torch.Generator().manual_seed(len(boxes))
     size = 256 + sum(
@@ -246,20 +248,21 @@ boxes = st.sampled_from([1, 8]).flatmap(
     chunk=st.sampled_from([16, 128]),
     programs=st.integers(0, 5),
 )
-def test_rows_of_all_kinds_are_their_elements(given: list[Box], chunk: int, programs: int) -> None:
-    """One table of many kinds, with a program a chunk (0 here) or a few; rows of one element to
-    rows of chunks.
+def test_rows_of_any_kind_match_their_elements(given: list[Box], chunk: int, programs: int) -> None:
+    """Run a table of many kinds of rows, from one element to several chunks.
+
+    There is a program for each chunk (`programs` is 0) or a few programs.
     """
     case = lay_out(given, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows_triton, "MIN_CHUNK", chunk)
-        patch.setattr(rows_triton, "BLOCK", 16)  # chunks have whole ones and tails
+        patch.setattr(rows_triton, "BLOCK", 16)  # chunks have whole blocks and tails
         for impl in ("triton", "torch"):
             case.target.fill_(UNTOUCHED)
             table = RowCopies(case.rows, CPU, impl)  # type: ignore[arg-type]
             table.start(case.target, programs or None)
             assert table.result() == case.digest
-            assert torch.equal(case.target, case.expected), "all elements, nothing between them"
+            assert torch.equal(case.target, case.expected), "must write elements only"
         reader = RowCopies(case.readers(), CPU, "triton")
         reader.start(case.target, programs or None)
         assert reader.result() == case.digest
@@ -273,10 +276,10 @@ def test_rows_of_all_kinds_are_their_elements(given: list[Box], chunk: int, prog
         + [(pair, None) for pair in OTHERS],
     ),
 )
-def test_blocks_of_the_real_size(
+def test_rows_in_blocks_of_the_real_size_match_their_elements(
     pair: tuple[torch.dtype, torch.dtype], programs: int | None, device: str
 ) -> None:
-    """On a GPU this is the kernel as it is used, against the definition."""
+    """Compare the kernel of production, on a GPU, with the definition."""
     case = lay_out(
         [
             Box(90, 208, (48, 0, 300), (0, 0), pair),  # 16-byte accesses: whole blocks and a tail
@@ -290,14 +293,14 @@ def test_blocks_of_the_real_size(
         ],
         device,
     )
-    made_for = case.target.device
+    target_device = case.target.device
     assert kinds(case.rows) >= {(True, True), (False, True)}
-    table = RowCopies(case.rows, made_for, "triton")
-    for _ in range(2):  # a table is used again
+    table = RowCopies(case.rows, target_device, "triton")
+    for _ in range(2):  # the table is reused
         table.start(case.target, programs)
         assert table.result() == case.digest
     assert torch.equal(case.target, case.expected)
-    assert RowCopies(case.readers(), made_for, "triton").run(case.target) == case.digest
+    assert RowCopies(case.readers(), target_device, "triton").run(case.target) == case.digest
     with pytest.raises(ValueError, match="programs=0 must be at least 1"):
         table.start(case.target, 0)
 
@@ -329,7 +332,7 @@ def test_source_of_a_dtype_that_the_kernel_cannot_cast_is_copied_by_torch(device
 
 
 def row(**changes: object) -> Rows:
-    """fp32 to bf16."""
+    """Return one row, from fp32 to bf16 unless changed."""
     fields = {"source": 1 << 20, "target": 0, "width": 64, "index_base": 0, "rows": 10}
     fields |= {"source_pitch": 0, "target_pitch": 0, "index_pitch": 100}
     dtype, source = changes.pop("dtype", torch.bfloat16), changes.pop("cast", torch.float32)
@@ -338,23 +341,23 @@ def row(**changes: object) -> Rows:
 
 
 def launches_of(given: Sequence[Rows]) -> list[Launch]:
-    return made_of(given).launches
+    return table_of(given).launches
 
 
-def made_of(given: Sequence[Rows]) -> DeviceTable:
+def table_of(given: Sequence[Rows]) -> DeviceTable:
     source, device = given[0].source, CPU
     if source is not None:
         device = source.device
-    rows = [row for each in given for row in each.table]
+    rows = [row for group in given for row in group.table]
     return DeviceTable({(None if source is None else source.dtype, given[0].dtype): rows}, device)
 
 
 def kinds(given: Sequence[Rows]) -> set[tuple[bool, bool]]:
     launches = launches_of(given)
-    return {(each.constants["ALIGNED"], each.constants["GRID"]) for each in launches}
+    return {(launch.constants["ALIGNED"], launch.constants["GRID"]) for launch in launches}
 
 
-def test_how_rows_are_handled() -> None:
+def test_rows_are_classified_as_aligned_or_not_and_as_runs_or_grids() -> None:
     pitches = {"source_pitch": 64, "target_pitch": 72}
     assert kinds([row(**pitches)]) == {(True, True)}
     for wrong in (
@@ -376,10 +379,8 @@ def test_how_rows_are_handled() -> None:
     assert kinds([row(width=(1 << 17) + 5, **far)]) == {(True, False), (False, False)}
 
 
-def test_far_rows_have_64_bit_addresses() -> None:
-    """A pitch of 3 Gi elements, read with the numbers 5 Gi apart: rows of one buffer and of another
-    one far away.
-    """
+def test_rows_far_apart_have_64_bit_addresses() -> None:
+    """Place rows 3 Gi elements apart, and their numbers 5 Gi."""
     pitch, count, chunk = 3 << 30, 4, rows_triton.MIN_CHUNK
     far = {"source_pitch": pitch, "target_pitch": pitch, "index_pitch": 5 << 30, "rows": count}
     (launch,) = launches_of([row(width=16, target=64, **far)] * 2)
@@ -390,8 +391,8 @@ def test_far_rows_have_64_bit_addresses() -> None:
     assert launch.programs[3].tolist() == third
 
 
-def test_the_kernel_reads_rows_that_are_far_apart() -> None:
-    """Offsets within one program beyond 2^31, in memory of which almost nothing is touched."""
+def test_kernel_reads_rows_far_apart() -> None:
+    """Read at offsets beyond 2^31 in one program, in memory that stays almost untouched."""
     pitch = (1 << 31) + 16
     far = torch.empty(pitch + 16, dtype=torch.uint8)  # 2 GiB of addresses, two pages of memory
     grid = far.as_strided((2, 16), (pitch, 1))
@@ -405,12 +406,12 @@ def test_the_kernel_reads_rows_that_are_far_apart() -> None:
     ("hidden", "inner", "aligned"), [(3584, 18944, True), (3583, 18942, False)]
 )
 def test_tables_of_grids_are_small(hidden: int, inner: int, aligned: bool) -> None:
-    """All of 7.6 B parameters split in columns."""
+    """Cut grids of 7.6 B parameters, split in columns."""
     width, count = inner // 2, 7_600_000_000 // 56 // (inner // 2)
     shape = {"width": width, "rows": count, "index_pitch": inner}
     pitches = {"source_pitch": inner, "target_pitch": width}
     given = [row(**shape, **pitches, target=i * width * count * 2) for i in range(56)]
-    table = made_of(given)
+    table = table_of(given)
     assert {launch.constants["ALIGNED"] for launch in table.launches} == {aligned}
     assert table.nbytes < 16 << 20
     assert sum(len(launch.programs) for launch in table.launches) > 20_000
@@ -420,17 +421,18 @@ def test_tables_of_grids_are_small(hidden: int, inner: int, aligned: bool) -> No
 def test_tables_are_small_and_small_models_have_many_programs(elements: int) -> None:
     width = elements // 160 // 16 * 16
     given = [row(target=i * width * 2, width=width, rows=1, cast=None) for i in range(160)]
-    table = made_of(given)
+    table = table_of(given)
     assert table.nbytes < 20 << 20
-    at_once = 132 * 64 // rows_triton.WARPS  # multiprocessors of an H100, warps of each
-    # so the last round, in which some do nothing, is at most one of twenty
-    assert sum(len(launch.programs) for launch in table.launches) > 20 * at_once
+    concurrent = 132 * 64 // rows_triton.WARPS  # multiprocessors of an H100, warps of each
+    # the last round, in which some programs are idle, is at most one of twenty
+    assert sum(len(launch.programs) for launch in table.launches) > 20 * concurrent
 
 
 @pytest.mark.gpu
 def test_casts_round_to_nearest_even_like_torch() -> None:
-    """Ties, denormals, infinities and numbers that overflow bf16, on a GPU (the interpreter
-    truncates).
+    """Round ties, denormals, infinities and numbers that overflow bf16.
+
+    This needs a GPU, because the interpreter truncates.
     """
     words = torch.randint(
         -(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(3)
@@ -469,7 +471,7 @@ from memsaver.ops.rows_triton import WARPS, instance, run_rows
 INSTRUCTION = r"^\\s*(?:@!?%p\\d+ )?([a-z][\\w.]*)"
 TABLES = {name: "*i64" for name in ("shapes", "rows", "partials")}
 SCALARS = {"base": "i64", "count": "i32"}
-found = {}
+kernels = {}
 for source, aligned, grid, looping in %r:
     dtype = source and getattr(torch, source)
     constants = instance(dtype, torch.bfloat16, aligned=aligned, grid=grid)
@@ -485,23 +487,23 @@ for source, aligned, grid, looping in %r:
     bodies = [re.findall(INSTRUCTION, loop, re.M) for loop in loops]
     elements = constants["BLOCK"] * constants["VECTOR"] // (32 * WARPS)
     names = re.findall(INSTRUCTION, ptx, re.M)
-    found[f"{source} {aligned} {grid} {looping}"] = {
+    kernels[f"{source} {aligned} {grid} {looping}"] = {
         "memory": collections.Counter(name for name in names if ".global." in name),
         "loop": min(map(len, bodies)) / elements,
         "loops": len(bodies),
         "shared": compiled.metadata.shared,
     }
-print(json.dumps(found))
+print(json.dumps(kernels))
 """
 
 
-def test_the_compiler_makes_wide_accesses_and_little_arithmetic() -> None:
-    found = json.loads(compile_alone(COMPILE.replace("%r", repr(CASES))))
-    for kind, kernel in found.items():
+def test_compiled_kernel_has_wide_accesses_and_little_arithmetic() -> None:
+    kernels = json.loads(compile_alone(COMPILE.replace("%r", repr(CASES))))
+    for kind, kernel in kernels.items():
         source, aligned, grid, looping = kind.split()
         memory = kernel["memory"]
         assert kernel["loops"] == (2 if looping == "True" else 1), kind
-        sums = 8 * rows_triton.WARPS  # bytes: one of each warp
+        sums = 8 * rows_triton.WARPS  # bytes: one sum of each warp
         assert kernel["shared"] <= sums, f"{kind}: elements change threads"
         if aligned == "False":
             assert "ld.global.b32" in memory, kind
@@ -511,6 +513,6 @@ def test_the_compiler_makes_wide_accesses_and_little_arithmetic() -> None:
         assert all("v4.b32" in name or name.endswith(".b64") for name in memory), (
             f"{kind}: {memory}"
         )
-        # PTX instructions an element; ptxas makes fewer of them
+        # PTX instructions an element, of which ptxas makes fewer
         limit = 24 if grid == "True" else 20
         assert kernel["loop"] < limit, kind

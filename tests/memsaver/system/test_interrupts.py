@@ -1,4 +1,4 @@
-"""Handlers that others put in place while a gate stands in for the one before, as trackers do."""
+"""Handlers that are installed while a gate replaces the previous one, as by trackers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memsaver.system.interrupts import Unbroken, deliver, held
 
 
 class Hit(BaseException):
-    """What the first handler raises."""
+    """Exception of the first handler."""
 
 
 class Tracker:
-    """Counts signals, then calls the handler that it found."""
+    """Handler that counts signals and then calls the previous handler."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -37,7 +37,7 @@ class Tracker:
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def number(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A signal whose handler raises ``Hit``."""
+    """Install a handler that raises ``Hit``, and yield its signal."""
 
     def first(number: int, frame: FrameType | None) -> None:
         raise Hit
@@ -54,13 +54,13 @@ def operate(saver: MemorySaver) -> None:
 
 
 def hits(number: int) -> bool:
-    """Whether the signal comes to the first handler, once."""
+    """Return whether the signal reaches the first handler."""
     with pytest.raises(Hit):
         signal.raise_signal(number)
     return True
 
 
-def test_each_handler_of_a_chain_built_in_and_around_regions_runs_once(number: int) -> None:
+def test_handlers_installed_in_and_around_regions_run_once_each(number: int) -> None:
     saver, chain = MemorySaver(), [Tracker().install(number)]
     with saver.region("a"):
         torch.ones(10)
@@ -73,17 +73,17 @@ def test_each_handler_of_a_chain_built_in_and_around_regions_runs_once(number: i
     operate(saver)
     with saver.region("a"):
         chain.append(Tracker().install(number))
-    assert hits(number) and [each.calls for each in chain] == [1] * 6
+    assert hits(number) and [tracker.calls for tracker in chain] == [1] * 6
     operate(saver)
-    assert hits(number) and [each.calls for each in chain] == [2] * 6
+    assert hits(number) and [tracker.calls for tracker in chain] == [2] * 6
     with saver.region("a"):
         operate_elsewhere = saver.empty(10, tag="d")
-        assert hits(number) and [each.calls for each in chain] == [3] * 6
+        assert hits(number) and [tracker.calls for tracker in chain] == [3] * 6
     del operate_elsewhere
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_handler_taken_out_again_is_called_no_more(number: int, where: str) -> None:
+def test_removed_handler_is_not_called(number: int, where: str) -> None:
     saver, tracker = MemorySaver(), Tracker()
     with saver.region("a"):
         torch.ones(10)
@@ -99,10 +99,8 @@ def test_a_handler_taken_out_again_is_called_no_more(number: int, where: str) ->
     assert hits(number) and tracker.calls == 0
 
 
-def test_a_handler_that_takes_the_gate_for_another_ones_comes_before_what_was_there(
-    number: int,
-) -> None:
-    """Installed unless it is there, by a look at what is there."""
+def test_handler_reinstalled_over_its_own_gate_runs_once(number: int) -> None:
+    """Install a handler unless `getsignal` returns it, while a gate hides the handler."""
     saver, tracker = MemorySaver(), Tracker()
     for _ in range(3):
         with saver.region("a"):
@@ -111,13 +109,13 @@ def test_a_handler_that_takes_the_gate_for_another_ones_comes_before_what_was_th
             saver.empty(10, tag="b")
         operate(saver)
     assert hits(number) and tracker.calls == 1
-    with pytest.raises(Hit), held():  # as a long wait delivers it
+    with pytest.raises(Hit), held():  # delivered as during a long wait
         signal.raise_signal(number)
         deliver()
     assert tracker.calls == 2
 
 
-def test_a_handler_of_a_region_is_held_back_by_the_operations_in_it(number: int) -> None:
+def test_handler_installed_in_a_region_is_delayed_by_operations(number: int) -> None:
     saver, tracker, done = MemorySaver(), Tracker(), []
     with pytest.raises(Hit), saver.region("a"):
         tracker.install(number)
@@ -128,8 +126,8 @@ def test_a_handler_of_a_region_is_held_back_by_the_operations_in_it(number: int)
     saver.pause("a")  # the region has ended
 
 
-def test_a_second_signal_comes_to_the_handler_that_is_at_work(number: int) -> None:
-    """Which saves by operations of its own, and ends at once when asked twice."""
+def test_second_signal_reaches_the_running_handler(number: int) -> None:
+    """Use a saver in the handler, and raise on the second signal."""
     saver, calls = MemorySaver(), list[int]()
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -146,7 +144,7 @@ def test_a_second_signal_comes_to_the_handler_that_is_at_work(number: int) -> No
     saver.pause("a")
 
 
-def test_a_region_that_another_thread_leaves_takes_the_gate_along(number: int) -> None:
+def test_gate_is_removed_after_another_thread_left_the_region(number: int) -> None:
     handler, saver = signal.getsignal(number), MemorySaver()
     region = Unbroken(saver.region("a"))
     region.__enter__()

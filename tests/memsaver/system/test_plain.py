@@ -1,4 +1,4 @@
-"""Plain values as text."""
+"""Encoding of plain values as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.actor_base import RankAddress
 from tests.helpers.memory import uncollected
 
 
-def test_plain_values_come_back_as_they_were() -> None:
+def test_plain_values_round_trip_and_other_types_are_refused() -> None:
     plain = Plain(RankAddress, HeadSlice)
     value = [
         *(
@@ -34,7 +34,8 @@ def test_plain_values_come_back_as_they_were() -> None:
         HeadSlice(1, 2, 3, 4),
     ]
     assert plain.value(plain.text(value)) == value
-    assert [type(each) for each in plain.value(plain.text(value))] == [type(each) for each in value]
+    decoded = plain.value(plain.text(value))
+    assert [type(item) for item in decoded] == [type(item) for item in value]
     with pytest.raises(TypeError, match="Path is not among the plain values"):
         plain.text(Path())
     for text in ("{", '{"Path": ["/"]}', '{"RankAddress": [1]}', '{"tuple": [], "list": []}'):
