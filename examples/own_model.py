@@ -1,4 +1,4 @@
-"""Generate with your own model, and train it by a packaged recipe.
+"""Generate with your own model, and train it with a packaged recipe.
 
     python examples/own_model.py [MODEL_DIR] [--run-dir RUN_DIR]
 
@@ -81,7 +81,7 @@ def main(path: Path, run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Generate with a model, and train it by a recipe.")
+    parser = argparse.ArgumentParser(description="Generate with a model, train it with a recipe.")
     parser.add_argument("model", type=Path, nargs="?", default=Path("models/own-model"))
     parser.add_argument("--run-dir", type=Path, default=Path("runs/own-model"))
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""TRL's GRPO with colocated vLLM: its memory is on memsaver's tags, its weights written in place.
+"""TRL's GRPO with colocated vLLM on memsaver's tags, and a sync that writes its weights in place.
 
     VLLM_PLUGINS=memsaver python examples/trl_grpo.py [MODEL]
 

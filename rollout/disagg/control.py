@@ -44,7 +44,7 @@ class Hello(NamedTuple):
     Attributes:
         tp_size: Number of ranks of its engine.
         tp_rank: Its rank in the engine.
-        geometry: Model and pool rows in words; must be equal on both sides.
+        geometry: Model and pool rows as text; must be equal on both sides.
         ring_bytes: Size of a decode rank's ring; 0 in the greeting of a prefill rank.
         ticket: Transport-specific handle with which a prefill rank opens the ring.
     """
@@ -120,7 +120,7 @@ class Refused(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """Last message of a rank: it sends nothing more."""
+    """Last message of a decode rank: it sends no more requests."""
 
 
 Message = Hello | Ask | Filled | Refused | Watermark | Closed
@@ -147,10 +147,10 @@ class StagedCache(NamedTuple):
     """The KV cache of one rank, all layers, as the source or target of staged copies.
 
     Attributes:
-        k: Keys of all layers.
-        v: Values of all layers.
+        k: Keys of all layers, [layers, slots, heads of the rank, D].
+        v: Values of all layers, [layers, slots, heads of the rank, Dv].
         heads: KV heads of the whole model, over all ranks.
-        geometry: Model and pool rows in words.
+        geometry: Model and pool rows as text.
         rank: This rank of the engine.
         size: Number of ranks of the engine.
     """
@@ -214,7 +214,7 @@ class RankPeers:
     Attributes:
         name: "prefill" or "decode", the peer engine.
         timeout: Seconds after which an unresponsive rank is lost.
-        hellos: Greeting of each rank.
+        hellos: Greeting of each rank, by rank.
         lost: Which rank was lost first and why; None while all ranks are alive.
         loss: The rank that was lost first; the number of ranks while all are alive.
     """
@@ -360,7 +360,7 @@ class RankPeers:
             self.lose(rank, "is gone")
 
     def _probe(self) -> set[int]:
-        """Return the ranks whose connection has ended; an empty message at intervals tests it."""
+        """Return the ranks whose connection has ended, as an occasional empty message shows."""
         if time.monotonic() - self._probed < _PROBE_SECONDS:
             return set()
         self._probed = time.monotonic()

@@ -33,8 +33,8 @@ class KVTransfer:
         sample: Sample whose prompt was requested.
         handle: Handle of its pages at the time of the request; the sample may lose them later.
         slots: Slots for tokens `start` and following, int64.
-        start: First token that is transferred; the prefix cache has the tokens before it.
-        ranges: Ranges of the ring through which the tokens come.
+        start: Position of the first transferred token; the prefix cache has the tokens before it.
+        ranges: Ranges of the ring that receive the tokens.
         waiting: Number of writers that each range still waits for.
         first: First tokens of the samples, once a rank has announced a range.
         refusal: Reason of a prefill rank for not computing the prompt.
@@ -90,10 +90,10 @@ class Inbox:
         )
         self.allocator = StagingAllocator(len(ring), _ALIGNMENT)
         self.transfers: dict[int, KVTransfer] = {}
-        self._heard = time.monotonic()
-        self._numbers = 0
-        self._fits = len(ring) // cache.nbytes(1, self._writers.total)  # tokens per ring
-        if not self._fits:
+        self._last_heard = time.monotonic()
+        self._next_number = 0
+        self._ring_tokens = len(ring) // cache.nbytes(1, self._writers.total)
+        if not self._ring_tokens:
             raise ValueError(f"ring_bytes={len(ring)} does not hold one token; raise it")
         for peer in self._slices:
             transport.expect(peer)
@@ -102,10 +102,10 @@ class Inbox:
         """Assign ranges for the uncached rest of a prompt, and request it of all prefill ranks."""
         sample, end = chunk.sample, chunk.start + chunk.length
         ranges = tuple(
-            self._assign(first, min(self._fits, end - first))
-            for first in range(chunk.start, end, self._fits)
+            self._assign(first, min(self._ring_tokens, end - first))
+            for first in range(chunk.start, end, self._ring_tokens)
         )
-        self.transfers[self._numbers] = KVTransfer(
+        self.transfers[self._next_number] = KVTransfer(
             sample=sample,
             handle=sample.handle,
             slots=chunk.slots,
@@ -114,14 +114,14 @@ class Inbox:
             waiting=[len(self._slices)] * len(ranges),
         )
         ask = Ask(
-            number=self._numbers,
+            number=self._next_number,
             prompt=sample.tokens(0, end),
             params=sample.params,
             seed=sample.seed,
             indices=(sample.index, *(sibling.index for sibling in sample.siblings)),
             ranges=ranges,
         )
-        self._numbers += 1
+        self._next_number += 1
         self._peers.send_all(ask)
 
     def _assign(self, first: int, tokens: int) -> Range:
@@ -136,7 +136,9 @@ class Inbox:
     @property
     def arrived(self) -> int:
         """Count the complete transfers before the first incomplete one."""
-        return sum(1 for _ in takewhile(lambda item: item.complete, self.transfers.values()))
+        return sum(
+            1 for _ in takewhile(lambda transfer: transfer.complete, self.transfers.values())
+        )
 
     def receive(self, seconds: float) -> None:
         """Handle queued messages, waiting up to `seconds` for the first.
@@ -144,20 +146,20 @@ class Inbox:
         If transfers are open and no prefill rank sends anything for the timeout, a rank is lost.
         """
         if not self.transfers:
-            self._heard = time.monotonic()
+            self._last_heard = time.monotonic()
         for peer, message in self._peers.receive(seconds):
             assert isinstance(message, Filled | Refused)
-            self._heard = time.monotonic()
+            self._last_heard = time.monotonic()
             transfer = self.transfers.get(message.number)
             if transfer is None:
-                continue  # another rank has refused it before, and the transfer is finished
+                continue  # finished already, because another rank refused the prompt
             if isinstance(message, Refused):
                 if transfer.refusal is None:
                     transfer.refusal = message.reason
                     self._free(transfer, *range(len(transfer.ranges)))
             else:
                 self._filled(peer, transfer, message)
-        if time.monotonic() - self._heard > self._peers.timeout:
+        if time.monotonic() - self._last_heard > self._peers.timeout:
             self._peers.lose(0, f"or another rank sent nothing for {self._peers.timeout:g} s")
 
     def _filled(self, peer: int, transfer: KVTransfer, message: Filled) -> None:
@@ -196,8 +198,9 @@ class SplitStats:
 
     Attributes:
         arrived: Prompts that the prefill engine computed.
-        recomputed: Prompts that this engine computed after a refusal or a loss.
-        reason: Reason for the last recomputed prompt.
+        recomputed: Prompts that were requested but computed here, because the prefill engine
+            refused them, had other weights or was lost.
+        reason: Reason for the last recomputed prompt or for the loss; None if neither occurred.
         rounds: Times that allocation in the ring wrapped around.
     """
 
@@ -248,7 +251,8 @@ class DecodeEngine(Engine):
 
         Raises:
             TimeoutError: Not all prefill ranks connected with the same key.
-            ValueError: The engines do not match, or the ring is smaller than one token.
+            ValueError: The engines do not match, the ring is smaller than one token, or the cache
+                is not plain full attention.
         """
         cache = StagedCache.of(self.model, self.cache, self._ranks)
         ring, ticket = transport.make_ring(ring_bytes, self.saver)

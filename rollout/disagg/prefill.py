@@ -34,7 +34,7 @@ class Parcel:
         rows: Rows of the request table that it takes until it is sent; 0 if refused.
         handle: Handle of its pages, once it is computed.
         first: First tokens of its samples, once it is computed.
-        refusal: Reason for not computing it; None if it is computed.
+        refusal: Reason for not computing it; None unless it is refused.
         nth: Number of ranges sent (1 for a refusal that was sent), by decode rank.
     """
 
@@ -77,7 +77,7 @@ class Outbox:
                     nbytes = hello.ring_bytes * part.num_heads // total
                     self._slices[peer] = part
                     self._staging[peer] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                    # this GPU copies, also into a ring on another GPU
+                    # this GPU copies, even into a ring on another GPU
                     with torch.cuda.device_of(cache.k):
                         transport.open(peer, hello.ring_bytes, hello.ticket, device)
 
@@ -162,7 +162,7 @@ class PrefillEngine(Engine):
 
         Raises:
             TimeoutError: A decode rank did not answer.
-            ValueError: The engines do not match.
+            ValueError: The engines do not match, or the cache is not plain full attention.
         """
         cache = StagedCache.of(self.model, self.cache, self._ranks)
         hello = cache.greeting()
@@ -220,7 +220,7 @@ class PrefillEngine(Engine):
     # ---------------------------------------------------------------- admission
 
     def _admit(self, known: int, sent: int) -> None:
-        """Queue requests in order while all fit into the pool together: none is preempted.
+        """Queue requests in order while all fit into the pool together, so none is preempted.
 
         Args:
             known: Number of requests that all ranks of this engine have received.
@@ -248,11 +248,11 @@ class PrefillEngine(Engine):
     def _refusal(self, parcel: Parcel) -> str | None:
         length = len(parcel.asks[0].prompt)
         if parcel.pages > self.blocks.total_pages or length >= self.max_context_len:
-            return f"the prefill engine holds no prompt of {length} tokens; raise its kv_tokens"
+            return f"the prefill engine cannot hold {length} prompt tokens; raise its kv_tokens"
         if parcel.rows > self.config.max_running:
             samples = parcel.rows - 1
             rule = "raise its max_running"
-            return f"the prefill engine has no {parcel.rows} rows for {samples} samples; {rule}"
+            return f"the prefill engine needs {parcel.rows} rows for {samples} samples; {rule}"
         return None
 
     def _queue(self, ask: Ask) -> None:

@@ -33,7 +33,7 @@ class Transport(ABC):
         """
 
     def expect(self, peer: int) -> None:
-        """Connect a prefill rank. Calls follow the order of prefill ranks.
+        """Connect a prefill rank; called in the order of prefill ranks.
 
         Args:
             peer: The prefill rank, which calls `open`.
@@ -145,8 +145,8 @@ class GroupTransport(Transport):
     def open(self, peer: int, ring_bytes: int, ticket: Any, device: torch.device) -> None:
         """Send one byte, so that NCCL connects the two ranks now.
 
-        NCCL connects at the first exchange, and both ranks have to take part. In `put` this rank
-        would wait alone, because the peer hears of the bytes only afterwards.
+        NCCL connects at the first exchange, in which both ranks have to take part. If that were
+        `put`, this rank would wait alone, because the peer receives only after the announcement.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         dist.send(byte, dst=self._ranks[peer], group=self._group)

@@ -67,7 +67,7 @@ class MLPConfig(ABC):
 
     @abstractmethod
     def widths(self, hidden_size: int, size: int, experts: int) -> list[int]:
-        """Return the largest width, in elements per token, of each intermediate tensor on one rank.
+        """Return the maximum elements per token of each intermediate tensor on one rank.
 
         Intermediate tensors are those between the first and the last product; `size` and `experts`
         as in `splits`.
@@ -120,7 +120,7 @@ class ExpertsConfig(MLPConfig):
             there is none.
         shared_gate: Multiply the shared expert's output by the sigmoid of a learned product
             (Qwen3-Next).
-        first: Number of the first expert that this rank holds.
+        first: Index of the first expert that this rank holds.
     """
 
     experts: int
@@ -136,15 +136,15 @@ class ExpertsConfig(MLPConfig):
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
-                f"num_experts_per_tok={self.top_k} must be in 1..{self.experts}, its experts"
+                f"num_experts_per_tok={self.top_k} must be in 1..{self.experts}, the expert count"
             )
         groups, best = self.routing.groups, self.routing.top_groups
         per_group, rest = divmod(self.experts, groups)
         enough = per_group >= self.routing.judges and per_group * best >= self.top_k
         if rest or not 1 <= best <= groups or not enough:
             raise ValueError(
-                f"n_group={groups} and topk_group={best} do not fit {self.experts} experts: the "
-                f"best of equal groups must have num_experts_per_tok={self.top_k}"
+                f"n_group={groups} and topk_group={best} do not fit {self.experts} experts: groups "
+                f"must be equal, and the best must have num_experts_per_tok={self.top_k} experts"
             )
 
     @property
@@ -172,7 +172,7 @@ class ExpertsConfig(MLPConfig):
         return groups
 
     def splits(self, size: int, experts: int) -> Splits:
-        ranks = size // experts  # that share one part of the experts
+        ranks = size // experts  # ranks per part of the experts
         whole = [Split(dim=0, uneven=True, count=experts, stride=ranks)] if experts > 1 else []
         # [experts, gate rows then up rows, hidden]
         rows = [Split(dim=1, units=(1, 1), count=ranks)] if ranks > 1 else []
@@ -254,7 +254,7 @@ class ModelConfig:
         mixers: Token mixer of each layer.
         mlps: MLP of each layer.
         stop_token_ids: Tokens that end an answer.
-        hf_config: Hugging Face config from which it was read; `kvcache.layout` reads it too.
+        hf_config: Hugging Face config of the model, which `kvcache.layout` reads.
         zero_centred_norms: RMSNorms multiply by 1 + weight.
     """
 
@@ -357,7 +357,7 @@ def whole_manifest(model: ModelConfig, dtype: torch.dtype) -> Manifest:
 
 
 def rank_model(model: ModelConfig, rank: int, size: int, experts: int = 1) -> ModelConfig:
-    """Return the model with the heads and experts of one rank; all other sizes stay."""
+    """Return the model with one rank's heads and first expert; all other sizes stay whole."""
     return replace(
         model,
         mixers=tuple(mixer.of_rank(size) for mixer in model.mixers),
@@ -368,8 +368,8 @@ def rank_model(model: ModelConfig, rank: int, size: int, experts: int = 1) -> Mo
 def rank_layout(kv_layout: KVLayout, size: int) -> KVLayout:
     """Return the KV layout of one tensor-parallel rank.
 
-    A rank keeps its KV heads, at least one, or whole latent rows; of the states of linear layers,
-    the channels of its heads.
+    A rank keeps its share of the KV heads (at least one head) or whole latent rows. Of the states
+    of linear layers, it keeps the channels of its heads.
 
     Args:
         kv_layout: Layout of the whole model.

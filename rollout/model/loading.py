@@ -1,4 +1,4 @@
-"""Reading of Hugging Face model directories; only this file of `rollout` imports transformers."""
+"""Loading of Hugging Face model directories. No other file of `rollout` imports transformers."""
 
 import functools
 import json
@@ -84,7 +84,8 @@ def load_model_config(path: str | Path) -> ModelConfig:
         The configuration.
 
     Raises:
-        ValueError: This engine does not support the architecture or a value; names the key.
+        ValueError: config.json is missing, or this engine does not support the architecture or a
+            value; names the key.
     """
     directory = Path(path)
     raw = _read_json(directory / "config.json")
@@ -193,13 +194,13 @@ def _experts(config: Any) -> ExpertsConfig:
 
 
 def expert_routing(config: Any) -> Routing:
-    """Return how the routers of the model of this config select and weight experts.
+    """Return how the routers of a config's model select and weight experts.
 
     Args:
         config: A Hugging Face config of a model with experts.
 
     Returns:
-        The routing that transformers computes.
+        The same routing as in transformers.
 
     Raises:
         ValueError: The config's `topk_method` is not supported.
@@ -224,7 +225,7 @@ def expert_routing(config: Any) -> Routing:
 
 
 def _expert_layers(config: Any) -> set[int]:
-    """Return the layers that are mixtures of experts, by transformers' rule."""
+    """Return the layers that are mixtures of experts, as in transformers."""
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
         return set(layers)

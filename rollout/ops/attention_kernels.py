@@ -1,8 +1,8 @@
 """Triton kernels of paged attention, and their compile-time arguments, tuned for Hopper.
 
 Half-precision launches disable fused multiply-add (`enable_fp_fusion=False`). The compiler would
-fuse in some loops of a kernel only, and the borders between the loops depend on how a prompt is
-split into chunks.
+fuse in only some of a kernel's loops, and the borders between the loops depend on how a prompt is
+split into chunks; so would the rounding.
 
 Latent rows, where values are a view of the first elements of keys, are loaded once and used as keys
 and as values. The remaining elements of the key, the "tail", are multiplied in a separate product,
@@ -63,7 +63,7 @@ def _attend(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Update the online softmax (base 2) of query [M, D] by a request's tokens [start, end).
+    """Update the online softmax (base 2) of query [M, D] with a request's tokens [start, end).
 
     Token t is in cache slot slots[t], or mapping[slots[t]] if `mapping` is not None.
 
@@ -115,7 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _split_length(seen):  # type: ignore[no-untyped-def]
-    """Return the tokens per split; depends only on a request's `seen` tokens."""
+    """Return the tokens per split, a function of `seen` alone, for at most NUM_SPLITS splits."""
     return tl.maximum(MIN_SPLIT, tl.cdiv(tl.cdiv(seen, NUM_SPLITS), SPLIT_STEP) * SPLIT_STEP)
 
 

@@ -31,11 +31,11 @@ class Routing:
 
     Attributes:
         top_k: Number of experts per token.
-        normalise: Scale a token's weights to a sum of 1 before `scale` multiplies them.
+        normalise: Divide a token's weights by their sum before `scale` multiplies them.
         sigmoid: Scores are sigmoids of the logits; otherwise a softmax over all logits.
         groups: Number of equal groups of experts.
         top_groups: Number of groups with the best scores, from which experts are selected.
-        judges: Number of best scores of a group, the sum of which is the group's score.
+        judges: Number of a group's best scores that add up to the group's score.
         scale: Factor of the weights.
     """
 

@@ -37,7 +37,7 @@ _RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 _SLOW = 1.5  # a product is slow if it takes this many times as long as one with more rows
 _REPEATS = 5
 _MAX_ELEMENTS = 1 << 24  # maximum size of a measured product, in elements (32 MiB)
-_MAX_ROUTERS = 1024  # maximum number of rows of a router's weight, whose product may be wide
+_MAX_ROUTERS = 1024  # a weight of at most this many rows may be a router's: probe wide products
 
 _Key = tuple[torch.device, torch.dtype, torch.Size, bool, bool]
 _padded: dict[_Key, tuple[int, ...]] = {}
@@ -62,7 +62,7 @@ def linear(
     Args:
         x: [T, K].
         weight: [N, K].
-        bias: [N].
+        bias: [N]; must be None with `wide` or `out`, which ignore it.
         wide: Return fp32 sums of the exact products, not rounded to x's dtype.
         out: Tensor that receives the result.
 
@@ -144,7 +144,7 @@ def probe_products(products: Iterable[tuple[Tensor, Tensor | None]]) -> list[tup
 
 
 def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Generator) -> bool:
-    """Record the padded numbers of rows; return whether all of them have the same bits."""
+    """Record the padded numbers of rows; return whether products of these sizes agree bitwise."""
     most = max(33, min(2 * _RUNGS[-1] + 1, _MAX_ELEMENTS // len(weight)))
     x = torch.empty((most, weight.shape[1]), dtype=weight.dtype, device=weight.device)
     x.normal_(generator=generator)
@@ -161,7 +161,7 @@ def _probe(weight: Tensor, bias: Tensor | None, wide: bool, generator: torch.Gen
 
 
 def _fastest(times: dict[int, float], rows: int) -> int:
-    """Return the smallest number of rows from `rows` on that is not `_SLOW`."""
+    """Return the smallest number of rows, at least `rows`, whose product is not slow."""
     enough = {more: time for more, time in times.items() if more >= rows}
     limit = _SLOW * min(enough.values(), default=0.0)
     return min((more for more, time in enough.items() if time <= limit), default=rows)
@@ -229,7 +229,7 @@ def _norm_triton(
     total = out if added is None else torch.empty_like(out)
     residual = x if added is None else added
     size = x.shape[-1]
-    x, residual = (t if t.dim() == 3 else t.reshape(-1, 1, size) for t in (x, residual))
+    x, residual = (part if part.dim() == 3 else part.reshape(-1, 1, size) for part in (x, residual))
     assert x.stride(2) == residual.stride(2) == 1, "the elements of a row must be contiguous"
     heads, rows = x.shape[1], x.shape[0] * x.shape[1]
     block = triton.next_power_of_2(size)

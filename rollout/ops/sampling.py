@@ -228,7 +228,8 @@ def deliver(tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 def send(tensor: Tensor) -> Tensor:
     """Copy a contiguous GPU tensor to pinned host memory by a kernel on the current stream.
 
-    The copy is complete once the stream has reached this point; `deliver` explains the kernel.
+    The copy is complete once the stream has reached this point. See `deliver` for why a kernel
+    copies.
     """
     sent = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     count = tensor.numel()

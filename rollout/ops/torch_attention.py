@@ -1,4 +1,4 @@
-"""Paged attention in torch, the reference, and its index tensors.
+"""Paged attention in torch, which is the reference, and its index tensors.
 
 A forward pass packs the query tokens of several requests: first `num_decode` requests with one
 token each, then prefill chunks. The cache already has the keys and values of all query tokens. A
@@ -49,7 +49,8 @@ class StoredKV:
     Attributes:
         k: [S, Hkv, D].
         v: [S, Hkv, Dv], of k's dtype.
-        scales: Factors of k and v, fp32 [2] on the device, for fp8, which only kernels read.
+        scales: Factors by which kernels multiply k and v, fp32 [2] on the device; None unless the
+            rows are fp8, which only kernels read.
     """
 
     k: Tensor
@@ -189,8 +190,8 @@ def torch_attention(
         q: Queries [T, Hq, D].
         plan: Plan of the batch.
         scale: Factor of the scores.
-        out: Written: outputs [T, Hq, Dv] of q's dtype.
-        rows: Reads keys and values.
+        out: Receives the outputs, [T, Hq, Dv] of q's dtype.
+        rows: Reads the layer's keys and values.
         decode: Computes decode requests: `decode_bucket` over `rows`, or a sparse variant.
     """
     for bucket in plan.buckets:

@@ -104,7 +104,7 @@ def plan_triton(
 
 
 def plan_decode(rows: Tensor, positions: Tensor, req_to_token: Tensor) -> TritonPlan:
-    """Plan a decode-only forward pass by kernel launches alone, which a CUDA graph can capture.
+    """Plan a decode-only forward pass without host synchronization, as CUDA graphs require.
 
     The plan has no window and no mapping; `dataclasses.replace` adds them.
 
@@ -139,7 +139,7 @@ def triton_attention(
         stored: Keys and values of the layer.
         plan: Plan of the batch.
         scale: Factor of the scores.
-        out: Written: outputs [T, Hq, Dv] of q's dtype.
+        out: Receives the outputs, [T, Hq, Dv] of q's dtype.
     """
     fp8 = _MANTISSA.get(stored.k.dtype, 0) * (-1 if _converts_fp8(q.device) else 1)
     k_cache, v_cache = (kv.view(torch.uint8) if fp8 else kv for kv in (stored.k, stored.v))
@@ -181,9 +181,9 @@ def _launch_decode(
     """Launch the decode kernels.
 
     Args:
-        read: First arguments of the kernel, which prefill has too.
-        strides: Their strides, in the kernel's order.
-        out: Written: outputs [T, Hq, Dv].
+        read: Leading arguments, which decode and prefill kernels share.
+        strides: Strides of these arguments, in the kernels' order.
+        out: Receives the outputs, [T, Hq, Dv].
         plan: Plan of the batch.
         log2_scale: Factor of the scores times log2(e).
         blocks: Result of `decode_blocks`.

@@ -1,4 +1,4 @@
-"""The gated delta rule against transformers, and its convolution, also in parts, against torch."""
+"""The gated delta rule against transformers, and its convolution in parts against torch."""
 
 import pytest
 import torch

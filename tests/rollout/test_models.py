@@ -325,7 +325,7 @@ def test_latent_attention_uses_new_weights_after_load(
 
 
 @pytest.mark.parametrize("name", ["latent", "states"])
-def test_cache_with_all_its_bytes_is_on_its_tag(make: Make, name: str, device: str) -> None:
+def test_all_bytes_of_cache_are_on_tag_kv_cache(make: Make, name: str, device: str) -> None:
     engine, _ = make(name, device=device, kv_tokens=512, page_size=16, max_running=5)
     cache, tag = engine.cache, engine.report().tags["kv_cache"]
     # the model with states has one layer with pages

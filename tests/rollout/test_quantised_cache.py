@@ -1,4 +1,4 @@
-"""fp8 and FP4 caches: answers equal those of an engine whose rows went through such a pool."""
+"""fp8 and FP4 caches: answers equal those of a plain engine with rows rounded by such a pool."""
 
 from collections.abc import Callable
 from typing import Any
@@ -269,6 +269,6 @@ def test_sleep_keeps_answers_and_scales(
     assert_same(answers(engine), before)
 
 
-def test_engine_refuses_plain_cache_dtype_other_than_the_models(make: Make) -> None:
+def test_engine_refuses_plain_cache_dtype_that_differs_from_model_dtype(make: Make) -> None:
     with pytest.raises(ValueError, match="'bf16' with a model in torch.float32 is not supported"):
         make("cpu", "bf16")

@@ -65,7 +65,7 @@ class AttentionConfig(MixerConfig):
 
     @property
     def query_rows(self) -> int:
-        """Return the rows of q_proj in heads: one per query, another per output gate."""
+        """Return the rows of q_proj, counted in heads: one per query, another per output gate."""
         return self.num_heads * (2 if self.output_gate else 1)
 
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:
@@ -133,8 +133,8 @@ class LayerKV:
     def attend(self, q: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """Compute causal attention of q [T, Hq, D] over the cache, [T, Hq, Dv] of q's dtype.
 
-        Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan has the
-        window.
+        Hq is a multiple of Hkv; query head h reads KV head h // (Hq / Hkv). The plan determines how
+        far back queries see.
         """
         out = q.new_empty((*q.shape[:2], self.pool.config.value_dim))
         if isinstance(plan, TorchPlan):

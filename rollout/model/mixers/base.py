@@ -73,7 +73,7 @@ class MixerConfig(ABC):
 
     @abstractmethod
     def of_rank(self, size: int) -> Self:
-        """Return the mixer with the heads of a single rank of `size` ranks."""
+        """Return the mixer with the heads of one of `size` ranks."""
 
     @abstractmethod
     def build(self, index: int, parts: LayerParts) -> Mixer:
@@ -115,14 +115,19 @@ class LayerParts:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; field names are the keys of `rope_parameters` in Hugging Face configs.
+    """Rotary embedding.
+
+    Fields are named after the keys of `rope_parameters` in Hugging Face configs; `theta` is its
+    `rope_theta`.
 
     Attributes:
         theta: Base of the wavelengths.
         rope_type: One of `ROPE_TYPES`.
-        factor: Stretching of wavelengths; all types but default.
-        low_freq_factor: llama3 only.
-        high_freq_factor: llama3 only.
+        factor: Factor that stretches wavelengths; all types but default.
+        low_freq_factor: llama3 only: wavelengths above the original context divided by it are
+            stretched by `factor`.
+        high_freq_factor: llama3 only: wavelengths below the original context divided by it are
+            kept.
         original_max_position_embeddings: Context length before stretching; llama3 and yarn.
         beta_fast: yarn only: rotations in the original context above which a wavelength is kept.
         beta_slow: yarn only: rotations below which a wavelength is stretched by `factor`.

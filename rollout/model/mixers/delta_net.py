@@ -1,4 +1,7 @@
-"""Gated delta nets (linear layers of Qwen3-Next): a convolution and a recurrent state."""
+"""Gated delta nets (linear layers of Qwen3-Next).
+
+A request has a convolution state and a recurrent state instead of keys and values.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class DeltaNetConfig(MixerConfig):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Return the channels of queries, keys and values, all of which are convolved."""
+        """Return the number of channels of queries, keys and values, which are all convolved."""
         keys = self.num_key_heads * self.key_dim
         return keys, keys, self.num_value_heads * self.value_dim
 

@@ -76,12 +76,12 @@ class MLAConfig(MixerConfig):
 
     @property
     def query_width(self) -> int:
-        """Return the elements of all query heads of a token."""
+        """Return the number of elements of a token's query heads."""
         return self.num_heads * (self.nope_dim + self.rope_dim)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Return the columns of the first product: query or its latent, latent row, rotary key."""
+        """Return the widths of the first product: query or its latent, latent row, rotary key."""
         return self.q_rank or self.query_width, self.kv_rank, self.rope_dim
 
     def groups(self, hidden_size: int, layer: str) -> list[ParamGroup]:

@@ -173,7 +173,7 @@ def expected(path: str) -> Any:
         (
             "small",
             [4],
-            "^refused: the prefill engine holds no prompt of 50 tokens; raise its kv_tokens$",
+            "^refused: the prefill engine cannot hold 50 prompt tokens; raise its kv_tokens$",
         ),
     ],
 )
@@ -204,8 +204,8 @@ def test_generate_raises_with_on_loss_refuse_when_prefill_rank_dies(reports: Rep
 def greeted(engine: Engine, address: str, listens: bool = False, **changes: Any) -> Far:
     """Return a rank of the peer engine that greets `engine`."""
     cache = StagedCache.of(engine.model, engine.cache, TensorParallel(1, None))
-    told = {"tp_size": 1, "tp_rank": 0, "geometry": cache.geometry, **changes}
-    return Far(address, KEY, Hello(**told), listens=listens)
+    fields = {"tp_size": 1, "tp_rank": 0, "geometry": cache.geometry, **changes}
+    return Far(address, KEY, Hello(**fields), listens=listens)
 
 
 @pytest.fixture
