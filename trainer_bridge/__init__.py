@@ -1,4 +1,4 @@
-"""The trainer, and its bridge to a rollout on the same device; ray is imported when first used."""
+"""The trainer and its bridge to a rollout on the same device; ray is imported on first use."""
 
 from trainer_bridge.config import CriticConfig, LoraConfig, TrainerConfig
 from trainer_bridge.coordinator import open_inprocess, open_ray

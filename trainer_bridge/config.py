@@ -1,20 +1,22 @@
-"""Defines what a trainer is told: plain data, frozen, checked when made."""
+"""Configuration of a trainer: frozen plain data, checked on construction."""
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from rollout.model import resolve_model
 from trainer_bridge.tags import TRAINER_TAGS
 
+Dtype = Literal["float32", "bfloat16"]
+Checkpointing = Literal["layers", "mlp", "none"]
 _DTYPES = ("float32", "bfloat16")
 _CHECKPOINTING = ("layers", "mlp", "none")
 Rule = tuple[Callable[[Any], object] | bool, str]
-"""What tells a good value of a field, or whether it is good; and what it must be."""
+"""A check of a field's value, or its result, and the text of the error."""
 _FINITE: Rule = (lambda value: 0 <= value < math.inf, "must be finite, not negative")
 _POSITIVE: Rule = (lambda value: 0 < value < math.inf, "must be positive and finite")
 _COUNT: Rule = (lambda value: value >= 1, "must be at least 1")
@@ -22,7 +24,12 @@ _COUNT_OR_NONE: Rule = (lambda value: value is None or value >= 1, "must be at l
 
 
 def _check(config: object, *rules: tuple[str, *Rule]) -> None:
-    """Raise a ValueError of the first field that breaks a rule; a rule names fields, by spaces."""
+    """Raise a ValueError for the first field that breaks a rule.
+
+    Args:
+        config: A dataclass.
+        *rules: Names of fields, separated by spaces, and a `Rule` for each of them.
+    """
     for names, good, words in rules:
         for name in names.split():
             value = getattr(config, name)
@@ -32,14 +39,15 @@ def _check(config: object, *rules: tuple[str, *Rule]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: a linear layer computes W x + alpha / rank * B A x, A and B are trained.
+    """Options of low-rank adapters.
+
+    An adapted linear layer computes W x + alpha / rank * B A x, and only A and B are trained.
 
     Attributes:
-        rank: Rows of A; for experts a multiple of 8.
-        alpha: Numerator of the scale.
-        target_modules: Last parts of the names of the linear layers that are adapted, as ("q_proj",
-            "v_proj"); "experts" are all matrices of a mixture's experts, each with adapters of its
-            own.
+        rank: Rows of A, at least 1; a multiple of 8 if experts are adapted.
+        alpha: Numerator of the scale alpha / rank, positive.
+        target_modules: Last name components of the linear layers to adapt, such as ("q_proj",
+            "v_proj"). "experts" adapts all matrices of all experts, each with its own adapter.
     """
 
     rank: int
@@ -60,18 +68,19 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Return the factor of B A."""
+        """Return alpha / rank, the factor of B A."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """Options of the critic alone; the rest of `TrainerConfig` is also the critic's.
+    """Options of the critic, which otherwise uses the options of its `TrainerConfig`.
 
     Attributes:
-        learning_rate: As the policy's.
-        decay_steps: As the policy's, in updates of the critic.
-        value_clip: How far a value may move from the old one before its loss is clipped.
+        learning_rate: Learning rate of the first update.
+        decay_steps: Updates of the critic over which the learning rate falls linearly to 0; None
+            keeps it constant.
+        value_clip: Distance between new and old value beyond which the loss is clipped, positive.
     """
 
     learning_rate: float = 1e-5
@@ -84,48 +93,55 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """One FSDP2 trainer.
+    """Configuration of one FSDP2 trainer.
+
+    A value outside of the ranges below raises a ValueError on construction.
 
     Attributes:
         model_path: A Hugging Face directory (config.json and safetensors), or ORG/NAME of a model
-            of the Hub, which is downloaded.
-        random_init: Random weights, made on the device, the same for the same seed on any number of
-            ranks; no safetensors are read.
-        dtype: Of the parameter shards, their gradients and the optimizer state.
-        param_dtype: Of the unsharded parameters in forward and backward (mixed precision); None is
-            `dtype`.
-        decay_steps: The learning rate falls linearly to 0 after this many updates; None: it stays.
-        max_grad_norm: None does not clip.
-        clip_eps_low: The ratio is clipped to [1 - low, 1 + high].
-        clip_eps_high: See `clip_eps_low`.
-        kl_loss_coef: Of the KL divergence from the reference, in the loss.
-        router_aux_loss_coef: Of the load-balance loss of a mixture of experts (`load_balance`), in
-            the policy's loss.
-        fp32_router: The routers of a mixture multiply in fp32, and weigh experts by fp32.
-        critic: None: there is no critic.
-        reference: Keep the first weights, frozen, to score with; with adapters these are the base,
-            and need no model of their own.
-        micro_batch_size: Sequences of the batch's longest length that a rank holds in one forward
-            and backward. Of shorter ones it holds as many more as take no more tokens, end to end
-            without padding; models in which sequences would see each other so get padded ones.
-        activation_checkpointing: What the backward pass computes again: `layers`, `mlp`, `none`.
-        threads: Of torch on the CPU; None leaves torch's own choice.
+            on the Hub, which is downloaded.
+        random_init: Initialize random weights on the device instead of reading safetensors. The
+            same seed gives the same weights on any number of ranks.
+        dtype: Dtype of the parameter shards, their gradients and the optimizer state.
+        param_dtype: Dtype of the unsharded parameters in forward and backward (mixed precision);
+            None is `dtype`.
+        learning_rate: Learning rate of the first update; finite, not negative.
+        decay_steps: Updates over which the learning rate falls linearly to 0; None keeps it
+            constant.
+        weight_decay: AdamW's decoupled weight decay; finite, not negative.
+        betas: AdamW's decay rates of the two moments, each in [0, 1).
+        adam_eps: AdamW's epsilon; finite, positive.
+        max_grad_norm: Gradient norm above which gradients are scaled down; None does not clip.
+        clip_eps_low: The importance ratio is clipped to [1 - low, 1 + high]; in (0, 1].
+        clip_eps_high: See `clip_eps_low`; finite, positive.
+        kl_loss_coef: Weight of the KL divergence from the reference in the policy's loss.
+        router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts
+            (`load_balance`) in the policy's loss.
+        fp32_router: Compute the logits and the weights of a mixture's routers in fp32.
+        critic: Options of the critic; None trains without a critic.
+        reference: Keep the initial weights, frozen, to score with. With adapters the frozen base is
+            the reference, and no second model is kept.
+        micro_batch_size: Number of sequences of the batch's longest length that a rank processes in
+            one forward and backward. Shorter sequences are packed without padding, up to the same
+            number of tokens. Models whose packed sequences would attend to each other get padded
+            ones.
+        activation_checkpointing: What the backward pass recomputes: whole layers, MLPs or nothing.
+        threads: Torch threads on the CPU; None leaves torch's default.
         device: "cpu", "cuda" or "cuda:N".
-        seed: Of torch's generator, set once when the trainer is built, and of random weights.
-        lora: Train adapters, in `dtype`; all other parameters are frozen, and held in
+        seed: Seed of torch's generator, set once when the trainer is built, and of random weights.
+        lora: Train adapters, in `dtype`. All other parameters are frozen and stored in
             `param_dtype`.
-        optimizer_offload: Masters and moments, fp32, lie in host memory and pass through the device
-            in every update (`StreamedAdamW`); the shards are held in `param_dtype`. The critic's
-            stay on the device.
-        leaving: Tags that are going to be offloaded: host memory for their copies is obtained from
-        the
-            start on, while other work runs.
+        optimizer_offload: Keep masters and moments in host memory, in fp32, and stream them through
+            the device in every update (`StreamedAdamW`). The shards are stored in `param_dtype`.
+            The critic's optimizer stays on the device.
+        leaving: Tags that will be offloaded. The trainer begins to obtain host memory for their
+            copies when it is built, overlapped with other work.
     """
 
     model_path: str
     random_init: bool = False
-    dtype: str = "float32"
-    param_dtype: str | None = None
+    dtype: Dtype = "float32"
+    param_dtype: Dtype | None = None
     learning_rate: float = 1e-6
     decay_steps: int | None = None
     weight_decay: float = 0.0
@@ -140,7 +156,7 @@ class TrainerConfig:
     critic: CriticConfig | None = None
     reference: bool = False
     micro_batch_size: int = 8
-    activation_checkpointing: str = "none"
+    activation_checkpointing: Checkpointing = "none"
     threads: int | None = None
     device: str = "cpu"
     seed: int = 0
@@ -176,10 +192,11 @@ class TrainerConfig:
         )
 
     def of_critic(self) -> Self:
-        """Return what the critic's model and optimizer are made with.
+        """Return the configuration of the critic's model and optimizer.
 
-        It is this configuration with the critic's learning rate and decay, all parameters trained,
-        on the device.
+        Returns:
+            This configuration with the critic's learning rate and decay, without adapters, and with
+            the optimizer on the device.
         """
         assert self.critic is not None
         return dataclasses.replace(
@@ -192,12 +209,12 @@ class TrainerConfig:
 
     @property
     def model_dir(self) -> str:
-        """Return the folder of the model; ValueError where the Hub does not give it."""
+        """Return the model's folder, downloaded if needed, or raise ValueError if there is none."""
         return str(resolve_model(self.model_path, weights=not self.random_init))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return `dtype` as torch's."""
+        """Return `dtype` as a torch dtype."""
         return getattr(torch, self.dtype)
 
     @property

@@ -1,8 +1,6 @@
-"""Trainer and rollout as a pair for the cycle: both in this process, or as Ray actors, two on each
-device.
+"""Opening of trainer and rollout as a pair for the cycle, in this process or as Ray actors.
 
-Each side has a saver of its own. The pair comes in state "train": the rollout asleep, the trainer
-awake.
+Each side has its own saver. A new pair is in state "train": the rollout asleep, the trainer awake.
 """
 
 import contextlib
@@ -26,12 +24,21 @@ from trainer_bridge.trainer import Trainer
 def open_inprocess(
     trainer: TrainerConfig, engine: Mapping[str, Any], *, alias: bool = False
 ) -> Iterator[tuple[Trainer, Rollout]]:
-    """Open both sides in this process.
+    """Open both sides in this process, and close them when the block ends.
 
-    engine: arguments of `Engine.from_pretrained`; path, device and dtype are the trainer's where
-    not given. With `kind`: of that engine's (`rollout.actor`). It loads no weights: the first
-    sync brings them. alias: lay the trainer's parameters out as the engine's weights, for
-    `Cycle(alias=True)`; a ValueError says why it cannot be.
+    Args:
+        trainer: Configuration of the trainer.
+        engine: Arguments of `Engine.from_pretrained`, or of the engine that `kind` selects
+            (`rollout.actor`). Path, device and dtype default to the trainer's. The engine loads no
+            weights: the first sync writes them.
+        alias: Lay out the trainer's parameters like the engine's weights, for `Cycle(alias=True)`.
+
+    Yields:
+        Trainer and rollout.
+
+    Raises:
+        ValueError: The two sides name different devices, or `alias` is impossible for this pair;
+            the text gives the reason.
     """
     arguments = _engine_arguments(trainer, engine)
     with contextlib.ExitStack() as undo:
@@ -59,17 +66,31 @@ def open_ray(
     trainer_actor: type[TrainerActor] = TrainerActor,
     alias: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
-    """Open a `RemoteTrainer` and a `RemoteRollout`, which have the methods of trainer and engine.
+    """Open both sides as Ray actors, and kill the actors when the block ends.
 
-    Starts two actors on each of `devices` devices of each of `nodes` machines, half a GPU each
-    when the device is CUDA: a trainer rank and an engine rank. Ray chooses the GPUs.
+    Each device runs two actors, a trainer rank and an engine rank, with half a GPU each if the
+    device is CUDA. Ray chooses the GPUs.
 
-    engine: as of `open_inprocess`; so many devices of a machine as its tensor_parallel_size hold
-    one engine together, and the engines are replicas of each other. timeout: seconds for one call.
-    address: of a running cluster ("auto": the one of this machine); None takes the one this process
-    is connected to, the one of the Ray job it runs in (RAY_ADDRESS), or starts a small one of its
-    own and ends it. alias: see `open_inprocess`; one device. When the block ends, whatever
-    happened, all actors are killed.
+    Args:
+        trainer: Configuration of every trainer rank.
+        engine: As in `open_inprocess`. Each group of `tensor_parallel_size` devices of a machine
+            forms one engine, and the engines are replicas of each other.
+        devices: Devices per machine.
+        nodes: Machines.
+        timeout: Seconds for one call.
+        address: Address of a running cluster; "auto" is this machine's cluster. None uses the
+            cluster that this process is connected to or the cluster of its Ray job (RAY_ADDRESS).
+            Without either it starts a small cluster, and ends it with the block.
+        trainer_actor: Class of the trainer actors.
+        alias: As in `open_inprocess`; for one device.
+
+    Yields:
+        A `RemoteTrainer` and a `RemoteRollout`, which have the methods of `Trainer` and `Engine`.
+
+    Raises:
+        ValueError: The arguments do not fit each other, or the cluster has no room.
+        ActorDied: An actor died while it started.
+        ActorTimeout: An actor did not start within `timeout`.
     """
     import ray
 
@@ -87,30 +108,30 @@ def open_ray(
         rollout = RemoteRollout(
             _start("rollout", ray.remote(RolloutActor), args, places, undo), timeout, engine_size
         )
-        # Both sides take all threads by turns; Ray would give an actor its num_cpus.
-        own = dataclasses.replace(
+        # Both sides use all threads in turn; Ray would limit an actor to its num_cpus.
+        rank_config = dataclasses.replace(
             trainer,
             device=_device_in_actor(trainer.device, on_gpu),
             threads=trainer.threads if on_gpu else trainer.threads or threads,
         )
-        args = [{"config": own}] * size
+        args = [{"config": rank_config}] * size
         side = RemoteTrainer(
             _start("trainer", ray.remote(trainer_actor), args, places, undo), timeout
         )
-        if trainer.leaving:  # beside the engine's start, which is in another process
+        if trainer.leaving:  # overlaps with the start of the engine, which is another process
             side.reserve()
         rollout.build()
         rollout.sleep(level=2)
         manifests = [layout.manifest for layout in rollout.call_all("weight_layout")]
         side.build(manifests[0] if alias else None, aligned_dims(manifests))
         side.connect(rollout)
-        for mine, theirs in zip(side.each(), rollout.each(), strict=True):
-            _introduce(mine, theirs)
+        for trainer_rank, engine_rank in zip(side.each(), rollout.each(), strict=True):
+            _introduce(trainer_rank, engine_rank)
         yield side, rollout
 
 
 def _introduce(trainer: Any, rollout: Any) -> None:
-    """Tell both sides of a device of each other, for memory to be handed over."""
+    """Register both sides of a device with each other, so that they can hand memory over."""
     trainer.hand_over_to(rollout.as_peer())
     rollout.hand_over_to(trainer.as_peer())
 
@@ -122,12 +143,15 @@ def _start(
     places: Sequence[Place],
     undo: contextlib.ExitStack,
 ) -> list[RemoteActor]:
-    """Start an actor at each place, killed when `undo` is. One alone has the plain name."""
+    """Start an actor at each place, and register its kill with `undo`.
+
+    Actors are named `name[rank]`, a single actor `name`.
+    """
     import ray
 
     ranks = []
-    for rank, (place, mine) in enumerate(zip(places, args, strict=True)):
-        handle = actor.options(**place).remote(**mine)
+    for rank, (place, arguments) in enumerate(zip(places, args, strict=True)):
+        handle = actor.options(**place).remote(**arguments)
         undo.callback(ray.kill, handle)
         ranks.append(RemoteActor(handle, name if len(places) == 1 else f"{name}[{rank}]"))
     return ranks
@@ -152,7 +176,7 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
         "kind": "native",
         **engine,
     }
-    # Undefined until the first sync, which would replace them anyway.
+    # The first sync writes the weights.
     arguments["load_weights"] = False
     if isinstance(arguments["dtype"], str):
         arguments["dtype"] = getattr(torch, arguments["dtype"])
@@ -165,16 +189,23 @@ def _engine_arguments(trainer: TrainerConfig, engine: Mapping[str, Any]) -> dict
 def actor_arguments(
     arguments: Mapping[str, Any], on_gpu: bool, threads: int, replica: int
 ) -> dict[str, Any]:
-    """Return `Engine.from_pretrained`'s arguments as `RolloutActor` takes them: plain data."""
+    """Convert arguments of `Engine.from_pretrained` to those of `RolloutActor`, plain data.
+
+    Args:
+        arguments: The engine's arguments, with path, device, dtype and kind.
+        on_gpu: Whether the device is CUDA.
+        threads: Torch threads of an actor on the CPU.
+        replica: Index of the engine among its replicas.
+    """
     rest = dict(arguments)
-    own: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kind") if name in rest}
-    own["device"] = _device_in_actor(rest.pop("device"), on_gpu)
-    own["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
-    if replica:  # requests without a seed are not to be answered alike everywhere
+    named: dict[str, Any] = {name: rest.pop(name) for name in ("path", "kind") if name in rest}
+    named["device"] = _device_in_actor(rest.pop("device"), on_gpu)
+    named["dtype"] = str(rest.pop("dtype")).removeprefix("torch.")
+    if replica:  # replicas must not sample the same answers to requests without a seed
         rest["seed"] = (rest.get("seed", 0) + replica) % 2**63
-    return {**own, "threads": None if on_gpu else threads, "engine": rest}
+    return {**named, "threads": None if on_gpu else threads, "engine": rest}
 
 
 def _device_in_actor(device: str, on_gpu: bool) -> str:
-    """Ray shows an actor one GPU, as number 0."""
+    """Return the device as an actor sees it: Ray shows each actor one GPU, as number 0."""
     return "cuda:0" if on_gpu else device

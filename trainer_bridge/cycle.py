@@ -1,12 +1,11 @@
-"""The wake-up cycle: trainer and rollout hand the memory of one device back and forth, stage by
-stage.
+"""The wake-up cycle, in which trainer and rollout take turns with the memory of one device.
 
     train  --to_rollout(version)-->  rollout  --to_score(model)-->  score  --to_train()-->  train
                                         |                           |   ^                     ^
                                         |                           '---' to_score(model)     |
                                         '------------------- to_train() ----------------------'
 
-    state    the trainer holds      the rollout holds              who may work
+    state    the trainer holds      the rollout holds              allowed calls
     train    params, optim,         nothing                        update_actor, update_critic,
              critic, critic_optim                                  compute_log_prob, checkpoints
     rollout  nothing                weights, kv_cache, cuda_graph  generate
@@ -14,13 +13,13 @@ stage.
                                                                    reference: compute_ref_log_prob,
                                                                    critic: compute_values
 
-A trainer has critic and reference only where the cycle is told so. Tags that the caller names in
-`resident` stay on the device in every state. Those in `overlap` leave while the rollout generates,
-and come back while the policy scores: their copies run beside work. With `alias` the rollout serves
-the trainer's own pages: `params` stays, aliased in state "rollout", and tag `weights` never has
-memory of its own. Both sides are protocols: the same code drives objects of this process and
-handles on Ray actors. A stage that fails ends the cycle; where weights were being replaced, the
-rollout is poisoned with the reason and serves nothing.
+Critic and reference take part only if the cycle is built with them. Tags in `resident` stay on the
+device in every state. Tags in `overlap` leave while the rollout generates and return while the
+policy scores, so their copies overlap with computation. With `alias` the rollout serves the
+trainer's own pages: `params` stays on the device, aliased in state "rollout", and tag `weights`
+never has memory. Both sides are protocols: the same code drives objects of this process and handles
+on Ray actors. A stage that fails ends the cycle. If it was replacing weights, the rollout is also
+poisoned with the reason and refuses to serve.
 """
 
 import contextlib
@@ -47,10 +46,10 @@ from trainer_bridge.training.batch import SequenceBatch
 
 
 class TrainerProtocol(Protocol):
-    """Learns, scores, and gives its memory and its weights away. The contracts are `Trainer`'s.
+    """A trainer that the cycle can drive, with the contracts of `Trainer`.
 
-    `Cycle` asks for the first five methods alone. Of the others, the last three are for recipes
-    with a reference or a critic.
+    `Cycle` itself calls only the first five methods. Recipes call the remaining ones; the last
+    three are only needed with a reference or a critic.
     """
 
     def empty_cache(self) -> None: ...
@@ -75,7 +74,7 @@ class TrainerProtocol(Protocol):
 
 
 OnStage = Callable[[str, float, float], None]
-"""Called after each stage that succeeded with (name, start, end); times as of `time.time()`."""
+"""Called with (name, start, end) after each stage that succeeded; times are `time.time()`."""
 
 TRANSITIONS = {
     "train": {"to_rollout": "rollout"},
@@ -84,11 +83,43 @@ TRANSITIONS = {
     "failed": {},
 }
 RESIDENT_TAGS = (*TRAINER_TAGS, *TAGS)
-POISONING = ("sync_weights",)  # the weights may be undefined when it fails
+POISONING = ("sync_weights",)  # stages whose failure may leave the weights undefined
 
 
 class Cycle:
-    """Starts in state "train". `state`: see the table above."""
+    """Driver of one trainer and one rollout through the states of the table above.
+
+    The caller owns both sides. A new cycle is in state "train": the trainer holds the memory, and
+    the rollout sleeps.
+
+    Args:
+        trainer: The training side, connected to the rollout (`Trainer.connect`).
+        rollout: The generating side.
+        on_stage: Called after each stage that succeeded.
+        sleep_level: 2 discards the rollout's weights while it sleeps. 1 keeps them in host memory,
+            which the constructor begins to obtain (`Rollout.prepare_sleep`).
+        resident: Tags of either side that stay on the device in every state. The device must have
+            room for them.
+        overlap: Trained tags that leave while the rollout generates. The device must have room for
+            them next to the rollout's weights, and the engine must be `elastic`: its KV cache grows
+            into their memory as they leave. They are reloaded with wait="memory", so computation
+            waits only for the tensors that it reads. Without a critic, optimizer tags return during
+            `compute_log_prob`; with a critic, which scores after the policy, they return later.
+        alias: The rollout serves the trainer's pages, and returns them when it sleeps, at any
+            level. Open the pair with the same value.
+        hand_over: Memory that leaves goes to the tag that the other side of the device maps next,
+            not to the driver; without effect if tags overlap. Both sides must have been introduced
+            (`hand_over_to`); `open_inprocess` and `open_ray` do it.
+        critic: Whether the trainer has a critic.
+        reference: Whether the trainer has a reference.
+
+    Raises:
+        ValueError: `resident` or `overlap` names an unknown tag, or `resident` names `weights`
+            together with `alias`.
+
+    Attributes:
+        state: "train", "rollout", "score" or "failed".
+    """
 
     def __init__(
         self,
@@ -104,21 +135,6 @@ class Cycle:
         critic: bool = False,
         reference: bool = False,
     ) -> None:
-        """sleep_level: 2 discards the rollout's weights while it sleeps, 1 keeps them on the host,
-        whose memory is obtained from here on (`Rollout.prepare_sleep`).
-
-        resident: tags of either side that stay on the device, where there is room for them; a
-        ValueError names an unknown one. overlap: tags that the trainer trains; for a device with
-        room for them beside the rollout's weights, and an engine that is `elastic`, whose KV cache
-        takes their memory as they leave. They are reloaded with wait="memory": work on them waits
-        for what it touches. The optimizer's come back beside `compute_log_prob`, but not with a
-        critic, which scores after it. alias: the rollout serves the trainer's pages,
-        which it gives back when it sleeps, at any level; the pair is opened with the same.
-        hand_over: what leaves goes to what the other side of the device takes next, not to the
-        driver, but with `overlap`; for sides that know each other (`hand_over_to`), as those of
-        `open_inprocess` and `open_ray` do. critic, reference: what the trainer has beside the
-        policy.
-        """
         stays = set(resident)
         if unknown := sorted(stays.difference(RESIDENT_TAGS)):
             raise ValueError(
@@ -136,10 +152,10 @@ class Cycle:
         self._resident = stays | ({PARAMS} if alias else set())
         self._behind = [tag for tag in self._tags if tag in {*overlap} - self._resident]
         self._ahead = [] if critic else [tag for tag in self._behind if tag not in MODELS]
-        self._held = set(self._tags) - {REFERENCE}  # which its trainer offloads when it is made
+        self._held = set(self._tags) - {REFERENCE}  # a new trainer has offloaded its reference
         self._sleeping = [tag for tag in TAGS if tag not in stays]
         self._waking = [tag for tag in self._sleeping if not (alias and tag == WEIGHTS)]
-        # what leaves beside work would be taken before it is needed
+        # Overlapped tags leave while the rollout already generates: too late to hand over.
         self._hand_over = hand_over and not self._behind
         self._trainer = trainer
         self._rollout = rollout
@@ -150,14 +166,21 @@ class Cycle:
             rollout.prepare_sleep()
 
     def to_rollout(self, version: int) -> SyncReceipt:
-        """Hand the memory to the rollout, which then serves the trainer's weights as `version`.
+        """Hand the memory to the rollout, which then serves the trainer's weights.
 
-        The trainer is connected to the rollout (`Trainer.connect`): it speaks with the engines
-        itself.
+        Args:
+            version: Number of these weights, attached to every token generated with them.
+
+        Returns:
+            The receipt of the weight sync.
+
+        Raises:
+            StateError: The cycle is not in state "train".
+            CycleError: A stage failed. The cycle is over.
         """
         after = self._enter("to_rollout")
         left = self._offload_all_but([PARAMS, *self._behind], into=next(iter(self._waking), None))
-        # nothing of the trainer's, but what training left in torch's cache
+        # `offload` empties torch's cache; without it the cache still holds memory of training.
         if self._waking and not left:
             with self._stage("empty_cache"):
                 self._trainer.empty_cache()
@@ -167,12 +190,12 @@ class Cycle:
         with self._stage("sync_weights"):
             write = self._trainer.alias_weights if self._alias else self._trainer.sync_weights
             committed = write(version)
-        # Params, which must stay until all engines have committed what they hold.
+        # The parameters had to stay until all engines committed them.
         rest = [tag for tag in self._waking if tag != WEIGHTS]
         self._offload_all_but(self._behind, into=next(iter(rest), None))
         leaving = [tag for tag in self._behind if tag in self._held]
         with self._stage("wake_kv_cache"):
-            # a rollout of the caller's own need not know of parts
+            # Pass `partly` only when it is needed, so that custom rollouts need not accept it.
             partly = {"partly": True} if leaving else {}
             self._rollout.wake_up([KV_CACHE, CUDA_GRAPH], **partly)
         if leaving:
@@ -183,11 +206,16 @@ class Cycle:
         return committed
 
     def prefetch(self) -> None:
-        """Begin to bring back what the policy scores with, if it leaves beside work: behind what
-        leaves, as soon as the device has room for it beside the answers, else in `to_score`. The
-        rollout gives memory back as its last requests end.
+        """Begin to reload overlapped parameters while the rollout finishes its last requests.
 
-        For state "rollout", when the last answers before the scores are asked for.
+        Call it in state "rollout", before the last answers of the round are requested. From then on
+        the rollout shrinks its KV pool as requests end. The parameters return behind tags that are
+        still leaving, as soon as the device has room, and in `to_score` at the latest. Without
+        overlapped parameters the call does nothing.
+
+        Raises:
+            StateError: The cycle is not in state "rollout".
+            CycleError: The stage failed. The cycle is over.
         """
         if self.state != "rollout":
             raise StateError(f'prefetch() in state {self.state!r}: it is for state "rollout"')
@@ -197,25 +225,36 @@ class Cycle:
                 self._trainer.reload(PARAMS, wait=False)
 
     def to_score(self, model: str = PARAMS) -> None:
-        """Take the memory back, as far as one model needs it to score: `params` (the policy),
-        `reference`, `critic`.
+        """Return to the trainer the memory that one model needs to score.
 
-        Called again it exchanges the model for the next one. A ValueError names one that there is
-        not.
+        A later call exchanges the model for another one.
+
+        Args:
+            model: "params" (the policy), "reference" or "critic".
+
+        Raises:
+            ValueError: The cycle has no such model. Nothing has changed.
+            StateError: The cycle is in state "train" or "failed".
+            CycleError: A stage failed. The cycle is over.
         """
-        if model not in (known := [tag for tag in MODELS if tag in self._tags]):
-            raise ValueError(f"to_score({model!r}): no such model here; known: {', '.join(known)}")
+        if model not in (models := [tag for tag in MODELS if tag in self._tags]):
+            raise ValueError(f"to_score({model!r}): no such model here; known: {', '.join(models)}")
         self._take("to_score", [model])
-        if model == PARAMS and (back := [tag for tag in self._ahead if tag not in self._held]):
+        if model == PARAMS and (returning := [tag for tag in self._ahead if tag not in self._held]):
             with self._stage("prefetch"):
-                self._trainer.reload(*back, wait=False)
+                self._trainer.reload(*returning, wait=False)
 
     def to_train(self) -> None:
-        """Take all the memory back."""
+        """Return to the trainer all memory that it trains with.
+
+        Raises:
+            StateError: The cycle is in state "train" or "failed".
+            CycleError: A stage failed. The cycle is over.
+        """
         self._take("to_train", [tag for tag in self._tags if tag in TRAINED])
 
     def _take(self, verb: str, tags: Sequence[str]) -> None:
-        """Have the trainer hold these tags, and what is kept."""
+        """Move memory until the trainer has exactly `tags` and its resident tags."""
         before, after = self.state, self._enter(verb)
         if before == "rollout":
             with self._stage("sleep"):
@@ -231,7 +270,12 @@ class Cycle:
         self.state = after
 
     def _offload_all_but(self, tags: Sequence[str], into: str | None = None) -> list[str]:
-        """Return the tags that left. into: the rollout's tag that wakes up next."""
+        """Offload the tags that are neither resident nor in `tags`, and return them.
+
+        Args:
+            tags: Tags that stay.
+            into: The rollout's tag that wakes up next and receives the memory.
+        """
         leaving = [tag for tag in self._tags if tag in self._held - self._resident.union(tags)]
         for tag in leaving:
             with self._stage(f"offload_{tag}"):
@@ -244,7 +288,7 @@ class Cycle:
         return {"into": tag} if self._hand_over and tag else {}
 
     def _enter(self, verb: str) -> str:
-        """Return the state after `verb`; StateError if it is not legal now."""
+        """Return the state after `verb`, or raise a StateError if `verb` is not legal now."""
         legal = TRANSITIONS[self.state]
         if verb not in legal:
             why = ""
@@ -265,7 +309,7 @@ class Cycle:
             if name in POISONING:
                 self._poison(self._failure)
             if not isinstance(cause, Exception):
-                raise  # an interrupt stays what it is
+                raise  # let KeyboardInterrupt and SystemExit pass unwrapped
             raise self._failure from cause
         if self._on_stage is not None:
             self._on_stage(name, start, time.time())
@@ -273,6 +317,6 @@ class Cycle:
     def _poison(self, failure: CycleError) -> None:
         try:
             self._rollout.abort_update(str(failure))
-        # the rollout may be what died; the first failure is the one to report
+        # The rollout itself may have died; report the first failure.
         except Exception as error:
-            failure.add_note(f"the rollout could not be told: {type(error).__name__}: {error}")
+            failure.add_note(f"could not poison the rollout: {type(error).__name__}: {error}")

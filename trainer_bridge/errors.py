@@ -1,4 +1,4 @@
-"""Errors of the wake-up cycle and of the actors it drives; users' mistakes are ValueError."""
+"""Errors of the wake-up cycle and of the actors it drives. A user's mistake is a ValueError."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,18 +6,17 @@ Shape = tuple[int, ...]
 
 
 class CycleError(RuntimeError):
-    """A stage of the cycle failed; the cycle cannot go on and the engine serves no undefined
-    weights.
+    """Error of a failed stage, which ends the cycle; no engine serves undefined weights.
 
     Attributes:
-        stage: name of the stage, as given to `on_stage`.
-        cause: what the stage raised.
+        stage: Name of the stage, as passed to `on_stage`.
+        cause: Exception that the stage raised.
     """
 
     def __init__(self, stage: str, cause: BaseException) -> None:
         text = " ".join(str(cause).split())
-        what = f"{type(cause).__name__}: {text}" if text else repr(cause)
-        super().__init__(f"stage {stage!r} failed: {what}")
+        description = f"{type(cause).__name__}: {text}" if text else repr(cause)
+        super().__init__(f"stage {stage!r} failed: {description}")
         self.stage = stage
         self.cause = cause
 
@@ -26,7 +25,13 @@ class CycleError(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """A Ray actor did not answer; `actor` and `method` say which and what it was asked."""
+    """Error of a call that a Ray actor did not answer.
+
+    Attributes:
+        actor: Name of the actor, such as `trainer[1]`.
+        method: Name of the method.
+        reason: What happened, as a predicate of the actor in the text.
+    """
 
     def __init__(self, actor: str, method: str, reason: str) -> None:
         super().__init__(f"the {actor} actor {reason} in {method}()")
@@ -39,19 +44,22 @@ class ActorError(RuntimeError):
 
 
 class ActorDied(ActorError):
-    """The actor's process is gone (killed, out of memory, crashed)."""
+    """Error of a call to an actor whose process is gone: killed, out of memory or crashed."""
 
 
 class ActorTimeout(ActorError):
-    """The actor's process may be alive, but gave no answer in time."""
+    """Error of a call that an actor did not answer in time; its process may be alive."""
 
 
 class RankFailed(RuntimeError):
-    """One actor of several raised what the others did not; they may still wait for it, so start all
-    anew.
+    """Error of a call that failed on some actors, but not on all.
+
+    Other ranks may still be waiting for the failed one: restart all of them.
 
     Attributes:
-        actor: like `trainer[1]`; method: what it was asked; error: what it raised.
+        actor: Name of the actor, such as `trainer[1]`.
+        method: Name of the method.
+        error: Exception that the actor raised.
     """
 
     def __init__(self, actor: str, method: str, error: Exception) -> None:
@@ -65,15 +73,20 @@ class RankFailed(RuntimeError):
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank failed in what all ranks do together; the text names it and its error."""
+    """Error of a collective operation that failed on another rank, which the text names."""
 
 
 class OtherWeights(ValueError):
-    """A checkpoint is of a run that began with other weights than this trainer; see the text."""
+    """Error of loading a checkpoint whose run started from other weights than this trainer."""
 
 
 class SyncError(RuntimeError):
-    """A weight sync ended on all ranks: in `stage`, for `reason`, which names rank and error."""
+    """Error of a weight sync, which has ended on all ranks.
+
+    Attributes:
+        stage: Stage in which it ended.
+        reason: Text that names the failed rank and its error.
+    """
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(f"the weight sync failed in stage {stage!r}: {reason}")
@@ -85,16 +98,16 @@ class SyncError(RuntimeError):
 
 
 def listed(problems: Sequence[str], limit: int = 20) -> str:
-    """Return the problems in one text; of very many the first, and how many more there are."""
+    """Join the first `limit` problems to one text that ends with the number of omitted ones."""
     more = f" and {len(problems) - limit} more" if len(problems) > limit else ""
     return f"{'; '.join(problems[:limit])}{more}"
 
 
-def misfits(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> list[str]:
-    """List every name that is missing, unknown or of another shape than the model has."""
-    problems = [f"missing {name}" for name in wanted.keys() - found.keys()]
-    problems += [f"unknown {name}" for name in found.keys() - wanted.keys()]
-    for name in wanted.keys() & found.keys():
-        if found[name] != wanted[name]:
-            problems.append(f"{name} has shape {found[name]}, the model {wanted[name]}")
+def misfits(wanted: Mapping[str, Shape], given: Mapping[str, Shape]) -> list[str]:
+    """List the names that `given` lacks, adds or has with a shape other than in `wanted`."""
+    problems = [f"missing {name}" for name in wanted.keys() - given.keys()]
+    problems += [f"unknown {name}" for name in given.keys() - wanted.keys()]
+    for name in wanted.keys() & given.keys():
+        if given[name] != wanted[name]:
+            problems.append(f"{name} has shape {given[name]}, the model {wanted[name]}")
     return sorted(problems)

@@ -1,6 +1,4 @@
-"""Tracks which of a trainer's tags have memory, and how much host memory they take when
-offloaded.
-"""
+"""Offload and reload of a trainer's tags, and the host memory that offloaded tags take."""
 
 import contextlib
 import threading
@@ -25,11 +23,11 @@ from trainer_bridge.tags import CRITIC, CRITIC_OPTIM, OPTIM, PARAMS, REFERENCE
 from trainer_bridge.training.device import ALIGN
 from trainer_bridge.training.model import meta_model
 
-# Seconds that memory which has just been given back is left to others: an engine that waits for
-# more looks every 20 ms, and what comes back early is only a gain where it does not. Then, seconds
-# between two looks whether there is room.
-_OTHERS_TURN, _LOOK = 0.1, 0.1
-_SPARE = 1 << 30  # bytes of a GPU that what comes back early leaves to the steps of others
+# A prefetch leaves memory that has just become free to the engine for this many seconds: an engine
+# that waits for memory polls every 20 ms, and taking memory away from it would gain nothing.
+_ENGINE_TURN = 0.1
+_POLL = 0.1  # seconds between two checks for room, or for interrupts
+_SPARE = 1 << 30  # bytes of a GPU that a prefetch leaves free for the engine's steps
 
 Version = Callable[[], Hashable]
 Wait = bool | Literal["memory"]
@@ -37,9 +35,15 @@ Wait = bool | Literal["memory"]
 
 @dataclass(frozen=True)
 class _Overlapped:
-    """A pause or resume beside other work. before: what was offloaded then. behind: what comes
-    first. done: when its memory is there, with what brings the content. awaited: somebody waits for
-    it.
+    """A pause or resume that runs on the offloader's thread.
+
+    Attributes:
+        tags: Tags of the trainer that it moves.
+        before: Tags that were offloaded when it began.
+        behind: Earlier transfers that must end first.
+        done: Ends when the pause is complete, or when a resume has memory; a resume's result is its
+            `Prefetch`.
+        awaited: Set as soon as a caller waits for the transfer.
     """
 
     tags: tuple[str, ...]
@@ -50,23 +54,23 @@ class _Overlapped:
 
 
 class Offloader:
-    """Pauses and resumes tags.
+    """The state of a trainer's tags, and the transfers that move them; owned by the trainer.
 
-    A tag with a version is offloaded without a copy where its content is still of the version that
-    was offloaded last. What was begun beside other work counts as done, one after the other, and
-    whoever needs one of its tags waits for it. A begun offload copies always, also what has not
-    changed.
+    A tag with a version is offloaded without a copy if its content still has the version that was
+    offloaded last. Overlapped transfers run in order on one thread, and their tags count as moved
+    as soon as they begin: a call that needs one of these tags waits. An overlapped offload always
+    copies, even unchanged content.
     """
 
     def __init__(self, saver: MemorySaver) -> None:
-        self.order: Callable[[], Sequence[Tensor]] = tuple  # in which content is to come back
+        self.order: Callable[[], Sequence[Tensor]] = tuple  # tensors in the order of their reload
         self._prefetching: list[tuple[tuple[str, ...], Prefetch]] = []
         self._saver = saver
         self._watch = ContentWatch(saver)
         self._tags: dict[str, Version | None] = {}
         self._memory_of: dict[str, tuple[str, ...]] = {}
         self._offloaded: set[str] = set()
-        self._pinned: set[str] = set()  # tags that there is host memory for
+        self._pinned: set[str] = set()  # tags whose copies have pinned host memory
         self._begun: list[_Overlapped] = []
         self._thread = ThreadPoolExecutor(1, "trainer-offloading", saver.backend.bind_thread)
 
@@ -74,29 +78,36 @@ class Offloader:
         self,
         tag: str,
         version: Version | None = None,
-        beside: tuple[str, ...] = (),
+        companions: tuple[str, ...] = (),
         empty: bool = False,
     ) -> None:
-        """Add a tag that has memory now. version: says what its content is called; None: it always
-        changes. beside: tags that always change and go with it. empty: the tag has no memory, and
-        is offloaded and reloaded in name only.
+        """Add a tag that has memory now.
+
+        Args:
+            tag: Name of the tag.
+            version: Returns the version of the tag's content; None if the content always changes.
+            companions: Tags of the saver that move together with it, and always change.
+            empty: The tag has no memory, and is offloaded and reloaded in name only.
         """
         self._tags[tag] = version
-        self._memory_of[tag] = beside if empty else (tag, *beside)
+        self._memory_of[tag] = companions if empty else (tag, *companions)
         self.note(*self._memory_of[tag])
 
     def note(self, *memory: str) -> None:
-        """Take the content of these tags of the saver, as far as the trainer has them, as known."""
+        """Mark the content of these saver tags as defined; tags of other owners are ignored."""
         self._watch.note(*[name for name in self._memory(tuple(self._tags)) if name in memory])
 
     def offload(
         self, *tags: str, wait: bool = True, into: str | None = None, peer: PeerSaver | None = None
     ) -> None:
-        """Move the tags (none: all) to the host and free their memory, into this tag of the
-        peer's, the engine of this device, as far as it needs it.
+        """Move tags to the host and free their memory.
 
-        wait: False begins to copy and returns; their memory is freed when the copy is there, and
-        until then they must not be written.
+        Args:
+            *tags: Tags to offload; all if empty.
+            wait: False returns as soon as the copies have begun. Memory is freed when they are
+                complete; until then the tags must not be written.
+            into: Tag of `peer` that takes the memory over, as far as it needs it.
+            peer: The engine of this device.
         """
         self._end_begun()
         self.await_content()
@@ -107,24 +118,28 @@ class Offloader:
             for tag in chosen:
                 if (version := self._tags[tag]) is not None and tag not in before:
                     saver.mark_clean(tag, version())
-            if memory := self._memory(chosen):  # of none the saver would pause all
+            if memory := self._memory(chosen):  # without tags the saver would pause all
                 with handing_over(saver, peer, into) as release:
                     saver.pause(*memory, content="host", release=release)
         else:
             memory = self._memory([tag for tag in chosen if tag not in before])
-            saver.backend.synchronize()  # what still writes the tags
+            saver.backend.synchronize()  # queued kernels may still write the tags
             fresh, self._pinned = set(memory) - self._pinned, self._pinned | set(memory)
             done = self._thread.submit(_move_out, saver, memory, fresh)
             self._begun.append(_Overlapped(chosen, before, done=done))
         self._offloaded |= set(chosen)
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
-        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
-        changes nothing.
+        """Reload tags, bit-identical and at the same addresses.
 
-        wait: False returns at once, and they come behind what was begun before, as soon as there is
-        room; where there is none until somebody waits for them, the tags stay offloaded. "memory"
-        returns when they have memory; what touches their content waits for that (`await_content`).
+        Nothing changes if memory is missing.
+
+        Args:
+            *tags: Tags to reload; all if empty.
+            wait: False returns immediately. The tags return behind earlier transfers, as soon as
+                there is room; if there is still no room when a caller waits for them, they stay
+                offloaded. "memory" returns when the tags have memory; a reader of their content
+                calls `await_content`.
         """
         if wait:
             self._end_begun()
@@ -132,20 +147,20 @@ class Offloader:
             self.await_content()
         chosen, saver = self._chosen(tags), self._saver
         if memory := self._memory(chosen):
-            if wait is True:  # of none the saver would resume all
+            if wait is True:  # without tags the saver would resume all
                 saver.resume(*memory)
             elif wait:
-                back = tuple(tag for tag in chosen if self._is_offloaded(tag))
-                if memory := self._memory(back):
+                paused = tuple(tag for tag in chosen if self._is_offloaded(tag))
+                if memory := self._memory(paused):
                     self._prefetching.append(
-                        (back, saver.begin_resume(*memory, order=self.order()))
+                        (paused, saver.begin_resume(*memory, order=self.order()))
                     )
             else:
                 held = saver.report(others=False).tags
                 needed = sum(held[tag].live_bytes for tag in memory)
                 needed += _SPARE if saver.device.type == "cuda" else 0
-                first = _OTHERS_TURN if self._begun else 0.0
-                behind = tuple(each.done for each in self._begun)
+                first = _ENGINE_TURN if self._begun else 0.0
+                behind = tuple(transfer.done for transfer in self._begun)
                 begun = _Overlapped(chosen, frozenset(self._offloaded), behind)
                 self._thread.submit(self._prefetch, saver, begun, memory, needed, first)
                 self._begun.append(begun)
@@ -154,60 +169,68 @@ class Offloader:
     def await_content(
         self, tensors: Sequence[Tensor] | None = None, streams: Sequence[torch.cuda.Stream] = ()
     ) -> None:
-        """Wait for the content of these tensors (None: all) of tags that have memory; see
-        `Prefetch.wait`. Tags whose content does not come are offloaded as before.
+        """Wait for the content of tensors whose tags have memory; see `Prefetch.wait`.
+
+        If a copy fails, its tags count as offloaded again.
+
+        Args:
+            tensors: Tensors to wait for; None for all.
+            streams: Streams of a GPU that wait in place of the caller.
         """
-        for each in tuple(self._prefetching):
-            tags, prefetch = each
+        for pending in tuple(self._prefetching):
+            tags, prefetch = pending
             try:
                 prefetch.wait(tensors, streams)
             except BackendError:
-                self._prefetching.remove(each)
+                self._prefetching.remove(pending)
                 self._offloaded.update(tags)
                 raise
             if tensors is None:
-                self._prefetching.remove(each)
+                self._prefetching.remove(pending)
 
-    @held()  # an interrupt in the middle of a look would leave a future locked
+    @held()  # an interrupt inside of `wait` would leave a future locked
     def _end_begun(self) -> None:
-        """Wait for the copies out of what was begun, and for the memory of what comes back."""
+        """Wait until begun offloads are complete and begun reloads have memory; raise errors."""
         if self._begun:
             self._saver.backend.require_own_process()  # the thread is not there in a forked child
-        for each in self._begun:
-            each.awaited.set()
-        while wait([each.done for each in self._begun], _LOOK).not_done:
-            deliver()  # which leaves it begun
-        for each in tuple(self._begun):
-            if (error := each.done.exception()) is None:
-                if (prefetch := each.done.result()) is not None:
-                    self._prefetching.append((each.tags, prefetch))
-                self._begun.remove(each)
+        for transfer in self._begun:
+            transfer.awaited.set()
+        while wait([transfer.done for transfer in self._begun], _POLL).not_done:
+            deliver()  # raises pending interrupts; the transfers stay begun
+        for transfer in tuple(self._begun):
+            if (error := transfer.done.exception()) is None:
+                if (prefetch := transfer.done.result()) is not None:
+                    self._prefetching.append((transfer.tags, prefetch))
+                self._begun.remove(transfer)
                 continue
-            self._offloaded = self._offloaded.difference(each.tags) | each.before.intersection(
-                each.tags
-            )
-            # a pause may have come before what failed
-            self._offloaded.update(filter(self._is_offloaded, each.tags))
-            self._begun.remove(each)
+            before = transfer.before.intersection(transfer.tags)
+            self._offloaded = self._offloaded.difference(transfer.tags) | before
+            # Some tags may have been paused before the failure.
+            self._offloaded.update(filter(self._is_offloaded, transfer.tags))
+            self._begun.remove(transfer)
             short = isinstance(error, OutOfMemory) and not isinstance(error, HostMemoryError)
-            if not (short and each.before.issuperset(each.tags)):  # a reload may be tried again
+            # A reload that lacked memory can be tried again.
+            if not (short and transfer.before.issuperset(transfer.tags)):
                 raise error
 
     def close(self) -> None:
-        """Wait for what was begun, whatever becomes of it; nothing can be begun any more."""
+        """Wait for begun transfers, ignoring their errors, and refuse new ones."""
         self._thread.shutdown()
 
     def require(
         self, method: str, *tags: str, prefetching: bool = False, undefined: bool = False
     ) -> None:
-        """Raise a StateError if one of these is offloaded, or others have discarded its content and
-        it may not be `undefined`; a tag that the trainer has not got is none of its business.
+        """Require that tags have memory and defined content, or raise a StateError.
 
-        Waits for all of their content, but if it may be `prefetching`: who touches it waits then.
+        Args:
+            method: Method that needs the tags, for the text.
+            *tags: Tags; names that the trainer does not have are ignored.
+            prefetching: Do not wait for the content: readers of it wait.
+            undefined: Accept content that another user of the saver has discarded.
         """
-        if any(set(tags) & set(each.tags) for each in self._begun):
+        if any(set(tags) & set(transfer.tags) for transfer in self._begun):
             self._end_begun()
-        if not prefetching and any(set(tags) & set(back) for back, _ in self._prefetching):
+        if not prefetching and any(set(tags) & set(pending) for pending, _ in self._prefetching):
             self.await_content()
         for tag in [tag for tag in tags if tag in self._tags]:
             if self._is_offloaded(tag):
@@ -219,24 +242,32 @@ class Offloader:
             if not undefined and (lost := self._watch.lost(*self._memory_of[tag])):
                 raise StateError(
                     f"{method}() needs tag {tag!r}: {lost_by_others(lost, 'trainer')}; "
-                    "call load_checkpoint(), or make the trainer anew"
+                    "call load_checkpoint(), or create a new trainer"
                 )
 
     def _is_offloaded(self, tag: str) -> bool:
-        """Return whether the tag counts as offloaded, or is paused in truth."""
+        """Return whether the tag counts as offloaded, or the saver has paused its memory."""
         return tag in self._offloaded or any(map(self._saver.is_paused, self._memory_of[tag]))
 
     def _prefetch(
         self, saver: MemorySaver, begun: _Overlapped, tags: Sequence[str], needed: int, pause: float
     ) -> None:
-        """Resume the tags where there is room; else looks again, until somebody waits for them."""
+        """Resume tags as soon as there is room, and poll for room until a caller waits for them.
+
+        Args:
+            saver: The trainer's saver.
+            begun: The transfer whose future gets the result.
+            tags: Tags of the saver.
+            needed: Free bytes of the device to wait for.
+            pause: Seconds to wait before looking.
+        """
         try:
-            awaited, due = begun.awaited.wait(pause), all(each.done() for each in begun.behind)
+            awaited, due = begun.awaited.wait(pause), all(future.done() for future in begun.behind)
             if due and (awaited or saver.free_bytes >= needed):
                 with contextlib.nullcontext() if awaited else contextlib.suppress(OutOfMemory):
                     return begun.done.set_result(saver.begin_resume(*tags, order=self.order()))
-            # not a loop: at the end of Python, or of the trainer, no more work is taken
-            self._thread.submit(self._prefetch, saver, begun, tags, needed, _LOOK)
+            # Resubmit rather than loop: the pool refuses work once Python or the trainer ends.
+            self._thread.submit(self._prefetch, saver, begun, tags, needed, _POLL)
         except BaseException as error:
             begun.done.set_exception(error)
 
@@ -253,9 +284,10 @@ class Offloader:
 
 
 def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -> None:
-    """Pause each tag as soon as its copy is there; between the calls others find the saver free.
+    """Copy all tags to the host, and pause each tag when its copy is complete.
 
-    Nothing is queued that concerns the tags, and nobody writes them meanwhile.
+    The saver is free for other callers between the calls. The caller guarantees that no kernel
+    that uses the tags is queued, and that the tags are not written.
     """
     _pin(saver, fresh)
     copies = [saver.save(tag, ("begun", time.monotonic_ns())) for tag in tags]
@@ -266,23 +298,37 @@ def _move_out(saver: MemorySaver, tags: Sequence[str], fresh: Collection[str]) -
 
 
 def _pin(saver: MemorySaver, tags: Collection[str]) -> None:
-    """Pin beforehand what copies of these tags take: a save would hold the saver for seconds."""
+    """Pin the host memory for copies of tags: in `save` this would block the saver for seconds."""
     held = saver.report(others=False).tags
     arena = saver.pinned_arena
     arena.give(arena.take(sum(held[tag].live_bytes for tag in tags)))
 
 
 def reserve_offload(config: TrainerConfig, ranks: int, saver: MemorySaver) -> None:
-    """Begin to obtain the host memory that one of `ranks` ranks offloads `config.leaving` in,
-    beside what comes next. Nothing more where that was begun before.
+    """Begin to obtain the host memory in which a rank offloads `config.leaving`.
+
+    The memory is obtained in the background. A second call adds nothing.
+
+    Args:
+        config: Configuration of the trainer.
+        ranks: Number of ranks that shard the model.
+        saver: The rank's saver.
     """
     if sizes := offloaded_bytes(config, ranks):
         saver.reserve_host(sizes)
 
 
 def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
-    """Return the host bytes that copies of `config.leaving` take on one of `ranks` ranks, by tag,
-    from the model's config.json alone. The critic is taken for as large as the policy.
+    """Compute the host bytes that copies of `config.leaving` take on one rank.
+
+    The sizes come from the model's config.json alone. The critic counts as large as the policy.
+
+    Args:
+        config: Configuration of the trainer.
+        ranks: Number of ranks that shard the model.
+
+    Returns:
+        Bytes by tag.
     """
     if not config.leaving:
         return {}
@@ -300,7 +346,13 @@ def offloaded_bytes(config: TrainerConfig, ranks: int) -> dict[str, int]:
 
 
 def _held(params: Iterable[nn.Parameter], ranks: int, itemsize: int | None = None) -> int:
-    """Return the bytes of a rank's rows. itemsize: of an element; None: as the model has it."""
+    """Compute the bytes of a rank's rows of `params`.
+
+    Args:
+        params: Whole parameters.
+        ranks: Number of ranks that shard them by rows.
+        itemsize: Bytes of an element; None for each parameter's own.
+    """
     total = 0
     for param in params:
         rows = -(-param.shape[0] // ranks)

@@ -1,4 +1,4 @@
-"""The tags of a trainer's memory."""
+"""Names of the tags of a trainer's memory."""
 
 PARAMS = "params"
 OPTIM = "optim"
@@ -7,8 +7,8 @@ CRITIC_OPTIM = "critic_optim"
 REFERENCE = "reference"
 TRAINER_TAGS = (PARAMS, OPTIM, CRITIC, CRITIC_OPTIM, REFERENCE)
 TRAINED = (PARAMS, OPTIM, CRITIC, CRITIC_OPTIM)
-"""What learning needs."""
+"""Tags that training needs."""
 MODELS = (PARAMS, REFERENCE, CRITIC)
-"""Each scores alone: the policy, the policy as it was, the critic."""
+"""Tags of models that score, one at a time: the policy, the reference, the critic."""
 
-ADAPTERS = "adapters"  # of LoRA; offloaded and reloaded with `params`, which then never changes
+ADAPTERS = "adapters"  # LoRA; offloaded and reloaded with `params`, which then never changes

@@ -1,4 +1,4 @@
-"""The policy that learns: an FSDP2 model and its optimizer, on memory that can be offloaded."""
+"""The trainer: an FSDP2 policy and its optimizer, on memory that can be offloaded."""
 
 import contextlib
 import dataclasses
@@ -54,23 +54,38 @@ from trainer_bridge.training.optimizer import (
 
 
 class Trainer(SaverSide):
-    """Scores sequences, learns from them, and writes its weights into a rollout's memory.
+    """A policy that scores sequences, learns from them, and writes its weights into a rollout.
 
-    Parameters lie on tag `params`, the optimizer's moments on tag `optim`, both with content host;
-    gradients, activations and unsharded layers are torch's own memory. With `config.critic` a
-    critic lies on `critic` and `critic_optim`; with `config.reference` the first weights lie on
-    `reference`, which is offloaded until somebody reloads it.
+    Parameters are on tag `params` and the optimizer's moments on tag `optim`. Both move to the host
+    when they are offloaded. Gradients, activations and unsharded layers use torch's own memory.
+    With `config.critic` a critic is on `critic` and `critic_optim`. With `config.reference` the
+    initial weights are on `reference`, which stays offloaded until it is reloaded.
 
-    With `config.optimizer_offload` nothing is on `optim`: moments, and masters of more precision
-    than the parameters, lie on the host for good (`StreamedAdamW`). An update that is interrupted
-    leaves a mixture there, which every call but `load_checkpoint` then refuses.
+    With `config.optimizer_offload` tag `optim` is empty. Moments and fp32 masters of the parameters
+    stay on the host (`StreamedAdamW`). An interrupted update leaves them at different steps, and
+    every method except `load_checkpoint` then refuses to use them.
 
-    With `config.lora` adapters are trained alone. They lie on tag `adapters`, offloaded and
-    reloaded with `params`. That is frozen then: it is copied to the host once, and later pauses
-    compare a digest. It is the reference, too.
+    With `config.lora` only adapters are trained. They are on tag `adapters`, which is offloaded and
+    reloaded with `params`. The frozen `params` are copied to the host once; later pauses compare a
+    digest. They are the reference, too.
 
-    With several ranks (a process group made by the caller) every rank calls every method with the
-    same arguments: each computes its share of the sequences, all get the whole answer.
+    With several ranks (the process group belongs to the caller) every rank calls every method with
+    the same arguments. Each rank computes its share of the sequences, and all ranks get the whole
+    result. Calls from several threads must not overlap.
+
+    Args:
+        config: Configuration, kept as attribute `config`.
+        saver: Saver of the tags, which the caller closes; None creates one.
+        shard_dims: Dimension by which to shard a parameter, by name, as from `aligned_dims`. Other
+            parameters are sharded by dimension 0.
+        layout: Manifest of the rollout that `alias_weights` is for. Parameters are laid out on tag
+            `params` like the rollout's weights. Only for one rank, without adapters, and with the
+            rollout's dtypes.
+        runtime: Device and process group to use in place of `config.device` and this process's
+            default group.
+
+    Raises:
+        ValueError: The configuration does not fit the model, or the model does not fit `layout`.
     """
 
     def __init__(
@@ -82,17 +97,6 @@ class Trainer(SaverSide):
         layout: Manifest | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        """saver: None makes one.
-
-        shard_dims: see `aligned_dims`; a parameter that is not named is sharded by its first
-        dimension.
-
-        layout: of the rollout that `alias_weights` is for: parameters lie on tag `params` as its
-        weights do. One rank, whole parameters of the same dtypes; a ValueError says
-        what is not so.
-
-        runtime: in place of the device that `config` names and of this process's default group.
-        """
         self.config = config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -104,14 +108,14 @@ class Trainer(SaverSide):
             undo.callback(runtime.close)
             if layout is not None and (runtime.world > 1 or config.lora):
                 rule = "layout is for one rank, without TrainerConfig.lora"
-                raise ValueError(f"{rule}; leave it away, and sync by copies")
+                raise ValueError(f"{rule}; omit it, and sync by copies")
             self._offloader = Offloader(saver)
             reserve_offload(config, runtime.world, saver)
             self.reference = self._first_weights()
             self.model = build_model(config, runtime, saver, shard_dims, layout)
             if config.router_aux_loss_coef and not balanced_routers(self.model):
-                rule = "is of a mixture of experts that has this loss, and this model is none"
-                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; leave it 0")
+                rule = "needs a mixture of experts with this loss, which this model is not"
+                raise ValueError(f"TrainerConfig.router_aux_loss_coef {rule}; set it to 0")
             self.optimizer = build_optimizer(
                 list(trained_params(self.model).values()), config, runtime, saver
             )
@@ -135,9 +139,21 @@ class Trainer(SaverSide):
             undo.pop_all()
 
     def compute_log_prob(self, batch: SequenceBatch, *, base: bool = False) -> list[list[float]]:
-        """Return log_softmax(logits / temperature)[token] in fp32 of every response token.
+        """Compute the policy's log-probability of every response token.
 
-        base: of the frozen model, without adapters.
+        Needs tag `params` reloaded.
+
+        Args:
+            batch: Sequences; their `temperature` divides the logits.
+            base: Score with the frozen base model, without adapters.
+
+        Returns:
+            log_softmax(logits / temperature)[token], computed in fp32, per sequence and response
+            token.
+
+        Raises:
+            ValueError: `base` is set, but the trainer has no adapters.
+            StateError: Tag `params` is offloaded, or its content is lost.
         """
         if base and self._adapters is None:
             rule = "needs TrainerConfig.lora: all parameters are trained here"
@@ -147,34 +163,83 @@ class Trainer(SaverSide):
             return self._logprobs(self.model, batch)
 
     def compute_ref_log_prob(self, batch: SequenceBatch) -> list[list[float]]:
-        """Return `compute_log_prob` by the weights before the first update; needs tag `reference`
-        reloaded, with adapters `params`.
+        """Compute the reference's log-probability of every response token.
+
+        Needs tag `reference` reloaded; with adapters, `params`.
+
+        Args:
+            batch: Sequences to score.
+
+        Returns:
+            Values as of `compute_log_prob`, with the weights before the first update.
+
+        Raises:
+            StateError: The trainer has no reference, or the tag is offloaded.
         """
         if self._adapters is not None and self.config.reference:
             return self.compute_log_prob(batch, base=True)
         if self.reference is None:
             raise StateError(
-                "compute_ref_log_prob() has no reference; make the trainer with reference=True"
+                "compute_ref_log_prob() has no reference; create the trainer with reference=True"
             )
         self._require("compute_ref_log_prob", REFERENCE)
         return self._logprobs(self.reference, batch)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """Return the critic's value per response token (`Critic`); needs tag `critic` reloaded."""
+        """Compute the critic's value of every response token (`Critic`).
+
+        Needs tag `critic` reloaded.
+
+        Args:
+            batch: Sequences to score.
+
+        Returns:
+            fp32 values per sequence and response token.
+
+        Raises:
+            StateError: The trainer has no critic, or the tag is offloaded.
+        """
         return self._critic("compute_values", CRITIC).compute_values(batch)
 
     def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-        """Make one AdamW step of the critic; see `Critic.update`."""
+        """Run one AdamW step of the critic; see `Critic.update`.
+
+        Needs tags `critic` and `critic_optim` reloaded.
+
+        Args:
+            batch: Sequences with `values` and `returns`.
+
+        Returns:
+            value_loss, value_clip_fraction, critic_grad_norm (before clipping) and
+            critic_learning_rate.
+
+        Raises:
+            StateError: The trainer has no critic, or a tag is offloaded.
+            ValueError: The batch lacks a field.
+            FloatingPointError: A gradient is not finite. Nothing has changed.
+        """
         return self._critic("update_critic", CRITIC, CRITIC_OPTIM).update(batch)
 
     def update_actor(self, batch: SequenceBatch) -> dict[str, float]:
-        """Make one AdamW step on the clipped policy-gradient loss, the mean over all response
-        tokens of the batch, plus `kl_loss_coef` times the KL divergence from the reference
-        (`kl_k3`, whose mean is estimated from these tokens), plus `router_aux_loss_coef` times the
-        load-balance loss of each micro batch, by its share of these tokens.
+        """Run one AdamW step of the policy.
 
-        Returns loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy, learning_rate,
-        tokens. A gradient that is not finite raises a FloatingPointError and changes nothing.
+        The loss is the clipped policy-gradient loss, averaged over all response tokens of the
+        batch. `kl_loss_coef` times the KL divergence from the reference is added (`kl_k3`, averaged
+        over the same tokens), and `router_aux_loss_coef` times the load-balance loss of each micro
+        batch, weighted by its share of these tokens. Needs tags `params` and `optim` reloaded.
+
+        Args:
+            batch: Sequences with `old_logprobs` and `advantages`, and with `ref_logprobs` if the
+                loss has a KL term.
+
+        Returns:
+            loss, grad_norm (before clipping), clip_fraction, approx_kl, entropy (nats),
+            learning_rate and tokens.
+
+        Raises:
+            StateError: A tag is offloaded, or an engine serves the parameters as aliased pages.
+            ValueError: The batch lacks a field.
+            FloatingPointError: A gradient is not finite. Nothing has changed.
         """
         self._require("update_actor", PARAMS, OPTIM, prefetching=True)
         self._require_unaliased("update_actor")
@@ -189,7 +254,7 @@ class Trainer(SaverSide):
         rate = self._schedule.after(self.step)
         grad_norm = optimizer_step(self.optimizer, self.config, rate, self.step)
         self.step += 1
-        self._runtime.finish()  # what waits for the step is no part of the next stage
+        self._runtime.finish()  # the step's queued work counts as part of this stage
         names = ("loss", "clip_fraction", "approx_kl", "entropy")
         return dict(zip(names, means, strict=True)) | {
             "grad_norm": grad_norm,
@@ -198,53 +263,75 @@ class Trainer(SaverSide):
         }
 
     def offload(self, *tags: str, wait: bool = True, into: str | None = None) -> None:
-        """Empty the cache, then move the tags (none: all) to the host and free their memory.
+        """Free torch's cached blocks, then move tags to the host and free their memory.
 
-        into: the tag of this device's engine (`hand_over_to`) that wakes up next: it gets what it
-        needs, and the driver the rest. Not without waiting.
+        If a trainer scores with several models, a model that has not changed since it was last
+        offloaded is not copied again.
 
-        A model's tag that has not changed since it was offloaded last is not copied again, where a
-        trainer scores with several models. wait: False returns while the copies go on; a tag's
-        memory is freed when its copy is there, and the next call that needs a tag waits.
+        Args:
+            *tags: Tags to offload; all if empty.
+            wait: False returns while the copies are running. The memory of a tag is freed when its
+                copy is complete, and the next call that needs a tag waits.
+            into: Tag of this device's engine (`hand_over_to`) that wakes up next. The engine
+                receives the memory that the tag needs, the driver the rest. Ignored if `wait` is
+                False.
+
+        Raises:
+            ValueError: A tag is unknown.
+            LeaseError: An engine serves the parameters as aliased pages.
         """
         self.empty_cache()
         self._offloader.offload(*tags, wait=wait, into=into, peer=self._peer)
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
-        """Bring the tags (none: all) back, bit-identical, at the same addresses. Out of memory
-        changes nothing.
+        """Reload tags, bit-identical and at the same addresses.
 
-        wait: False returns while they come, and the next call that needs a tag waits. Where memory
-        is short then they stay offloaded: a reload that waits tries it again. "memory" waits only
-        until they have memory. Then the policy's forward waits for the parameters of the unit that
-        is next, the step for the moments, every other call for all of the tags it needs.
+        Args:
+            *tags: Tags to reload; all if empty.
+            wait: False returns immediately, and the next call that needs a tag waits for it. If
+                memory is short at that time, the tags stay offloaded; a reload that waits tries
+                again. "memory" waits only until the tags have memory. Then the policy's forward
+                waits for the parameters of its next unit, the optimizer step waits for the moments,
+                and other calls wait for the whole of the tags they need.
+
+        Raises:
+            ValueError: A tag is unknown.
+            OutOfMemory: The device lacks memory. Nothing has changed.
         """
         self._offloader.reload(*tags, wait=wait)
 
     def empty_cache(self) -> None:
-        """Drop gradients and unsharded layers, and give torch's cached blocks to the device."""
+        """Free gradients, unsharded layers and torch's cached blocks."""
         self.zero_grad()
         for model in self.models():
             reshard(model)
         self._runtime.empty_cache()
 
     def models(self) -> list[nn.Module]:
-        """Return policy, reference and critic, as far as there are."""
+        """Return the models that this trainer has.
+
+        Returns:
+            The policy, followed by reference and critic if they exist.
+        """
         critic = None if self.critic is None else self.critic.model
         return [model for model in (self.model, self.reference, critic) if model is not None]
 
     def zero_grad(self) -> None:
+        """Free the gradients of policy and critic."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
     def connect(self, targets: Sequence[UpdatableEngine]) -> None:
-        """Say which rollout engines, or handles on them, this rank speaks for: `sync_weights`
-        replaces their weights.
+        """Connect this rank to the rollout engines whose weights `sync_weights` replaces.
+
+        Args:
+            targets: Engines, or handles on engines, that this rank calls; may be empty.
 
         Raises:
-            ValueError: Lists what does not fit; nothing has been touched then.
-            SyncError: Says which other rank found that.
+            ValueError: The weights do not fit; the text lists the differences. Nothing has been
+                touched.
+            SyncError: Another rank failed; the text names it.
         """
         if self._sync is not None:
             self._sync.close()
@@ -256,15 +343,27 @@ class Trainer(SaverSide):
             self._share = PageAlias(self.saver, PARAMS, self._layout, self._sync)
 
     def sync_weights(self, version: int, *, shadow: bool = False) -> SyncReceipt:
-        """Write the parameters into the engines' pages, verify them, and have them served as
-        `version`: on all ranks, or nowhere. See `WeightSync.sync`.
+        """Write the parameters into the engines' pages, verify and serve them; see `WeightSync`.
 
-        With adapters: merged, each weight rounded once; and only the adapted ones where all engines
-        still serve what the sync before wrote.
+        The new version is served on all ranks or on none. Adapters are merged into the base, and
+        each weight is rounded once. Only adapted weights are written if all engines still serve the
+        version of the previous sync.
+
+        Args:
+            version: Number of these weights; not lower than that of the last sync.
+            shadow: Write into a second copy, while the engines serve the old version.
+
+        Returns:
+            The receipt, equal on all ranks but for the seconds.
+
+        Raises:
+            StateError: Tag `params` is offloaded, or no engine is connected.
+            ValueError: The version is stale, or the parameters have moved to another device.
+            SyncError: Another rank failed; the text names stage, rank and error.
         """
         self._require("sync_weights", PARAMS)
         if self._sync is None:
-            rule = "sync_weights() has no rollout to write to"
+            rule = "sync_weights() has no rollout"
             raise StateError(f"{rule}; call connect([engine]) first, on every rank")
         if self._adapters is None:
             return self._sync.sync(version, shadow=shadow)
@@ -273,29 +372,49 @@ class Trainer(SaverSide):
         return self._sync.sync(version, shadow=shadow, names=names, derived=factors)
 
     def alias_weights(self, version: int) -> SyncReceipt:
-        """Have the engines serve the parameters as `version` in the trainer's own pages; nothing is
-        copied.
+        """Serve the parameters from the trainer's own pages, without a copy; see `PageAlias.share`.
 
-        Until the engines' weights sleep, what would change or offload the parameters raises. See
-        `PageAlias.share`.
+        Until the engines' weights sleep, calls that would change or offload the parameters raise.
+
+        Args:
+            version: Number of these weights; not lower than that of the last call.
+
+        Returns:
+            The receipt. No bytes were written.
+
+        Raises:
+            StateError: Tag `params` is offloaded, or the trainer was created without `layout` or
+                has not been connected.
+            ValueError: The version is stale.
+            SyncError: Another rank failed; the text names stage, rank and error.
         """
         self._require("alias_weights", PARAMS)
         if self._share is None:
-            rule = "alias_weights() needs parameters that lie as the rollout's weights do"
-            remedy = "make the trainer with layout=engine.manifest, and call connect([engine])"
+            rule = "alias_weights() needs parameters laid out like the rollout's weights"
+            remedy = "create the trainer with layout=engine.manifest, and call connect([engine])"
             raise StateError(f"{rule}; {remedy}")
         return self._share.share(version)
 
     def shards(self) -> dict[str, Tensor]:
-        """Return this rank's rows of every parameter by checkpoint name, without adapters; tied
-        ones once.
+        """Return this rank's rows of every parameter, without adapters.
+
+        Returns:
+            Tensors by checkpoint name; tied parameters appear once.
         """
         tensors = self._tensors()
         return {name: tensors[name] for name in self._params}
 
     def save_checkpoint(self, directory: str, extra: dict[str, Any] | None = None) -> None:
-        """Save what is trained (parameters, or adapters), moments, step and `extra` (JSON), whole
-        or not at all; replaces what was there.
+        """Save trained parameters or adapters, moments and steps, replacing an older checkpoint.
+
+        The directory is replaced as a whole or not at all.
+
+        Args:
+            directory: Directory of the checkpoint.
+            extra: JSON data to store with it.
+
+        Raises:
+            StateError: A trained tag is offloaded.
         """
         self._require("save_checkpoint", *TRAINED)
         values = {"step": self.step, "extra": extra or {}, "adapters": self._identity()}
@@ -306,11 +425,23 @@ class Trainer(SaverSide):
         checkpoint.save(directory, self._state(), values)
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
-        """Go on where `save_checkpoint` was called, bit-identical, in place. Returns its `extra`.
+        """Restore the state of `save_checkpoint` in place, bit-identical.
 
-        With another `decay_steps` the learning rate falls to 0 there from that of the last update.
-        A ValueError says what is of another model, OtherWeights that the run began with other
-        weights than this trainer (which reference and adapters build on); nothing was changed then.
+        If `decay_steps` differs from the saved one, the learning rate falls linearly from that of
+        the last update to 0 at the new `decay_steps`.
+
+        Args:
+            directory: Directory of the checkpoint.
+
+        Returns:
+            The `extra` that was saved.
+
+        Raises:
+            StateError: A trained tag is offloaded, or an engine serves the parameters as aliased
+                pages.
+            ValueError: The checkpoint belongs to another model. Nothing has changed.
+            OtherWeights: The saved run started from other weights than this trainer; reference and
+                adapters depend on them. Nothing has changed.
         """
         self._offloader.require("load_checkpoint", *TRAINED, undefined=True)
         self._require_unaliased("load_checkpoint")
@@ -329,21 +460,32 @@ class Trainer(SaverSide):
         return values["extra"]
 
     def save_adapters(self, directory: str) -> None:
-        """Save the adapters as PEFT reads them, whole or not at all; replaces what was there."""
+        """Save the adapters in PEFT's format, replacing an older directory as a whole.
+
+        Args:
+            directory: Directory that `PeftModel.from_pretrained` can read.
+
+        Raises:
+            ValueError: The trainer has no adapters.
+            StateError: Tag `params` is offloaded.
+        """
         self._require("save_adapters", PARAMS)
         if self._adapters is None:
             raise ValueError("save_adapters() needs TrainerConfig.lora: this trainer has none")
         self._adapters.save(directory, self.config.model_path)
 
     def close(self) -> None:
-        """Unmap the rollouts' pages, end the process group made here. The saver is its maker's."""
+        """Unmap the rollouts' pages, and end the process group if the trainer opened it.
+
+        The saver stays open.
+        """
         self._offloader.close()
         if self._sync is not None:
             self._sync.close()
         self._runtime.close()
 
     def _named(self) -> dict[str, Tensor]:
-        """Return what is synced, by checkpoint name. Buffers may be other tensors each time."""
+        """Return the synced parameters and buffers by checkpoint name; buffers may be replaced."""
         return self._params | {name: self.model.get_buffer(name) for name in self._buffers}
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -359,14 +501,14 @@ class Trainer(SaverSide):
 
     def _add_params(self) -> None:
         if self._adapters is not None:
-            self._offloader.add(PARAMS, lambda: "frozen", beside=(ADAPTERS,))
+            self._offloader.add(PARAMS, lambda: "frozen", companions=(ADAPTERS,))
             return
-        # A policy is offloaded once a step, always changed.
+        # Without other models the policy is offloaded once per step, after it has changed.
         alone = self.reference is None and self.config.critic is None
         self._offloader.add(PARAMS, None if alone else lambda: self.step)
 
     def _first_weights(self) -> nn.Module | None:
-        """Return the reference, frozen, offloaded before anything else takes memory."""
+        """Build the reference and offload it, before other models take memory."""
         config = self.config
         if not config.reference or config.lora is not None:
             return None
@@ -387,29 +529,29 @@ class Trainer(SaverSide):
     def _critic(self, method: str, *tags: str) -> Critic:
         if self.critic is None:
             raise StateError(
-                f"{method}() has no critic; make the trainer with critic=CriticConfig()"
+                f"{method}() has no critic; create the trainer with critic=CriticConfig()"
             )
         self._require(method, *tags)
         return self.critic
 
     def _state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds. The reference is remade from what the run began with."""
-        found = checkpoint.state(self.model, self.optimizer)
+        """Return the tensors of a checkpoint; a run rebuilds its reference from `model_path`."""
+        state = checkpoint.state(self.model, self.optimizer)
         if self.critic is not None:
-            found |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
-        return found
+            state |= checkpoint.state(self.critic.model, self.critic.optimizer, "critic.")
+        return state
 
     def _identity(self) -> dict[str, Any] | None:
         return None if self._adapters is None else self._adapters.identity()
 
     def _require(self, method: str, *tags: str, prefetching: bool = False) -> None:
-        """Raise a StateError for an offloaded tag or a half update; see `Offloader.require`."""
+        """Require reloaded tags and a complete update; see `Offloader.require`."""
         self._offloader.require(method, *tags, prefetching=prefetching)
         if isinstance(self.optimizer, StreamedAdamW) and not self.optimizer.whole:
-            text = "an update was interrupted, and parameters, masters and moments are of two steps"
-            raise StateError(f"{method}(): {text}; call load_checkpoint(), or start anew")
+            text = "an update was interrupted; parameters, masters and moments are of two steps"
+            raise StateError(f"{method}(): {text}; call load_checkpoint(), or restart")
 
     def _require_unaliased(self, method: str) -> None:
         if self.saver.leases(PARAMS):
             text = f"{method}() would change parameters that a rollout serves"
-            raise StateError(f"{text}; put its weights to sleep first")
+            raise StateError(f"{text}; put the rollout's weights to sleep first")

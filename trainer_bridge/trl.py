@@ -1,5 +1,6 @@
-"""Has the vLLM that TRL runs beside its trainer (`vllm_mode="colocate"`) take its weights in place:
-the trainer's parameters, or its FSDP2 shards, are written into vLLM's, and verified.
+"""In-place weight sync for TRL with colocated vLLM (`vllm_mode="colocate"`).
+
+The trainer's parameters or FSDP2 shards are written into vLLM's weights, and verified.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,12 @@ _WRAPPED = "_checkpoint_wrapped_module."
 
 
 class InPlaceSync:
-    """Stands in for `VLLMGeneration.sync_weights`. receipt: of the last sync."""
+    """Replacement for the method `VLLMGeneration.sync_weights` of one trainer.
+
+    Attributes:
+        receipt: Receipt of the last sync; None before the first.
+        rollout: The trainer's vLLM.
+    """
 
     def __init__(self, generation: Any) -> None:
         self.receipt: SyncReceipt | None = None
@@ -29,7 +35,7 @@ class InPlaceSync:
         self._sync: WeightSync | None = None
 
     def __call__(self) -> None:
-        """Wake vLLM's weights up, and replace them. What fails leaves them to be synced again."""
+        """Wake vLLM's weights and replace them; call again after an error."""
         generation = self._generation
         empty_torch_cache(self.rollout.saver.device)
         generation.llm.wake_up(tags=["weights"])
@@ -37,7 +43,10 @@ class InPlaceSync:
         generation._llm_weights_sleeping = False
 
     def _connected(self) -> WeightSync:
-        """Return a sync of the parameters of now: accelerate shards them when training begins."""
+        """Return a sync of the current parameters; accelerate replaces them when training begins.
+
+        It is rebuilt whenever the parameters are other objects than before.
+        """
         model = self._generation.model
         named = dict(model.named_parameters()) | stored_buffers(model)
         params = {name.replace(_WRAPPED, ""): param for name, param in named.items()}
@@ -60,10 +69,19 @@ class InPlaceSync:
 
 
 def use(trainer: Any) -> InPlaceSync:
-    """Make each weight sync of this trainer one in place. On every rank, before `train()`.
+    """Replace the weight sync of a TRL trainer by an in-place sync.
 
-    trainer: TRL's, of any kind that has a `vllm_generation` (GRPO, RLOO, distillation). ValueError
-    for what it cannot be done with, a StateError where vLLM's memory is not on our tags.
+    Call it on every rank, before `train()`.
+
+    Args:
+        trainer: A TRL trainer with a `vllm_generation` (GRPO, RLOO, distillation).
+
+    Returns:
+        The new sync, whose `receipt` describes the last one.
+
+    Raises:
+        ValueError: The trainer does not run a colocated vLLM with sleep mode, or trains adapters.
+        StateError: vLLM's memory is not on our tags.
     """
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:

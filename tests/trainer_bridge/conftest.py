@@ -1,4 +1,4 @@
-"""Trainers and savers that end with their test."""
+"""Fixtures for trainers that are closed after their test."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from trainer_bridge.training import Runtime
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tied Qwen3, 2 layers."""
+    """Write a tied Qwen3 with 2 layers."""
     return write_model(Path(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
 def make_trainer() -> Iterator[Callable[..., Trainer]]:
-    """make(path, layout=None, packed=True, **config): packed: False pads whatever the model. The
-    first trainer made ends the process group, last.
+    """Yield a function that creates trainers, which are closed after the test.
+
+    With `packed=False` sequences are padded for every model. The first trainer owns the process
+    group, and is closed last.
     """
     with contextlib.ExitStack() as undo:
 

@@ -1,4 +1,4 @@
-"""Ranks that agree: threads with a gloo group of their own stand for processes."""
+"""Agreement of ranks, which are threads with a gloo group in place of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_bridge.sync.agree import Agreement, group_agreement
 
 
 def together(size: int, run: Callable[[Agreement], Any], timeout: float = 20.0) -> list[Any]:
-    """What `run` returned or raised in each of `size` ranks."""
+    """Call `run` on `size` ranks; return each rank's result or exception."""
     store = dist.HashStore()
     return in_threads(size, lambda rank: run(joined(store, rank, size, timeout)))
 
@@ -27,25 +27,25 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def test_every_rank_gets_all_values_and_the_store_does_not_grow() -> None:
+def test_agree_returns_values_of_all_ranks_and_store_does_not_grow() -> None:
     store = dist.HashStore()
     keys: list[int] = []
 
     def run(ranks: Agreement) -> list[Any]:
-        said = []
+        values = []
         for step in range(20):
-            said = ranks.agree(f"stage {step}", lambda step=step: (ranks.rank, step))  # type: ignore[misc]
+            values = ranks.agree(f"stage {step}", lambda step=step: (ranks.rank, step))  # type: ignore[misc]
             keys.append(store.num_keys())
-        return said
+        return values
 
-    found = in_threads(3, lambda rank: run(joined(store, rank, 3)))
-    assert found == [[(0, 19), (1, 19), (2, 19)]] * 3
+    results = in_threads(3, lambda rank: run(joined(store, rank, 3)))
+    assert results == [[(0, 19), (1, 19), (2, 19)]] * 3
     assert keys[-1] == keys[len(keys) // 2]
 
 
 @settings(max_examples=15)
 @given(st.integers(1, 4), st.integers(0, 3), st.sets(st.integers(0, 3)))
-def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(
+def test_failed_step_fails_on_all_ranks_and_names_failed_ranks(
     size: int, at: int, failing: set[int]
 ) -> None:
     def run(ranks: Agreement) -> int:
@@ -63,13 +63,13 @@ def test_a_failure_anywhere_fails_everywhere_and_names_the_rank(
         elif rank in failing:
             assert isinstance(result, ValueError) and str(result) == "no room"
         else:
-            text = "; ".join(f"rank {each}: ValueError: no room" for each in sorted(failing))
+            text = "; ".join(f"rank {failed}: ValueError: no room" for failed in sorted(failing))
             assert (
                 isinstance(result, SyncError) and result.reason == text and result.stage == f"s{at}"
             )
 
 
-def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
+def test_silent_rank_is_named_and_cannot_continue_later() -> None:
     given_up = threading.Barrier(3)
 
     def run(ranks: Agreement) -> Any:
@@ -88,16 +88,16 @@ def test_a_silent_rank_is_named_and_the_late_one_does_not_go_on_alone() -> None:
 
     for rank, (first, second) in enumerate(together(3, run)):
         assert "failed in stage 'write'" in first
-        assert ("rank 1 did not come" if rank != 1 else "broke off") in first
+        assert ("rank 1 did not come" if rank != 1 else "the exchange failed") in first
         assert "failed in stage 'commit'" in second and "restart all ranks" in second
 
 
-def test_ranks_that_make_other_calls_are_told() -> None:
-    found = together(2, lambda ranks: ranks.agree(f"stage of {ranks.rank}", lambda: None))
-    for rank, result in enumerate(found):
+def test_ranks_in_different_stages_fail_with_sync_error() -> None:
+    results = together(2, lambda ranks: ranks.agree(f"stage of {ranks.rank}", lambda: None))
+    for rank, result in enumerate(results):
         assert isinstance(result, SyncError)
         assert f"other ranks are in stage 'stage of {1 - rank}'" in str(result)
 
 
-def test_a_rank_alone_asks_nobody() -> None:
+def test_single_rank_agrees_without_a_group() -> None:
     assert group_agreement(None).agree("open", lambda: 3) == [3]

@@ -1,4 +1,4 @@
-"""Configuration, batches, padding and the loss, without a model."""
+"""Configuration, batches, micro batches and losses, without a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
         ("kl_loss_coef", 0.1),  # without reference=True
     ],
 )
-def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
+def test_config_with_bad_field_is_refused_with_its_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"CriticConfig\.value_clip=0"):
         CriticConfig(value_clip=0.0)
     with pytest.raises(ValueError, match=rf"TrainerConfig\.{name}="):
@@ -53,7 +53,7 @@ def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
         ({"advantages": [1.0]}, "advantages has 1 entries"),
         (
             {"advantages": [[1.0], [1.0]]},
-            "advantages 1 has 1 numbers for 2 response tokens; give one a token",
+            "advantages 1 has 1 numbers for 2 response tokens; pass one per token",
         ),
         ({"advantages": [[1.0], 1.0]}, "advantages 1 has no list of numbers for"),
         ({"advantages": [1.0, [1.0, 2.0]]}, "advantages 0 has no list of numbers for"),
@@ -61,7 +61,7 @@ def test_a_bad_field_is_named_with_its_value(name: str, value: Any) -> None:
         ({"temperature": 0.0}, "temperature=0.0 must be finite and at least 1e-06"),
     ],
 )
-def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_batch_with_inconsistent_fields_is_refused(changes: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {"prompt_ids": [[1], [2, 3]], "response_ids": [[4], [5, 6]]}
     with pytest.raises(ValueError, match=message):
         SequenceBatch(**{**fields, **changes})
@@ -69,7 +69,7 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], mes
 
 @settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.booleans())
-def test_ranks_share_the_sequences_in_equal_steps(
+def test_dispatch_gives_all_ranks_equal_numbers_of_chunks(
     count: int, world: int, size: int, packed: bool
 ) -> None:
     batch = make_batch(count, seed=count)
@@ -79,7 +79,7 @@ def test_ranks_share_the_sequences_in_equal_steps(
     )
     rows = [row for share in shares for chunk in share for row in chunk if row >= 0]
     assert sorted(rows) == list(range(count))
-    lengths = [*batch.lengths, 1]  # and a filler's
+    lengths = [*batch.lengths, 1]  # the last entry is a filler's
     for steps in zip(*shares, strict=True):
         longest = max(lengths[row] for row in chain(*steps))
         for step in steps:
@@ -90,7 +90,7 @@ def test_ranks_share_the_sequences_in_equal_steps(
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=60), st.integers(1, 20))
-def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(
+def test_packed_micro_batches_have_few_sizes_and_fullest_comes_first(
     lengths: list[int], size: int
 ) -> None:
     batch = SequenceBatch(
@@ -106,31 +106,31 @@ def test_rows_end_to_end_have_few_sizes_and_the_fullest_comes_first(
     assert [row for micro in micros for row in micro.rows if row >= 0] == [*chain(*dispatched)]
 
 
-def asked(micro: MicroBatch) -> list[tuple[int, int, int]]:
-    """Row, position and target of each response token."""
+def predictions(micro: MicroBatch) -> list[tuple[int, int, int]]:
+    """Return row, position and target of each response token."""
     places = micro.kept[micro.column].tolist()
     return list(zip(micro.row.tolist(), places, micro.target.tolist(), strict=True))
 
 
-def test_a_padded_micro_batch_says_which_logits_predict_which_token() -> None:
+def test_padded_micro_batch_maps_response_tokens_to_logits() -> None:
     batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
     micro = lay_out(batch, [0, 1, 2, -1], CPU, 3, packed=False)
     assert micro.input_ids.tolist() == [[1, 2, 3, 7], [4, 8, 9, 10], [5, 6, 0, 0], [0, 0, 0, 0]]
-    assert asked(micro) == [(0, 2, 7), (1, 0, 8), (1, 1, 9), (1, 2, 10)]
+    assert predictions(micro) == [(0, 2, 7), (1, 0, 8), (1, 1, 9), (1, 2, 10)]
     assert micro.inputs().keys() == {"input_ids", "use_cache"}
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {0: [0.1], 1: [0.2, 0.3, 0.4], 2: []}
     batch = SequenceBatch(prompt_ids=[[1] * 6, [2] * 4], response_ids=[[3], [3, 3]])
     micro = lay_out(batch, [0, 1], CPU, 3, packed=False)
     assert (micro.kept.tolist(), micro.column.tolist()) == ([3, 4, 5], [2, 0, 1]), (
-        "logits that nobody asks for"
+        "logits of positions that predict no response token"
     )
 
 
-def test_sequences_end_to_end_say_where_each_lies_and_which_logits_predict_which_token() -> None:
+def test_packed_micro_batch_maps_response_tokens_to_logits_and_has_bounds() -> None:
     batch = SequenceBatch(prompt_ids=[[1, 2, 3], [4], [5, 6]], response_ids=[[7], [8, 9, 10], []])
     micro = lay_out(batch, [1, -1, 0, 2], CPU, 3, packed=True)
     assert micro.input_ids.tolist() == [[4, 8, 9, 10, 0, 1, 2, 3, 7, 5, 6, *[0] * 5]]  # 16
-    assert asked(micro) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 7, 7)]
+    assert predictions(micro) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 7, 7)]
     assert micro.kept.tolist() == [0, 1, 2, 7]
     assert micro.packing is not None
     assert micro.packing.lengths == (4, 1, 4, 2, 5)
@@ -139,16 +139,16 @@ def test_sequences_end_to_end_say_where_each_lies_and_which_logits_predict_which
     places = [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, *range(5)]
     assert micro.packing.position_ids.tolist() == [places]
     assert micro.split([0.1, 0.2, 0.3, 0.4]) == {1: [0.1, 0.2, 0.3], 0: [0.4], 2: []}
-    nothing = lay_out(batch, [-1, 2], CPU, 3, packed=True)  # a rank may get no more
+    nothing = lay_out(batch, [-1, 2], CPU, 3, packed=True)  # no response token at all
     assert (len(nothing.target), nothing.input_ids.shape) == (0, (1, 8))
     filled = lay_out(batch, [1, 0, 2], CPU, 16, packed=True)
     assert filled.packing is not None and filled.packing.lengths == (4, 4, 2, 6)
     assert (filled.rows, filled.input_ids.shape) == ((1, 0, 2, -1), (1, 16))
-    assert asked(filled) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 6, 7)]
+    assert predictions(filled) == [(0, 0, 8), (0, 1, 9), (0, 2, 10), (0, 6, 7)]
 
 
 @pytest.mark.parametrize("advantages", [[0.5, 9.0, -1.0], [[0.5], [], [-1.0, -1.0]]])
-def test_a_number_a_sequence_is_each_tokens(advantages: Any) -> None:
+def test_advantage_per_sequence_applies_to_each_of_its_tokens(advantages: Any) -> None:
     batch = SequenceBatch(
         prompt_ids=[[1], [2], [3]],
         response_ids=[[4], [], [5, 6]],
@@ -163,7 +163,7 @@ def test_a_number_a_sequence_is_each_tokens(advantages: Any) -> None:
     assert part.values is None
 
 
-def test_log_probabilities_and_entropy() -> None:
+def test_token_logprobs_and_entropy_match_fp64() -> None:
     logits = torch.randn(700, 11, generator=torch.Generator().manual_seed(0)).bfloat16()
     target = torch.arange(700) % 11
     chosen, entropy = token_logprobs(logits, target, 0.7)
@@ -178,19 +178,21 @@ def test_log_probabilities_and_entropy() -> None:
     ("ratio", "advantage", "loss", "clipped"),
     [
         (1.0, 2.0, -2.0, 0.0),
-        (1.5, 1.0, -1.3, 1.0),  # more of a good token: held at 1 + high
-        (0.5, 1.0, -0.5, 0.0),  # less of a good token: free
-        (0.5, -1.0, 0.9, 1.0),  # less of a bad token: held at 1 - low
-        (1.5, -1.0, 1.5, 0.0),  # more of a bad token: free
+        (1.5, 1.0, -1.3, 1.0),  # good token, more likely: clipped at 1 + high
+        (0.5, 1.0, -0.5, 0.0),  # good token, less likely: not clipped
+        (0.5, -1.0, 0.9, 1.0),  # bad token, less likely: clipped at 1 - low
+        (1.5, -1.0, 1.5, 0.0),  # bad token, more likely: not clipped
     ],
 )
-def test_the_clipped_loss(ratio: float, advantage: float, loss: float, clipped: float) -> None:
+def test_ppo_clip_loss_clip_count_and_gradient(
+    ratio: float, advantage: float, loss: float, clipped: float
+) -> None:
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    found, cut, kl = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.1, 0.3)
-    assert float(found.detach()) == pytest.approx(loss)
+    policy_loss, cut, kl = ppo_clip(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.1, 0.3)
+    assert float(policy_loss.detach()) == pytest.approx(loss)
     assert float(cut) == clipped
     assert float(kl) == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
-    found.backward()
+    policy_loss.backward()
     assert logprobs.grad is not None
     assert float(logprobs.grad) == pytest.approx(0.0 if clipped else -ratio * advantage)
 
@@ -198,28 +200,26 @@ def test_the_clipped_loss(ratio: float, advantage: float, loss: float, clipped: 
 @pytest.mark.parametrize(
     ("value", "old", "wanted", "loss", "slope"),
     [
-        (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),  # inside: plain
-        # Too far towards the return: held at 1.2, which is the worse.
+        (1.1, 1.0, 3.0, 1.9**2 / 2, -1.9),  # within the limit
+        # Too far towards the return: clipped at 1.2, whose loss is larger.
         (2.0, 1.0, 3.0, 1.8**2 / 2, 0.0),
-        (0.0, 1.0, 3.0, 3.0**2 / 2, -3.0),  # too far away from it: free, so that it comes back
+        (0.0, 1.0, 3.0, 3.0**2 / 2, -3.0),  # too far away from the return: not clipped
         (4.0, 1.0, 1.0, 3.0**2 / 2, 3.0),
     ],
 )
-def test_the_clipped_value_loss(
+def test_value_clip_loss_clip_count_and_gradient(
     value: float, old: float, wanted: float, loss: float, slope: float
 ) -> None:
     values = torch.tensor([value], requires_grad=True)
-    found, clipped = value_clip(values, torch.tensor([old]), torch.tensor([wanted]), 0.2)
-    assert float(found.detach()) == pytest.approx(loss)
+    value_loss, clipped = value_clip(values, torch.tensor([old]), torch.tensor([wanted]), 0.2)
+    assert float(value_loss.detach()) == pytest.approx(loss)
     assert float(clipped) == float(slope == 0)
-    found.backward()
+    value_loss.backward()
     assert values.grad is not None and float(values.grad) == pytest.approx(slope)
 
 
-def test_values_within_the_limit_are_not_clipped() -> None:
-    """Though old + (value - old) often rounds to more than the value, above all where that is small
-    beside the old.
-    """
+def test_value_within_limit_is_not_counted_as_clipped() -> None:
+    """Ignore rounding: old + (value - old) often exceeds a value that is much smaller than old."""
     generator = torch.Generator().manual_seed(1)
     old, values = torch.empty(1000).uniform_(-0.15, 0.15, generator=generator), torch.empty(1000)
     values.uniform_(-0.01, 0.01, generator=generator)
@@ -227,7 +227,7 @@ def test_values_within_the_limit_are_not_clipped() -> None:
     assert float(value_clip(values, old, torch.zeros(1000), 0.2)[1]) == 0
 
 
-def test_k3_is_an_unbiased_estimate_of_the_divergence() -> None:
+def test_k3_is_an_unbiased_estimate_of_kl() -> None:
     generator = torch.Generator().manual_seed(0)
     policy, reference = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
     expected = (policy.exp() * (policy - reference)).sum()

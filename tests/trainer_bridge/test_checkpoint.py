@@ -1,4 +1,4 @@
-"""Checkpoints, of critic and adapters too: bit-identical, in place, whole or not at all."""
+"""Checkpoints, with critic and adapters: bit-identical, loaded in place, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_p
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    """All that it trains."""
+    """Copy everything that a trainer trains."""
     critic = {} if trainer.critic is None else bits(trainer.critic)
     return bits(trainer) | {f"critic {name}": value for name, value in critic.items()}
 
 
 def learn(trainer: Trainer, steps: range) -> list[dict[str, float]]:
-    """The critic twice a step."""
-    found = []
+    """Update the policy once and the critic twice per step."""
+    metrics = []
     for seed in steps:
         batch = value_batch(4, seed)
-        found += [trainer.update_actor(batch)]
-        found += [trainer.update_critic(batch) for _ in range(2) if trainer.critic is not None]
-    return found
+        metrics += [trainer.update_actor(batch)]
+        metrics += [trainer.update_critic(batch) for _ in range(2) if trainer.critic is not None]
+    return metrics
 
 
 @pytest.mark.parametrize("changes", [{"decay_steps": 5}, CRITIC, {"lora": LORA}])
-def test_a_run_goes_on_bit_for_bit(
+def test_resumed_run_continues_bit_identical(
     changes: dict[str, Any], model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     first, second = make_trainer(model_path, **changes), make_trainer(model_path, **changes)
@@ -67,7 +67,7 @@ def test_a_run_goes_on_bit_for_bit(
         ), "with the base"
 
 
-def test_saving_again_replaces_or_leaves_the_one_before(
+def test_second_save_replaces_the_first_or_leaves_it_on_error(
     model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer, place = make_trainer(model_path), tmp_path / "step"
@@ -87,14 +87,14 @@ def test_saving_again_replaces_or_leaves_the_one_before(
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "no space left on device")]
 )
-def test_what_is_raised_while_it_writes_comes_out_as_it_is(
+def test_error_while_writing_is_raised_unwrapped(
     error: BaseException,
     model_path: str,
     make_trainer: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch wraps it into something of its own, which is no Exception. What was there stays."""
+    """Expect the original error, which torch wraps, and the old checkpoint."""
     trainer = make_trainer(model_path)
     trainer.save_checkpoint(str(tmp_path / "step"), {"n": 1})
 
@@ -120,7 +120,8 @@ MISFIT = (
 
 
 BEGAN = (
-    r"began with other weights \(digest \w{16}; \w{16} now\); put those back; nothing was loaded$"
+    r"other weights \(digest \w{16}; \w{16} now\); restore the original weights; "
+    r"nothing was loaded$"
 )
 
 
@@ -128,7 +129,7 @@ BEGAN = (
     ("saved", "model", "changes", "message"),
     [
         ({}, SMALLER, {}, MISFIT),
-        (CRITIC, {}, {}, r"of another model, nothing was loaded: unknown critic\."),
+        (CRITIC, {}, {}, r"belongs to another model, nothing was loaded: unknown critic\."),
         ({"lora": LORA}, {"seed": 1}, {"lora": LORA}, BEGAN),
         (CRITIC, {"seed": 1}, CRITIC, BEGAN),
         (
@@ -145,7 +146,7 @@ BEGAN = (
         ),
     ],
 )
-def test_another_models_checkpoint_changes_nothing(
+def test_checkpoint_of_another_model_is_refused_and_changes_nothing(
     saved: dict[str, Any],
     model: dict[str, Any],
     changes: dict[str, Any],
@@ -163,10 +164,10 @@ def test_another_models_checkpoint_changes_nothing(
 
 
 @pytest.mark.parametrize("end", [3, 8])
-def test_another_end_of_a_decay_never_raises_the_rate(
+def test_new_decay_end_never_raises_the_learning_rate(
     end: int, model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
-    """From the last update's rate it falls to 0 at the new end, also over one more resume."""
+    """Expect a fall from the last update's rate to 0 at the new end, even after a second resume."""
     place = str(tmp_path / "step")
 
     def make(end: int) -> Trainer:
@@ -175,7 +176,7 @@ def test_another_end_of_a_decay_never_raises_the_rate(
 
     def rates(trainer: Trainer, step: int) -> list[float]:
         actor, *critic = learn(trainer, range(step, step + 1))
-        return [actor["learning_rate"], *(each["critic_learning_rate"] for each in critic)]
+        return [actor["learning_rate"], *(figures["critic_learning_rate"] for figures in critic)]
 
     first = make(4)
     assert rates(first, 0) == [1e-2, 5e-3, 5e-3 * 7 / 8]
@@ -192,7 +193,7 @@ def test_another_end_of_a_decay_never_raises_the_rate(
 
 
 class Bomb:
-    """Unpickling it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,7 +203,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("values", [True, False])
-def test_pickles_in_a_folder_are_never_read(
+def test_load_never_unpickles_files_of_the_directory(
     values: bool, model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer, place, marker = make_trainer(model_path), tmp_path / "step", tmp_path / "ran"
@@ -214,7 +215,7 @@ def test_pickles_in_a_folder_are_never_read(
     assert not marker.exists()
 
 
-def test_replaced_checkpoint_is_the_old_or_the_new_one_whenever_the_writer_dies(
+def test_replaced_checkpoint_is_old_or_new_one_if_writer_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, calls = tmp_path / "last", ("rename", "fsync", "rmdir", "unlink")
@@ -258,15 +259,15 @@ def fail_alone(rank: int, place: str, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_alone_ends_the_save_on_all_and_leaves_nothing(
+def test_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_files(
     failing: int, tmp_path: Path
 ) -> None:
-    """Nobody waits for the group's time-out, which is longer than what is waited here."""
+    """Expect no wait for the group's timeout, which is longer than the test's."""
     place = tmp_path / "folder" / "step"
     place.parent.mkdir()
     ranks = start_ranks(fail_alone, 2, tmp_path / "meet", str(place), failing, seconds=600.0)
-    found = results(ranks)
+    texts = results(ranks)
     own = "OSError: [Errno 28] no space left on device"
-    assert found[failing] == own
-    assert found[1 - failing] == f"OtherRankFailed: rank {failing} failed: {own}"
+    assert texts[failing] == own
+    assert texts[1 - failing] == f"OtherRankFailed: rank {failing} failed: {own}"
     assert not list(place.parent.iterdir())

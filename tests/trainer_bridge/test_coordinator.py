@@ -1,4 +1,4 @@
-"""What `open_ray` refuses and decides before any process is started."""
+"""Checks and decisions of `open_ray` before any process is started."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ray = pytest.importorskip("ray")
         ),
     ],
 )
-def test_devices_that_do_not_fit(
+def test_open_ray_refuses_devices_that_do_not_fit(
     engine: dict[str, Any], options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -52,7 +52,7 @@ def test_devices_that_do_not_fit(
             pass
 
 
-def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> None:
+def test_replicas_get_different_seeds_and_ranks_of_one_engine_the_same() -> None:
     given = {
         "path": "x",
         "device": "cpu",
@@ -60,15 +60,17 @@ def test_replicas_draw_different_seeds_and_ranks_of_one_engine_the_same() -> Non
         "seed": 2**63 - 1,
         "kv_tokens": 64,
     }
-    made = [actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)]
-    assert [each["engine"]["seed"] for each in made] == [2**63 - 1, 2**63 - 1, 0, 0]
+    actors = [
+        actor_arguments(given, on_gpu=False, threads=1, replica=rank // 2) for rank in range(4)
+    ]
+    assert [actor["engine"]["seed"] for actor in actors] == [2**63 - 1, 2**63 - 1, 0, 0]
     assert all(
-        (each["engine"]["kv_tokens"], each["dtype"], each["threads"]) == (64, "float32", 1)
-        for each in made
+        (actor["engine"]["kv_tokens"], actor["dtype"], actor["threads"]) == (64, "float32", 1)
+        for actor in actors
     )
 
 
-def test_what_answers_take_counts_and_beams_too() -> None:
+def test_dispatch_weighs_requests_by_answers_and_beams() -> None:
     assert dispatch_prompts([[1]], [SamplingParams()], 3) == [[0], [], []]
     prompts = [[0], [0], [0] * 8, [0] * 8]
     params = [SamplingParams(max_tokens=50, n=2), SamplingParams(max_tokens=10, beam_width=10)]
@@ -83,8 +85,9 @@ def test_replicas_refuse_params_that_do_not_fit_the_prompts() -> None:
 
 
 class FakeRay:
-    """In the place of a cluster: what was asked of `ray.init`, and when it ended. It takes the
-    signal, as Ray does.
+    """A stand-in for Ray that records calls of `ray.init` and `ray.shutdown`.
+
+    Like Ray, it replaces the handler of SIGTERM.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 @pytest.mark.parametrize(("devices", "cpus"), [(1, max(2, cores())), (500, 1000)])
-def test_a_cluster_of_ones_own_has_room_for_all_and_is_ended_whatever_happens(
+def test_own_cluster_has_cpus_for_all_actors_and_is_ended_on_error(
     devices: int, cpus: int, cluster: FakeRay
 ) -> None:
     with pytest.raises(KeyError), connected(None, devices):
@@ -124,7 +127,7 @@ def test_a_cluster_of_ones_own_has_room_for_all_and_is_ended_whatever_happens(
 
 
 @pytest.mark.parametrize(("given", "used"), [("auto", "auto"), (None, "1.2.3.4:5")])
-def test_a_cluster_that_is_there_is_joined_and_left(
+def test_running_cluster_is_joined_and_left(
     given: str | None, used: str, cluster: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = lambda *_: None  # noqa: E731

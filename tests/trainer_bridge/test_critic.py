@@ -1,6 +1,4 @@
-"""Critic and reference against plain transformers and torch.optim, and what offloading them
-costs.
-"""
+"""Critic and reference against plain transformers and torch.optim, and copies of their offloads."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ BOTH: dict[str, Any] = {"critic": CriticConfig(learning_rate=5e-3), "reference":
 
 
 class PlainCritic(torch.nn.Module):
-    """The decoder of transformers below a head of one row."""
+    """A decoder of transformers with a head of one row."""
 
     def __init__(self, path: str, head: torch.Tensor) -> None:
         super().__init__()
@@ -56,10 +54,10 @@ def plain_update(
     assert batch.values is not None and batch.returns is not None
     terms = []
     for i, (prompt, response) in enumerate(zip(batch.prompt_ids, batch.response_ids, strict=True)):
-        old, wanted = torch.tensor(batch.values[i]), torch.tensor(batch.returns[i])
+        old, target = torch.tensor(batch.values[i]), torch.tensor(batch.returns[i])
         now = plain.values(prompt, response)
         held = torch.minimum(torch.maximum(now, old - 0.2), old + 0.2)
-        terms.append(torch.maximum((now - wanted) ** 2, (held - wanted) ** 2) / 2)
+        terms.append(torch.maximum((now - target) ** 2, (held - target) ** 2) / 2)
     loss = torch.cat(terms).mean()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -74,7 +72,7 @@ def head_of(trainer: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_critic_learns_as_plain_adamw_does(
+def test_critic_updates_match_plain_adamw(
     tied: bool, device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, tie_word_embeddings=tied)
@@ -94,18 +92,18 @@ def test_the_critic_learns_as_plain_adamw_does(
     batch = make_batch(5)
     with torch.no_grad():
         pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
-        wanted = [plain.values(prompt, response) for prompt, response in pairs]
-    assert_scores(trainer.compute_values(batch), wanted)
+        expected_values = [plain.values(prompt, response) for prompt, response in pairs]
+    assert_scores(trainer.compute_values(batch), expected_values)
     assert_learned(bits(trainer.critic), plain_bits(plain, optimizer), 3)
-    assert_same_bits(trainer.shards(), policy)  # the policy has not moved
+    assert_same_bits(trainer.shards(), policy)  # the policy has not changed
     assert trainer.step == 0 and trainer.critic is not None and trainer.critic.step == 3
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_random_models_begin_alike_in_any_precision(
+def test_random_policy_critic_and_reference_start_with_the_same_weights(
     family: str, tmp_path: Path, make_trainer: Make
 ) -> None:
-    """fp32 masters that compute in bf16; the reference is stored in bf16."""
+    """Use fp32 masters with a bf16 forward, for which the reference is stored in bf16."""
     trainer = make_trainer(
         write_model(tmp_path, family), random_init=True, seed=4, param_dtype="bfloat16", **BOTH
     )
@@ -122,7 +120,7 @@ def test_random_models_begin_alike_in_any_precision(
 
 
 @pytest.mark.parametrize("advantages", ["a sequence", "a token"])
-def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
+def test_policy_loss_with_kl_matches_plain_formula(
     advantages: str, model_path: str, make_trainer: Make
 ) -> None:
     batch = make_batch(6)
@@ -154,14 +152,14 @@ def test_the_policys_loss_with_the_divergence_is_the_plain_formula(
     assert_metrics(learned, {"loss": float(loss.detach()), "grad_norm": float(norm)})
 
 
-def test_offloading_what_has_not_changed_copies_nothing(
+def test_offload_of_unchanged_model_copies_nothing(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer, batch = make_trainer(model_path, device=device, **BOTH), value_batch(4)
     saver = trainer.saver
 
     def offloaded(tag: str) -> int:
-        """Bytes that were copied out by offloading the tag."""
+        """Offload a tag, and return the bytes that were copied."""
         before = copied(trainer)
         trainer.offload(tag)
         assert saver.report().tags[tag].committed_bytes == 0
@@ -170,7 +168,7 @@ def test_offloading_what_has_not_changed_copies_nothing(
     live = {tag: entry.live_bytes for tag, entry in saver.report().tags.items()}
     assert live["critic_optim"] >= 2 * live["critic"] * 0.99 and live["reference"] == live["params"]
     assert saver.report().tags["reference"].committed_bytes == 0, (
-        "the reference is offloaded when it is made"
+        "a new trainer has offloaded its reference"
     )
     first = trainer.compute_log_prob(batch)
     for tag in ("params", "critic", "critic_optim"):
@@ -189,17 +187,17 @@ def test_offloading_what_has_not_changed_copies_nothing(
     trainer.update_critic(batch)
     trainer.reload("reference")
     assert trainer.compute_ref_log_prob(batch) == first != trainer.compute_log_prob(batch), (
-        "what the policy was"
+        "the reference is not the initial policy"
     )
     values = trainer.compute_values(batch)
     assert [offloaded(tag) for tag in ("params", "critic")] == [live["params"], live["critic"]], (
-        "they have changed"
+        "changed models must be copied"
     )
     trainer.reload("critic")
     assert trainer.compute_values(batch) == values
 
 
-def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> None:
+def test_calls_without_their_model_or_tag_are_refused(model_path: str, make_trainer: Make) -> None:
     plain = make_trainer(model_path)
     trainer = make_trainer(model_path, **BOTH)
     batch = value_batch(2)
@@ -207,7 +205,9 @@ def test_what_needs_a_model_says_which(model_path: str, make_trainer: Make) -> N
         (plain.compute_values, "critic"),
         (plain.compute_ref_log_prob, "reference"),
     ):
-        with pytest.raises(StateError, match=f"has no {missing}; make the trainer with {missing}="):
+        with pytest.raises(
+            StateError, match=f"has no {missing}; create the trainer with {missing}="
+        ):
             call(batch)
     with pytest.raises(ValueError, match="unknown tag 'critic'; the trainer has 'params', 'optim'"):
         plain.offload("critic")

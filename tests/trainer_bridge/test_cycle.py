@@ -1,4 +1,4 @@
-"""The cycle over two fake sides that refuse whatever a real side would."""
+"""The cycle with two fake sides, which refuse the calls that real sides would refuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THEIRS = {"weights", "kv_cache", "cuda_graph"}
 
 
 class World:
-    """What both sides hold, and a memory that is too small for all of it at once."""
+    """The tags that both sides hold, in a memory that is too small for all of them together."""
 
     def __init__(self, critic: bool = False, roomy: bool = False) -> None:
         self.held = set(TRAINED if critic else TRAINED[:2])
@@ -35,11 +35,11 @@ class World:
         self.fail_at: set[str] = set()
         self.error: BaseException = ActorDied("trainer", "sync_weights", "died")
         self.roomy = roomy
-        self.beside = set[str]()  # what was told to come back beside other work
-        self.ahead = set[str]()  # what came back with its content still on its way
+        self.overlapped = set[str]()  # tags reloaded with wait=False
+        self.ahead = set[str]()  # tags reloaded with wait="memory"
         self.partly = False
-        self.prepared = 0  # times that the rollout was told to get ready for level 1
-        self.into: list[str] = []  # who hands what over, to what
+        self.prepared = 0  # calls of the rollout's prepare_sleep
+        self.into: list[str] = []  # "giver: receiving tag" of each handover
 
     def at(self, call: str) -> None:
         if call in self.fail_at:
@@ -54,11 +54,13 @@ class World:
         if self.roomy:
             return
         assert not {"optim", "weights"} <= self.held, (
-            "optimizer and rollout weights at once do not fit"
+            "optimizer and rollout weights do not fit together"
         )
-        assert not {"params", "kv_cache"} <= self.held, "parameters and KV cache at once do not fit"
+        assert not {"params", "kv_cache"} <= self.held, (
+            "parameters and KV cache do not fit together"
+        )
         assert "reference" not in self.held or not self.held & {"params", "critic"}, (
-            "two models at once do not fit"
+            "two models do not fit together"
         )
 
 
@@ -76,12 +78,12 @@ class FakeTrainer:
             self.world.at(f"offload_{tag}")
             if tag == "params" and "weights" in self.world.held:
                 assert self.world.version is not None, (
-                    "parameters given up before the rollout confirmed"
+                    "parameters offloaded before the rollout committed"
                 )
             self.world.held.remove(tag)
 
     def reload(self, *tags: str, wait: Wait = True) -> None:
-        self.world.beside |= set() if wait else set(tags)
+        self.world.overlapped |= set() if wait else set(tags)
         self.world.ahead |= set(tags) if wait == "memory" else set()
         for tag in tags if wait else ():
             self.world.at(f"reload_{tag}")
@@ -135,13 +137,13 @@ class FakeRollout:
 
 
 def pair(world: World, seen: list[str] | None = None, **options: Any) -> Cycle:
-    """seen: gets the names of the stages."""
+    """Build a cycle of fake sides; the names of its stages are appended to `seen`."""
     if seen is not None:
         options["on_stage"] = lambda name, start, end: seen.append(name)
     return Cycle(FakeTrainer(world), FakeRollout(world), **options)
 
 
-def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
+def test_stages_are_timed_and_sleep_level_reaches_the_rollout() -> None:
     world, seen = World(), list[tuple[str, float, float]]()
     cycle = pair(world, on_stage=lambda *stage: seen.append(stage), sleep_level=1)
     assert cycle.to_rollout(7).version == world.version == 7
@@ -151,21 +153,22 @@ def test_stages_are_timed_and_the_sleep_level_is_passed_on() -> None:
     assert world.prepared == 1
     for options in ({"resident": ["weights"]}, {"alias": True}, {"sleep_level": 2}):
         pair(world, **{"sleep_level": 1, **options})
-    assert world.prepared == 1, "of weights that no host memory keeps"
+    assert world.prepared == 1, "prepared for weights that are not kept in host memory"
     times = [time for _, start, end in seen for time in (start, end)]
     assert times == sorted(times)
 
 
-MODELS, LENT = {"critic": True, "reference": True}, {"alias": True}
-GO = "wake_weights sync_weights offload_params wake_kv_cache sleep"
-LENDING = "sync_weights wake_kv_cache sleep"
-KEEPING = "wake_weights sync_weights wake_kv_cache sleep"  # params
+MODELS, ALIASED = {"critic": True, "reference": True}, {"alias": True}
+# Stages from the sync to the sleep: by copies, aliased, and with resident params.
+COPIED_STAGES = "wake_weights sync_weights offload_params wake_kv_cache sleep"
+ALIASED_STAGES = "sync_weights wake_kv_cache sleep"
+RESIDENT_STAGES = "wake_weights sync_weights wake_kv_cache sleep"
 ROUNDS: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "params", f"offload_optim {GO} reload_params reload_optim"),
+    ({}, "params", f"offload_optim {COPIED_STAGES} reload_params reload_optim"),
     (
         MODELS,
         "reference critic params params",
-        f"offload_optim offload_critic offload_critic_optim {GO} reload_reference "
+        f"offload_optim offload_critic offload_critic_optim {COPIED_STAGES} reload_reference "
         "offload_reference "
         "reload_critic offload_critic reload_params reload_optim reload_critic "
         "reload_critic_optim",
@@ -173,38 +176,38 @@ ROUNDS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"reference": True},
         "params reference",
-        f"offload_optim {GO} reload_params offload_params reload_reference offload_reference "
-        "reload_params reload_optim",
+        f"offload_optim {COPIED_STAGES} reload_params offload_params reload_reference "
+        "offload_reference reload_params reload_optim",
     ),
     (
         {**MODELS, "resident": ("reference", "critic", "params")},
         "reference critic params",
-        f"offload_optim offload_critic_optim {KEEPING} reload_reference reload_optim "
+        f"offload_optim offload_critic_optim {RESIDENT_STAGES} reload_reference reload_optim "
         "reload_critic_optim",
     ),
-    ({"resident": ("params", "optim")}, "", f"empty_cache {KEEPING}"),
-    ({"resident": ("params",)}, "", f"offload_optim {KEEPING} reload_optim"),
+    ({"resident": ("params", "optim")}, "", f"empty_cache {RESIDENT_STAGES}"),
+    ({"resident": ("params",)}, "", f"offload_optim {RESIDENT_STAGES} reload_optim"),
     (
         {"resident": ("kv_cache", "cuda_graph")},
         "params",
-        f"offload_optim {GO} reload_params reload_optim",
+        f"offload_optim {COPIED_STAGES} reload_params reload_optim",
     ),
-    ({"resident": ("params", "optim", *THEIRS)}, "", KEEPING),
-    (LENT, "params", f"offload_optim {LENDING} reload_optim"),
-    ({**LENT, "resident": ("optim",)}, "params", f"empty_cache {LENDING}"),
+    ({"resident": ("params", "optim", *THEIRS)}, "", RESIDENT_STAGES),
+    (ALIASED, "params", f"offload_optim {ALIASED_STAGES} reload_optim"),
+    ({**ALIASED, "resident": ("optim",)}, "params", f"empty_cache {ALIASED_STAGES}"),
     (
-        {**LENT, "resident": ("params", "kv_cache")},
+        {**ALIASED, "resident": ("params", "kv_cache")},
         "params",
-        f"offload_optim {LENDING} reload_optim",
+        f"offload_optim {ALIASED_STAGES} reload_optim",
     ),
 ]
 
 
 @pytest.mark.parametrize(("options", "models", "stages"), ROUNDS)
-def test_who_holds_what_in_a_round_and_which_stages_it_takes(
+def test_round_runs_expected_stages_and_each_state_holds_its_tags(
     options: dict[str, Any], models: str, stages: str
 ) -> None:
-    """What is kept never leaves, and comes once; models score one at a time."""
+    """Expect that resident tags never leave, and that models score one at a time."""
     alias, resident = options.get("alias", False), set(options.get("resident", ()))
     world, seen = World(options.get("critic", False), roomy=alias or bool(resident)), list[str]()
     trained, served = frozenset(world.held), THEIRS - ({"weights"} if alias else set())
@@ -230,17 +233,17 @@ def test_who_holds_what_in_a_round_and_which_stages_it_takes(
     [
         ({}, "optim: weights, params: kv_cache, rollout: params"),
         (MODELS, "critic_optim: weights, params: kv_cache, rollout: params"),
-        (LENT, "optim: kv_cache"),
+        (ALIASED, "optim: kv_cache"),
         ({"resident": ("params", "optim")}, ""),
         ({"resident": ("kv_cache", "cuda_graph")}, "optim: weights, rollout: params"),
         ({"overlap": ("optim",)}, ""),
         ({"hand_over": False}, ""),
     ],
 )
-def test_what_leaves_goes_to_what_the_other_side_takes_next(
+def test_hand_over_sends_leaving_tag_to_the_next_tag_of_the_other_side(
     options: dict[str, Any], into: str
 ) -> None:
-    """All of a tag to one, so no more is kept than what replaces it; nothing where none waits."""
+    """Expect a single receiver for each tag, and none if no tag waits for memory."""
     world = World(options.get("critic", False), roomy=True)
     cycle = pair(world, **{"hand_over": True, **options})
     for version in (1, 2):
@@ -254,7 +257,7 @@ def test_what_leaves_goes_to_what_the_other_side_takes_next(
 @pytest.mark.parametrize(
     ("has", "model"), [({}, "critic"), ({"critic": True}, "reference"), ({}, "optim")]
 )
-def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str) -> None:
+def test_to_score_refuses_a_model_the_cycle_does_not_have(has: dict[str, bool], model: str) -> None:
     cycle = pair(World(critic=True), **has)
     cycle.to_rollout(1)
     with pytest.raises(
@@ -278,10 +281,10 @@ def test_a_model_that_is_not_there_cannot_score(has: dict[str, bool], model: str
         ),
     ],
 )
-def test_overlapped_tags_leave_behind_the_kv_cache_and_return_with_the_score(
+def test_overlapped_tags_leave_after_kv_cache_wakes_and_return_while_scoring(
     options: dict[str, Any], leave: str, comes: set[str]
 ) -> None:
-    """A stage that copies would stand between the sync and the answers."""
+    """Expect no stage that copies between the sync and the first answers."""
     world, seen = World(options.get("critic", False), roomy=True), list[str]()
     trained = frozenset(world.held)
     cycle = pair(world, seen, **options)
@@ -291,34 +294,34 @@ def test_overlapped_tags_leave_behind_the_kv_cache_and_return_with_the_score(
     assert world.held == THEIRS | set(options.get("resident", ()))
     assert world.partly == ("begin_offload" in leave)
     cycle.to_score()
-    assert world.beside == comes
+    assert world.overlapped == comes
     cycle.to_train()
     assert world.held >= trained
     assert world.ahead == {*options["overlap"]}.difference(options.get("resident", ()))
 
 
-def test_what_scores_comes_back_beside_the_last_answers_if_it_left_beside_work() -> None:
+def test_prefetch_reloads_params_only_if_they_overlap() -> None:
     world, seen = World(roomy=True), list[str]()
     cycle = pair(world, seen, overlap=("params", "optim"))
     with pytest.raises(StateError, match=r"prefetch\(\) in state 'train'"):
         cycle.prefetch()
     cycle.to_rollout(1)
     cycle.prefetch()
-    assert world.beside == {"params"} and seen[-1] == "prefetch"
+    assert world.overlapped == {"params"} and seen[-1] == "prefetch"
     cycle.to_score()
-    assert "params" in world.held  # whether it came early or not
+    assert "params" in world.held  # even if the prefetch brought nothing
     cycle = pair(world := World(roomy=True), seen, overlap=("optim",))
     cycle.to_rollout(1)
     cycle.prefetch()
-    assert world.beside == set()
+    assert world.overlapped == set()
 
 
-def test_overlap_is_for_what_is_trained() -> None:
+def test_overlap_refuses_tags_that_are_not_trained() -> None:
     with pytest.raises(ValueError, match=r"overlap names \['reference'\]; it is for params, optim"):
         pair(World(), overlap=["reference", "optim"], reference=True)
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_resident_refuses_unknown_tags_and_aliased_weights() -> None:
     known = "params, optim, critic, critic_optim, reference, weights"
     with pytest.raises(ValueError, match=rf"resident names unknown tags \['kv'\]; known: {known}"):
         pair(World(), resident=["kv", "params"])
@@ -336,7 +339,7 @@ VERBS = ("to_rollout", "to_score", "to_train")
     ("alias", "stage"),
     [*((False, stage) for stage in TO_ROLLOUT + TO_TRAIN), *((True, stage) for stage in ALIAS)],
 )
-def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weights(
+def test_failed_stage_ends_cycle_and_never_serves_undefined_weights(
     alias: bool, stage: str
 ) -> None:
     world, seen = World(roomy=alias), list[str]()
@@ -349,8 +352,8 @@ def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weight
     assert caught.value.cause is world.error
     assert repr(stage) in str(caught.value) and "trainer actor died" in str(caught.value)
     assert stage not in seen
-    there = "kv_cache" in world.held and (alias or "weights" in world.held)
-    serving = there and world.version is not None
+    awake = "kv_cache" in world.held and (alias or "weights" in world.held)
+    serving = awake and world.version is not None
     assert not serving or stage == "sleep", (
         "only a rollout that could not be put to sleep still serves"
     )
@@ -360,15 +363,15 @@ def test_a_failure_in_any_stage_ends_the_cycle_and_never_serves_undefined_weight
         cycle.to_rollout(2)
 
 
-def test_a_rollout_that_cannot_be_told_does_not_hide_the_first_failure() -> None:
+def test_failed_poisoning_does_not_hide_the_first_failure() -> None:
     world = World()
     world.fail_at, world.error = {"sync_weights", "abort_update"}, ValueError("digests differ")
     with pytest.raises(CycleError, match="sync_weights.*digests differ") as caught:
         pair(world).to_rollout(1)
-    assert "the rollout could not be told" in caught.value.__notes__[0]
+    assert "could not poison the rollout" in caught.value.__notes__[0]
 
 
-def test_an_interrupt_poisons_and_stays_an_interrupt() -> None:
+def test_interrupt_poisons_rollout_and_is_raised_unwrapped() -> None:
     world = World()
     world.fail_at, world.error = {"sync_weights"}, KeyboardInterrupt()
     cycle = pair(world)
@@ -393,7 +396,7 @@ def test_errors_survive_pickling(error: Exception) -> None:
 
 
 class Walk(RuleBasedStateMachine):
-    """Any order of calls: what is held agrees with the state, versions with what was asked."""
+    """Calls in any order: held tags must match the state, and versions the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,8 +415,8 @@ class Walk(RuleBasedStateMachine):
             verb, ()
         )
         if verb not in legal:
-            said = rf"{verb}\(\) in state '{self.cycle.state}': legal now: {', '.join(legal)}$"
-            with pytest.raises(StateError, match=said):
+            text = rf"{verb}\(\) in state '{self.cycle.state}': legal now: {', '.join(legal)}$"
+            with pytest.raises(StateError, match=text):
                 getattr(self.cycle, verb)(*arguments)
             return
         self.version += verb == "to_rollout"
@@ -427,7 +430,7 @@ class Walk(RuleBasedStateMachine):
         )
     )
     def break_next(self, stage: str) -> None:
-        """Arm a failure, go round until it strikes, and start over as a new run would."""
+        """Repeat the cycle until an injected failure occurs, and start over like a new run."""
         self.world.fail_at = {stage}
         with pytest.raises(CycleError, match=stage):
             for _ in range(2):
@@ -439,7 +442,7 @@ class Walk(RuleBasedStateMachine):
         self.start()
 
     @invariant()
-    def holds_what_the_state_says(self) -> None:
+    def held_tags_match_the_state(self) -> None:
         held = {"train": set(TRAINED), "rollout": THEIRS, "score": {self.model}}
         assert self.world.held == held[self.cycle.state]
         assert (self.world.version == self.version) == (self.cycle.state == "rollout")

@@ -1,5 +1,6 @@
-"""What surrounds the products of experts in training: values and gradients against plain torch in
-fp64, by torch and by the kernels, and transformers' own forward beside the trainer's.
+"""Operations of experts against fp64, values and gradients, in torch and in Triton.
+
+Whole experts are compared with the forward of transformers.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tests.helpers.triton_compiler import compile_alone
 from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.moe import mix_experts
 
-# Tokens, choices, experts, width.
+# (tokens, choices, experts, width)
 SHAPES = some((7, 3, 5, 40), whole=[(1, 1, 1, 8), (40, 8, 128, 2056), (33, 2, 64, 16)])
-# Of the largest. The longest chain is a gate's gradient: share by an exponential (two roundings of
-# 2**-24), a sum and a quotient, its complement, five products and a sum, fewer than 16 in all.
-# Triton's interpreter cuts bf16 off.
+# Tolerances relative to the largest value. The longest chain is a gate's gradient, with fewer than
+# 16 roundings of 2**-24: an exponential (two), a sum and a quotient, its complement, five products
+# and a sum. Triton's interpreter truncates bf16.
 U = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
 
 
@@ -36,20 +37,20 @@ def impl(request: pytest.FixtureRequest, device: str) -> Impl:
 
 
 def choices(tokens: int, top_k: int, experts: int, device: str) -> Tensor:
-    """No expert twice in a row; the last one of several has no token."""
-    some = max(top_k, experts - 1)
-    ids = torch.rand(tokens, some).argsort(-1)[:, :top_k]
+    """Draw different experts for each token; the last expert gets no token if possible."""
+    used = max(top_k, experts - 1)
+    ids = torch.rand(tokens, used).argsort(-1)[:, :top_k]
     return ids.to(device)
 
 
-def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype and found.shape == exact.shape
-    found, exact = found.detach().double(), exact.detach()
-    assert float((found - exact).abs().max()) <= U[dtype] * max(1.0, float(exact.abs().max()))
+def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype and actual.shape == exact.shape
+    actual, exact = actual.detach().double(), exact.detach()
+    assert float((actual - exact).abs().max()) <= U[dtype] * max(1.0, float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pairs_lie_by_expert_tokens_in_their_order(
+def test_sort_pairs_orders_by_expert_then_token(
     shape: tuple[int, int, int, int], device: str
 ) -> None:
     tokens, top_k, experts, _ = shape
@@ -61,8 +62,8 @@ def test_pairs_lie_by_expert_tokens_in_their_order(
     counts = torch.bincount(order, minlength=experts)
     assert torch.equal(pairs.ends, counts.cumsum(0).int())
     for expert in range(experts):
-        mine = pairs.number[order == expert]
-        assert torch.equal(mine, mine.sort().values)
+        numbers = pairs.number[order == expert]
+        assert torch.equal(numbers, numbers.sort().values)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -74,14 +75,14 @@ def test_pairs_lie_by_expert_tokens_in_their_order(
         (torch.bfloat16, torch.float32),
     ],
 )
-def test_rows_go_out_and_come_back_as_in_fp64(
+def test_spread_and_combine_match_fp64(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     weighing: torch.dtype,
     impl: Impl,
     device: str,
 ) -> None:
-    """The sum over choices of weight * (row + its gate), so that rows of a token differ."""
+    """Add different values to a token's rows before they are combined."""
     tokens, top_k, experts, width = shape
     ids = choices(tokens, top_k, experts, device)
     x = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
@@ -107,10 +108,10 @@ def test_rows_go_out_and_come_back_as_in_fp64(
 @pytest.mark.parametrize("rows", [1, 37])
 @pytest.mark.parametrize("inner", some(40, whole=[768, 4096]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gate_and_its_gradient_are_those_of_fp64(
+def test_silu_gate_and_its_gradient_match_fp64(
     rows: int, inner: int, dtype: torch.dtype, impl: Impl, device: str
 ) -> None:
-    """Also far out, where the sigmoid is 0 and 1."""
+    """Include inputs whose sigmoid is 0 or 1."""
     gate_up = 3 * torch.randn(rows, 2 * inner, device=device)
     gate_up[0, :2] = torch.tensor([-200.0, 200.0])
     gate_up = gate_up.to(dtype).requires_grad_()
@@ -128,36 +129,38 @@ def test_a_gate_and_its_gradient_are_those_of_fp64(
 
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_and_their_gradients_are_those_of_transformers(
+def test_mix_experts_and_gradients_match_transformers(
     act: str, dtype: torch.dtype, device: str
 ) -> None:
-    """With experts that have no token; gradients of all that goes in."""
+    """Include experts without a token, and compare gradients of all inputs."""
     config: Any = Qwen3MoeConfig(
         num_experts=6, hidden_size=32, moe_intermediate_size=16, hidden_act=act
     )
     own = Qwen3MoeExperts(config).to(device, dtype)
     for param in own.parameters():
         torch.nn.init.normal_(param, std=0.2)
-    other, eager = copy.deepcopy(own).double(), inspect.unwrap(Qwen3MoeExperts.forward)
+    exact_experts = copy.deepcopy(own).double()
+    eager = inspect.unwrap(Qwen3MoeExperts.forward)
     ids = choices(11, 2, 6, device)
     x, weights = torch.randn(11, 32, device=device), torch.rand(11, 2, device=device)
-    given = [each.to(dtype).requires_grad_() for each in (x, weights)]
-    wide = [each.detach().double().requires_grad_() for each in given]
-    out, exact = mix_experts(own, given[0], ids, given[1]), eager(other, wide[0], ids, wide[1])
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weights)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    out = mix_experts(own, inputs[0], ids, inputs[1])
+    exact = eager(exact_experts, wide[0], ids, wide[1])
     slope = torch.randn(out.shape, device=device).to(dtype)
     out.backward(slope)
     exact.backward(slope.double())
-    found = [out, *(each.grad for each in (*given, *own.parameters()))]
-    expected = [exact, *(each.grad for each in (*wide, *other.parameters()))]
+    results = [out, *(tensor.grad for tensor in (*inputs, *own.parameters()))]
+    expected = [exact, *(tensor.grad for tensor in (*wide, *exact_experts.parameters()))]
     size = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-5}[dtype]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine is not None and theirs is not None and mine.dtype == dtype
-        apart = (mine.detach().double() - theirs.detach()).abs().max()
-        assert float(apart) <= size * float(theirs.detach().abs().max())
+    for result, wanted in zip(results, expected, strict=True):
+        assert result is not None and wanted is not None and result.dtype == dtype
+        apart = (result.detach().double() - wanted.detach()).abs().max()
+        assert float(apart) <= size * float(wanted.detach().abs().max())
 
 
-@pytest.mark.extended  # on a GPU the kernels themselves run
-def test_the_kernels_access_sixteen_bytes_and_spill_nothing() -> None:
+@pytest.mark.extended  # tests on a GPU run the kernels themselves
+def test_kernels_access_16_bytes_and_do_not_spill() -> None:
     lines = [line.split() for line in compile_alone(COMPILE).splitlines()]
     assert len(lines) == 8
     for kernel, stack, *accesses in lines:

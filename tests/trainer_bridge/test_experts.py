@@ -1,6 +1,4 @@
-"""Mixtures of experts in the trainer: transformers' gradients with the load-balance loss, and a
-sync of every expert's bits.
-"""
+"""Mixtures of experts in the trainer: updates with the load-balance loss, routers and syncs."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def balance_loss(model: Any, batch: SequenceBatch) -> Tensor:
-    """As transformers computes it, of all sequences padded to one length."""
+    """Compute the loss by transformers, with all sequences padded to one length."""
     rows = [a + b for a, b in zip(batch.prompt_ids, batch.response_ids, strict=True)]
     length = max(map(len, rows))
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -42,7 +40,7 @@ def balance_loss(model: Any, batch: SequenceBatch) -> Tensor:
 
 
 @pytest.mark.parametrize("checkpointing", ["layers", "mlp"])
-def test_a_mixture_learns_as_by_transformers(
+def test_mixture_update_with_balance_loss_matches_transformers(
     checkpointing: str, device: str, tmp_path: Path, make_trainer: Any
 ) -> None:
     path = write_model(tmp_path, "qwen3_moe", num_experts=5, mlp_only_layers=[0])
@@ -69,7 +67,7 @@ def test_a_mixture_learns_as_by_transformers(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen3_next"])
-def test_routers_multiply_in_fp32_on_both_sides(
+def test_fp32_router_computes_in_fp32_on_both_sides(
     family: str, tmp_path: Path, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_model(tmp_path, family, **MIXTURES[family])
@@ -92,7 +90,7 @@ def test_routers_multiply_in_fp32_on_both_sides(
     names = [name for name, _ in trainer.model.named_parameters() if name.endswith("gate.weight")]
     before = [trainer.shards()[name].clone() for name in names]
     trainer.update_actor(make_batch(4))
-    assert len(seen) > len(routers) and not all(seen)  # layers are computed again
+    assert len(seen) > len(routers) and not all(seen)  # the backward pass recomputes layers
     for name, old in zip(names, before, strict=True):
         assert not torch.equal(trainer.shards()[name], old)
 
@@ -100,9 +98,9 @@ def test_routers_multiply_in_fp32_on_both_sides(
     choose = Routing.choose
 
     def spied(routing: Routing, logits: Tensor, bias: Tensor | None = None) -> Any:
-        found = choose(routing, logits, bias)
-        given.extend((logits.dtype, found[1].dtype))
-        return found
+        choice = choose(routing, logits, bias)
+        given.extend((logits.dtype, choice[1].dtype))
+        return choice
 
     monkeypatch.setattr(Routing, "choose", spied)
     how = {"kv_tokens": 64, "page_size": 4, "dtype": torch.bfloat16, "fp32_router": True}
@@ -113,20 +111,20 @@ def test_routers_multiply_in_fp32_on_both_sides(
     assert len(answer.token_ids) == 4 and set(given) == {torch.float32}
 
 
-def test_experts_of_odd_widths_are_refused(tmp_path: Path, make_trainer: Any) -> None:
+def test_experts_with_unaligned_widths_are_refused(tmp_path: Path, make_trainer: Any) -> None:
     path = write_model(tmp_path, "qwen3_moe", moe_intermediate_size=20)
     make_trainer(path)  # fp32
     with pytest.raises(ValueError, match=r"rows of 20 elements.* multiples of 8"):
         make_trainer(path, param_dtype="bfloat16")
 
 
-def test_a_dense_model_has_no_router_to_widen(model_path: str, make_trainer: Any) -> None:
+def test_fp32_router_refuses_a_dense_model(model_path: str, make_trainer: Any) -> None:
     for make in (make_trainer, Engine.from_pretrained):
         with pytest.raises(ValueError, match="fp32_router=True is for mixtures of experts"):
             make(model_path, fp32_router=True)
 
 
-def test_padding_and_fillers_are_not_balanced() -> None:
+def test_padding_and_fillers_are_excluded_from_load_balance() -> None:
     batch = SequenceBatch(prompt_ids=[[3, 4], [5]], response_ids=[[6, 7], [8]])
     padded = lay_out(batch, [0, -1, 1], torch.device("cpu"), 3, packed=False)
     assert padded.real.tolist() == [[True] * 4, [False] * 4, [True, True, False, False]]
@@ -134,8 +132,8 @@ def test_padding_and_fillers_are_not_balanced() -> None:
     assert packed.real.tolist() == [[True] * 4 + [False] + [True] * 2 + [False]]
 
 
-def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: Any) -> None:
-    with pytest.raises(ValueError, match="router_aux_loss_coef is of a mixture of experts"):
+def test_balance_loss_refuses_a_dense_model(model_path: str, make_trainer: Any) -> None:
+    with pytest.raises(ValueError, match="router_aux_loss_coef needs a mixture of experts"):
         make_trainer(model_path, router_aux_loss_coef=0.1)
 
 
@@ -149,17 +147,17 @@ def test_a_dense_model_has_no_router_to_balance(model_path: str, make_trainer: A
         ("qwen3_next", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}),
     ],
 )
-def test_every_expert_arrives(
+def test_sync_writes_every_expert(
     family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Any
 ) -> None:
-    """Also those that got no token; two ranks in test_two_ranks.py."""
+    """Include experts without a token; test_two_ranks.py runs two ranks."""
     path = write_model(tmp_path, family, **changes)
     assert arrives(make_trainer(path), path)
 
 
 @pytest.mark.parametrize("files", [True, False])
-def test_biases_of_routers_stay_fp32(files: bool, tmp_path: Path, make_trainer: Any) -> None:
-    """Those of the files, on both sides, whatever the weights are; 0 of a random model."""
+def test_router_biases_stay_fp32(files: bool, tmp_path: Path, make_trainer: Any) -> None:
+    """Expect the files' biases on both sides, or zeros for a random model, with bf16 weights."""
     fields = {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "moe_intermediate_size": 24}
     path = write_model(tmp_path, "deepseek_v3", **fields)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -173,5 +171,5 @@ def test_biases_of_routers_stay_fp32(files: bool, tmp_path: Path, make_trainer: 
     trainer.connect([engine])
     trainer.update_actor(make_batch(2))
     trainer.sync_weights(1)
-    for found in (engine.store.buffers[name], trainer.model.get_buffer(name)):
-        assert found.dtype == torch.float32 and torch.equal(found, expected)
+    for bias in (engine.store.buffers[name], trainer.model.get_buffer(name)):
+        assert bias.dtype == torch.float32 and torch.equal(bias, expected)

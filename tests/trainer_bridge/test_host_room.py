@@ -1,4 +1,4 @@
-"""Host memory for what a trainer offloads: known before it is built, obtained while it is."""
+"""Host memory for offloaded tags, computed and obtained before the trainer is built."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def changes(request: pytest.FixtureRequest) -> dict[str, Any]:
     return CASES[request.param]
 
 
-def test_it_is_what_the_tags_hold(changes: dict[str, Any], model_path: str) -> None:
-    """But for the ends of blocks, and where a value head takes the place of the vocabulary."""
+def test_offloaded_bytes_match_the_tags(changes: dict[str, Any], model_path: str) -> None:
+    """Allow for the ends of blocks, and for the value head of a critic."""
     saver = MemorySaver()
     trainer = Trainer(config(model_path, **changes), saver)
     trainer.reload()
-    held = {tag: each.live_bytes for tag, each in saver.report().tags.items()}
+    held = {tag: usage.live_bytes for tag, usage in saver.report().tags.items()}
     assert "adapters" not in held or changes["lora"]
     held["params"] += held.pop("adapters", 0)
     for tag in TRAINER_TAGS:
-        found = offloaded_bytes(config(model_path, **changes, leaving=(tag,)), 1)[tag]
+        size = offloaded_bytes(config(model_path, **changes, leaving=(tag,)), 1)[tag]
         if tag in held:
-            slack = 0.3 * found if tag.startswith("critic") else 1024
-            assert abs(found - held[tag]) <= slack, tag
+            slack = 0.3 * size if tag.startswith("critic") else 1024
+            assert abs(size - held[tag]) <= slack, tag
     trainer.close()
     saver.close()
 
 
-def test_each_rank_has_its_rows(tmp_path: Path) -> None:
+def test_offloaded_bytes_are_divided_among_ranks(tmp_path: Path) -> None:
     leaving = {"leaving": ("params", "optim")}
     path = write_model(tmp_path)
     whole, half = (offloaded_bytes(config(path, **leaving), ranks) for ranks in (1, 2))
@@ -62,7 +62,7 @@ def test_each_rank_has_its_rows(tmp_path: Path) -> None:
 
 @pytest.fixture
 def obtained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of every piece of host memory from here on; there is none before."""
+    """Record the bytes of every piece of host memory obtained by the test; it starts with none."""
     sizes_seen, obtain = list[int](), pinned_arena.obtain
 
     def spy(sizes: list[int], pinner: Any) -> list[int]:
@@ -70,15 +70,17 @@ def obtained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return obtain(sizes, pinner)
 
     monkeypatch.setattr(pinned_arena, "obtain", spy)
-    gc.collect()  # what other tests have saved
+    gc.collect()  # release memory of earlier tests
     MemorySaver().pinned_arena.trim()
     return sizes_seen
 
 
-def test_an_actor_begins_before_it_is_built(model_path: str, obtained: list[int]) -> None:
+def test_actor_reserves_host_memory_before_trainer_is_built(
+    model_path: str, obtained: list[int]
+) -> None:
     actor = TrainerActor(config(model_path, leaving=("params", "optim")))
     actor.call("reserve", 1)
-    MemorySaver().pinned_arena.give(MemorySaver().pinned_arena.take(1))  # there when this is
+    MemorySaver().pinned_arena.give(MemorySaver().pinned_arena.take(1))  # waits for the reservation
     assert obtained == [HUGE_PAGE]
     actor.call("build")
     actor.call("offload")
@@ -88,7 +90,7 @@ def test_an_actor_begins_before_it_is_built(model_path: str, obtained: list[int]
 
 
 @pytest.mark.parametrize("overlap", [(), ("params", "optim")])
-def test_what_leaves_finds_its_host_memory_there(
+def test_offload_uses_reserved_host_memory(
     overlap: tuple[str, ...], model_path: str, obtained: list[int]
 ) -> None:
     leaving = config(model_path, leaving=("params", "optim"))
@@ -106,10 +108,10 @@ def test_what_leaves_finds_its_host_memory_there(
 
 
 @pytest.mark.parametrize("leaving", [(), ("params", "optim")])
-def test_what_an_engine_keeps_asleep_has_its_place(
+def test_sleep_at_level_1_uses_reserved_host_memory(
     leaving: tuple[str, ...], model_path: str, obtained: list[int]
 ) -> None:
-    """Beside the trainer's, whose arena it is, too."""
+    """Use one arena for the host memory of trainer and engine."""
     keep, arena = {"params", "optim", "kv_cache"}.difference(leaving), MemorySaver().pinned_arena
     trained = config(model_path, leaving=leaving)
     with open_inprocess(trained, {"kv_tokens": 512}) as (trainer, rollout):

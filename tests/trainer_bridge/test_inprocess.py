@@ -1,4 +1,4 @@
-"""Real trainer, real engine, real memory, one process: by copies, by the trainer's own pages."""
+"""A real trainer and a real engine in one process: syncs by copies and by aliased pages."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ KINDS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An offload under a loan gives up at once."""
+def short_lease_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time that an offload of aliased pages waits before it fails."""
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 0.05)
 
 
@@ -57,7 +57,7 @@ def committed(side: Any) -> dict[str, int]:
 def cycles(
     trainer: Trainer, engine: Engine, alias: bool, count: int = 3, hand_over: bool = False
 ) -> list[list[list[int]]]:
-    """Tokens of each round; the trainer learns in between."""
+    """Run rounds with an update after each, and return the tokens of each round."""
     cycle, seen = Cycle(trainer, engine, alias=alias, hand_over=hand_over), []
     for version in range(1, count + 1):
         receipt = cycle.to_rollout(version)
@@ -70,10 +70,10 @@ def cycles(
     return seen
 
 
-def test_params_come_back_as_the_last_answers_leave_room(
+def test_prefetched_params_return_as_last_requests_end(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides have one device, that the pool fills while all answers are made."""
+    """Limit the device so that params can only return after the KV pool has shrunk."""
     sizes = {"kv_tokens": 2048, "page_size": 4, "max_context_len": 128, "max_running": 64}
     prompts = [[5, 6, 7]] * 31 + [[8]]
     params = [dataclasses.replace(SAMPLED, max_tokens=12)] * 31
@@ -111,27 +111,27 @@ def test_params_come_back_as_the_last_answers_leave_room(
 
 
 @pytest.mark.parametrize("alias", [False, True])
-def test_what_is_handed_over_is_not_asked_of_the_driver(
+def test_handed_over_memory_is_not_created_by_the_driver(
     alias: bool, model_path: str, device: str
 ) -> None:
-    """The same tokens, though the pages come with the other side's bytes; nothing is kept."""
-    seen, asked = [], []
+    """Expect the same tokens from handed-over pages, which hold old bytes, and no retained page."""
+    seen, created = [], []
     for hand_over in (False, True):
         with open_inprocess(config(model_path, device=device), ENGINE, alias=alias) as sides:
             saver = sides[0].saver
             seen.append(cycles(*sides, alias, hand_over=hand_over))
-            made = (driver_calls(each)["create"].nbytes for each in (saver, sides[1].saver))
-            asked.append(sum(made))
-            for each in (saver, sides[1].saver):
-                assert each.report().pool_bytes == 0
-                each.check_integrity()
+            savers = saver, sides[1].saver
+            created.append(sum(driver_calls(owner)["create"].nbytes for owner in savers))
+            for owner in savers:
+                assert owner.report().pool_bytes == 0
+                owner.check_integrity()
             params = saver.report().tags["params"].committed_bytes
     assert seen[0] == seen[1]
-    assert asked[0] - asked[1] >= 4 * params, "two of three rounds, on both ways"
+    assert created[0] - created[1] >= 4 * params, "two of three rounds hand over in both directions"
 
 
 @pytest.mark.parametrize("shadow", [False, True])
-def test_by_handle_and_by_pages_is_the_same(
+def test_sync_by_handle_writes_the_same_as_by_mapped_pages(
     shadow: bool,
     model_path: str,
     make_trainer: Callable[..., Trainer],
@@ -165,7 +165,7 @@ def modules(pipe: Connection) -> None:
     pipe.send(set(sys.modules))
 
 
-def test_importing_the_package_brings_no_ray() -> None:
+def test_import_does_not_import_ray() -> None:
     peer = Peer(modules)
     assert "ray" not in peer.hear()
     peer.bury()
@@ -173,7 +173,7 @@ def test_importing_the_package_brings_no_ray() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: str) -> None:
+def test_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: str) -> None:
     large = {**ENGINE, "kv_tokens": 1 << 20}  # 512 MiB
     batch = make_batch(4)
     with open_inprocess(config(model_path, device="cuda:0"), large) as (trainer, engine):
@@ -202,11 +202,11 @@ def test_a_wake_up_without_room_changes_nothing_and_can_be_repeated(model_path: 
         assert trainer.compute_log_prob(batch) == scores
 
 
-# ---------------------------------------------------------------- pages that are aliased
+# ---------------------------------------------------------------- aliased pages
 
 
 @pytest.mark.parametrize(("family", "shape", "dtype"), KINDS)
-def test_tokens_are_those_of_a_sync_by_copies(
+def test_aliased_weights_give_the_same_tokens_as_copies(
     family: str, shape: dict[str, Any], dtype: str, device: str, tmp_path: Path
 ) -> None:
     settings = config(write_model(tmp_path, family, **shape), device=device, dtype=dtype)
@@ -218,11 +218,12 @@ def test_tokens_are_those_of_a_sync_by_copies(
 
 
 @pytest.mark.alone
-def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None:
+def test_aliased_weights_are_on_the_device_once(device: str, model_path: str) -> None:
     with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
         cycle = Cycle(trainer, engine, alias=True)
         full, asleep, held = committed(trainer), committed(engine), family_bytes(device)
-        pointers = [engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices]
+        names = [piece.name for piece in engine.manifest.slices]
+        pointers = [engine.store.tensor(name).data_ptr() for name in names]
         assert set(asleep.values()) == {0}
         for version in (1, 2, 3):
             cycle.to_rollout(version)
@@ -233,23 +234,21 @@ def test_the_device_holds_the_weights_once(device: str, model_path: str) -> None
                 assert (
                     family_bytes(device) == held - full["optim"] + engine.report().committed_bytes
                 )
-            ours = trainer.compute_log_prob(make_batch(2))  # reading is allowed
+            scores = trainer.compute_log_prob(make_batch(2))  # reading is allowed
             cycle.to_score()
             assert committed(trainer) == {"params": full["params"], "optim": 0}
             assert committed(engine) == asleep
             assert engine.report().tags["weights"].aliased_bytes == 0
             assert trainer.saver.leases("params") == 0
-            assert trainer.compute_log_prob(make_batch(2)) == ours
+            assert trainer.compute_log_prob(make_batch(2)) == scores
             cycle.to_train()
             assert committed(trainer) == full
         assert device != "cpu" or family_bytes(device) == held
-        assert pointers == [
-            engine.store.tensor(each.name).data_ptr() for each in engine.manifest.slices
-        ]
+        assert pointers == [engine.store.tensor(name).data_ptr() for name in names]
         assert trainer.report().backup_bytes == engine.report().backup_bytes == 0
 
 
-def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
+def test_many_aliased_rounds_leak_nothing(model_path: str) -> None:
     with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
         resting = []
         for version in range(60):
@@ -258,11 +257,11 @@ def test_many_rounds_leave_nothing_behind(model_path: str) -> None:
             if version in (9, 59):
                 resting.append((settled_fds(), memory_maps(), family_bytes("cpu")))
         first, last = resting
-        # One a round would be 50.
+        # A leak per round would add 50.
         assert last[0] <= first[0] + 8 and last[1] <= first[1] + 8 and last[2] == first[2]
 
 
-def test_lent_parameters_are_neither_changed_nor_offloaded(
+def test_aliased_parameters_cannot_be_changed_or_offloaded(
     device: str, model_path: str, tmp_path: Path
 ) -> None:
     with open_inprocess(config(model_path, device=device), ENGINE, alias=True) as (trainer, engine):
@@ -275,7 +274,7 @@ def test_lent_parameters_are_neither_changed_nor_offloaded(
             lambda: trainer.load_checkpoint(str(tmp_path / "step")),
         ):
             with pytest.raises(
-                StateError, match=r"would change parameters that a rollout serves; put its weights"
+                StateError, match=r"would change parameters that a rollout serves; put the rollout"
             ):
                 change()
         with pytest.raises(LeaseError, match="'params'"):
@@ -292,7 +291,7 @@ def test_lent_parameters_are_neither_changed_nor_offloaded(
         trainer.reload()
 
 
-def test_versions_may_go_by_pages_and_by_copies_in_turns(model_path: str) -> None:
+def test_syncs_by_alias_and_by_copies_may_alternate(model_path: str) -> None:
     with open_inprocess(config(model_path), ENGINE, alias=True) as (trainer, engine):
         seen = []
         for version in range(1, 5):
@@ -312,17 +311,17 @@ def test_versions_may_go_by_pages_and_by_copies_in_turns(model_path: str) -> Non
 
 
 def swapped(layout: Manifest) -> Manifest:
-    """Two parameters of one shape change places; the hash does not."""
-    one, other = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
+    """Exchange the offsets of two parameters of one shape, keeping the layout's hash."""
+    first, second = (f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1))
     offsets = {piece.name: piece.offset for piece in layout.slices}
-    moved = {one: offsets[other], other: offsets[one]}
+    moved = {first: offsets[second], second: offsets[first]}
     slices = tuple(
         dataclasses.replace(p, offset=moved.get(p.name, p.offset)) for p in layout.slices
     )
     return dataclasses.replace(layout, slices=slices)
 
 
-def test_the_first_share_reads_back_and_notices(
+def test_first_alias_detects_a_wrong_layout(
     device: str, model_path: str, make_trainer: Callable[..., Trainer]
 ) -> None:
     engine = Engine.from_pretrained(model_path, device, load_weights=False, **ENGINE)
@@ -342,7 +341,9 @@ def test_the_first_share_reads_back_and_notices(
     engine.saver.close()
 
 
-def test_all_engines_adopt_or_none(model_path: str, make_trainer: Callable[..., Trainer]) -> None:
+def test_alias_that_one_engine_refuses_is_undone_on_all(
+    model_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
     engines = [Engine.from_pretrained(model_path, load_weights=False, **ENGINE) for _ in range(2)]
     trainer = make_trainer(model_path, layout=engines[0].manifest)
     trainer.connect(engines)
@@ -360,7 +361,7 @@ def test_all_engines_adopt_or_none(model_path: str, make_trainer: Callable[..., 
         engine.saver.close()
 
 
-def test_what_needs_a_layout_says_so(
+def test_alias_without_a_fitting_layout_is_refused(
     model_path: str, tmp_path: Path, make_trainer: Callable[..., Trainer]
 ) -> None:
     engine = Engine.from_pretrained(model_path, load_weights=False, **ENGINE)
@@ -371,12 +372,12 @@ def test_what_needs_a_layout_says_so(
     trainer = make_trainer(model_path)
     trainer.connect([engine])
     with pytest.raises(
-        StateError, match=r"make the trainer with layout=engine.manifest, and call connect"
+        StateError, match=r"create the trainer with layout=engine.manifest, and call connect"
     ):
         trainer.alias_weights(1)
     with pytest.raises(
         ValueError,
-        match=r"cannot lie.*embed_tokens.weight: torch.bfloat16 in the trainer, torch.float",
+        match=r"cannot be laid.*embed_tokens.weight: torch.bfloat16 in the trainer, torch.float",
     ):
         make_trainer(model_path, dtype="bfloat16", layout=engine.manifest)
     with pytest.raises(
@@ -386,7 +387,7 @@ def test_what_needs_a_layout_says_so(
     engine.saver.close()
 
 
-def test_parameters_that_are_not_first_on_their_tag_are_not_served(model_path: str) -> None:
+def test_parameters_not_at_the_start_of_their_tag_are_refused(model_path: str) -> None:
     engine = Engine.from_pretrained(model_path, load_weights=False, **ENGINE)
     saver = MemorySaver("cpu")
     other = saver.empty((64,), tag="params", content="host")
@@ -402,7 +403,7 @@ def test_parameters_that_are_not_first_on_their_tag_are_not_served(model_path: s
 # ---------------------------------------------------------------- layouts
 
 
-def test_parameters_that_cannot_lie_as_the_layout_says_are_listed() -> None:
+def test_byte_offsets_lists_all_parameters_that_do_not_fit() -> None:
     layout = manifest(
         piece("same", 0, (4, 2)),
         piece("wide", 64, (4, 2), "bfloat16"),
@@ -414,19 +415,19 @@ def test_parameters_that_cannot_lie_as_the_layout_says_are_listed() -> None:
     with pytest.raises(ValueError) as caught:
         byte_offsets(dataclasses.replace(layout, zeros=((1024, 4),)), params)
     assert str(caught.value) == (
-        "the trainer's parameters cannot lie as the rollout's do: wide: torch.float32 in the "
-        "trainer, torch.bfloat16 in the rollout; strided: its elements are not adjacent in the "
+        "the trainer's parameters cannot be laid out like the rollout's: wide: torch.float32 in "
+        "the trainer, torch.bfloat16 in the rollout; strided: its elements are not adjacent in the "
         "rollout; half: the rollout has a part (2, 2) of (4, 2); the rollout's layout has padding, "
-        "as of one rank of several; leave layout away, and sync by copies"
+        "like one rank of several; omit layout, and sync by copies"
     )
     with pytest.raises(ValueError, match="missing in the trainer: wide"):
         byte_offsets(layout, {"same": params["tied"]})
 
 
-# ---------------------------------------------------------------- two processes, and one that dies
+# ---------------------------------------------------------------- an engine that dies
 
 
-def test_an_engine_that_dies_has_lent_pages_no_longer(
+def test_alias_ends_when_its_engine_dies(
     device: str, model_path: str, make_trainer: Callable[..., Trainer]
 ) -> None:
     engines = [PipedEngine(model_path, device, **ENGINE) for _ in range(2)]
@@ -446,7 +447,7 @@ def test_an_engine_that_dies_has_lent_pages_no_longer(
             trainer.offload("params")
         with pytest.raises((Gone, BrokenPipeError)):
             trainer.alias_weights(2)
-        assert tokens_of(engines[1]) == first, "an engine that was not asked yet was disturbed"
+        assert tokens_of(engines[1]) == first, "an engine that was not called was disturbed"
         engines[1].sleep(level=2)
         trainer.offload("params")
         trainer.reload("params")

@@ -1,6 +1,4 @@
-"""Adapters in the trainer: what they compute and learn, where they lie, what of them is synced,
-saved and refused.
-"""
+"""Adapters in the trainer: their merge, updates, memory, syncs, saved files and errors."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """base + scale * b @ a by hand, rounded once; parameters without adapters as they are. One
-    rank.
-    """
+    """Merge the adapters of a single rank by hand, and round once to `dtype`."""
     params: Any = dict(trainer.model.named_parameters())
     own = {name: param.detach().to_local() for name, param in params.items() if "lora_" not in name}
     for name in own:
@@ -64,8 +60,8 @@ def merged(trainer: Trainer, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.to(dtype) for name, value in own.items()}
 
 
-class Allowed(TorchDispatchMode):
-    """What products of fp32 may be rounded to while they are computed."""
+class PrecisionRecorder(TorchDispatchMode):
+    """A mode that records the allowed precision of fp32 products when they are computed."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -79,13 +75,13 @@ class Allowed(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_adapters_are_merged_in_full_precision_where_less_is_allowed(device: str) -> None:
-    """On most CPUs only the switch can be seen.
+def test_merge_uses_full_precision_even_if_less_is_allowed(device: str) -> None:
+    """Check the setting, too, because most CPUs compute in full precision anyway.
 
-    fp32 sums of 16 products: (16 + 2) roundings of 2^-24 of the terms.
+    The tolerance of a sum of 16 fp32 products is (16 + 2) roundings of 2^-24 of the terms.
     """
     base, b, a = (torch.randn(shape, device=device) for shape in ((64, 96), (64, 16), (16, 96)))
-    before, mode = torch.get_float32_matmul_precision(), Allowed(device)
+    before, mode = torch.get_float32_matmul_precision(), PrecisionRecorder(device)
     torch.set_float32_matmul_precision("medium")
     try:
         allowed = mode.products.fp32_precision
@@ -103,9 +99,9 @@ def test_adapters_are_merged_in_full_precision_where_less_is_allowed(device: str
 
 @pytest.mark.parametrize("experts", [(), (5,)])
 def test_merged_weights_are_rounded_once(experts: tuple[int, ...], device: str) -> None:
-    """Adapters are small beside their base: what they add, with its 10 roundings of 2^-24 of its
-    own terms, is no unit of the sum, which is rounded to half a unit. For stacks so small a
-    CPU has kernels of its own.
+    """Allow half a unit of the sum, and 10 roundings of 2^-24 of the small product's terms.
+
+    CPUs have special kernels for stacks as small as these.
     """
     draw = torch.Generator().manual_seed(0)
     base, b, a = (
@@ -121,10 +117,10 @@ def test_merged_weights_are_rounded_once(experts: tuple[int, ...], device: str) 
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_share_of_adapters_that_rounding_loses_is_reported(
+def test_receipt_reports_share_of_adapters_lost_by_rounding(
     experts: bool, tmp_path: Path, make_trainer: Make
 ) -> None:
-    """Against the delta of all that a sync samples: small matrices, of experts the first."""
+    """Compare with all rows (of experts, those of the first), which the sample covers here."""
     lora = dataclasses.replace(EXPERTS, target_modules=("experts",)) if experts else LORA
     family, fields = ("qwen3_moe", {"num_experts": 5}) if experts else ("qwen3", {})
     path = write_model(tmp_path, family, num_hidden_layers=1, **fields)
@@ -133,8 +129,8 @@ def test_share_of_adapters_that_rounding_loses_is_reported(
     trainer.connect([engine])
     assert trainer.sync_weights(1).merge_error == 0.0  # b is zero
     named: Any = dict(trainer.model.named_parameters())
-    factors = {name: each for name, each in named.items() if name.endswith("lora_b")}
-    found = []
+    factors = {name: param for name, param in named.items() if name.endswith("lora_b")}
+    lossy = []
     for version, size in ((2, 1e-5), (3, 1e-5), (4, 1.0)):
         for factor in factors.values():
             factor.detach().to_local().normal_(0, size, generator=torch.Generator().manual_seed(0))
@@ -146,28 +142,25 @@ def test_share_of_adapters_that_rounding_loses_is_reported(
             a = named[f"{path_of}.lora_a"].detach().to_local().double()
             move = lora.scale * factor.detach().to_local().double() @ a
             at = 0 if experts else slice(None)
-            served = engine.store.box(
-                next(each for each in engine.manifest.slices if each.name == weight)
-            )
+            (stored,) = (piece for piece in engine.manifest.slices if piece.name == weight)
+            served = engine.store.box(stored)
             base = trainer.shards()[weight].double()
             lost += float((served.double() - base - move)[at].square().sum())
             moved += float(move[at].square().sum())
         assert receipt.merge_error == pytest.approx(math.sqrt(lost / moved), rel=1e-3)
-        found.append(receipt.lossy)
-    assert found == [True, True, False]
+        lossy.append(receipt.lossy)
+    assert lossy == [True, True, False]
 
 
 def plain_experts(path: str, trainer: Trainer) -> Any:
-    """The same of a mixture whose experts are adapted: a product for each expert alone, with its
-    merged matrices.
-    """
+    """Build a plain mixture with the trainer's adapters, which computes one expert at a time."""
     model = reference(path)
     model.requires_grad_(False)
     for name, value in trainer.model.named_parameters():
         if name.endswith(("lora_a", "lora_b")):
             parent, _, last = name.rpartition(".")
             above, _, own = parent.rpartition(".")
-            if not hasattr(model.get_submodule(above), own):  # of a stack
+            if not hasattr(model.get_submodule(above), own):  # adapters of a stack
                 model.get_submodule(above).add_module(own, torch.nn.Module())
             start = torch.nn.Parameter(local_shard(value).cpu().clone())
             model.get_submodule(parent).register_parameter(last, start)
@@ -193,14 +186,14 @@ def one_by_one(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     for expert in range(len(down)):
         token, choice = (ids == expert).nonzero(as_tuple=True)
         gate, up = (x[token] @ gate_up[expert].T).chunk(2, -1)
-        made = (torch.nn.functional.silu(gate) * up) @ down[expert].T
-        out = out.index_add(0, token, made * weights[token, choice, None])
+        rows = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+        out = out.index_add(0, token, rows * weights[token, choice, None])
     return out
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("checkpointing", some("layers", whole=["none", "mlp"]))
-def test_adapters_of_experts_learn_as_one_expert_at_a_time(
+def test_updates_of_expert_adapters_match_one_expert_at_a_time(
     checkpointing: str, family: str, device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, family, **MIXTURES[family])
@@ -216,7 +209,7 @@ def test_adapters_of_experts_learn_as_one_expert_at_a_time(
     for step in range(3):
         expected = plain_step(model, optimizer, make_batch(7, seed=step), 1.0)
         assert_metrics(trainer.update_actor(make_batch(7, seed=step)), expected)
-    learned = {name: each.cpu() for name, each in bits(trainer).items()}
+    learned = {name: value.cpu() for name, value in bits(trainer).items()}
     assert_learned(learned, plain_bits(model, optimizer), 3)
     assert_same_bits(trainer.shards(), base)
     batch = make_batch(7)
@@ -227,24 +220,22 @@ def test_adapters_of_experts_learn_as_one_expert_at_a_time(
         )
 
 
-def test_a_starts_by_seed_and_name_within_kaimings_bound(
+def test_initial_factor_a_depends_on_seed_and_name_within_kaiming_bound(
     model_path: str, make_trainer: Make
 ) -> None:
-    one, same, other = (make_trainer(model_path, lora=LORA, seed=seed) for seed in (0, 0, 1))
-    assert_same_bits(bits(one), bits(same))
-    start = {name: value for name, value in bits(one).items() if name.endswith("lora_a")}
+    first, same, different = (make_trainer(model_path, lora=LORA, seed=seed) for seed in (0, 0, 1))
+    assert_same_bits(bits(first), bits(same))
+    start = {name: value for name, value in bits(first).items() if name.endswith("lora_a")}
     assert len(start) == 6
     for name, value in start.items():
         bound = 1 / math.sqrt(value.shape[1])
         assert 0.8 * bound < value.abs().max() <= bound
-        assert not torch.equal(value, bits(other)[name])
-        assert sum(torch.equal(value, each) for each in start.values()) == 1
+        assert not torch.equal(value, bits(different)[name])
+        assert sum(torch.equal(value, factor) for factor in start.values()) == 1
 
 
-def test_a_frozen_base_is_held_in_the_compute_dtype(model_path: str, make_trainer: Make) -> None:
-    """Moments of the adapters alone; the reference of a mixed-precision policy needs no other
-    masters.
-    """
+def test_frozen_base_is_stored_in_the_compute_dtype(model_path: str, make_trainer: Make) -> None:
+    """Expect masters and moments of adapters only."""
     trainer = make_trainer(model_path, lora=LORA, param_dtype="bfloat16")
     trainer.update_actor(make_batch(4))
     named = dict(trainer.model.named_parameters())
@@ -263,13 +254,13 @@ def test_a_frozen_base_is_held_in_the_compute_dtype(model_path: str, make_traine
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
+def test_later_syncs_write_only_adapted_weights(
     dtype: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, lora=LORA, param_dtype=dtype)
     engine = Engine.from_pretrained(model_path, kv_tokens=64, dtype=getattr(torch, dtype))
     trainer.connect([engine])
-    whole = sum(each.nbytes for each in weights(engine).values())
+    whole = sum(tensor.nbytes for tensor in weights(engine).values())
     size = getattr(torch, dtype).itemsize
     own = trainer.shards()
     changed = sum(
@@ -292,12 +283,12 @@ def test_engines_get_the_merged_weights_and_later_the_changed_ones_only(
     check(4, whole)
     engine.abort_update("a fault")
     check(5, whole)
-    trainer.connect([engine])  # anew: what was written before is not known
+    trainer.connect([engine])  # a new connection does not know of earlier syncs
     check(6, whole)
 
 
-def test_saved_adapters_of_experts_are_pefts(tmp_path: Path, make_trainer: Make) -> None:
-    """As its 0.21 holds those of stacked parameters: PEFT's own formula and nesting."""
+def test_saved_expert_adapters_have_the_format_of_peft(tmp_path: Path, make_trainer: Make) -> None:
+    """Expect the format of stacked parameters of PEFT 0.21, and apply PEFT's formula."""
     path = write_model(tmp_path / "model", "qwen3_moe", num_experts=5)
     trainer, batch = make_trainer(path, lora=EXPERTS), make_batch(5)
     for seed in range(2):
@@ -324,12 +315,12 @@ def test_saved_adapters_of_experts_are_pefts(tmp_path: Path, make_trainer: Make)
         assert_scores(trainer.compute_log_prob(batch), reference_logprobs(model, batch))
 
 
-def test_targets_that_the_model_has_not_are_refused(model_path: str, make_trainer: Make) -> None:
+def test_unknown_adapter_targets_are_refused(model_path: str, make_trainer: Make) -> None:
     def targets(*names: str) -> LoraConfig:
         return dataclasses.replace(LORA, target_modules=names)
 
     with pytest.raises(
-        ValueError, match="no linear layer is called k_porj, norm; there are: down_proj, gate_proj"
+        ValueError, match="no linear layer is named k_porj, norm; known: down_proj, gate_proj"
     ):
         make_trainer(model_path, lora=targets("norm", "q_proj", "k_porj"))
     with pytest.raises(
@@ -341,7 +332,7 @@ def test_targets_that_the_model_has_not_are_refused(model_path: str, make_traine
         match=r"LoraConfig.target_modules=\('a', 'a'\): name at least one layer, none twice",
     ):
         targets("a", "a")
-    with pytest.raises(ValueError, match="no linear layer is called experts; there are: down_"):
+    with pytest.raises(ValueError, match="no linear layer is named experts; known: down_"):
         make_trainer(model_path, lora=EXPERTS)
     with pytest.raises(ValueError, match="LoraConfig.rank=4: must be a multiple of 8"):
         targets("experts")
@@ -349,7 +340,9 @@ def test_targets_that_the_model_has_not_are_refused(model_path: str, make_traine
         dataclasses.replace(LORA, rank=0)
 
 
-def test_what_needs_adapters_or_excludes_them_says_so(model_path: str, make_trainer: Make) -> None:
+def test_calls_that_need_or_exclude_adapters_are_refused(
+    model_path: str, make_trainer: Make
+) -> None:
     adapted = make_trainer(model_path, lora=LORA)
     adapted.offload("params")
     with pytest.raises(StateError, match=r"save_adapters\(\) needs tag 'params'"):
@@ -359,7 +352,7 @@ def test_what_needs_adapters_or_excludes_them_says_so(model_path: str, make_trai
         trainer.compute_log_prob(make_batch(2), base=True)
     with pytest.raises(ValueError, match="save_adapters"):
         trainer.save_adapters("nowhere")
-    with pytest.raises(ValueError, match="without TrainerConfig.lora; leave it away"):
+    with pytest.raises(ValueError, match="without TrainerConfig.lora; omit it"):
         make_trainer(
             model_path, lora=LORA, layout=Engine.from_pretrained(model_path, kv_tokens=64).manifest
         )

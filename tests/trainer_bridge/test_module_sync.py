@@ -1,6 +1,4 @@
-"""A sync of a module's own tensors: what it serves where they lie otherwise than when tables were
-made, and the buffers that a rollout computes with.
-"""
+"""Syncs of modules whose tensors move or change strides, and of buffers that rollouts need."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def engine_of(path: str, device: str, **more: Any) -> Engine:
 
 
 def params_of(path: Path, device: str) -> dict[str, nn.Parameter]:
-    """A model with a square projection."""
+    """Write a model with a square projection, and return its parameters."""
     model = build_tiny("llama", vocab_size=64, tie_word_embeddings=True)
     model.save_pretrained(path)
     return dict(model.to(device).named_parameters())
@@ -54,7 +52,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parameter_read_otherwise_at_its_address_is_served_as_it_is(
+def test_parameter_with_new_view_of_its_memory_is_served_as_it_reads(
     way: str, device: str, tmp_path: Path
 ) -> None:
     params = params_of(tmp_path, device)
@@ -67,8 +65,8 @@ def test_parameter_read_otherwise_at_its_address_is_served_as_it_is(
     assert serves(engine, params)
 
 
-def test_parameters_without_adjacent_elements_are_served(device: str, tmp_path: Path) -> None:
-    """Each has strides of its own kind: columns, rows of a wider tensor, every second element."""
+def test_parameters_with_strides_are_served(device: str, tmp_path: Path) -> None:
+    """Use strides of columns, of rows in a wider tensor, and of every second element."""
     params = params_of(tmp_path, device)
     wide = "model.layers.0.mlp.up_proj.weight"
     for name, param in params.items():
@@ -89,10 +87,10 @@ def test_parameters_without_adjacent_elements_are_served(device: str, tmp_path: 
     [
         (lambda old: old[:3], r"shard \(3, 48\), \(48, 48\) in the plan"),
         (lambda old: old.to(torch.int8), r"torch.int8 is not a weight.s dtype"),
-        (lambda old: old.to("meta"), "no memory of its own on meta"),
+        (lambda old: old.to("meta"), "its tensor on meta has no memory now"),
     ],
 )
-def test_parameter_that_is_no_longer_its_weights_is_refused_by_name(
+def test_parameter_of_new_shape_dtype_or_device_is_refused_by_name(
     change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
 ) -> None:
     params = params_of(tmp_path, "cpu")
@@ -106,20 +104,20 @@ def test_parameter_that_is_no_longer_its_weights_is_refused_by_name(
     assert engine.served_version() == 1 and serves(engine, before)
 
 
-def test_parameter_sharded_otherwise_is_refused_by_name(
+def test_parameter_with_new_sharding_is_refused_by_name(
     model_path: str, make_trainer: Callable[..., Any]
 ) -> None:
-    make_trainer(model_path)  # and a process group
+    make_trainer(model_path)  # creates a process group
     mesh = init_device_mesh("cpu", (1,))
     params: dict[str, Tensor] = {"w": nn.Parameter(torch.ones(4, 4))}
     shards = Shards(lambda: params)
     shards.described()
     params["w"] = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
-    with pytest.raises(ValueError, match=r"w is .*Replicate.*, and was whole .*; connect anew"):
+    with pytest.raises(ValueError, match=r"w is .*Replicate.*, and was whole .*; connect again"):
         shards.tensors()
 
 
-def test_parameter_replaced_in_its_module_is_followed(tmp_path: Path) -> None:
+def test_parameter_replaced_in_its_module_is_synced(tmp_path: Path) -> None:
     model = build_tiny("llama", vocab_size=64)
     model.save_pretrained(tmp_path)
     engine = engine_of(str(tmp_path), "cpu")
@@ -139,15 +137,15 @@ def deepseek(path: Path, dtype: torch.dtype = torch.float32) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("how", ["module", "buffer by name", "parameter by name"])
 @pytest.mark.parametrize("shadow", [False, True])
-def test_router_bias_that_moves_is_served(how: str, shadow: bool, tmp_path: Path) -> None:
-    """In fp32, whatever the weights are; also over a sleep, and where it is another tensor."""
+def test_router_bias_that_changes_is_served(how: str, shadow: bool, tmp_path: Path) -> None:
+    """Expect an fp32 bias with bf16 weights, after a sleep, and after its tensor was replaced."""
     path, model = deepseek(tmp_path)
     engine = engine_of(path, "cpu", dtype=torch.bfloat16)
     source: Any = model
     if how != "module":
         source = dict(model.named_parameters()) | {
-            name: nn.Parameter(each, requires_grad=False) if how.startswith("param") else each
-            for name, each in model.named_buffers()
+            name: nn.Parameter(buffer, requires_grad=False) if how.startswith("param") else buffer
+            for name, buffer in model.named_buffers()
             if name in engine.weight_layout().buffers
         }
     sync = module_sync(source, [engine])
@@ -165,15 +163,13 @@ def test_router_bias_that_moves_is_served(how: str, shadow: bool, tmp_path: Path
     assert torch.equal(served, gate.e_score_correction_bias)
 
 
-def test_router_bias_that_is_not_passed_is_refused(tmp_path: Path) -> None:
+def test_missing_router_bias_is_refused(tmp_path: Path) -> None:
     path, model = deepseek(tmp_path)
     with pytest.raises(ValueError, match=rf"computes with {BIAS}; .* pass module_sync the module"):
         module_sync(dict(model.named_parameters()), [engine_of(path, "cpu")])
 
 
-def test_trainer_serves_router_bias_in_its_own_pages(
-    tmp_path: Path, make_trainer: Callable[..., Any]
-) -> None:
+def test_aliased_sync_copies_router_bias(tmp_path: Path, make_trainer: Callable[..., Any]) -> None:
     fields = {**MLA, **DEEPSEEK_MOE, "head_dim": 8, "moe_intermediate_size": 24}
     path = write_model(tmp_path, "deepseek_v3", **fields)
     engine = engine_of(path, "cpu")
@@ -187,10 +183,10 @@ def test_trainer_serves_router_bias_in_its_own_pages(
     engine.sleep(2)
 
 
-def test_bias_that_a_hosted_engine_has_as_a_parameter_is_served(
+def test_router_bias_that_is_a_parameter_of_hosted_engine_is_served(
     device: str, tmp_path: Path, make_trainer: Callable[..., Any]
 ) -> None:
-    """Also over a sleep at level 2, which no page of an update makes up for."""
+    """Expect the bias after a sleep at level 2, too, after which no update writes it."""
     from transformers import AutoConfig
 
     from rollout.hosted import VllmRollout

@@ -1,5 +1,6 @@
-"""What docs/how-to/other-trainers.md says of verl and torchtitan, by their sources: nothing of them
-is imported. `make setup` brings their sources.
+"""Claims of docs/how-to/other-trainers.md about verl and torchtitan, checked in their sources.
+
+The sources are not imported. `make setup` downloads them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.helpers.rollout.package_names import Wheel
 VERL, TITAN = Wheel("verl"), Wheel("torchtitan")
 with_verl = pytest.mark.skipif(VERL.may_skip, reason="verl is not installed")
 with_titan = pytest.mark.skipif(TITAN.may_skip, reason="torchtitan is not installed")
-# file of verl -> what it says
+# Lines that each file of verl must contain.
 WORDS = {
     "workers/rollout/vllm_rollout/vllm_async_server.py": [
         '"enable_sleep_mode": self.config.enable_sleep_mode',
@@ -46,14 +47,14 @@ WORDS = {
 
 @with_verl
 @pytest.mark.parametrize("place", WORDS)
-def test_verl_sleeps_and_wakes_its_engines_by_their_own_calls(place: str) -> None:
+def test_verl_puts_engines_to_sleep_by_their_own_calls(place: str) -> None:
     assert VERL.folder is not None
     text = (VERL.folder / place).read_text()
     assert [word for word in WORDS[place] if word not in text] == []
 
 
 def torchtitan_names() -> dict[str, str]:
-    """Hugging Face's name of a Qwen3 -> torchtitan's, of the table in its adapter."""
+    """Read torchtitan's names of a Qwen3, by those of Hugging Face, from its adapter's table."""
     (adapter,) = TITAN.classes("Qwen3StateDictAdapter")
     (table,) = [
         node.value
@@ -65,7 +66,7 @@ def torchtitan_names() -> dict[str, str]:
 
 
 @with_titan
-def test_torchtitans_adapter_renames_a_dense_qwen3(tmp_path: Path) -> None:
+def test_torchtitan_adapter_renames_all_parameters_of_dense_qwen3(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=False)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen3"
     names = torchtitan_names()

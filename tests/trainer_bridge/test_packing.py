@@ -1,6 +1,4 @@
-"""Sequences end to end in one row: they attend as each does alone, a trainer learns from them what
-it learns from padded ones, and a model in which they would see each other gets padded ones.
-"""
+"""Packed sequences: attention, scores and updates, and models that get padded sequences instead."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("llama", {"tie_word_embeddings": False}),
     ("mistral", {"sliding_window": None}),
-    ("granite", {"logits_scaling": 3.0}),  # over logits
+    ("granite", {"logits_scaling": 3.0}),  # scales logits
     ("deepseek_v3", MLA | {"head_dim": 8}),  # values narrower than keys
 ]
 
@@ -57,12 +55,16 @@ def make_packing(lengths: list[int], device: str = "cpu") -> Packing:
     )
 
 
-def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> Any:
-    """The formula, [1, T, heads, width]: all tokens at once under a mask."""
-    of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(query.device)
-    seen = (of[:, None] == of) & torch.ones(len(of), len(of), device=of.device).tril().bool()
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+) -> Any:
+    """Compute attention [1, T, heads, width] by its formula, with a mask over all tokens."""
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    numbers = numbers.to(query.device)
+    causal = torch.ones(len(numbers), len(numbers), device=numbers.device).tril().bool()
+    seen = (numbers[:, None] == numbers) & causal
     group = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
@@ -70,25 +72,29 @@ def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: 
 def attended(
     lengths: list[int], heads: int, groups: int, widths: tuple[int, int], device: str, dtype: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Output and gradients of query, key and value: by `packed_attention`, and by the formula in
-    fp64.
+    """Compute output and gradients of query, key and value.
+
+    Returns:
+        Results of `packed_attention`, and of the formula in fp64.
     """
     draw = torch.Generator().manual_seed(sum(lengths))
     total, (width, narrow) = sum(lengths), widths
     shapes = [(heads, width), (heads // groups, width), (heads // groups, narrow), (heads, narrow)]
-    made = [torch.randn(1, n, total, w, generator=draw).to(device, dtype) for n, w in shapes]
-    found = []
-    for each in (dtype, torch.float64):
-        inputs = [x.detach().to(each, copy=True).requires_grad_() for x in made[:3]]
-        if each == dtype:
+    *drawn, slope = (
+        torch.randn(1, n, total, w, generator=draw).to(device, dtype) for n, w in shapes
+    )
+    results = []
+    for precision in (dtype, torch.float64):
+        inputs = [x.detach().to(precision, copy=True).requires_grad_() for x in drawn]
+        if precision == dtype:
             packing = make_packing(lengths, device)
             out, _ = packed_attention(None, *inputs, None, packing=packing, scaling=0.3)
         else:
-            out = alone(*inputs, lengths)
-        out.backward(made[3].transpose(1, 2).to(each))
+            out = masked_attention(*inputs, lengths)
+        out.backward(slope.transpose(1, 2).to(precision))
         grads = [tensor.grad for tensor in inputs if tensor.grad is not None]
-        found.append([out.detach(), *grads])
-    return found[0], found[1]
+        results.append([out.detach(), *grads])
+    return results[0], results[1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,36 +107,39 @@ def attended(
     st.sampled_from([(4, 1), (4, 2), (3, 3)]),
     st.sampled_from([(8, 8), (12, 5)]),
 )
-def test_each_sequence_attends_as_it_does_alone(
+def test_packed_attention_matches_each_sequence_alone(
     lengths: list[int], heads: tuple[int, int], widths: tuple[int, int]
 ) -> None:
-    """A score adds 12 terms, an output 9, a gradient those of 3 heads and 9 tokens: five sums of at
-    most 27 terms below 64.
+    """Allow for five sums of at most 27 terms below 64.
+
+    A score has 12 terms, an output 9, a gradient 27 of 3 heads and 9 tokens.
     """
-    found, exact = attended(lengths, *heads, widths, "cpu", torch.float32)
-    for one, other in zip(found, exact, strict=True):
-        assert_within(one, other, rounding(5 * 27, 64.0))
+    results, exact = attended(lengths, *heads, widths, "cpu", torch.float32)
+    for result, wanted in zip(results, exact, strict=True):
+        assert_within(result, wanted, rounding(5 * 27, 64.0))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1, 130, 7, 1], [64, 64], [1], [300, 2, 129]])
 @pytest.mark.parametrize(("heads", "groups", "widths"), [(14, 7, (64, 64)), (4, 1, (192, 128))])
-def test_the_kernel_attends_as_the_formula_does(
+def test_flash_attention_matches_formula(
     lengths: list[int], heads: int, groups: int, widths: tuple[int, int]
 ) -> None:
-    """In bf16 output, probabilities and their gradients are rounded once each: 4 eps of the largest
-    number, which norms bound from above. Where a token sees itself alone, gradients of query and
-    key are the rounding of what cancels: output and the gradient of value.
+    """Allow 4 eps of the largest number, which norms bound from above.
+
+    In bf16, output, probabilities and their gradients are rounded once each. If a token only sees
+    itself, gradients of query and key are rounding errors of terms that cancel.
     """
-    found, exact = attended(lengths, heads, groups, widths, "cuda:0", torch.bfloat16)
-    largest = max(float(each.norm()) for each in exact)
-    for one, other in zip(found, exact, strict=True):
-        scale = largest if set(lengths) == {1} else float(other.norm())
-        assert float((one.double() - other).norm()) <= 4 * torch.finfo(torch.bfloat16).eps * scale
+    results, exact = attended(lengths, heads, groups, widths, "cuda:0", torch.bfloat16)
+    largest = max(float(wanted.norm()) for wanted in exact)
+    for result, wanted in zip(results, exact, strict=True):
+        scale = largest if set(lengths) == {1} else float(wanted.norm())
+        error = float((result.double() - wanted).norm())
+        assert error <= 4 * torch.finfo(torch.bfloat16).eps * scale
 
 
 def of_lengths(prompts: list[int], responses: list[int]) -> SequenceBatch:
-    """As `make_batch`, of these lengths."""
+    """Build a random batch of sequences with given lengths."""
     count = len(prompts)
     words = iter(torch.randint(96, (sum(prompts) + sum(responses),)).tolist())
     ids = [[next(words) for _ in range(n)] for n in (*prompts, *responses)]
@@ -144,14 +153,14 @@ def of_lengths(prompts: list[int], responses: list[int]) -> SequenceBatch:
 
 
 BATCHES = [
-    ([1, 9, 4, 1, 3, 2, 6], [1, 0, 30, 1, 7, 2, 0]),  # of one token, and without an answer
+    ([1, 9, 4, 1, 3, 2, 6], [1, 0, 30, 1, 7, 2, 0]),  # single tokens, empty responses
     ([4] * 6, [3] * 6),
     ([20, 1, 1, 1, 1, 1, 1, 1], [20, 1, 2, 1, 1, 1, 2, 1]),
 ]
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
-def test_what_lies_end_to_end_scores_and_learns_as_padded(
+def test_packed_scores_and_gradients_match_padded(
     family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, family, **changes)
@@ -164,8 +173,8 @@ def test_what_lies_end_to_end_scores_and_learns_as_padded(
             exact = reference_logprobs(reference(path), batch)
         assert_scores(packed.compute_log_prob(batch), exact)
         assert_scores(padded.compute_log_prob(batch), exact)
-    found = [trainer.update_actor(of_lengths(*BATCHES[0])) for trainer in (packed, packed)]
-    assert found[0] != found[1]
+    first, second = (packed.update_actor(of_lengths(*BATCHES[0])) for _ in range(2))
+    assert first != second
     packed, padded = make_trainer(path), make_trainer(path, packed=False)
     grads = []
     for trainer in (packed, padded):
@@ -175,11 +184,11 @@ def test_what_lies_end_to_end_scores_and_learns_as_padded(
             metrics = trainer.update_actor(of_lengths(*BATCHES[0]))
         named: Any = trainer.model.named_parameters()
         grads.append((metrics, {name: param.grad.to_local() for name, param in named}))
-    (metrics, own), (expected, other) = grads
+    (metrics, packed_grads), (expected, padded_grads) = grads
     assert_metrics(metrics, expected)
-    assert own.keys() == other.keys()
-    for name, grad in own.items():  # of norm 1, clipped
-        assert_within(grad, other[name], rounding(BACKWARD), name)
+    assert packed_grads.keys() == padded_grads.keys()
+    for name, grad in packed_grads.items():  # clipped to norm 1
+        assert_within(grad, padded_grads[name], rounding(BACKWARD), name)
 
 
 FIELDS: dict[str, Any] = {
@@ -193,13 +202,13 @@ KNOWN: list[tuple[str, dict[str, Any], bool]] = [
     ("mistral", {"sliding_window": 8}, False),
     ("mistral", {"sliding_window": None}, True),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, False),
-    ("gemma2", {}, False),  # caps scores, and every other layer has a window
+    ("gemma2", {}, False),  # caps scores, and has a window in every second layer
     ("qwen3_next", {"num_experts": 0}, False),  # recurrent
 ]
 
 
 @pytest.mark.parametrize(("family", "changes", "packable"), KNOWN)
-def test_families_of_plain_causal_attention_take_sequences_end_to_end(
+def test_only_families_with_plain_causal_attention_are_packed(
     family: str, changes: dict[str, Any], packable: bool
 ) -> None:
     with torch.device("meta"):
@@ -214,7 +223,7 @@ def test_families_of_plain_causal_attention_take_sequences_end_to_end(
 @pytest.mark.parametrize(
     ("family", "changes"), [("mistral", {"sliding_window": 4}), ("qwen3_next", {})]
 )
-def test_a_model_that_must_not_be_packed_scores_padded_sequences(
+def test_model_that_cannot_be_packed_scores_padded_sequences(
     family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, family, **changes)

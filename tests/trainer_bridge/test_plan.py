@@ -1,8 +1,7 @@
-"""What a plan refuses, in words, and what it takes; who sends what, in which order; how long a
-large one takes.
+"""Sync plans: refused layouts, choice and order of senders, and the time of a large plan.
 
-That its copies are right and cross as few links as they can is shown by the syncs of
-test_session_property.py.
+The syncs of test_session_property.py show that copies are correct and cross as few links as
+possible.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 def plan_of(shards: list[SourceShard], *targets: Manifest) -> SyncPlan:
     world = max((shard.rank for shard in shards), default=0) + 1
-    layouts = [WeightLayout(manifest=each, place="cpu") for each in targets]
+    layouts = [WeightLayout(manifest=target, place="cpu") for target in targets]
     return make_plan(shards, ["cpu"] * world, layouts)
 
 
 def at(rank: int, start: tuple[int, ...], shape: tuple[int, ...]) -> SourceShard:
-    """A part of "a", [4, 4]."""
+    """Return a shard of parameter "a", [4, 4]."""
     return SourceShard(name="a", global_shape=(4, 4), start=start, shape=shape, rank=rank)
 
 
@@ -71,16 +70,18 @@ A = manifest(piece("a", 0, (4, 4)))
         ),
     ],
 )
-def test_what_does_not_fit_is_named(shapes: Shapes, target: Manifest, message: str) -> None:
+def test_plan_refuses_names_and_shapes_that_do_not_fit(
+    shapes: Shapes, target: Manifest, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(shards_of(shapes, 2), target)
 
 
-def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
+def test_plan_lists_problems_of_all_targets_once() -> None:
     target = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)))
-    other = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)), piece("d", 32, (2,)))
+    larger = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)), piece("d", 32, (2,)))
     with pytest.raises(ValueError, match="nothing was written") as error:
-        plan_of(shards_of({"a": (3,), "c": (1,)}, 1), target, other, target)
+        plan_of(shards_of({"a": (3,), "c": (1,)}, 1), target, larger, target)
     text = str(error.value)
     for problem in (
         "missing in the trainer: b",
@@ -114,27 +115,27 @@ def test_all_problems_of_all_targets_are_listed_at_once_and_each_once() -> None:
         ),
     ],
 )
-def test_parts_that_are_missing_or_in_each_others_way(
+def test_plan_refuses_missing_and_overlapping_parts(
     shards: list[SourceShard], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(shards, A)
 
 
-def test_what_nobody_holds_is_no_problem_where_nobody_needs_it() -> None:
+def test_plan_ignores_missing_parts_that_no_target_needs() -> None:
     target = manifest(piece("a", 0, (2, 4), global_shape=(4, 4)))
     (copy,) = plan_of([at(0, (0, 0), (3, 4))], target).copies(0)
     assert (copy.start, copy.shape, copy.offset) == ((0, 0), (2, 4), 0)
 
 
-def test_tied_names_go_to_the_stored_one() -> None:
+def test_tied_parameter_is_written_to_its_stored_name() -> None:
     target = manifest(piece("embed", 0, (4, 2)), aliases={"head": "embed"})
     for name in ("embed", "head"):
         (copy,) = plan_of(shards_of({name: (4, 2)}, 1), target).copies(0)
         assert (copy.name, copy.offset) == (name, 0)
 
 
-def test_a_name_of_padding_alone_is_known_but_a_fused_one_is_not() -> None:
+def test_parameter_of_which_a_target_has_only_padding_is_known() -> None:
     first = manifest(piece("a", 0, (4,)), piece("e", 16, (2,)))
     padding = {"e": ModuleTensor(offset=16, shape=(2,), dtype="float32")}
     second = dataclasses.replace(manifest(piece("a", 0, (4,)), nbytes=24), modules=padding)
@@ -144,14 +145,14 @@ def test_a_name_of_padding_alone_is_known_but_a_fused_one_is_not() -> None:
         plan_of(shards, second)
 
 
-def test_a_shard_may_be_given_twice() -> None:
+def test_duplicate_shards_do_not_change_the_plan() -> None:
     shards = shards_of({"a": (4,)}, 2)
     target = manifest(piece("a", 0, (4,)))
     once, twice = plan_of(shards, target), plan_of([*shards, *reversed(shards)], target)
     assert [once.copies(rank) for rank in range(2)] == [twice.copies(rank) for rank in range(2)]
 
 
-def test_only_some_names() -> None:
+def test_plan_only_contains_the_given_names() -> None:
     target = manifest(piece("a", 0, (4,)), piece("b", 16, (2,)), aliases={"c": "b"})
     plan = plan_of(shards_of({"a": (4,), "c": (2,)}, 1), target).only(["c"])
     assert [copy.name for copy in plan.copies(0)] == ["c"]
@@ -178,7 +179,7 @@ def hsdp(names: list[str], replicas: int, size: int) -> list[SourceShard]:
 
 @pytest.mark.parametrize("targets", [1, 2, 3, 5])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_replicas_elsewhere_share_the_load(replicas: int, targets: int) -> None:
+def test_replicas_on_other_devices_share_the_load(replicas: int, targets: int) -> None:
     count = 6
     engines = [WeightLayout(manifest=layers(count), place=f"other-{i}") for i in range(targets)]
     places = [f"GPU-{i}" for i in range(replicas * 2)]
@@ -190,7 +191,7 @@ def test_replicas_elsewhere_share_the_load(replicas: int, targets: int) -> None:
     assert set(sent.values()) == {targets * count * 128 // (replicas * 2)}
 
 
-def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -> None:
+def test_replicas_on_the_target_device_are_preferred_and_share_the_load() -> None:
     plan = make_plan(
         hsdp(["p0", "p1"], 2, 1), ["cpu", "cpu"], [WeightLayout(manifest=layers(2), place="cpu")]
     )
@@ -204,7 +205,7 @@ def test_a_replica_on_the_targets_device_is_taken_and_several_share_the_load() -
         assert {copy.target for copy in plan.copies(rank)} == {rank}
 
 
-def test_own_device_comes_first_then_each_rank_begins_elsewhere() -> None:
+def test_copies_begin_with_own_device_then_a_different_target_per_rank() -> None:
     places = ["GPU-0", "GPU-1", "GPU-2"]
     engines = [WeightLayout(manifest=layers(2), place=place) for place in (*places, "GPU-1")]
     plan = make_plan([s for i in range(2) for s in fsdp_shards(f"p{i}", ROWS, 3)], places, engines)
@@ -233,7 +234,7 @@ def shared_by(
 
 @pytest.mark.parametrize("vocab", [16, 13])
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 2), (4, 2)])
-def test_shards_by_aligned_dims_leave_only_what_all_engines_hold_to_links(
+def test_with_aligned_dims_only_shared_parameters_cross_links(
     size: int, kv_heads: int, vocab: int
 ) -> None:
     groups = decoder_groups(hidden=12, vocab=vocab, heads=4, kv_heads=kv_heads, inner=8, tied=False)
@@ -249,7 +250,7 @@ def test_shards_by_aligned_dims_leave_only_what_all_engines_hold_to_links(
     plan = shared_by(dims, shapes, layouts)
     crossing = {c.name for rank in range(size) for c in plan.copies(rank) if c.target != rank}
     shared = {f"{layer}input_layernorm.weight"}
-    if kv_heads < size:  # two engines hold each head, a rank has half of it
+    if kv_heads < size:  # two engines hold the same head, and each of their ranks half of it
         shared |= {f"{layer}self_attn.{name}_proj.weight" for name in "kv"}
     assert crossing == shared
     assert sum(plan.link_bytes.values()) < sum(shared_by({}, shapes, layouts).link_bytes.values())
@@ -258,9 +259,11 @@ def test_shards_by_aligned_dims_leave_only_what_all_engines_hold_to_links(
 GATE_UP, DOWN = "model.layers.{}.mlp.experts.gate_up_proj", "model.layers.{}.mlp.experts.down_proj"
 
 
-def test_experts_of_30b_a3b_by_expert_cross_no_link() -> None:
-    """FSDP2 over two devices to two ranks beside it, in bf16: by inner channels the half of gate
-    and up crosses, 19.3 GB; by expert nothing does, and every byte is written once.
+def test_experts_divided_by_expert_cross_no_link() -> None:
+    """Plan a sync from FSDP2 on two devices into two engine ranks on the same devices, in bf16.
+
+    If the engine divides experts by inner channels, half of gate and up crosses, 19.3 GB. If it
+    divides by expert, nothing crosses.
     """
     shapes = {GATE_UP.format(i): (128, 2 * 768, 2048) for i in range(48)}
     shapes |= {DOWN.format(i): (128, 2048, 768) for i in range(48)}
@@ -274,15 +277,17 @@ def test_experts_of_30b_a3b_by_expert_cross_no_link() -> None:
         assert sum(plan.link_bytes.values()) == crossing
 
 
-def test_aligned_dims_keep_what_fsdp_cannot_share_and_what_gains_nothing() -> None:
+def test_aligned_dims_omits_uneven_dims_and_dims_without_gain() -> None:
     groups = decoder_groups(hidden=4, vocab=8, heads=3, kv_heads=3, inner=3, tied=True)
     whole = manifests(groups, 1, torch.bfloat16, tied=True)
-    assert aligned_dims(whole * 2) == {}  # replicas: each needs everything
+    assert aligned_dims(whole * 2) == {}  # each replica needs everything
     columns = [
         piece("a", 0, (4, 3), start=(0, first), global_shape=(4, 5), strides=(3, 1))
         for first in (0, 2)
     ]
-    assert aligned_dims([manifest(each) for each in columns]) == {}  # 5 columns over 2 ranks
+    assert (
+        aligned_dims([manifest(part) for part in columns]) == {}
+    )  # 2 ranks do not divide 5 columns
     experts = manifests(
         decoder_groups(hidden=4, vocab=8, heads=2, kv_heads=2, inner=4, tied=True),
         2,
@@ -293,9 +298,7 @@ def test_aligned_dims_keep_what_fsdp_cannot_share_and_what_gains_nothing() -> No
 
 @pytest.mark.extended
 def test_a_plan_of_235_billion_parameters_takes_5_s_and_1_gib() -> None:
-    """In a process of its own: the memory is counted with torch and all else that it needs, the
-    time is its CPU's.
-    """
+    """Measure CPU time and resident memory, including torch, of a separate process."""
     peer = Peer(measured)
     try:
         seconds, resident = peer.hear(120)
@@ -305,7 +308,7 @@ def test_a_plan_of_235_billion_parameters_takes_5_s_and_1_gib() -> None:
 
 
 def measured(pipe: Connection) -> None:
-    """Qwen3-235B-A22B (94 layers), FSDP over 64 ranks to 8 replicas of tensor parallel 8."""
+    """Plan Qwen3-235B-A22B from FSDP over 64 ranks to 8 replicas of tensor parallel 8."""
     start = time.process_time()
     groups = [one("model.embed_tokens.weight", 151_936, 4096), one("lm_head.weight", 151_936, 4096)]
     groups += [group for number in range(94) for group in layer(f"model.layers.{number}.")]

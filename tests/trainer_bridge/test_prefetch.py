@@ -1,5 +1,7 @@
-"""Parameters that come back behind the forward: each FSDP unit waits for its own, the optimizer's
-step for the moments, all else for everything.
+"""Reloads that overlap with computation.
+
+Each FSDP unit waits for its own parameters, the optimizer step for the moments, and other calls for
+whole tags.
 """
 
 from __future__ import annotations
@@ -35,30 +37,30 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def shown(trainer: Trainer, into: list[str]) -> None:
-    """Notes each module whose forward begins: its parameters are there."""
+def record_layers(trainer: Trainer, into: list[str]) -> None:
+    """Record each layer whose forward has run."""
     model: Any = trainer.model
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda *_, number=number: into.append(f"layer {number}"))
 
 
-def there_and_back(trainer: Trainer, *tags: str) -> None:
-    """Offloads; memory comes back, content does not before the gate lets it."""
+def offload_and_prefetch(trainer: Trainer, *tags: str) -> None:
+    """Offload all tags, and reload the memory of `tags`; content arrives as the gate opens."""
     trainer.offload()
     for tag in tags:
         trainer.reload(tag, wait="memory")
 
 
-def test_a_unit_runs_while_those_behind_it_have_not_arrived(
+def test_unit_runs_while_later_units_are_still_reloading(
     device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, num_hidden_layers=3, **UNTIED)
     trainer, batch, ran = make_trainer(path, device=device), make_batch(3), list[str]()
     saver = trainer.saver
     scores = trainer.compute_log_prob(batch)
-    shown(trainer, ran)
+    record_layers(trainer, ran)
     with gated(saver, PIECE) as gate, ThreadPoolExecutor(1) as thread:
-        there_and_back(trainer, "params")
+        offload_and_prefetch(trainer, "params")
         assert not saver.is_paused("params") and saver.is_paused("optim")
         later = thread.submit(trainer.compute_log_prob, batch)
         for number in range(3):
@@ -66,7 +68,7 @@ def test_a_unit_runs_while_those_behind_it_have_not_arrived(
             while len(ran) == number:
                 gate.let(1)
                 wait_for([later], 0.003)
-            assert ran == [f"layer {each}" for each in range(number + 1)]
+            assert ran == [f"layer {layer}" for layer in range(number + 1)]
             assert pieces(trainer) - len(gate.passed) >= pieces(trainer) // 5 * (2 - number)
         gate.let(1000)
         assert later.result(60) == scores
@@ -81,7 +83,7 @@ def pieces(trainer: Trainer) -> int:
 
 
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS)
-def test_a_step_is_that_of_a_plain_reload_bit_for_bit(
+def test_update_during_prefetch_is_bit_identical_to_plain_reload(
     shape: dict[str, Any], changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, **shape)
@@ -92,7 +94,7 @@ def test_a_step_is_that_of_a_plain_reload_bit_for_bit(
         twin.offload()
         twin.reload()
         with gated(trainer.saver, PIECE) as gate, ThreadPoolExecutor(1) as thread:
-            there_and_back(trainer, "params", "optim")
+            offload_and_prefetch(trainer, "params", "optim")
             trickle = thread.submit(gate.trickle)
             assert trainer.update_actor(batch) == twin.update_actor(batch)
             trickle.result(60)
@@ -102,7 +104,7 @@ def test_a_step_is_that_of_a_plain_reload_bit_for_bit(
 
 
 @pytest.mark.parametrize("verb", ["update_actor", "save_checkpoint", "offload", "reload", "shards"])
-def test_what_needs_everything_waits_for_everything(
+def test_calls_that_need_all_content_wait_for_it(
     verb: str, model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
@@ -112,8 +114,8 @@ def test_what_needs_everything_waits_for_everything(
         "save_checkpoint": partial(trainer.save_checkpoint, str(tmp_path / "c")),
     }.get(verb, getattr(trainer, verb))
     with gated(trainer.saver, PIECE) as gate, ThreadPoolExecutor(1) as thread:
-        there_and_back(trainer, "params", "optim")
-        gate.let(pieces(trainer))  # the parameters; the moments come behind
+        offload_and_prefetch(trainer, "params", "optim")
+        gate.let(pieces(trainer))  # the parameters, but not the moments behind them
         later = thread.submit(work)
         assert wait_for([later], 0.1).not_done
         gate.let(100_000)
@@ -124,7 +126,7 @@ def test_what_needs_everything_waits_for_everything(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_content_that_does_not_come_is_raised_where_it_is_needed_and_can_be_reloaded(
+def test_failed_prefetch_is_raised_by_its_reader_and_can_be_retried(
     begun: bool, model_path: str, make_trainer: Make
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
@@ -151,20 +153,18 @@ def test_content_that_does_not_come_is_raised_where_it_is_needed_and_can_be_relo
             trainer.compute_log_prob(batch)
     saver.limit_bytes = None
     trainer.reload(wait="memory")
-    trainer.reload("params", wait="memory")  # again: nothing is left to do
+    trainer.reload("params", wait="memory")  # has no effect
     assert trainer.compute_log_prob(batch) == scores
 
 
-def test_moments_come_behind_parameters_that_are_on_their_way(
-    model_path: str, make_trainer: Make
-) -> None:
+def test_moments_arrive_after_prefetched_parameters(model_path: str, make_trainer: Make) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     twin = make_trainer(model_path)
     saver = trainer.saver
     with gated(saver, PIECE) as gate:
-        there_and_back(trainer, "params")
+        offload_and_prefetch(trainer, "params")
         trainer.reload("optim", wait=False)
-        until(lambda: not saver.is_paused("optim"))  # its memory waits for nobody's content
+        until(lambda: not saver.is_paused("optim"))  # memory does not wait for other tags' content
         first = saver.report().tags["params"]
         gate.let(100_000)
         assert trainer.update_actor(batch) == twin.update_actor(batch)
@@ -184,7 +184,7 @@ def worker(rank: int, path: str) -> bool:
     for step in range(2):
         batch = make_batch(5, seed=step)
         with gated(saver, PIECE) as gate, ThreadPoolExecutor(1) as thread:
-            there_and_back(trainer, "params", "optim")
+            offload_and_prefetch(trainer, "params", "optim")
             thread.submit(gate.trickle)
             assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
             assert trainer.update_actor(batch) == twin.update_actor(batch)
@@ -193,7 +193,7 @@ def worker(rank: int, path: str) -> bool:
 
 
 @pytest.mark.gpus(2)
-def test_streams_that_gather_for_nccl_wait_too(tmp_path: Path) -> None:
+def test_nccl_streams_wait_for_prefetched_parameters(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", **UNTIED)
     ranks = start_ranks(worker, 2, tmp_path / "store", path, backend="nccl")
     assert results(ranks) == [True, True]

@@ -1,4 +1,4 @@
-"""The cycle over two actors, and what is left when one of them dies."""
+"""The cycle over two actors, one of which may die."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ pytestmark = pytest.mark.ray
 ENGINE = {"kv_tokens": 256, "page_size": 16}
 PROMPTS = [[5, 6, 7], [8]]
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, n=2, seed=3, ignore_eos=True)
-# log-probabilities of magnitude 8 in fp32, an ulp of 5e-7, some dozens of roundings in two layers
-# and head
-GAP = 5e-5
+# Log-probabilities have magnitude 8 in fp32, an ulp of 5e-7, and dozens of roundings in two layers
+# and the head.
+MISMATCH = 5e-5
 
 
 def on(device: str, path: str) -> TrainerConfig:
     return config(path, device=device, leaving=("params", "optim"))
 
 
-def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed_in_a_sync(
+def test_rounds_by_copies_and_alias_until_trainer_is_killed_in_a_sync(
     device: str, model_path: str, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     dying = dying_trainer(first=5)
@@ -58,16 +58,14 @@ def test_rounds_by_copies_and_by_pages_that_are_lent_until_the_trainer_is_killed
         copy(trainer, rollout)
         keep(trainer, tmp_path)
         alias(trainer, rollout, pids, device)
-        be_silent(trainer)
+        time_out(trainer)
         die(trainer, rollout)
     wait_gone(pids)
     ray_cluster.wait_free()
 
 
 def copy(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
-    """Two rounds with an update in each, in which both sides hand their memory over, and the
-    rollout keeps its weights on the host.
-    """
+    """Run two rounds with updates and handed-over memory, at sleep level 1."""
     stages: list[str] = []
     full = trainer.report().committed_bytes
     assert full > 0 and rollout.report().committed_bytes == 0
@@ -86,13 +84,13 @@ def copy(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
             response_ids=[s.token_ids for _, s in pairs],
             temperature=SAMPLED.temperature,
         )
-        ours = trainer.compute_log_prob(batch)
-        for row, (_, sample) in zip(ours, pairs, strict=True):
-            assert row == pytest.approx(sample.logprobs, abs=GAP)
+        scores = trainer.compute_log_prob(batch)
+        for row, (_, sample) in zip(scores, pairs, strict=True):
+            assert row == pytest.approx(sample.logprobs, abs=MISMATCH)
         cycle.to_train()
         assert trainer.report().committed_bytes == full
         trainer.update_actor(
-            dataclasses.replace(batch, old_logprobs=ours, advantages=[1.0, -1.0, 1.0, -1.0])
+            dataclasses.replace(batch, old_logprobs=scores, advantages=[1.0, -1.0, 1.0, -1.0])
         )
     assert len(stages) == 16
 
@@ -106,7 +104,7 @@ def keep(trainer: RemoteTrainer, folder: Path) -> None:
 
 
 def alias(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], device: str) -> None:
-    """Two rounds in which the rollout serves the trainer's own pages, with an update between."""
+    """Run two rounds in which the rollout serves the trainer's pages, with an update in between."""
     full, seen = trainer.report().tags["params"].committed_bytes, []
     cycle = Cycle(trainer, rollout, alias=True)
     for version in (3, 4):
@@ -124,7 +122,7 @@ def alias(trainer: RemoteTrainer, rollout: RemoteRollout, pids: list[int], devic
     assert seen[0] != seen[1]
 
 
-def be_silent(trainer: RemoteTrainer) -> None:
+def time_out(trainer: RemoteTrainer) -> None:
     trainer.timeout = 0.5
     with pytest.raises(
         ActorTimeout, match=r"the trainer actor gave no answer for 0\.5 s in nap\(\)"
@@ -142,7 +140,7 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
     cause: Any = caught.value.cause
     assert isinstance(cause, ActorDied)
     assert (cause.actor, cause.method) == ("trainer", "sync_weights")
-    assert not getattr(caught.value, "__notes__", []), "the rollout could not be told"
+    assert not getattr(caught.value, "__notes__", []), "the rollout was not poisoned"
     rollout.wake_up(["kv_cache"])
     with pytest.raises(StateError, match="sync_weights.*trainer actor died"):
         rollout.generate(PROMPTS, SAMPLED)
@@ -152,7 +150,7 @@ def die(trainer: RemoteTrainer, rollout: RemoteRollout) -> None:
         cycle.to_rollout(6)
 
 
-def test_a_rollout_killed_when_half_is_written(
+def test_rollout_killed_during_write_fails_the_cycle_and_keeps_the_trainer(
     device: str, model_path: str, ray_cluster: RayCluster
 ) -> None:
     batch, before = make_batch(4), family_bytes("cpu")
@@ -169,16 +167,16 @@ def test_a_rollout_killed_when_half_is_written(
         ) as caught:
             cycle.to_rollout(1)
         assert isinstance(caught.value.cause, ActorDied)
-        assert "the rollout could not be told" in caught.value.__notes__[-1]
+        assert "could not poison the rollout" in caught.value.__notes__[-1]
         trainer.reload()
-        assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
+        assert trainer.compute_log_prob(batch) == scores, "the trainer's state has changed"
     wait_gone(pids)
-    until(lambda: family_bytes("cpu") <= before)  # of a GPU, processes that are gone hold nothing
+    until(lambda: family_bytes("cpu") <= before)  # ended processes hold no GPU memory
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("victim", ["trainer", "rollout"])
-def test_a_side_killed_at_any_moment_of_hand_overs_takes_nothing_along(
+def test_side_killed_during_hand_overs_leaves_the_other_intact(
     victim: str, device: str, model_path: str, ray_cluster: RayCluster
 ) -> None:
     batch, before = make_batch(4), family_bytes("cpu")
@@ -199,7 +197,7 @@ def test_a_side_killed_at_any_moment_of_hand_overs_takes_nothing_along(
                     cycle.to_train()
             if victim == "rollout":
                 trainer.reload()
-                assert trainer.compute_log_prob(batch) == scores, "the trainer lost something"
+                assert trainer.compute_log_prob(batch) == scores, "the trainer's state has changed"
                 held = sum(tag.committed_bytes for tag in trainer.report().tags.values())
             else:
                 rollout.sleep(level=2)
@@ -212,7 +210,7 @@ def test_a_side_killed_at_any_moment_of_hand_overs_takes_nothing_along(
         until(lambda: family_bytes("cpu") <= before)
 
 
-def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(
+def test_engine_that_cannot_start_is_explained_and_releases_the_cluster(
     device: str, model_path: str, ray_cluster: RayCluster
 ) -> None:
     with pytest.raises(ValueError, match="page_size=7"):
@@ -221,10 +219,10 @@ def test_an_engine_that_cannot_be_made_is_explained_and_nothing_stays(
     ray_cluster.wait_free()
 
 
-def test_what_is_taken_by_others_is_told_in_time(
+def test_reservation_of_busy_devices_fails_in_time(
     ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reserved(1, CPUS // 2, on_gpu=False):  # may wait for what the test before gives back
+    with reserved(1, CPUS // 2, on_gpu=False):  # may wait for resources of the previous test
         monkeypatch.setattr("trainer_bridge.remote.group.START_SECONDS", 0.2)
         with pytest.raises(
             ValueError, match=r"no room for 1 x 1 x \{'CPU': 2\} .*; end what runs there"

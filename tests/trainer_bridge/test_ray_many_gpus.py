@@ -1,6 +1,4 @@
-"""On GPUs: FSDP2 over two, an engine or a tensor-parallel rank beside each trainer rank; what does
-not grow.
-"""
+"""FSDP2 over two GPUs, each with an engine or a tensor-parallel rank; memory over many syncs."""
 
 from __future__ import annotations
 
@@ -32,30 +30,28 @@ def tokens(engine: Any) -> list[list[int]]:
 
 
 def committed(side: RemoteGroup) -> list[dict[str, int]]:
-    """Bytes on the tags of each rank."""
+    """Return the committed bytes of each rank's tags."""
     return [
-        {name: tag.committed_bytes for name, tag in each.report().tags.items()}
-        for each in side.each()
+        {name: tag.committed_bytes for name, tag in rank.report().tags.items()}
+        for rank in side.each()
     ]
 
 
 def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list[list[list[int]]]:
-    """What the engines answer before and after an update; weights are verified in every sync,
-    memory changes hands.
-    """
+    """Run two rounds with an update in between, and return the engines' tokens in each."""
     cycle, seen, full = Cycle(trainer, rollout), [], committed(trainer)
     for version in (1, 2):
         receipt = cycle.to_rollout(version)
         assert len(receipt.digests) == 2 and receipt.version == version
         if size == 1:
             assert 2 * receipt.link_bytes == receipt.nbytes, (
-                "each rank has half of what both replicas take"
+                "each rank has half of the bytes of both replicas"
             )
         else:
             assert 5 * receipt.link_bytes < receipt.nbytes, (
                 "trainer and engine ranks of one device are not aligned"
             )
-        assert [each.weights_version for each in rollout.each()] == [version, version]
+        assert [rank.weights_version for rank in rollout.each()] == [version, version]
         assert all(not any(tags.values()) for tags in committed(trainer))
         assert all(tags["weights"] and tags["kv_cache"] for tags in committed(rollout))
         seen.append(tokens(rollout))
@@ -70,13 +66,13 @@ def rounds_of(trainer: RemoteTrainer, rollout: RemoteRollout, size: int) -> list
 @pytest.mark.ray
 @two_gpus
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_gpus_serve_what_one_trainer_holds(
+def test_engines_on_two_gpus_serve_the_weights_of_one_trainer(
     size: int, model_path: str, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     settings = config(model_path, device="cuda:0")
     engine = {"kv_tokens": 256, "page_size": 16, "tensor_parallel_size": size}
     with open_ray(settings, engine, devices=2) as (trainer, rollout):
-        assert len({each.weight_layout().place for each in rollout.each()}) == 2, "not two GPUs"
+        assert len({rank.weight_layout().place for rank in rollout.each()}) == 2, "not two GPUs"
         seen = rounds_of(trainer, rollout, size)
         trainer.save_checkpoint(str(tmp_path / "step"))
     alone = Engine.from_pretrained(model_path, device="cuda:0", kv_tokens=256)
@@ -90,9 +86,7 @@ def test_two_gpus_serve_what_one_trainer_holds(
 
 
 def syncs(rank: int, path: str, count: int) -> dict[str, int]:
-    """Used bytes of the GPU, descriptors and resident bytes: after a few syncs, and by how much
-    they grew after all.
-    """
+    """Return the growth of GPU memory, descriptors and resident memory over `count` syncs."""
     engine = Engine.from_pretrained(path, device=f"cuda:{rank}", kv_tokens=256, load_weights=False)
     trainer = Trainer(config(path, device=f"cuda:{rank}"))
     trainer.connect([engine])
@@ -118,7 +112,7 @@ def held() -> dict[str, int]:
 @pytest.mark.soak
 @pytest.mark.alone
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=two_gpus)])
-def test_nothing_grows_over_syncs(world: int, tmp_path: Path) -> None:
+def test_memory_and_descriptors_do_not_grow_over_syncs(world: int, tmp_path: Path) -> None:
     count = rounds(50, 1000)
     for grown in results(
         start_ranks(

@@ -1,6 +1,4 @@
-"""Actors that are called alike: whose error is raised, and who is waited for. The actors here do
-nothing else.
-"""
+"""Calls of groups of actors: answers, errors and timeouts, with actors that only echo."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from trainer_bridge.remote.group import RemoteActor, RemoteGroup
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
-SECONDS = 200.0  # a busy machine takes its time to start the actors
+SECONDS = 200.0  # a busy machine starts actors slowly
 
 
 def start(*ranks: int | None) -> list[RemoteActor]:
@@ -35,8 +33,8 @@ def start(*ranks: int | None) -> list[RemoteActor]:
 
         def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
             return [
-                (self.rank, prompt, each.max_tokens)
-                for prompt, each in zip(prompts, params, strict=True)
+                (self.rank, prompt, sampling.max_tokens)
+                for prompt, sampling in zip(prompts, params, strict=True)
             ]
 
         def fail(self, *errors: Exception | None) -> None:
@@ -58,10 +56,10 @@ def start(*ranks: int | None) -> list[RemoteActor]:
 
 @pytest.fixture(scope="module")
 def ranks(ray_cluster: RayCluster) -> Iterator[list[RemoteActor]]:
-    made = start(0, 1)
-    yield made
-    for each in made:
-        ray.kill(each.handle)
+    actors = start(0, 1)
+    yield actors
+    for actor in actors:
+        ray.kill(actor.handle)
 
 
 @pytest.fixture
@@ -69,24 +67,24 @@ def group(ranks: list[RemoteActor]) -> RemoteGroup:
     return RemoteGroup(ranks, SECONDS)
 
 
-def test_all_are_called_and_rank_0_answers(group: RemoteGroup) -> None:
+def test_group_calls_all_ranks_and_returns_answer_of_rank_0(group: RemoteGroup) -> None:
     assert group.call("say", "so") == (0, "so")
     assert group.call_all("say", "so") == [(0, "so"), (1, "so")]
     assert group.call_each("say", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
     assert group.call_each("say", [None, ("b",)]) == [None, (1, "b")]
     assert group.call("say", value="so") == (0, "so")
-    assert [each.call("say", 2) for each in group.each()] == [(0, 2), (1, 2)]
+    assert [rank.call("say", 2) for rank in group.each()] == [(0, 2), (1, 2)]
     with pytest.raises(
         ValueError,
-        match=r"report\(\) is of one rank, these are trainer\[0\], trainer\[1\]; ask one of",
+        match=r"report\(\) is for one rank, these are trainer\[0\], trainer\[1\]; use one of",
     ):
         group.report()
 
 
-def test_replicas_answer_what_they_are_dispatched_in_the_order_of_the_prompts(
+def test_replicas_answer_in_the_order_of_the_prompts(
     ranks: list[RemoteActor],
 ) -> None:
-    """Of an engine of two ranks, each twice here, both are asked and the first one answers."""
+    """Call both ranks of an engine of two ranks, and expect the answer of the first."""
     prompts = [[1] * length for length in (3, 9, 4, 5, 8)]
     params = [SamplingParams(max_tokens=number + 1) for number in range(5)]
     dispatched = dispatch_prompts(prompts, params, 2)
@@ -101,7 +99,7 @@ def test_replicas_answer_what_they_are_dispatched_in_the_order_of_the_prompts(
     )
 
 
-def test_what_all_raise_is_raised_and_what_one_raises_is_named(group: RemoteGroup) -> None:
+def test_error_of_all_ranks_is_raised_and_error_of_one_rank_is_named(group: RemoteGroup) -> None:
     with pytest.raises(ValueError, match=r"^same$"):
         group.call("fail", ValueError("same"), ValueError("same"))
     with pytest.raises(
@@ -112,7 +110,7 @@ def test_what_all_raise_is_raised_and_what_one_raises_is_named(group: RemoteGrou
 
 
 @pytest.mark.parametrize("cause", [0, 1])
-def test_what_a_rank_raises_because_of_another_is_not_the_cause(
+def test_error_caused_by_another_rank_is_not_reported_as_cause(
     cause: int, group: RemoteGroup
 ) -> None:
     errors = [SyncError("write", f"rank {cause}: OSError: cosmic ray"), OSError("cosmic ray")]
@@ -121,27 +119,25 @@ def test_what_a_rank_raises_because_of_another_is_not_the_cause(
     assert str(caught.value) == f"the trainer[{cause}] actor failed in fail(): OSError: cosmic ray"
 
 
-def test_who_is_silent_is_named(group: RemoteGroup, tmp_path: Path) -> None:
-    group.call("say", "both are there")
+def test_silent_actor_is_named(group: RemoteGroup, tmp_path: Path) -> None:
+    group.call("say", "both have started")
     group.timeout = 1.0
     with pytest.raises(
         ActorTimeout, match=r"the trainer\[0\] actor gave no answer for 1 s in wait\(\)"
     ):
-        group.call("wait", str(tmp_path / "go on"), None)
-    (tmp_path / "go on").touch()
+        group.call("wait", str(tmp_path / "release"), None)
+    (tmp_path / "release").touch()
 
 
-def test_nobody_waits_for_the_others_of_one_that_died(
-    ranks: list[RemoteActor], tmp_path: Path
-) -> None:
+def test_dead_actor_ends_the_call_of_its_group(ranks: list[RemoteActor], tmp_path: Path) -> None:
     dying = RemoteGroup([ranks[0], *start(1)], SECONDS)
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died in die\(\)"):
-        dying.call("die", 1, str(tmp_path / "go on"))
+        dying.call("die", 1, str(tmp_path / "release"))
     with pytest.raises(ActorDied, match=r"the trainer\[1\] actor died in say\(\)"):
         dying.call("say", "anybody?")
-    (tmp_path / "go on").touch()
+    (tmp_path / "release").touch()
 
 
-def test_who_could_not_be_made_says_why(ray_cluster: RayCluster) -> None:
-    with pytest.raises(ActorDied, match=r"could not be made \(.*division by zero"):
+def test_actor_that_cannot_start_reports_its_error(ray_cluster: RayCluster) -> None:
+    with pytest.raises(ActorDied, match=r"could not start \(.*division by zero"):
         RemoteGroup(start(None), SECONDS).call("say", 1)

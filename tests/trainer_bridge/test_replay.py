@@ -1,4 +1,4 @@
-"""Replay of an engine's routing in the trainer: transformers' own routers, told what to choose."""
+"""Replay of an engine's routing in the trainer, against transformers with forced routers."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ Make = Callable[..., Trainer]
 
 
 def routed(batch: SequenceBatch, layers: int = 2) -> list[NDArray[Any] | None]:
-    """Random ones: of all tokens, of the last ones, and of none."""
+    """Draw experts for all tokens, for the last tokens, or for no token of a sequence."""
     rng = np.random.default_rng(0)
-    found: list[NDArray[Any] | None] = []
+    entries: list[NDArray[Any] | None] = []
     for i, length in enumerate(batch.lengths):
         shape = ((length - 1) // (1 + i % 2), layers, EXPERTS)
         chosen = rng.random(shape).argsort(-1)[..., :TOP_K].astype(np.uint8)
-        found.append(None if i == 2 else chosen)
-    return found
+        entries.append(None if i == 2 else chosen)
+    return entries
 
 
-def told(batch: SequenceBatch) -> list[Tensor]:
-    """Those of a batch, one entry a sequence, -1 where none are known."""
+def routed_tensors(batch: SequenceBatch) -> list[Tensor]:
+    """Return the experts of a batch, one tensor per sequence, -1 if unknown."""
     micros = [lay_out(batch, [i], torch.device("cpu"), 1, packed=False) for i in range(len(batch))]
     return [micro.routed.long() for micro in micros if micro.routed is not None]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_micro_batch_says_where_tokens_go(packed: bool) -> None:
+def test_micro_batch_has_routed_experts_by_position(packed: bool) -> None:
     batch = SequenceBatch(
         prompt_ids=[[3, 4], [5], [7]],
         response_ids=[[6, 7], [8], [9]],
@@ -79,22 +79,22 @@ def test_a_micro_batch_says_where_tokens_go(packed: bool) -> None:
     micro = lay_out(batch, [1, -1, 0, 2], torch.device("cpu"), 3, packed=packed)
     assert micro.routed is not None and micro.routed.shape[1:] == (1, 1)
     rows = [[255, -1], [-1], [-1, 1, 2, -1], [-1, -1]]
-    each = [row if packed else row + [-1] * (4 - len(row)) for row in rows]
-    wanted = [*chain.from_iterable(each)]
-    found = micro.routed.flatten().tolist()
-    assert found == wanted + [-1] * (len(found) - len(wanted))  # of a filler
+    padded = [row if packed else row + [-1] * (4 - len(row)) for row in rows]
+    wanted = [*chain.from_iterable(padded)]
+    experts = micro.routed.flatten().tolist()
+    assert experts == wanted + [-1] * (len(experts) - len(wanted))  # the rest is a filler
     part = batch.select([2])
     assert lay_out(part, [0], torch.device("cpu"), 1, packed=packed).routed is None
-    with pytest.raises(ValueError, match="routed_experts 0 are of 2 tokens, the sequence has 1"):
+    with pytest.raises(ValueError, match="routed_experts 0 has entries for 2 tokens, the seq"):
         dataclasses.replace(batch, prompt_ids=[[3], [5], [7]], response_ids=[[6], [8], [9]])
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 @pytest.mark.parametrize("packed", [True, False])
-def test_scores_and_gradients_are_those_of_routers_that_choose_so(
+def test_replayed_scores_and_gradients_match_forced_routers(
     packed: bool, family: str, changes: dict[str, Any], tmp_path: Path, make_trainer: Make
 ) -> None:
-    """Layers that are computed again in the backward pass go to the same experts."""
+    """Recompute layers in the backward pass, which must use the same experts."""
     path = write_model(tmp_path, family, **changes)
     model, batch = reference(path), make_batch(6)
     batch = dataclasses.replace(batch, routed_experts=routed(batch))
@@ -113,10 +113,10 @@ def test_scores_and_gradients_are_those_of_routers_that_choose_so(
         with pytest.raises(ValueError, match="routed_experts"):
             trainer.compute_log_prob(batch)
         return
-    with forced(model, told(batch)), torch.no_grad():
+    with forced(model, routed_tensors(batch)), torch.no_grad():
         exact = reference_logprobs(model, batch)
     assert_scores(trainer.compute_log_prob(batch), exact)
-    with forced(model, told(batch)):
+    with forced(model, routed_tensors(batch)):
         expected = plain_step(model, optimizer, batch, 1.0)
     assert_metrics(trainer.update_actor(batch), expected)
     assert_learned(bits(trainer), plain_bits(model, optimizer), 1)
@@ -127,8 +127,9 @@ def test_scores_and_gradients_are_those_of_routers_that_choose_so(
 
 
 def nearly_tied(path: Path, other: Path, by: float) -> None:
-    """A copy of the model whose first expert is `by` less likely, in proportion, than its twin, the
-    second; what they compute differs.
+    """Write a copy of a model whose first two experts have nearly the same probability.
+
+    The logit of the second expert exceeds that of the first by the relative amount `by`.
     """
     model = reference(str(path))
     for name, param in model.named_parameters():
@@ -137,10 +138,8 @@ def nearly_tied(path: Path, other: Path, by: float) -> None:
     model.save_pretrained(str(other))
 
 
-def test_near_ties_are_no_gap(tmp_path: Path, make_trainer: Make) -> None:
-    """The trainer's routers find another of two experts likelier than the engine's, by no more than
-    rounding could do.
-    """
+def test_replay_removes_mismatch_of_near_ties(tmp_path: Path, make_trainer: Make) -> None:
+    """Build a near tie of experts, of which trainer and engine prefer different ones."""
     path = tmp_path / "model"
     write_model(path, "qwen3_moe", num_experts=4, num_experts_per_tok=1)
     for name, by in (("engine", 2e-6), ("trainer", -2e-6)):
@@ -149,22 +148,22 @@ def test_near_ties_are_no_gap(tmp_path: Path, make_trainer: Make) -> None:
     trainer = make_trainer(str(tmp_path / "trainer"))
     prompts = make_batch(4).prompt_ids
     out = engine.generate(prompts, SamplingParams(max_tokens=20, n=2, seed=0, ignore_eos=True))
-    answers = [(prompt, each) for prompt, group in zip(prompts, out, strict=True) for each in group]
+    samples = [sample for group in out for sample in group]
     batch = SequenceBatch(
-        prompt_ids=[prompt for prompt, _ in answers],
-        response_ids=[each.token_ids for _, each in answers],
+        prompt_ids=[prompt for prompt, group in zip(prompts, out, strict=True) for _ in group],
+        response_ids=[sample.token_ids for sample in samples],
     )
-    said = torch.tensor([each.logprobs for _, each in answers])
-    gaps = []
-    for routing in ([each.routed_experts for _, each in answers], None):
+    expected = torch.tensor([sample.logprobs for sample in samples])
+    mismatches = []
+    for routing in ([sample.routed_experts for sample in samples], None):
         scores = trainer.compute_log_prob(dataclasses.replace(batch, routed_experts=routing))
-        gaps.append(float((torch.tensor(scores) - said).abs().max()))
-    assert gaps[0] <= GAP < 1e-2 < gaps[1]
+        mismatches.append(float((torch.tensor(scores) - expected).abs().max()))
+    assert mismatches[0] <= GAP < 1e-2 < mismatches[1]
 
 
-def test_routing_of_another_model_is_refused(tmp_path: Path, make_trainer: Make) -> None:
+def test_replay_of_another_models_routing_is_refused(tmp_path: Path, make_trainer: Make) -> None:
     path = write_model(tmp_path, "qwen3_moe", num_experts=4)
     batch = make_batch(2)
     batch = dataclasses.replace(batch, routed_experts=routed(batch, layers=5))
-    with pytest.raises(ValueError, match=r"routed_experts are \(5, 2\) a token, the model has"):
+    with pytest.raises(ValueError, match=r"routed_experts are \(5, 2\) per token, the model has"):
         make_trainer(path).compute_log_prob(batch)

@@ -1,6 +1,4 @@
-"""A sync of one rank: what lies in the rollout's pages afterwards, on any device, and what is
-refused untouched.
-"""
+"""Syncs of a single rank: written pages, mapped leases, and refused syncs that touch nothing."""
 
 from __future__ import annotations
 
@@ -29,15 +27,15 @@ Make = Callable[..., PageTarget]
 
 @pytest.fixture
 def make_target(device: str) -> Iterator[Make]:
-    made: list[PageTarget] = []
+    targets: list[PageTarget] = []
 
     def make(layout: Manifest | None = None) -> PageTarget:
-        made.append(PageTarget(layout or whole(), device))
-        return made[-1]
+        targets.append(PageTarget(layout or whole(), device))
+        return targets[-1]
 
     yield make
-    for target in made:
-        target.saver.close()  # LeaseError: a lease is used beyond its sync
+    for target in targets:
+        target.saver.close()  # fails with a LeaseError if a lease outlives its sync
 
 
 def check(target: PageTarget, tensors: dict[str, Tensor]) -> None:
@@ -47,17 +45,17 @@ def check(target: PageTarget, tensors: dict[str, Tensor]) -> None:
         ), p.name
 
 
-def alone(*targets: PageTarget, **sources: Any) -> WeightSync:
+def single_rank_sync(*targets: PageTarget, **sources: Any) -> WeightSync:
     device = str(targets[0].arena.device)
-    mine = {
+    tensors = {
         name: tensor for name, tensor in {**full(device), **sources}.items() if tensor is not None
     }
-    return WeightSync(shards(1), lambda: mine, targets, place=targets[0].place)
+    return WeightSync(shards(1), lambda: tensors, targets, place=targets[0].place)
 
 
 def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target: Make) -> None:
     target = make_target(whole("bfloat16"))
-    sync = alone(target)
+    sync = single_rank_sync(target)
     for version in (1, 2):
         receipt = sync.sync(version)
         assert target.version == receipt.version == version
@@ -77,9 +75,9 @@ def test_pages_stay_mapped_until_the_engine_moves_them(device: str, make_target:
     assert target.leases() == 0
 
 
-def test_pages_that_are_not_those_of_the_plan_are_refused(make_target: Make) -> None:
+def test_sync_refuses_a_layout_that_is_not_the_plans(make_target: Make) -> None:
     target = make_target()
-    sync = alone(target)
+    sync = single_rank_sync(target)
     target.layout = dataclasses.replace(target.layout, layout_hash="newer")
     stale = "stale plan for version 9: made for layout .*, the rollout offers newer"
     with pytest.raises(ValueError, match=stale):
@@ -94,7 +92,7 @@ def test_pages_that_are_not_those_of_the_plan_are_refused(make_target: Make) -> 
         ({"proj": torch.zeros(6, 3)}, r"proj: shard \(6, 3\), \(7, 3\) in the plan"),
     ],
 )
-def test_sources_that_do_not_do_leave_the_target_as_it_was(
+def test_missing_or_misshapen_sources_leave_target_untouched(
     change: dict[str, Any], message: str, device: str, make_target: Make
 ) -> None:
     target = make_target()
@@ -102,11 +100,11 @@ def test_sources_that_do_not_do_leave_the_target_as_it_was(
         name: tensor if tensor is None else tensor.to(device) for name, tensor in change.items()
     }
     with pytest.raises(ValueError, match=f"nothing was written: .*{message}"):
-        alone(target, **change).sync(1)
-    assert target.untouched() and target.version == 0, "it was not even begun"
+        single_rank_sync(target, **change).sync(1)
+    assert target.untouched() and target.version == 0, "the update was begun"
 
 
-def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
+def test_trainer_keeps_tables_and_refuses_older_versions(
     model_path: str,
     make_trainer: Callable[..., Trainer],
     make_target: Make,
@@ -122,8 +120,8 @@ def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
         offset += shard.numel() * 2
         index += shard.numel()
     target = make_target(manifest(*slices))
-    made = mock.Mock(wraps=Writer)
-    monkeypatch.setattr("trainer_bridge.sync.weight_sync.Writer", made)
+    writer = mock.Mock(wraps=Writer)
+    monkeypatch.setattr("trainer_bridge.sync.weight_sync.Writer", writer)
     trainer.connect([target])
     receipt = trainer.sync_weights(3)
     assert (receipt.version, receipt.nbytes, target.version) == (3, offset, 3)
@@ -132,7 +130,7 @@ def test_a_trainer_keeps_its_tables_and_refuses_older_versions(
         local_shard(param).mul_(-2)
     again = trainer.sync_weights(3)
     check(target, dict(trainer.shards()))
-    assert again.digests != receipt.digests and made.call_count == 1, "tables last, values do not"
+    assert again.digests != receipt.digests and writer.call_count == 1, "tables must be kept"
     before = target.arena.clone()
     with pytest.raises(ValueError, match="version 2 is stale: version 3 has been written"):
         trainer.sync_weights(2)

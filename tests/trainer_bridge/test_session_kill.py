@@ -1,9 +1,9 @@
-"""Trainer ranks killed at every moment of a sync: engines go on with a whole version, or refuse and
-say why.
+"""Trainer ranks killed at every moment of a sync.
 
-Two replicas never end with different versions: where one has committed and the other has not been
-heard of, the rank that is left poisons its own. For a moment they may differ, but only once both
-are verified, for then all ranks have agreed to commit.
+Each engine must serve a whole version, or refuse with a reason. Two replicas must never end with
+different versions: if one has committed and the other's rank is lost, the surviving rank poisons
+its own engine. The versions may differ for a moment, but only after all ranks have agreed to
+commit.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ from tests.helpers.trainer_bridge.trainers import PATIENCE, Death
 from trainer_bridge.errors import SyncError
 from trainer_bridge.sync.weight_sync import SyncReceipt
 
-SLACK_FDS = 2  # for the test runner's own; what a round leaves would be one each
-KILL_PATIENCE = 0.6  # seconds at least; the survivor waits so long in every round
+SLACK_FDS = 2  # for the test runner; a leak would add one per round
+KILL_PATIENCE = 0.6  # least seconds that the survivor waits in every round
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("model"))
-    yield made
-    made.end()
+    engines = Pair(tmp_path_factory.mktemp("model"))
+    yield engines
+    engines.end()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """told: a driver that finds the victim dead tells its engine.
+    """One death.
 
-    before: how the version before was synced.
+    Attributes:
+        death: Stage and moment of the death.
+        victim: Rank that dies.
+        shadow: Whether the sync is a shadow update.
+        shadow_before: Whether the previous sync was a shadow update.
+        told: Whether the driver aborts the update of the victim's engine.
     """
 
     death: Death
@@ -59,24 +64,24 @@ class Round:
 
     @property
     def fails_in(self) -> str | None:
-        """The stage in which the survivor misses the victim; None: the sync was over."""
+        """Return the stage in which the survivor misses the victim; None after the sync."""
         passed = self.stage + (self.death.moment == "decided")
         if self.death.stage == "open" and passed > self.stage:
-            return "map"  # which follows, and in which nobody is killed here
+            return "map"  # the next stage, in which no rank is killed here
         return STAGES[passed] if passed < len(STAGES) else None
 
     @property
     def begun(self) -> bool:
-        """Was the victim's engine's update open, or past that?"""
+        """Return whether the update of the victim's engine had been opened."""
         return self.stage > 1 or (self.stage == 1 and self.death.moment != "before")
 
     @property
     def committed(self) -> bool:
-        """Was the victim's engine told to commit?"""
+        """Return whether the victim's engine had been told to commit."""
         return self.death.stage == "commit" and self.death.moment != "before"
 
     def victims_version(self, old: int) -> int | None:
-        """What the victim's engine serves, before anybody tells it anything."""
+        """Return the version that the victim's engine serves before its update is aborted."""
         if self.committed:
             return old + 1
         return old if self.shadow or not self.begun else None
@@ -85,30 +90,30 @@ class Round:
         if self.fails_in is None:
             return old + 1
         if self.fails_in == "commit":
-            return None  # it had committed, and does not know whether the other one has
+            return None  # it has committed, but does not know whether the other engine has
         return old if self.shadow or self.fails_in == "prepare" else None
 
 
 def drawn(count: int) -> list[Round]:
-    """Stage after stage; a hundred are all stages, moments, victims and kinds of pages."""
+    """Draw rounds, stage by stage; a hundred cover all stages, moments, victims and page kinds."""
     rng = random.Random(8)
     kinds = {stage: list(itertools.product(MOMENTS, (0, 1), (False, True))) for stage in STAGES}
-    for each in kinds.values():
-        rng.shuffle(each)
-    found = []
+    for cases in kinds.values():
+        rng.shuffle(cases)
+    drawn_rounds = []
     for number in range(count):
         stage = STAGES[number % len(STAGES)]
         moment, victim, shadow = kinds[stage][number // len(STAGES) % len(kinds[stage])]
         death = Death(stage=stage, moment=moment)
         before, told = rng.random() < 0.5, rng.random() < 0.5
-        found.append(
+        drawn_rounds.append(
             Round(death=death, victim=victim, shadow=shadow, shadow_before=before, told=told)
         )
-    return found
+    return drawn_rounds
 
 
 def synced(pair: Pair, version: int, **how: Any) -> float:
-    """How many seconds that took."""
+    """Sync a version successfully, and return the seconds it took."""
     started = time.monotonic()
     pair.order(version, **how)
     results = pair.results()
@@ -119,7 +124,7 @@ def synced(pair: Pair, version: int, **how: Any) -> float:
 
 
 class Killing:
-    """Rounds of: a new pair of trainers syncs a version, and loses one of them in the next."""
+    """Rounds in which a new pair of trainers syncs a version, and loses a rank in the next sync."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -138,10 +143,10 @@ class Killing:
     def round(self, case: Round) -> None:
         pair, old = self.pair, self.version + 1
         pair.start()
-        # many times what all stages take together on a machine as busy as this one
+        # Many times the duration of a whole sync on this machine, however busy it is.
         patience = max(KILL_PATIENCE, round(8 * synced(pair, old, shadow=case.shadow_before), 1))
         self.check_both(old)
-        assert pair.held() == self.floor, "the death before has left memory behind"
+        assert pair.held() == self.floor, "the previous death leaked memory"
         self.version = old + 1
         pair.order(
             self.version, dies=case.victim, death=case.death, shadow=case.shadow, timeout=patience
@@ -154,15 +159,15 @@ class Killing:
         self.check_memory(case, old)
 
     def watch(self, case: Round, old: int, seconds: float) -> None:
-        """Engines are asked all the time."""
+        """Query the engines all the time until both ranks have ended."""
         verified, deadline = case.fails_in in ("commit", None), time.monotonic() + seconds
         while self.pair.busy():
-            assert time.monotonic() < deadline, "the survivor waits for ever"
+            assert time.monotonic() < deadline, "the survivor waits forever"
             for number in (0, 1):
                 version = self.pair.serves(number)
                 assert version in (None, old) or (version == self.version and verified)
                 assert version is not None or not case.shadow or case.fails_in == "commit"
-                time.sleep(0.005)  # the ranks want the engine, too
+                time.sleep(0.005)  # leave the engine to the ranks
 
     def check_results(self, case: Round, results: list[Any]) -> None:
         assert isinstance(results[case.victim], Gone)
@@ -171,14 +176,14 @@ class Killing:
             assert isinstance(result, SyncReceipt) and result.version == self.version
             return
         assert isinstance(result, SyncError) and result.stage == case.fails_in, result
-        assert f"rank {case.victim} did not come" in str(result) or "broke off" in str(result)
+        assert f"rank {case.victim} did not come" in str(result) or "the exchange" in str(result)
         if case.survivors_version(0) is None:
             assert str(result) in str(self.pair.engines[1 - case.victim].unavailable_reason())
 
     def check_engines(self, case: Round, old: int) -> None:
         victims, survivors = self.pair.serves(case.victim), self.pair.serves(1 - case.victim)
         assert (victims, survivors) == (case.victims_version(old), case.survivors_version(old))
-        assert len({victims, survivors} - {None}) <= 1, "two replicas go on with different versions"
+        assert len({victims, survivors} - {None}) <= 1, "two replicas serve different versions"
 
     def check_memory(self, case: Round, old: int) -> None:
         pair, victim = self.pair, case.victim
@@ -192,14 +197,14 @@ class Killing:
             )
             left_open = False
         held = pair.held()
-        if left_open:  # until it is told, or the next update begins
+        if left_open:  # until the update is aborted, or the next one begins
             assert held.pop(f"{WEIGHTS_SHADOW} {victim}") == held[f"{WEIGHTS} {victim}"]
         else:
             assert held == self.floor
 
 
 @pytest.mark.soak
-def test_a_rank_killed_at_every_stage(pair: Pair) -> None:
+def test_rank_killed_at_any_stage_leaves_engines_consistent(pair: Pair) -> None:
     killing = Killing(pair)
     fds, threads = settled_fds(), _threads()
     for case in drawn(rounds(10, 200)):
@@ -214,13 +219,13 @@ def test_a_rank_killed_at_every_stage(pair: Pair) -> None:
     while settled_fds() > fds + SLACK_FDS or _threads() - threads:
         left = _threads() - threads
         assert time.monotonic() < deadline, (
-            f"{settled_fds()} fds, {fds} before; threads {left} beside {threads}"
+            f"{settled_fds()} fds, {fds} before; threads {left} in addition to {threads}"
         )
         time.sleep(0.05)
 
 
 def _threads() -> Counter[str]:
-    """By name, but for the one that a process starts once, with its first kept lease or loan."""
+    """Count threads by name, except the finalizer of leases and aliases, started once."""
     return Counter(
         thread.name
         for thread in threading.enumerate()

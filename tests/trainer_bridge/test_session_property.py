@@ -1,6 +1,4 @@
-"""Syncs in a row over drawn layouts: what lies in the pages, what crossed links, who serves what
-when one fails.
-"""
+"""Sequences of syncs over random layouts: written pages, link traffic, versions after faults."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ PATIENCE = 60.0  # seconds that ranks wait for each other
 
 @dataclasses.dataclass
 class Trainer:
-    """A rank and its shards."""
+    """A trainer rank and its shards."""
 
     rank: Rank
     shards: list[SourceShard]
@@ -63,8 +61,13 @@ class Trainer:
 
 @dataclasses.dataclass
 class Engine:
-    """A target, the rank that speaks for it, and what it should serve: a version with these values,
-    or nothing.
+    """A target and the state it should have.
+
+    Attributes:
+        target: The target.
+        rank: Rank that owns it.
+        version: Version that it should serve; None if it should refuse.
+        values: Parameters that it should store, by the trainer's names.
     """
 
     target: StoredWeights
@@ -74,13 +77,13 @@ class Engine:
 
 
 class World:
-    """Trainer ranks and engines in one layout, and what is to be there after each sync."""
+    """Trainer ranks and engines of one layout, with their expected state after each sync."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         first = whole(layout, 0)
         aliases = {HEAD: EMBED} if layout.tied else {}
-        initial = {name: first.base[theirs] for name, theirs in layout.stored.items()}
+        initial = {name: first.base[source] for name, source in layout.stored.items()}
         self.engines = []
         for size, experts, dtype, where in layout.engines:
             for number, (place, rank) in enumerate(where):
@@ -127,12 +130,12 @@ class World:
         outcomes = in_ranks(ranks, body, self.layout.shards, PATIENCE, HookedAgreement)
         for problem in (*problems, *outcomes):
             if problem is not None:
-                # They hold tensors, and those hold savers.
+                # Frames keep tensors alive, and the tensors keep savers alive.
                 traceback.clear_frames(problem.__traceback__)
                 raise problem
 
     def possible(self, step: Step) -> Step:
-        """Only defined weights can be written in part."""
+        """Turn a partial sync into a full one if an engine's weights are undefined."""
         defined = all(engine.version is not None for engine in self.engines)
         return step if defined else dataclasses.replace(step, some=None)
 
@@ -197,8 +200,8 @@ class World:
                 assert error.reason == f"rank {struck}: OSError: cosmic ray"
 
     def loses(self, engine: Engine, step: Step, fault: Fault) -> bool:
-        """Is the engine poisoned by the fault?"""
-        # Its step of the stage was made.
+        """Return whether the fault poisons the engine."""
+        # Whether the engine's rank completed its step of the stage.
         went = fault.moment == "done" or engine.rank != self.struck(fault)
         if fault.stage == "prepare" or (fault.stage == "open" and not went):
             return False
@@ -224,7 +227,7 @@ class World:
             assert (nbytes, link) == (sum(sync.plan.nbytes), sum(sync.plan.link_bytes.values()))
 
     def far(self, engine: Engine, piece: ParamSlice) -> int:
-        """Bytes of a slice that no rank on its device holds: the least that comes over links."""
+        """Return the bytes of a slice that must cross links: no rank on its device holds them."""
         name = self.layout.stored[piece.name]
         held = torch.zeros(self.layout.shapes[name], dtype=torch.bool)
         for shard in self.layout.shards:
@@ -241,25 +244,25 @@ class World:
         ]
 
     def digest(self, engine: Engine, step: Step, names: set[str]) -> int:
-        """Of whole parameters, in the target's dtype; of derived ones, as they lie there."""
+        """Compute the digest of expected values; of derived parameters, that of the stored ones."""
         values, total = whole(self.layout, step.seed, step.lora), 0
         for piece in self.pieces(engine, names):
-            name, found = self.layout.stored[piece.name], engine.target.read(piece)
-            full = values.base[name].to(found.dtype)
+            name, stored = self.layout.stored[piece.name], engine.target.read(piece)
+            full = values.base[name].to(stored.dtype)
             if name in step.lora:
-                full[box_of(piece)] = found
+                full[box_of(piece)] = stored
             total += digest_of(piece, full[box_of(piece)])
         return total % 2**64
 
     def check_slice(self, engine: Engine, piece: ParamSlice) -> None:
-        name, found = self.layout.stored[piece.name], engine.target.read(piece)
+        name, stored = self.layout.stored[piece.name], engine.target.read(piece)
         values = engine.values[name]
         if name not in values.a:
-            assert torch.equal(found, values.base[name][box_of(piece)].to(found.dtype)), piece
+            assert torch.equal(stored, values.base[name][box_of(piece)].to(stored.dtype)), piece
             return
         rows, columns = box_of(piece)
         assert_merged(
-            found,
+            stored,
             values.base[name][rows, columns],
             values.a[name][:, columns],
             values.b[name][rows],
@@ -276,7 +279,7 @@ class World:
 @pytest.mark.soak
 @settings(max_examples=rounds(25, 500))
 @given(st.data())
-def test_pages_are_the_tensors_sliced_and_a_failure_is_everybodys(data: st.DataObject) -> None:
+def test_syncs_write_all_slices_and_a_fault_fails_on_all_ranks(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     world = World(layout)
     try:

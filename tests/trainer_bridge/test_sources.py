@@ -1,4 +1,4 @@
-"""Which box a rank holds, without processes: against torch.chunk and tables by hand."""
+"""Boxes of ranks, computed without processes, against torch.chunk and tables written by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer_bridge.sync.weight_sync import module_sync
         ),
     ],
 )
-def test_boxes_are_chunks_of_chunks_in_the_order_of_sharing(
+def test_local_box_matches_nested_chunks_in_order_of_sharding(
     shape: tuple[int, ...], placements: list[Placement], order: list[tuple[int, int]]
 ) -> None:
     mesh = (4, 3, 2)
@@ -59,12 +59,12 @@ def test_boxes_are_chunks_of_chunks_in_the_order_of_sharing(
         ([Partial(), Shard(0)], "only sharded and replicated"),
     ],
 )
-def test_what_is_no_box_is_refused(placements: list[Placement], message: str) -> None:
+def test_placements_without_a_box_are_refused(placements: list[Placement], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local_box((8, 8), placements, (2, 2), (0, 0))
 
 
-def test_what_is_computed_of_a_parameter_is_refused() -> None:
+def test_tensor_computed_from_a_parameter_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"wq: no parameter, .* renamed at most"):
+    with pytest.raises(ValueError, match=r"wq: not a parameter, .* renamed if needed"):
         module_sync({"wk": weight, "wq": weight.T}, [])

@@ -1,6 +1,4 @@
-"""Shards of real DTensors in four processes on gloo: FSDP2, HSDP, tensor parallel + FSDP2, uneven
-sizes, other dims.
-"""
+"""Shards of real DTensors in four gloo processes: FSDP2, HSDP, tensor parallelism with FSDP2."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ SHAPES = {
     "experts": (3, 8, 4),
 }
 LAYOUTS = ["fsdp", "fsdp dims", "hsdp", "tp rows + fsdp", "tp columns + fsdp", "tp + fsdp dims"]
-# full_tensor() works for uneven sizes, too.
+# Layouts in which full_tensor() supports uneven sizes.
 WHOLE = {"fsdp", "fsdp dims", "hsdp", "tp columns + fsdp", "tp + fsdp dims"}
 
 
 class Held(NamedTuple):
-    """What one rank has of a parameter. full: None where torch cannot gather it."""
+    """One rank's shard of a parameter; `full` is None if torch cannot gather it."""
 
     shard: SourceShard
     local: Tensor
@@ -54,7 +52,7 @@ def model(layout: str) -> nn.Module:
     dims = layout.endswith("dims")
     for name, shape in SHAPES.items():
         if dims and shape[-1] % WORLD:
-            continue  # FSDP2 shares other dimensions than 0 evenly only
+            continue  # FSDP2 shards dimensions other than 0 only evenly
         tensor = full(name)
         if layout.startswith("tp"):
             dim = 1 if "columns" in layout else len(shape) - 1
@@ -63,7 +61,7 @@ def model(layout: str) -> nn.Module:
             tensor = distribute_tensor(tensor, mesh["tp"], [Shard(dim)])
         module.register_parameter(name, nn.Parameter(tensor))
     if layout.startswith("tp"):
-        # Whole on each tensor-parallel rank.
+        # A parameter that tensor parallelism does not divide.
         module.register_parameter("norm", nn.Parameter(torch.arange(5.0)))
     meshes = {"fsdp": init_device_mesh("cpu", (WORLD,)), "hsdp": mesh}
     fully_shard(
@@ -98,13 +96,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_ranks_tensor_is_its_box_and_all_boxes_are_the_parameter(
+def test_shards_match_their_boxes_and_boxes_cover_the_parameter(
     ranks: list[dict[str, dict[str, Held]]], layout: str
 ) -> None:
-    for name, mine in ranks[0][layout].items():
+    for name, first in ranks[0][layout].items():
         whole = torch.arange(5.0) if name == "norm" else full(name)
-        if mine.full is not None:
-            assert torch.equal(mine.full, whole), "torch gathers something else"
+        if first.full is not None:
+            assert torch.equal(first.full, whole), "torch gathers another tensor"
         holders = torch.zeros(whole.shape, dtype=torch.int64)
         for rank, held in enumerate(ranks):
             shard, local = held[layout][name].shard, held[layout][name].local

@@ -1,6 +1,4 @@
-"""Syncs from trainers that have a tensor for each expert into engines that stack them: every bit,
-and no byte more over links than must.
-"""
+"""Syncs from trainers with one tensor per expert into engines with stacked experts."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from trainer_bridge.sync.weight_sync import SyncReceipt
 
 MLP = "model.layers.0.mlp."
 Shapes = dict[str, tuple[int, ...]]
-ENGINES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, parts of the experts
+ENGINES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # (ranks, expert-parallel size)
 
 
 def shapes_of(experts: int, inner: int, hidden: int) -> Shapes:
@@ -38,39 +36,40 @@ def shapes_of(experts: int, inner: int, hidden: int) -> Shapes:
 
 
 def named(whole: dict[str, Tensor], way: int) -> dict[str, Tensor]:
-    """Views, by the names of one way to spell them: 1 as most families do, 2 Mixtral's."""
-    found = {}
+    """Return views by the names of a spelling: 1 is that of most families, 2 is Mixtral's."""
+    views = {}
     for name, value in whole.items():
         ways = spellings(name, tuple(value.shape))
         for part in ways[min(way, len(ways) - 1)]:
             bounds = zip(part.start, part.box, strict=True)
-            found[part.name] = value[tuple(slice(at, at + n) for at, n in bounds)].view(part.shape)
-    return found
+            views[part.name] = value[tuple(slice(at, at + n) for at, n in bounds)].view(part.shape)
+    return views
 
 
 def sizes(trained: dict[str, Tensor]) -> Shapes:
-    return {name: tuple(each.shape) for name, each in trained.items()}
+    return {name: tuple(tensor.shape) for name, tensor in trained.items()}
 
 
 def engines_of(draw: st.DrawFn, shapes: Shapes) -> list[StoredWeights]:
-    """The ranks of one engine or two."""
+    """Draw the ranks of one or two engines."""
     groups = [one(name, *shape) for name, shape in shapes.items()]
     zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    found = []
+    ranks = []
     for _ in range(draw(st.integers(1, 2))):
         size, parts = draw(st.sampled_from(ENGINES))
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
         for rank in range(size):
-            mine = shard_groups(groups, decoder_splits(HEAD_DIM, size, parts), rank, size)
-            found.append(StoredWeights(mine, {}, dtype, f"GPU-{rank % 2}", zeros))
-    return found
+            own = shard_groups(groups, decoder_splits(HEAD_DIM, size, parts), rank, size)
+            ranks.append(StoredWeights(own, {}, dtype, f"GPU-{rank % 2}", zeros))
+    return ranks
 
 
 @settings(max_examples=rounds(20, 500))
 @given(st.data())
-def test_experts_by_name_arrive_stacked(data: st.DataObject) -> None:
-    """One to three trainer ranks; engines divided by inner channels, by expert or both, of which
-    some ranks may hold no expert.
+def test_experts_stored_one_by_one_are_written_into_stacks(data: st.DataObject) -> None:
+    """Divide engines by inner channels, by expert or both; some ranks may have no expert.
+
+    Link traffic must be minimal.
     """
     draw, generator = data.draw, torch.Generator().manual_seed(0)
     experts, inner = draw(st.integers(1, 5)), draw(st.sampled_from([4, 8]))
@@ -94,10 +93,10 @@ def test_experts_by_name_arrive_stacked(data: st.DataObject) -> None:
     for engine in engines:
         engine.check_bytes()
         for piece in engine.store.manifest.slices:
-            found, box = engine.read(piece), box_of(piece)
-            assert torch.equal(found, whole[piece.name][box].to(found.dtype))
-            nbytes += found.nbytes
-            least += int((held[engine.place][piece.name][box] == 0).sum()) * found.element_size()
+            stored, box = engine.read(piece), box_of(piece)
+            assert torch.equal(stored, whole[piece.name][box].to(stored.dtype))
+            nbytes += stored.nbytes
+            least += int((held[engine.place][piece.name][box] == 0).sum()) * stored.element_size()
         engine.saver.close()
     for receipt in receipts:
         assert (receipt.nbytes, receipt.link_bytes) == (nbytes, least)
@@ -108,8 +107,8 @@ def sync(number: int, rank: Rank) -> SyncReceipt:
     return rank.sync.sync(1)
 
 
-def test_an_expert_that_the_trainer_lacks_is_named() -> None:
-    """Also to a rank that holds none of its experts."""
+def test_expert_missing_in_the_trainer_is_named() -> None:
+    """Include an engine rank that has no part of the missing expert."""
     shapes = shapes_of(3, 4, 2)
     groups = [one(name, *shape) for name, shape in shapes.items()]
     layouts = manifests(groups, 2, torch.float32, expert_parallel=2)

@@ -1,6 +1,4 @@
-"""An optimizer whose state lies on the host and passes through the device: bit for bit what the
-trainer does that has all of it on the device.
-"""
+"""Updates with optimizer state on the host, bit-identical to updates with state on the device."""
 
 from __future__ import annotations
 
@@ -32,23 +30,23 @@ ADAM: dict[str, Any] = {"betas": (0.8, 0.9), "weight_decay": 0.1, "learning_rate
 OFFLOAD: dict[str, Any] = {"optimizer_offload": True}
 ODD = {"vocab_size": 97, "intermediate_size": 45, "hidden_size": 33, "head_dim": 10}
 ODD |= {"num_attention_heads": 3, "num_key_value_heads": 1}
-CHUNKS = (64 * 7, 1 << 20)  # elements: some parameters in several, all in one
+CHUNKS = (64 * 7, 1 << 20)  # elements; splits some parameters, or holds all of them
 
 
 def masters(trainer: Trainer) -> dict[str, Tensor]:
-    """What `bits` is of a trainer that has its masters for parameters."""
-    found = bits(trainer)
+    """Return masters and moments, named as in `bits`."""
+    state = bits(trainer)
     for name, param in trainer.model.named_parameters():
-        found[name] = local_shard(trainer.optimizer.state[param]["master"]).clone()
-    return {name: each.cpu() for name, each in found.items()}
+        state[name] = local_shard(trainer.optimizer.state[param]["master"]).clone()
+    return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def on_device(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: each.cpu() for name, each in bits(trainer).items()}
+    return {name: tensor.cpu() for name, tensor in bits(trainer).items()}
 
 
 def assert_alike(streams: Trainer, plain: Trainer) -> None:
-    """Masters and moments are those of the other, parameters the masters rounded."""
+    """Check that masters and moments equal those of `plain`, and parameters the rounded masters."""
     held = masters(streams)
     assert_same_bits(held, on_device(plain))
     for name, shard in streams.shards().items():
@@ -58,7 +56,7 @@ def assert_alike(streams: Trainer, plain: Trainer) -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
-def test_updates_and_checkpoints_are_those_of_masters_on_the_device(
+def test_streamed_updates_and_checkpoints_match_masters_on_device(
     chunk: int,
     param_dtype: str,
     device: str,
@@ -66,7 +64,7 @@ def test_updates_and_checkpoints_are_those_of_masters_on_the_device(
     make_trainer: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Clipped, decaying to 0, in micro batches; each goes on from the other's checkpoint."""
+    """Clip, decay to 0 and use micro batches; resume each side from the other's checkpoint."""
     monkeypatch.setattr(optimizers, "CHUNK", chunk)
     path = write_model(tmp_path / "model", **ODD)
     settings = ADAM | {"param_dtype": param_dtype, "decay_steps": 4, "max_grad_norm": 0.3}
@@ -93,7 +91,7 @@ def test_updates_and_checkpoints_are_those_of_masters_on_the_device(
     assert_alike(streams, plain)
 
 
-def test_random_weights_are_drawn_in_fp32_and_rounded(
+def test_random_masters_are_drawn_in_fp32_and_rounded(
     device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = describe(tmp_path)
@@ -101,7 +99,7 @@ def test_random_weights_are_drawn_in_fp32_and_rounded(
     assert_alike(make_trainer(path, **settings, **OFFLOAD), make_trainer(path, **settings))
 
 
-def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
+def test_interrupted_update_is_refused_until_a_checkpoint_is_loaded(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(optimizers, "CHUNK", 1024)
@@ -126,7 +124,7 @@ def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
         lambda: trainer.sync_weights(1),
         lambda: trainer.save_checkpoint(str(tmp_path / "mixed")),
     ):
-        with pytest.raises(StateError, match=r"interrupted, and .* of two steps; call load_check"):
+        with pytest.raises(StateError, match=r"interrupted; .* of two steps; call load_check"):
             call()
     trainer.load_checkpoint(str(tmp_path / "step"))
     assert_same_bits(masters(trainer), before)
@@ -134,7 +132,7 @@ def test_an_update_that_is_cut_off_is_told_until_a_checkpoint_is_loaded(
     trainer.update_actor(batch)
 
 
-def test_nothing_of_it_is_on_the_device_or_offloaded_and_the_critic_is(
+def test_streamed_state_is_on_no_tag_but_the_critics_is(
     model_path: str, make_trainer: Make
 ) -> None:
     critic = CriticConfig(learning_rate=5e-3)
@@ -161,13 +159,15 @@ def test_nothing_of_it_is_on_the_device_or_offloaded_and_the_critic_is(
     assert_alike(trainer, twin)
 
 
-def test_a_host_that_is_too_small_is_told(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_host_memory_is_refused(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pinned_arena, "available_memory", lambda: 0)
     with pytest.raises(HostMemoryError, match="optimizer's state of .* optimizer_offload=False"):
         Trainer(config(model_path, **OFFLOAD), memsaver.MemorySaver())
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"lora": "any"}])
-def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any]) -> None:
+def test_optimizer_offload_refuses_bf16_masters_and_adapters(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="optimizer_offload=True: needs dtype='float32', and lora"):
         TrainerConfig(model_path="any", **OFFLOAD, **changes)

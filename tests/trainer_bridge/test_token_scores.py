@@ -1,5 +1,6 @@
-"""Scores of tokens without the logits of the whole vocabulary: against fp64, in slices and whole,
-by torch and by the kernels; and which models' heads make them.
+"""Token scores without the logits of the whole vocabulary, against fp64, in torch and in Triton.
+
+The last tests check which models get a scoring head.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trainer_bridge.ops import token_scores as token_scores_module
 from trainer_bridge.ops.token_scores import ScoringHead, score_in_head, token_scores
 
 WIDTH = 64
-# Tokens, words, bytes of a slice; 1: slices as small as can be, here three.
+# (tokens, words, bytes of a slice); 1 byte gives the smallest slices, here three.
 SHAPES = some((5, 4999, 1), (3, 300, 1 << 27), whole=[(37, 5120, 1), (0, 300, 1), (1, 2049, 1)])
 LARGE = [(700, 151936, 1 << 27), (513, 49152, 1 << 24), (37, 50257, 1), (1, 151936, 1 << 27)]
 
@@ -43,7 +44,7 @@ def impl(request: pytest.FixtureRequest, device: str) -> Impl:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", some(0.7, whole=[1.0, 1.9]))
-def test_scores_and_gradients_are_those_of_fp64(
+def test_token_scores_and_gradients_match_fp64(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     temperature: float,
@@ -52,34 +53,34 @@ def test_scores_and_gradients_are_those_of_fp64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
-    assert_of_fp64(shape[:2], dtype, temperature, impl, device)
+    assert_matches_fp64(shape[:2], dtype, temperature, impl, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_vocabularies_of_models(
+def test_token_scores_match_fp64_for_real_vocabularies(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_scores_module, "SLICE_BYTES", shape[2])
-    assert_of_fp64(shape[:2], dtype, temperature, "auto", "cuda:0")
+    assert_matches_fp64(shape[:2], dtype, temperature, "auto", "cuda:0")
 
 
-def assert_of_fp64(
+def assert_matches_fp64(
     shape: tuple[int, int], dtype: torch.dtype, temperature: float, impl: Impl, device: str
 ) -> None:
-    """All products are sums of 64 times -1, 0 or 1: logits are whole numbers below 65, the same in
-    every dtype and order of addition.
+    """Compare scores and gradients with fp64.
 
-    So z and the logarithm of their sum are below 65 / 0.7 + log(V) = 105, rounded 4 times, and the
-    exponential rounds its argument times log2(e): a power is off by 5 * 105 units. Sums of V
-    powers are off by 4 sqrt(V) (`tolerance.py`). The gradient of a logit is of the size of its two
-    parts, and it, the sum of a slice and the result are rounded to the dtype, or cut by the
-    interpreter: three times eps.
+    All products are sums of 64 terms -1, 0 or 1, so logits are integers below 65, exact in every
+    dtype and order of addition. z and the logarithm of the sum of its powers are below 65 / 0.7 +
+    log(V) = 105, and rounded 4 times. The exponential rounds its argument times log2(e), so the
+    error of a power is 5 * 105 units. The error of a sum of V powers is 4 sqrt(V) units
+    (`tolerance.py`). The gradient of a logit is as large as its two parts. The gradient, the sum of
+    a slice and the result are rounded to the dtype, or truncated by the interpreter: 3 eps.
     """
     count, words = shape
     draw = torch.Generator().manual_seed(words)
@@ -112,20 +113,22 @@ def assert_of_fp64(
 
 
 def assert_below(difference: Tensor, allowed: Tensor) -> None:
-    """With the smallest normal fp32 for what is rounded to 0."""
+    """Allow the smallest normal fp32 number for results that are rounded to 0."""
     wrong = difference.abs() > allowed + torch.finfo(torch.float32).tiny
     assert not wrong.any(), (difference[wrong][:5], allowed[wrong][:5])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1 / 128])
 @pytest.mark.parametrize("offset", [0, 4096])
-def test_gradient_does_not_lose_what_all_logits_have_in_common(
+def test_gradient_stays_exact_with_a_large_common_offset(
     offset: int, temperature: float, impl: Impl, device: str
 ) -> None:
-    """Logits are whole numbers, and their quotients z exact: a power exp(z - top - log of the mass)
-    is off by two roundings of its argument, one of the mass (4 sqrt(V) units) and one of its own,
-    however large z is. A probability that counts has an argument above -20; smaller ones are within
-    that of exp(-20).
+    """Expect the same precision with a large offset of all logits.
+
+    Logits are integers, and their quotients z exact. The error of a power exp(z - top - log(mass))
+    consists of two roundings of its argument, the error of the mass (4 sqrt(V) units), and the
+    rounding of the power, for any z. Relevant probabilities have an argument above -20; smaller
+    ones are below exp(-20).
     """
     count, words = 5, 300
     draw = torch.Generator().manual_seed(1)
@@ -142,19 +145,19 @@ def test_gradient_does_not_lose_what_all_logits_have_in_common(
     slope = (hit - likely) / temperature
     assert weight.grad is not None
     off = (3 * 20 + 4 * math.sqrt(words) + 8) * U * (likely + 2e-9) / temperature
-    # And the gradient of a logit and its product with the hidden state are rounded.
+    # The gradient of a logit and its product with the hidden state are rounded, too.
     allowed = (off + 4 * U * slope.abs())[:, None] * hidden[0].abs().double()
     assert_below(weight.grad - slope[:, None] * hidden[0].double(), allowed)
 
 
 @pytest.mark.gpu
-def test_one_slice_of_the_logits_exists_at_a_time() -> None:
-    """Beside a gradient as large as the weights, and rows of hidden states, below 16 MiB here."""
+def test_only_one_slice_of_logits_is_in_memory() -> None:
+    """Allow one slice, a gradient as large as the weights, and 16 MiB of hidden states."""
     hidden = torch.randn(4096, WIDTH, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(151936, WIDTH, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
     target = torch.arange(4096, device="cuda:0")
     rises = []
-    for _ in range(2):  # in the first one cuBLAS takes its workspaces
+    for _ in range(2):  # the first pass allocates cuBLAS's workspaces
         hidden.grad = weight.grad = None
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -164,21 +167,21 @@ def test_one_slice_of_the_logits_exists_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
-def test_what_is_frozen_gets_no_gradient(trained: str) -> None:
+def test_frozen_input_gets_no_gradient(trained: str) -> None:
     draw = torch.Generator().manual_seed(0)
     both = {name: torch.randn(7, 5, generator=draw) for name in ("hidden", "weight")}
     both[trained].requires_grad_()
     chosen, _ = token_scores(**both, target=torch.arange(7), temperature=1.0)
     chosen.sum().backward()
-    found = {name: each.grad for name, each in both.items()}
+    grads = {name: tensor.grad for name, tensor in both.items()}
     logits = both["hidden"] @ both["weight"].T
     expected = torch.autograd.grad(logits.log_softmax(-1).diagonal().sum(), both[trained])[0]
-    torch.testing.assert_close(found.pop(trained), expected)
-    assert list(found.values()) == [None]
+    torch.testing.assert_close(grads.pop(trained), expected)
+    assert list(grads.values()) == [None]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy says the same
-def test_what_is_not_a_number_stays_so(impl: Impl, device: str) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns in Triton's interpreter
+def test_nan_inputs_give_nan_scores(impl: Impl, device: str) -> None:
     hidden = torch.ones(3, 4, device=device)
     hidden[1] = math.nan
     chosen, _ = token_scores(
@@ -199,7 +202,7 @@ HEADS: list[tuple[str, dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("family", "changes", "plain"), HEADS)
-def test_a_head_scores_where_it_is_the_last_that_a_model_does(
+def test_scoring_head_replaces_only_plain_heads(
     family: str, changes: dict[str, Any], plain: bool
 ) -> None:
     fields = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
@@ -213,9 +216,7 @@ def test_a_head_scores_where_it_is_the_last_that_a_model_does(
     assert model.get_output_embeddings().weight.is_meta
 
 
-def test_an_adapted_head_is_no_scoring_head(
-    tmp_path: Path, make_trainer: Callable[..., Trainer]
-) -> None:
+def test_adapted_head_is_not_replaced(tmp_path: Path, make_trainer: Callable[..., Trainer]) -> None:
     path = write_model(tmp_path, tie_word_embeddings=False)
     lora = LoraConfig(rank=2, alpha=64.0, target_modules=("lm_head",))
     trainer, batch = make_trainer(path, lora=lora), make_batch(5)

@@ -1,6 +1,4 @@
-"""The trainer against plain transformers and torch.optim, what offloading does to it, and how it
-begins at random.
-"""
+"""The trainer against plain transformers and torch.optim; its offloads and random weights."""
 
 from __future__ import annotations
 
@@ -65,10 +63,10 @@ NOISES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "noises"), NOISES)
-def test_scores_are_not_random_whatever_noise_the_config_has(
+def test_scores_are_deterministic_for_configs_with_dropout_or_jitter(
     family: str, noises: dict[str, Any], tmp_path: Path, make_trainer: Make
 ) -> None:
-    """An update at the weights that scored has ratios of 1."""
+    """Expect importance ratios of exactly 1 in an update with the weights that scored."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
     AutoConfig.for_model(family, **{**sizes, **noises}).save_pretrained(tmp_path)
@@ -78,18 +76,18 @@ def test_scores_are_not_random_whatever_noise_the_config_has(
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
-def test_the_model_and_its_log_probabilities_are_those_of_transformers(
+def test_model_and_log_probs_match_transformers(
     family: str, changes: dict[str, Any], device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
     path = write_model(tmp_path, family, **changes)
     plain, trainer = reference(path), make_trainer(path, device=device)
     assert_same_bits(
-        {name: each.cpu() for name, each in trainer.shards().items()},
+        {name: shard.cpu() for name, shard in trainer.shards().items()},
         dict(plain.named_parameters()),
     )
     buffers = dict(trainer.model.named_buffers())
     assert buffers
-    if device == "cpu":  # they are computed, on the device
+    if device == "cpu":  # buffers are computed on the CPU
         assert_same_bits(buffers, dict(plain.named_buffers()))
     model: Any = trainer.model
     assert all(isinstance(layer, FSDPModule) for layer in [model, *model.model.layers])
@@ -109,10 +107,10 @@ def test_the_model_and_its_log_probabilities_are_those_of_transformers(
             assert_scores(trainer.compute_log_prob(batch), reference_logprobs(plain, batch))
 
 
-def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
+def test_shards_and_moments_are_on_tags_that_commit_only_used_bytes(
     device: str, tmp_path: Path, make_trainer: Make
 ) -> None:
-    hidden = 256 if device == "cpu" else 2048  # extents are pages of 4 KiB there, of 2 MiB here
+    hidden = 256 if device == "cpu" else 2048  # extents are multiples of 4 KiB or 2 MiB
     trainer = make_trainer(
         write_model(tmp_path, hidden_size=hidden, intermediate_size=2 * hidden), device=device
     )
@@ -121,8 +119,8 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
     elements = sum(param.numel() for param in trainer.model.parameters())
     tags = saver.report().tags
     for tag, expected in (("params", 4 * elements), ("optim", 8 * elements)):
-        live, there = tags[tag].live_bytes, tags[tag].committed_bytes
-        assert expected <= live <= there <= live * 1.02
+        live, committed = tags[tag].live_bytes, tags[tag].committed_bytes
+        assert expected <= live <= committed <= live * 1.02
         assert tags[tag].live_bytes <= expected * 1.001 and tags[tag].content == "host"
     for name, param in trainer.model.named_parameters():
         assert saver.offset_of(shards[name]) < tags["params"].live_bytes
@@ -143,7 +141,7 @@ def test_shards_and_moments_lie_on_tags_that_commit_what_is_used(
         (False, 5, {"activation_checkpointing": "mlp"}),
     ],
 )
-def test_steps_are_those_of_plain_adamw_however_they_are_cut_up(
+def test_updates_match_plain_adamw_for_any_micro_batch_size(
     tied: bool,
     decay: int | None,
     changes: dict[str, Any],
@@ -181,14 +179,14 @@ def test_mixed_precision_keeps_full_precision_masters(model_path: str, make_trai
     batch = make_batch(5)
     rows = zip(mixed.compute_log_prob(batch), full.compute_log_prob(batch), strict=True)
     assert (
-        1e-5 < max(abs(a - b) for row, other in rows for a, b in zip(row, other, strict=True)) < 0.2
+        1e-5 < max(abs(a - b) for row, exact in rows for a, b in zip(row, exact, strict=True)) < 0.2
     )
     mixed.update_actor(batch)
     assert {shard.dtype for shard in mixed.shards().values()} == {torch.float32}
     assert any((shard != shard.bfloat16()).any() for shard in mixed.shards().values())
 
 
-def test_offloading_keeps_every_bit_and_every_address(
+def test_offload_and_reload_keep_all_bits_and_addresses(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, device=device)
@@ -196,7 +194,7 @@ def test_offloading_keeps_every_bit_and_every_address(
     batches = [make_batch(5, seed=seed) for seed in range(3)]
     for side in (trainer, twin):
         side.update_actor(batches[0])
-        side.compute_log_prob(batches[1])  # leaves the root unsharded, if nobody drops it
+        side.compute_log_prob(batches[1])  # FSDP leaves the root unsharded
     before = bits(trainer)
     addresses = {name: shard.data_ptr() for name, shard in trainer.shards().items()}
     live = {tag: trainer.saver.report().tags[tag].live_bytes for tag in ("params", "optim")}
@@ -217,7 +215,7 @@ def test_offloading_keeps_every_bit_and_every_address(
     assert_same_bits(bits(trainer), bits(twin))
 
 
-def test_overlapped_offload_and_reload_keep_every_bit_and_users_wait(
+def test_overlapped_offload_and_reload_keep_all_bits_and_calls_wait(
     device: str, model_path: str, make_trainer: Make
 ) -> None:
     trainer = make_trainer(model_path, device=device)
@@ -225,12 +223,12 @@ def test_overlapped_offload_and_reload_keep_every_bit_and_users_wait(
     for step in range(3):
         batch = make_batch(5, seed=step)
         trainer.offload("optim", "params", wait=False)
-        trainer.reload("params")  # waits: what was begun holds its tags
+        trainer.reload("params")  # waits for the offload
         assert trainer.saver.is_paused("optim")
         scribble(16 << 20, device)
         trainer.reload("optim")
         trainer.offload("params", "optim", wait=False)
-        trainer.reload("params", wait=False)  # behind what leaves
+        trainer.reload("params", wait=False)  # begins after the offload
         trainer.reload("optim", wait=False)
         assert trainer.compute_log_prob(batch) == twin.compute_log_prob(batch)
         for side in (trainer, twin):
@@ -238,7 +236,7 @@ def test_overlapped_offload_and_reload_keep_every_bit_and_users_wait(
         assert_same_bits(bits(trainer), bits(twin))
 
 
-def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_nothing(
+def test_failed_overlapped_transfer_is_raised_by_next_call_and_changes_nothing(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
@@ -255,12 +253,12 @@ def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_not
         trainer.offload("params", wait=False)
         with pytest.raises(RuntimeError, match="no host"):
             trainer.compute_log_prob(batch)
-    assert trainer.compute_log_prob(batch) == scores  # it was not offloaded
+    assert trainer.compute_log_prob(batch) == scores  # params were not offloaded
     trainer.offload()
     short = OutOfMemory("nothing was changed", requested_bytes=2, missing_bytes=1, holders={})
     with monkeypatch.context() as patch:
         patch.setattr(trainer.saver, "begin_resume", fail(short))
-        trainer.reload("params", wait=False)  # a wish: no room is no error
+        trainer.reload("params", wait=False)  # lack of room is not an error
         trainer.reload("optim", wait=False)
         with pytest.raises(StateError, match="'params', which is offloaded"):
             trainer.compute_log_prob(batch)
@@ -268,7 +266,7 @@ def test_what_fails_beside_other_work_is_raised_by_the_next_call_and_changes_not
     assert trainer.compute_log_prob(batch) == scores
 
 
-def test_a_offload_that_fails_halfway_leaves_offloaded_what_was_paused(
+def test_overlapped_offload_that_fails_halfway_keeps_paused_tags_offloaded(
     model_path: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
@@ -292,7 +290,7 @@ def test_a_offload_that_fails_halfway_leaves_offloaded_what_was_paused(
 
 
 @pytest.mark.parametrize("tag", ["params", "optim", "reference", "critic", "critic_optim"])
-def test_content_that_others_discarded_is_not_computed_with(
+def test_calls_refuse_content_that_was_discarded_outside_of_the_trainer(
     tag: str, model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     config = {"reference": True, "critic": CriticConfig()}
@@ -307,7 +305,7 @@ def test_content_that_others_discarded_is_not_computed_with(
     scores = {name: call() for name, call in calls.items()}
     learn: Callable[[], Any] = partial(trainer.save_checkpoint, str(tmp_path / "again"))
     trainer.save_checkpoint(str(tmp_path / "saved"))
-    saver.pause(tag)  # with content: all is as before
+    saver.pause(tag)  # keeps the content
     with pytest.raises(StateError, match=f"'{tag}', which is offloaded"):
         calls.get(tag, learn)()
     saver.resume(tag)
@@ -319,7 +317,7 @@ def test_content_that_others_discarded_is_not_computed_with(
     with pytest.raises(StateError, match=rf"tag '{tag}': .* was discarded .* load_checkpoint\(\)"):
         calls.get(tag, learn)()
     trainer.load_checkpoint(str(tmp_path / "saved"))
-    if tag != "reference":  # no checkpoint has it
+    if tag != "reference":  # checkpoints do not contain the reference
         assert {name: call() for name, call in calls.items()} == scores
         learn()
     saver.resize(tag, saver.report().tags[tag].committed_bytes // 2)
@@ -327,9 +325,7 @@ def test_content_that_others_discarded_is_not_computed_with(
         calls.get(tag, learn)()
 
 
-def test_what_comes_back_beside_other_work_comes_when_there_is_room(
-    model_path: str, make_trainer: Make
-) -> None:
+def test_overlapped_reload_begins_when_there_is_room(model_path: str, make_trainer: Make) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
     scores, saver = trainer.compute_log_prob(batch), trainer.saver
     for _ in range(2):
@@ -341,7 +337,7 @@ def test_what_comes_back_beside_other_work_comes_when_there_is_room(
         assert saver.is_paused("params")
         saver.limit_bytes = None
         end = time.monotonic() + 20
-        while saver.is_paused("optim"):  # nobody asks for it
+        while saver.is_paused("optim"):  # returns although no call needs it
             assert time.monotonic() < end
             time.sleep(0.01)
         assert not saver.is_paused("params")
@@ -353,7 +349,7 @@ def test_what_comes_back_beside_other_work_comes_when_there_is_room(
     assert saver.is_paused("params")
 
 
-def test_what_needs_an_offloaded_tag_says_so(
+def test_calls_that_need_an_offloaded_tag_are_refused(
     model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer, batch = make_trainer(model_path), make_batch(2)
@@ -373,7 +369,7 @@ def test_what_needs_an_offloaded_tag_says_so(
         trainer.offload("weights")
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_trainer: Make) -> None:
+def test_update_with_nan_gradient_changes_nothing(model_path: str, make_trainer: Make) -> None:
     trainer = make_trainer(model_path)
     trainer.update_actor(make_batch(3))
     before = bits(trainer)
@@ -395,7 +391,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_path: str, make_tra
         ({"response_ids": [[], []], "old_logprobs": [[], []]}, "no response tokens"),
     ],
 )
-def test_a_batch_the_model_cannot_take_is_refused(
+def test_batch_that_does_not_fit_the_model_is_refused(
     changes: dict[str, Any], message: str, model_path: str, make_trainer: Make
 ) -> None:
     fields: dict[str, Any] = {
@@ -408,7 +404,7 @@ def test_a_batch_the_model_cannot_take_is_refused(
         make_trainer(model_path).update_actor(SequenceBatch(**{**fields, **changes}))
 
 
-def test_a_directory_without_a_fitting_model_is_refused(
+def test_directory_without_a_fitting_model_is_refused(
     model_path: str, make_trainer: Make, tmp_path: Path
 ) -> None:
     for random in (False, True):
@@ -417,8 +413,8 @@ def test_a_directory_without_a_fitting_model_is_refused(
     (tmp_path / "config.json").write_text((Path(model_path) / "config.json").read_text())
     with pytest.raises(ValueError, match=r"lacks model\.safetensors"):
         make_trainer(str(tmp_path))
-    other = Path(write_model(tmp_path / "other", "qwen2", num_hidden_layers=1, head_dim=8))
-    (tmp_path / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    qwen2 = Path(write_model(tmp_path / "other", "qwen2", num_hidden_layers=1, head_dim=8))
+    (tmp_path / "model.safetensors").write_bytes((qwen2 / "model.safetensors").read_bytes())
     with pytest.raises(
         ValueError, match=r"missing model\.layers\.0\.self_attn\.k_norm\.weight"
     ) as caught:
@@ -426,8 +422,7 @@ def test_a_directory_without_a_fitting_model_is_refused(
     assert "unknown model.layers.0.self_attn.q_proj.bias" in str(caught.value)
 
 
-# ---------------------------------------------------------------- random weights, which never lie
-# on the disk
+# ---------------------------------------------------------------- random weights
 
 
 def clones(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -442,7 +437,7 @@ def clones(trainer: Trainer) -> dict[str, torch.Tensor]:
         ("llama", {"attention_bias": True}, "float32"),
     ],
 )
-def test_weights_are_distributed_as_transformers_makes_them(
+def test_random_weights_are_distributed_as_in_transformers(
     family: str,
     changes: dict[str, Any],
     dtype: str,
@@ -459,30 +454,32 @@ def test_weights_are_distributed_as_transformers_makes_them(
     assert shards.keys() == plain.keys()
     deviation = json.loads((tmp_path / "config.json").read_text())["initializer_range"]
     normal = []
-    for name, theirs in plain.items():
-        ours = shards[name].cpu().float()
-        assert (ours.shape, shards[name].dtype) == (theirs.shape, getattr(torch, dtype))
-        if theirs.ndim == 1:
-            assert torch.equal(ours, theirs.detach()), f"{name}: constant"
+    for name, expected in plain.items():
+        drawn = shards[name].cpu().float()
+        assert (drawn.shape, shards[name].dtype) == (expected.shape, getattr(torch, dtype))
+        if expected.ndim == 1:
+            assert torch.equal(drawn, expected.detach()), f"{name}: constant"
             continue
-        rows = [(values == 0).all(-1) for values in (ours, theirs)]
-        assert torch.equal(*rows), f"{name}: the same row is zero, or none"
-        normal.append(ours[ours != 0] / deviation)
+        rows = [(values == 0).all(-1) for values in (drawn, expected)]
+        assert torch.equal(*rows), f"{name}: other rows are zero"
+        normal.append(drawn[drawn != 0] / deviation)
         assert abs(float(normal[-1].mean())) < 5 / normal[-1].numel() ** 0.5
         assert float(normal[-1].std()) == pytest.approx(1, abs=0.1)
     assert not shards["model.embed_tokens.weight"][5].any()
     assert len({tuple(values[:4].tolist()) for values in normal}) == len(normal), (
-        "two parameters begin alike"
+        "two parameters start with the same numbers"
     )
 
 
-def test_the_same_seed_gives_the_same_bits(device: str, tmp_path: Path, make_trainer: Make) -> None:
+def test_random_weights_depend_only_on_the_seed(
+    device: str, tmp_path: Path, make_trainer: Make
+) -> None:
     path = describe(tmp_path / "described")
-    one = make_trainer(path, random_init=True, seed=1, device=device)
-    torch.rand(7)  # whatever else draws random numbers
-    path = write_model(tmp_path / "whole", pad_token_id=5)  # what lies on the disk is not read
+    first = make_trainer(path, random_init=True, seed=1, device=device)
+    torch.rand(7)  # unrelated use of the global generator
+    path = write_model(tmp_path / "whole", pad_token_id=5)  # its weights must not be read
     same = make_trainer(path, random_init=True, seed=1, device=device)
-    other = make_trainer(path, random_init=True, seed=2, device=device)
-    assert_same_bits(clones(one), clones(same))
-    for name, shard in one.shards().items():
-        assert torch.equal(shard, other.shards()[name]) == (shard.ndim == 1), name
+    different = make_trainer(path, random_init=True, seed=2, device=device)
+    assert_same_bits(clones(first), clones(same))
+    for name, shard in first.shards().items():
+        assert torch.equal(shard, different.shards()[name]) == (shard.ndim == 1), name

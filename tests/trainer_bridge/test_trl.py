@@ -1,6 +1,4 @@
-"""TRL's own class that has a vLLM beside the trainer, with our sync in place of its: what reaches
-the weights, and when. Its sources are TRL's wheel, its vLLM is a stand-in.
-"""
+"""In-place syncs in TRL's class for colocated vLLM, from TRL's wheel, with a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.skipif(WHEEL.may_skip, reason="trl is not installed")
 
 @pytest.fixture
 def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """TRL's, with our stand-in for vLLM, without data sets, which it imports for other things."""
+    """Import TRL's class with stand-ins for vLLM and for packages that it does not need here."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [STAND_IN, *sys.path, str(WHEEL.folder.parent)])
@@ -38,15 +36,17 @@ def generation_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, module)
     yield importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
     for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "trl")]:
-        del sys.modules[name]  # those of before come back
+        del sys.modules[name]  # monkeypatch restores the original modules
 
 
 @pytest.fixture
-def made(generation_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def generation(
+    generation_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     from accelerate import Accelerator
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # it sets them; what they were comes back
+        monkeypatch.setenv(name, "0")  # TRL sets the variable; monkeypatch restores it
         monkeypatch.delenv(name)
     model = save_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
     model.name_or_path = str(tmp_path)
@@ -62,41 +62,43 @@ def change(model: torch.nn.Module) -> None:
             param.add_(0.25)
 
 
-def assert_as_its_own(made: Any, written: dict[str, torch.Tensor]) -> None:
-    """vLLM had `written`, which is what TRL's own sync puts there."""
-    type(made).sync_weights(made)
-    for name, theirs in made.llm.fused.model.tensors().items():
+def assert_matches_own_sync(generation: Any, written: dict[str, torch.Tensor]) -> None:
+    """Check that TRL's own sync writes the same weights as `written`."""
+    type(generation).sync_weights(generation)
+    for name, theirs in generation.llm.fused.model.tensors().items():
         assert torch.equal(written[name].view(torch.uint8), theirs.view(torch.uint8)), name
 
 
-def test_what_is_generated_with_is_what_the_trainer_has(made: Any) -> None:
-    """In place, before each `generate` that finds the weights asleep, as TRL's own would."""
-    sync, digests = trl.use(SimpleNamespace(vllm_generation=made)), set()
+def test_generate_uses_the_trainers_weights(generation: Any) -> None:
+    """Expect a sync before each `generate` that finds the weights asleep, as with TRL's own."""
+    sync, digests = trl.use(SimpleNamespace(vllm_generation=generation)), set()
     for _ in range(2):
-        made.llm.calls.clear()
-        answers = made.generate([[1, 2], [3]], None, 1)
+        generation.llm.calls.clear()
+        answers = generation.generate([[1, 2], [3]], None, 1)
         assert answers[1] == [[7], [7]] and answers[2] == [[[-1.5]], [[-1.5]]]
         expected = [("wake_up", "weights"), ("wake_up", "kv_cache"), "generate", ("sleep", 2)]
-        assert made.llm.calls == expected and sync.receipt is not None
+        assert generation.llm.calls == expected and sync.receipt is not None
         digests.add(sync.receipt.digests)
-        change(made.model)
+        change(generation.model)
     assert len(digests) == 2
-    made.sync_weights()
-    assert_as_its_own(made, made.llm.fused.model.tensors())
+    generation.sync_weights()
+    assert_matches_own_sync(generation, generation.llm.fused.model.tensors())
 
 
-def test_parameters_that_are_replaced_are_found_again(made: Any) -> None:
-    """accelerate shards a model when training begins: its parameters are others then."""
-    sync = trl.use(SimpleNamespace(vllm_generation=made))
-    made.sync_weights()
+def test_replaced_parameters_are_synced(generation: Any) -> None:
+    """Replace a parameter, as accelerate does when it shards the model for training."""
+    sync = trl.use(SimpleNamespace(vllm_generation=generation))
+    generation.sync_weights()
     with torch.no_grad():
-        made.model.model.norm.weight = torch.nn.Parameter(made.model.model.norm.weight + 1)
-    made.sync_weights()
-    assert_as_its_own(made, made.llm.fused.model.tensors())
+        generation.model.model.norm.weight = torch.nn.Parameter(
+            generation.model.model.norm.weight + 1
+        )
+    generation.sync_weights()
+    assert_matches_own_sync(generation, generation.llm.fused.model.tensors())
     assert sync.receipt is not None and sync.receipt.version == 2
 
 
-def test_other_settings_sharding_and_allocators_are_refused(made: Any) -> None:
+def test_unsupported_settings_sharding_and_allocators_are_refused(generation: Any) -> None:
     adapted = SimpleNamespace(peft_config={})
     for attribute, value, words in (
         ("mode", "server", 'vllm_mode="colocate"'),
@@ -104,58 +106,58 @@ def test_other_settings_sharding_and_allocators_are_refused(made: Any) -> None:
         ("model", adapted, "adapters"),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=words):
-            patch.setattr(made, attribute, value)
-            trl.use(SimpleNamespace(vllm_generation=made))
+            patch.setattr(generation, attribute, value)
+            trl.use(SimpleNamespace(vllm_generation=generation))
     with pytest.raises(ValueError, match="use_vllm=True"):
         trl.use(SimpleNamespace())
-    trl.use(SimpleNamespace(vllm_generation=made))
-    kind = type(made.accelerator.distributed_type).DEEPSPEED
-    made.accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=False)
+    trl.use(SimpleNamespace(vllm_generation=generation))
+    kind = type(generation.accelerator.distributed_type).DEEPSPEED
+    generation.accelerator = SimpleNamespace(distributed_type=kind, is_fsdp2=False)
     with pytest.raises(ValueError, match="DEEPSPEED: .* fsdp_version: 2"):
-        made.sync_weights()
-    made.accelerator = SimpleNamespace(distributed_type="NO")
-    made.model.to("meta")
+        generation.sync_weights()
+    generation.accelerator = SimpleNamespace(distributed_type="NO")
+    generation.model.to("meta")
     with pytest.raises(ValueError, match="is not on cpu, .* fsdp_offload_params: false"):
-        made.sync_weights()
+        generation.sync_weights()
     sys.modules["vllm"].device_allocator.instance = SimpleNamespace()
     with pytest.raises(StateError, match="VLLM_PLUGINS=memsaver"):
-        trl.use(SimpleNamespace(vllm_generation=made))
+        trl.use(SimpleNamespace(vllm_generation=generation))
 
 
 def rank_of_two(rank: int, folder: str, size: int) -> int:
-    """A rank of FSDP2, sharded when vLLM is there already, as by accelerate."""
+    """Run a rank whose model is sharded by FSDP2 after vLLM has started, as accelerate does."""
     assert WHEEL.folder is not None
     sys.path[:] = [STAND_IN, *sys.path, str(WHEEL.folder.parent)]
     sys.modules.update(missing_for_trl())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is made already
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # unused: the group exists
     from accelerate import Accelerator
     from trl.generation.vllm_generation import VLLMGeneration
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine: dict[str, Any] = {"enable_sleep_mode": True, "tensor_parallel_size": size}
-    made = VLLMGeneration(model, Accelerator(cpu=True), None, **engine)
-    sync = trl.use(SimpleNamespace(vllm_generation=made))
+    generation = VLLMGeneration(model, Accelerator(cpu=True), None, **engine)
+    sync = trl.use(SimpleNamespace(vllm_generation=generation))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     for _ in range(2):
         change(model)
-        made.generate([[1, 2]], None, 1)
-    made.sync_weights()
-    weights = made.llm.fused.model
+        generation.generate([[1, 2]], None, 1)
+    generation.sync_weights()
+    weights = generation.llm.fused.model
     written = weights.tensors()
-    weights.load_weights([(name, each.full_tensor()) for name, each in model.named_parameters()])
-    for name, each in weights.tensors().items():
-        assert torch.equal(written[name].view(torch.uint8), each.view(torch.uint8)), name
+    weights.load_weights([(name, param.full_tensor()) for name, param in model.named_parameters()])
+    for name, tensor in weights.tensors().items():
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert sync.receipt is not None
-    made.llm.fused.close()
+    generation.llm.fused.close()
     return sync.receipt.version
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_ranks_of_fsdp2_write_into_both_engines(tmp_path: Path, size: int) -> None:
+def test_two_fsdp2_ranks_write_into_both_engines(tmp_path: Path, size: int) -> None:
     save_tiny(tmp_path / "model", "qwen2", tie_word_embeddings=True)
     ranks = start_ranks(rank_of_two, 2, tmp_path / "meet", str(tmp_path / "model"), size)
     assert results(ranks) == [3, 3]

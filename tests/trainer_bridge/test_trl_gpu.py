@@ -1,6 +1,4 @@
-"""TRL's own class around a real vLLM on a GPU: our sync in place of its writes the same, and the
-same is generated.
-"""
+"""TRL's class with a real vLLM on a GPU: in-place syncs write the same weights as TRL's own."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ prompts = [[5, 9, 77, number] for number in range(4)]
 
 def parameters():
     weights = made.llm.collective_rpc(lambda worker: worker.get_model())[0].named_parameters()
-    return {name: each.clone() for name, each in weights}
+    return {name: weight.clone() for name, weight in weights}
 
 def used():
     free, total = torch.cuda.mem_get_info()
@@ -73,8 +71,8 @@ for number in range(3):
     seen.append(tokens)
     assert sync.receipt.version == number + 1 and used() < asleep + 1
     theirs.VLLMGeneration.sync_weights(made)
-    for name, each in parameters().items():
-        assert torch.equal(each, ours[name]), name
+    for name, weight in parameters().items():
+        assert torch.equal(weight, ours[name]), name
     assert made.generate(prompts, None, 1)[1] == tokens, number
 assert seen[0] != seen[1] != seen[2]
 print(sync.receipt)
@@ -82,7 +80,7 @@ Path(saved).write_text("done")
 """
 
 
-def test_trl_writes_and_generates_the_same_with_our_sync(tmp_path: Path) -> None:
+def test_in_place_sync_writes_and_generates_the_same_as_trl(tmp_path: Path) -> None:
     path = write_model(
         tmp_path / "model", "qwen2", hidden_size=256, head_dim=64, max_position_embeddings=256
     )

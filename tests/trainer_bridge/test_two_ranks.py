@@ -1,7 +1,6 @@
-"""Two processes on gloo do what one does: scores, steps, offloading, checkpoints, and a sync that
-both write.
+"""Two gloo processes against one: scores, updates, offloads, checkpoints, and syncs by both ranks.
 
-Sizes that two does not divide, so that the second rank's shards are shorter and padded by FSDP.
+Sizes are odd, so that the second rank's shards are shorter, and padded by FSDP.
 """
 
 from __future__ import annotations
@@ -55,15 +54,15 @@ UNEVEN = {
 }
 CHANGES: dict[str, Any] = {**STABLE, "micro_batch_size": 2}
 STEPS = 2
-# 3 experts of a rank and 2 of the other; 1 and none; in a layer by columns; latent attention
+# The ranks have 3 and 2 experts, or 1 and none; one layer is sharded by columns; latent attention.
 EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 1}),
     ("qwen3_moe", {"num_experts": 1, "num_experts_per_tok": 1}),
     ("deepseek_v3", {**MLA, **DEEPSEEK_MOE, "num_hidden_layers": 2, "head_dim": 8}),
 ]
-COUNTS = (5, 1)  # sequences: the second rank gets fewer, or none
+COUNTS = (5, 1)  # sequences per update; the second rank gets fewer, or none
 LORA = LoraConfig(rank=3, alpha=6.0, target_modules=("q_proj", "o_proj", "down_proj"))
-ADAPTED = (0, 1)  # of them
+ADAPTED = (0, 1)  # indices of EXPERTS
 LORA_EXPERTS = LoraConfig(rank=8, alpha=16.0, target_modules=("q_proj", "experts"))
 COLUMNS = {"model.layers.1.mlp.experts.down_proj": 2}
 
@@ -78,9 +77,7 @@ def learn(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def sync(trainer: Trainer, path: str) -> dict[str, Any]:
-    """Rank 0's process holds the engine; both ranks write, the engine verifies. Returns its weights
-    by name.
-    """
+    """Sync into an engine in rank 0's process, and return its weights by name and the receipt."""
     engines = connected(trainer, path)
     receipt = trainer.sync_weights(1)
     return {"receipt": receipt} | {
@@ -95,9 +92,7 @@ def connected(trainer: Trainer, path: str) -> list[Engine]:
 
 
 def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
-    """A second trainer, whose o_proj are sharded by columns: the same model, learning and synced
-    the same.
-    """
+    """Update and sync a second trainer of the same model, whose o_proj are sharded by columns."""
     names = [name for name in trainer.shards() if name.endswith("o_proj.weight")]
     refused = ""
     try:
@@ -111,7 +106,7 @@ def columns_sharded(trainer: Trainer, path: str) -> dict[str, Any]:
 
 
 def offloaded(trainer: Trainer) -> int:
-    """Bytes copied to the host when all is offloaded; it is reloaded then."""
+    """Offload and reload all tags, and return the bytes that the offload copied."""
     before = copied(trainer)
     trainer.offload()
     moved = copied(trainer) - before
@@ -120,8 +115,9 @@ def offloaded(trainer: Trainer) -> int:
 
 
 def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
-    """A third trainer, with adapters on weights that are sharded by rows and by columns. hand: the
-    merged weights of this rank's shards, each with its box.
+    """Run a third trainer, with adapters on weights that are sharded by rows and by columns.
+
+    Entry `hand` of the result has this rank's shards of weights merged by hand, with their boxes.
     """
     columns = {name: 1 for name in trainer.shards() if name.endswith("o_proj.weight")}
     settings = dataclasses.replace(trainer.config, lora=LORA)
@@ -132,7 +128,7 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
     params: Any = dict(other.model.named_parameters())
     hand = []
     for name in (
-        f"{each.removesuffix('.lora_a')}.weight" for each in params if each.endswith("lora_a")
+        f"{key.removesuffix('.lora_a')}.weight" for key in params if key.endswith("lora_a")
     ):
         a, b = (result["weights"][name.replace("weight", f"lora_{x}")] for x in "ab")
         (row, column), (rows, width) = shard_box(params[name])
@@ -150,47 +146,49 @@ def adapted(trainer: Trainer, path: str, out: str) -> dict[str, Any]:
 
 
 def adapted_experts(path: str) -> dict[str, Any]:
-    """A trainer with adapters on experts, one stack of which is sharded by columns."""
+    """Run a trainer with adapters on experts, one stack of which is sharded by columns."""
     other = Trainer(config(path, **CHANGES, lora=LORA_EXPERTS), shard_dims=COLUMNS)
     engines = connected(other, path)
     result: dict[str, Any] = {"metrics": learn(other), "learned": bits(other, whole=True)}
     other.save_checkpoint(f"{path}/adapters")
     other.sync_weights(1)
-    found, held = [weights(engine) for engine in engines], whole(other)
+    stored, held = [weights(engine) for engine in engines], whole(other)
     merged = {name: value for name, value in held.items() if "lora_" not in name}
     for name in merged:
         path_of = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}_lora"
         if f"{path_of}.lora_a" in held:
             a, b = (held[f"{path_of}.lora_{x}"] for x in "ab")
             merged[name] = held[name] + LORA_EXPERTS.scale * b @ a
-            if found and a.ndim == 3:
-                for got, base, *factors in zip(found[0][name], held[name], a, b, strict=True):
+            if stored and a.ndim == 3:
+                for got, base, *factors in zip(stored[0][name], held[name], a, b, strict=True):
                     assert_merged(got, base, *factors, LORA_EXPERTS.scale)
-                assert not torch.equal(found[0][name], held[name])
+                assert not torch.equal(stored[0][name], held[name])
     result["parts"] = arrives_in_parts(other, path, merged, apart=2e-6)
     return result
 
 
 def streamed(path: str) -> list[bool]:
-    """Whether a trainer with its optimizer on the host does the same, bit for bit. In bf16 the sums
-    of two ranks' gradients would be rounded, which one rank cannot show.
+    """Return whether a trainer with optimizer state on the host is bit-identical to a plain one.
+
+    Only with two ranks could the sums of gradients be rounded to bf16.
     """
     settings = config(path, **CHANGES, param_dtype="bfloat16")
-    plain, other = Trainer(settings), Trainer(dataclasses.replace(settings, optimizer_offload=True))
-    same = [one == two for one, two in zip(learn(plain), learn(other), strict=True)]
-    for here, there in zip(plain.model.parameters(), other.model.parameters(), strict=True):
-        held = {"master": here, **plain.optimizer.state[here]}
-        for name, value in other.optimizer.state[there].items():
+    plain, streams = (
+        Trainer(dataclasses.replace(settings, optimizer_offload=offload))
+        for offload in (False, True)
+    )
+    same = [one == two for one, two in zip(learn(plain), learn(streams), strict=True)]
+    for param, rounded in zip(plain.model.parameters(), streams.model.parameters(), strict=True):
+        held = {"master": param, **plain.optimizer.state[param]}
+        for name, value in streams.optimizer.state[rounded].items():
             pair = (value, held[name])
             same.append(torch.equal(*(pair if name == "step" else map(local_shard, pair))))
-        same.append(torch.equal(local_shard(there), local_shard(here).bfloat16()))
+        same.append(torch.equal(local_shard(rounded), local_shard(param).bfloat16()))
     return same
 
 
 def drawn(path: str) -> dict[str, Any]:
-    """Random weights, in blocks of 5 rows that the ranks share where shards meet; one parameter is
-    sharded by columns. boxes: of the shards.
-    """
+    """Return this rank's shards of random weights with their boxes; one is sharded by columns."""
     columns = {"model.layers.1.self_attn.o_proj.weight": 1}
     once, again = (Trainer(config(path, random_init=True), shard_dims=columns) for _ in range(2))
     assert_same_bits(once.shards(), again.shards())
@@ -201,9 +199,7 @@ def drawn(path: str) -> dict[str, Any]:
 
 
 def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[str, Any]:
-    """A trainer that has critic and reference: what they say and learn, before and after they were
-    offloaded.
-    """
+    """Score and update with a critic and a reference, before and after an offload."""
     trainer = Trainer(
         config(path, **CHANGES, critic=CriticConfig(learning_rate=1e-2), reference=True), saver
     )
@@ -213,7 +209,7 @@ def with_models(path: str, saver: memsaver.MemorySaver | None = None) -> dict[st
     learned = [trainer.update_critic(value_batch(COUNTS[step], seed=step)) for step in range(STEPS)]
     values = trainer.compute_values(make_batch(COUNTS[0]))
     trainer.offload()
-    # Takes what was freed; a rank can have no process of its own.
+    # Overwrite freed memory; a rank cannot start a helper process.
     torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     trainer.reload()
     assert trainer.compute_values(make_batch(COUNTS[0])) == values
@@ -243,12 +239,12 @@ def worker(rank: int, path: str, out: str) -> None:
     }
     before = bits(trainer), trainer.compute_log_prob(make_batch(3))
     trainer.offload()
-    # Takes what was freed; a rank can have no process of its own.
+    # Overwrite freed memory; a rank cannot start a helper process.
     torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
     with gated(saver, 200) as gate, ThreadPoolExecutor(1) as thread:
         trainer.reload(wait="memory")
         thread.submit(gate.trickle)
-        assert trainer.compute_log_prob(make_batch(3)) == before[1]  # each unit as it arrives
+        assert trainer.compute_log_prob(make_batch(3)) == before[1]  # waits unit by unit
         trainer.reload()
     assert_same_bits(bits(trainer), before[0])
     trainer.save_checkpoint(f"{out}/checkpoint", {"ranks": 2})
@@ -272,7 +268,7 @@ def worker(rank: int, path: str, out: str) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("two")
     path = write_model(out / "model", **UNEVEN)
-    # The padding row is the second rank's: shards of 49 and 48 rows.
+    # Shards have 49 and 48 rows, so the padding token's row is the second rank's.
     describe(out / "described", pad=60, **UNEVEN)
     for number, (kind, changes) in enumerate(EXPERTS):
         write_model(out / f"experts{number}", kind, **changes)
@@ -291,7 +287,7 @@ def assert_learning(
     assert_learned(result["learned"], learned, STEPS)
 
 
-def test_two_ranks_compute_what_one_does(
+def test_two_ranks_score_and_update_like_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     path, _, results = two_ranks
@@ -303,20 +299,20 @@ def test_two_ranks_compute_what_one_does(
     assert results[0]["metrics"] == results[1]["metrics"]
 
 
-def test_two_ranks_value_and_refer_as_one_does(
+def test_critic_and_reference_on_two_ranks_match_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     path, _, results = two_ranks
-    make_trainer(path)  # its process group
+    make_trainer(path)  # creates the process group
     alone = with_models(path)
-    for result in (each["models"] for each in results):
+    for result in (result["models"] for result in results):
         assert_scores(result["scores"], alone["scores"])
         assert_scores(result["values"], alone["values"])
         assert_learning(result, alone["metrics"], alone["learned"])
     assert results[0]["models"]["values"] == results[1]["models"]["values"]
 
 
-def test_every_shard_lies_on_the_tag_without_holes(two_ranks: Ranks) -> None:
+def test_all_shards_are_on_their_tag_without_gaps(two_ranks: Ranks) -> None:
     for result in two_ranks[2]:
         assert result["offsets"], "no shard of this rank has rows"
         assert max(result["offsets"].values()) < result["tags"]["params"].committed_bytes
@@ -325,7 +321,7 @@ def test_every_shard_lies_on_the_tag_without_holes(two_ranks: Ranks) -> None:
             assert report.committed_bytes <= report.live_bytes * 1.02 + 4096
 
 
-def test_one_rank_goes_on_from_a_checkpoint_of_two(
+def test_one_rank_resumes_a_checkpoint_of_two(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     path, out, results = two_ranks
@@ -336,12 +332,12 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(
     assert_metrics(alone.update_actor(make_batch(3, seed=9)), results[0]["next"])
 
 
-def test_two_ranks_draw_the_model_of_one(
+def test_random_weights_of_two_ranks_match_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     alone = make_trainer(str(two_ranks[1] / "described"), random_init=True).shards()
     seen = dict.fromkeys(alone, 0)
-    for result in (each["drawn"] for each in two_ranks[2]):
+    for result in (result["drawn"] for result in two_ranks[2]):
         for name, shard in result["shards"].items():
             box = tuple(
                 slice(at, at + size) for at, size in zip(*result["boxes"][name], strict=True)
@@ -353,35 +349,36 @@ def test_two_ranks_draw_the_model_of_one(
     assert (rows == 0).all(1).nonzero().flatten().tolist() == [60]
 
 
-def test_shards_of_columns_hold_learn_and_sync_the_same(two_ranks: Ranks) -> None:
+def test_column_shards_update_and_sync_like_row_shards(two_ranks: Ranks) -> None:
     for result in two_ranks[2]:
         columns = result["columns"]
         assert set(columns["shapes"]) == {(33, 15)}
-        assert "lm_head are no parameters" in columns["refused"]
+        assert "this model has no parameters lm_head" in columns["refused"]
         assert_learning(columns, result["metrics"], result["learned"])
     first, second = (result["columns"] for result in two_ranks[2])
-    synced, receipts = first["synced"], [each["synced"]["receipt"] for each in (first, second)]
+    synced, receipts = (
+        first["synced"],
+        [columns["synced"]["receipt"] for columns in (first, second)],
+    )
     assert receipts[0].digests == receipts[1].digests
     assert receipts[0].nbytes == sum(value.numel() * 4 for value in first["weights"].values())
     for name, value in first["weights"].items():
         assert torch.equal(synced[name], value), name
 
 
-def test_every_expert_arrives_from_two_ranks(two_ranks: Ranks) -> None:
-    """In one engine that has all of them, and in one of two ranks that have half of each, or half
-    of them.
-    """
+def test_two_ranks_sync_every_expert(two_ranks: Ranks) -> None:
+    """Use engines of one rank, and of two ranks that divide experts by channels or by expert."""
     for result in two_ranks[2]:
         assert result["experts"] == [True] * 3 * len(EXPERTS)
 
 
-def test_adapters_learn_on_two_ranks_as_on_one(
+def test_adapter_updates_on_two_ranks_match_one(
     two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
     path, out, results = two_ranks
     alone = make_trainer(path, **CHANGES, lora=LORA)
     metrics = learn(alone)
-    for result in (each["adapted"] for each in results):
+    for result in (result["adapted"] for result in results):
         assert_learning(result, metrics, bits(alone))
     alone.load_checkpoint(str(out / "adapters"))  # the same base, however it is sharded
     assert_same_bits(whole(alone), results[0]["adapted"]["weights"])
@@ -389,10 +386,10 @@ def test_adapters_learn_on_two_ranks_as_on_one(
 
 
 @pytest.mark.parametrize("number", ADAPTED)
-def test_adapters_of_experts_learn_on_two_ranks_as_on_one(
+def test_expert_adapter_updates_on_two_ranks_match_one(
     number: int, two_ranks: Ranks, make_trainer: Callable[..., Trainer]
 ) -> None:
-    """Also where a rank has no expert; merged weights were looked at beside the engine."""
+    """Include a rank without an expert; the ranks themselves have checked the merged weights."""
     _, out, results = two_ranks
     path = str(out / f"experts{number}")
     alone = make_trainer(path, **CHANGES, lora=LORA_EXPERTS)
@@ -405,8 +402,8 @@ def test_adapters_of_experts_learn_on_two_ranks_as_on_one(
 
 
 def test_both_ranks_write_merged_weights(two_ranks: Ranks) -> None:
-    """Bit for bit, and in the second sync the changed ones only."""
-    first, second = (each["adapted"] for each in two_ranks[2])
+    """Expect bit-identical merged weights, and only adapted ones in the second sync."""
+    first, second = (result["adapted"] for result in two_ranks[2])
     (synced,), changed = first["synced"], set()
     for name, at, value in [*first["hand"], *second["hand"]]:
         assert torch.equal(synced[name][at], value), name
@@ -419,16 +416,14 @@ def test_both_ranks_write_merged_weights(two_ranks: Ranks) -> None:
     assert first["second"].nbytes == expected < first["first"].nbytes
 
 
-def test_padded_adapters_lie_on_their_own_tag(two_ranks: Ranks) -> None:
-    """So that the frozen base is copied to the host once, also on the rank whose shards are
-    shorter.
-    """
-    for result in (each["adapted"] for each in two_ranks[2]):
+def test_padded_adapters_are_on_their_own_tag(two_ranks: Ranks) -> None:
+    """Expect one copy of the frozen base to the host, even on the rank with shorter shards."""
+    for result in (result["adapted"] for result in two_ranks[2]):
         live = {tag: report.live_bytes for tag, report in result["tags"].items()}
         assert result["moved"] == [sum(live.values()), live["adapters"] + live["optim"]]
         assert min(live.values()) > 0
 
 
-def test_an_optimizer_on_the_host_does_the_same(two_ranks: Ranks) -> None:
+def test_streamed_optimizer_on_two_ranks_matches_state_on_device(two_ranks: Ranks) -> None:
     _, _, ranks = two_ranks
     assert all(all(result["streamed"]) for result in ranks)

@@ -1,1 +1,1 @@
-"""Kernels of a training step, each with a torch reference of the same contract."""
+"""Kernels of a training step, each with a torch reference that has the same contract."""

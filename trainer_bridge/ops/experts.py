@@ -1,8 +1,9 @@
-"""Tokens to their experts and back, and the experts' gated activation, each with its gradient.
+"""Dispatch of tokens to experts and back, and the experts' gated activation, with gradients.
 
-The products between them are torch's. What surrounds those moves more bytes than they do in
-transformers' own forward; here every row of a pair is written once a step of the way, and a token's
-gradient is the sum of its pairs' by their places, without sorting or atomics.
+A pair is a token and one of the experts chosen for it. torch computes the matrix products. In
+transformers' forward the operations around the products move more bytes than the products. Here
+each of these operations writes the row of a pair once, and a token's gradient is summed over the
+places of its pairs, without sorting or atomics.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +17,16 @@ from torch.autograd.function import once_differentiable
 from memsaver.system.devices import Impl, use_triton
 from rollout.ops.row_wise import silu_mul
 
-_BLOCK = 2048  # elements of a row at a time
+_BLOCK = 2048  # elements of a row per iteration
 
 
 class ExpertRows(NamedTuple):
-    """Holds the pairs of T tokens and their k choices in the order of their experts.
+    """The pairs of T tokens and their k choices, sorted by expert.
 
-    number: int64 [T * k], the pair (token * k + choice) in each place. place: int64 [T, k], of each
-    pair. ends: int32 [experts], the place after each expert's last.
+    Attributes:
+        number: int64 [T * k], the pair (token * k + choice) at each place.
+        place: int64 [T, k], the place of each pair.
+        ends: int32 [experts], the place after each expert's last pair.
     """
 
     number: Tensor
@@ -32,7 +35,12 @@ class ExpertRows(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
-    """Sort pairs by expert, tokens in order, without waiting. ids: int64 [T, k] < `experts`."""
+    """Sort pairs by expert and then by token, without a host synchronization.
+
+    Args:
+        ids: int64 [T, k], the experts of each token.
+        experts: Number of experts.
+    """
     ordered, number = ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=ids.device)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
@@ -42,21 +50,35 @@ def sort_pairs(ids: Tensor, experts: int) -> ExpertRows:
 
 
 def spread(x: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
-    """Return [T * k, H]: the token of each place. x: [T, H]."""
+    """Copy rows [T, H] of tokens to the places of their pairs, [T * k, H]."""
     return _Spread.apply(x, pairs, impl)
 
 
 def combine(y: Tensor, weights: Tensor, pairs: ExpertRows, impl: Impl = "auto") -> Tensor:
-    """Return [T, H]: the sum of each token's rows of `y`, weighed.
+    """Compute the weighted sum of each token's rows.
 
-    y: [T * k, H], by place. weights: [T, k], of y's dtype or fp32. The weighed row is rounded to
-    the wider of both dtypes, the sum computed in fp32 and rounded to y's, as transformers does.
+    As in transformers, a weighted row is rounded to the wider of both dtypes, and the sum is
+    computed in fp32 and rounded to the dtype of `y`.
+
+    Args:
+        y: [T * k, H], rows of pairs by place.
+        weights: [T, k], of y's dtype or fp32.
+        pairs: Places of the pairs.
+        impl: Implementation to use.
+
+    Returns:
+        [T, H], of y's dtype.
     """
     return _Combine.apply(y, weights, pairs, impl)
 
 
 def silu_gate(gate_up: Tensor, impl: Impl = "auto") -> Tensor:
-    """Return silu(gate) * up, [S, I], factors rounded. gate_up: contiguous [S, 2I], gate first."""
+    """Compute silu(gate) * up, [S, I], rounding both factors.
+
+    Args:
+        gate_up: Contiguous [S, 2 * I], gate first.
+        impl: Implementation to use.
+    """
     return _SiluGate.apply(gate_up, impl)
 
 
@@ -99,14 +121,22 @@ class _SiluGate(torch.autograd.Function):
         return gated_gradient(grad.contiguous(), *ctx.saved_tensors, ctx.impl), None
 
 
-# Operations of torch's own registry, as in token_scores.py: the planner's tensors without memory
-# pass them as a kernel that makes what it returns. All inputs are contiguous.
+# Registered as torch operations, as in token_scores.py, so that the planner's fake tensors see a
+# single kernel that allocates its result. All inputs are contiguous.
 
 
 @torch.library.custom_op("trainer_bridge::token_sum", mutates_args=())
 def token_sum(y: Tensor, place: Tensor, weights: Tensor | None, impl: str = "auto") -> Tensor:
-    """Return [T, H]: row t is the sum of rows place[t] of `y`, times weights[t] where there are
-    any; rounded as `combine` says.
+    """Sum the rows place[t] of `y` for each token t, weighted if `weights` is given; see `combine`.
+
+    Args:
+        y: [T * k, H], rows of pairs by place.
+        place: [T, k], the place of each pair.
+        weights: [T, k], or None.
+        impl: Implementation to use.
+
+    Returns:
+        [T, H], of y's dtype.
     """
     if use_triton(impl, y.device):  # type: ignore[arg-type]
         (tokens, top_k), hidden = place.shape, y.shape[1]
@@ -137,21 +167,21 @@ def _(y: Tensor, place: Tensor, *_: Any) -> Tensor:
 def pair_gradients(
     grad: Tensor, y: Tensor, weights: Tensor, number: Tensor, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of y and weights, like these, from that of `combine`, [T, H]."""
+    """Compute the gradients of `y` and `weights` from `grad`, [T, H], that of `combine`."""
     if use_triton(impl, y.device):  # type: ignore[arg-type]
-        assert all(each.is_contiguous() for each in (grad, y, weights, number))
-        of_rows, of_weights = torch.empty_like(y), torch.empty_like(weights)
+        assert all(tensor.is_contiguous() for tensor in (grad, y, weights, number))
+        grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
         block = min(_BLOCK, triton.next_power_of_2(y.shape[1]))
         with torch.cuda.device_of(y):
             _pair_gradients[(len(y),)](
-                grad, y, weights, number, of_rows, of_weights, y.shape[1],
+                grad, y, weights, number, grad_y, grad_weights, y.shape[1],
                 TOP_K=weights.shape[1], BLOCK=block, num_warps=_warps(block),
             )  # fmt: skip
-        return of_rows, of_weights
+        return grad_y, grad_weights
     rows = grad[number // weights.shape[1]].to(torch.promote_types(y.dtype, torch.float32))
-    of_weights = torch.empty_like(weights)
-    of_weights.view(-1)[number] = (rows * y).sum(-1).to(weights.dtype)
-    return (rows * weights.flatten()[number].unsqueeze(-1)).to(y.dtype), of_weights
+    grad_weights = torch.empty_like(weights)
+    grad_weights.view(-1)[number] = (rows * y).sum(-1).to(weights.dtype)
+    return (rows * weights.flatten()[number].unsqueeze(-1)).to(y.dtype), grad_weights
 
 
 @pair_gradients.register_fake
@@ -161,7 +191,7 @@ def _(grad: Tensor, y: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("trainer_bridge::gated", mutates_args=())
 def gated(gate_up: Tensor, impl: str = "auto") -> Tensor:
-    """Return what `silu_gate` does."""
+    """Compute `silu_gate` without recording a gradient."""
     return silu_mul(gate_up, impl)  # type: ignore[arg-type]
 
 
@@ -172,7 +202,7 @@ def _(gate_up: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("trainer_bridge::gated_gradient", mutates_args=())
 def gated_gradient(grad: Tensor, gate_up: Tensor, impl: str = "auto") -> Tensor:
-    """Return the gradient of gate_up from that of `silu_gate`, computed in fp32, rounded once."""
+    """Compute the gradient of gate_up from that of `silu_gate`, in fp32, rounded once."""
     if use_triton(impl, gate_up.device):  # type: ignore[arg-type]
         rows, inner = grad.shape
         assert grad.is_contiguous() and gate_up.is_contiguous()
@@ -186,8 +216,8 @@ def gated_gradient(grad: Tensor, gate_up: Tensor, impl: str = "auto") -> Tensor:
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     (gate, up), grad = gate_up.to(wide).chunk(2, dim=-1), grad.to(wide)
     share = gate.sigmoid()
-    of_gate = grad * up * share * (1 + gate * (1 - share))
-    return torch.cat([of_gate, grad * gate * share], dim=-1).to(gate_up.dtype)
+    grad_gate = grad * up * share * (1 + gate * (1 - share))
+    return torch.cat([grad_gate, grad * gate * share], dim=-1).to(gate_up.dtype)
 
 
 @gated_gradient.register_fake
@@ -204,27 +234,27 @@ def _token_sum(  # type: ignore[no-untyped-def]
     y, weights, place, out, hidden, TOP_K: tl.constexpr, WEIGHED: tl.constexpr,
     ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block of the hidden size)."""
+    """Sum a token's rows, as program (token, block of the hidden size)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + choice)
-        each = tl.load(y + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        term = tl.load(y + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHED:
-            each *= tl.load(weights + token * TOP_K + choice).to(tl.float32)
+            term *= tl.load(weights + token * TOP_K + choice).to(tl.float32)
             if ROUNDED:
-                each = each.to(out.dtype.element_ty).to(tl.float32)
-        total += each
+                term = term.to(out.dtype.element_ty).to(tl.float32)
+        total += term
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _pair_gradients(  # type: ignore[no-untyped-def]
-    grad, y, weights, number, of_rows, of_weights, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    grad, y, weights, number, grad_y, grad_weights, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program: a place."""
+    """Compute both gradients of one pair, as program (place)."""
     place = tl.program_id(0).to(tl.int64)
     pair = tl.load(number + place)
     source = grad + pair // TOP_K * hidden
@@ -235,15 +265,15 @@ def _pair_gradients(  # type: ignore[no-untyped-def]
         inside = column < hidden
         slope = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
         row = tl.load(y + place * hidden + column, mask=inside, other=0.0).to(tl.float32)
-        made = (slope * weight).to(of_rows.dtype.element_ty)
-        tl.store(of_rows + place * hidden + column, made, mask=inside)
+        gradient = (slope * weight).to(grad_y.dtype.element_ty)
+        tl.store(grad_y + place * hidden + column, gradient, mask=inside)
         total += tl.sum(slope * row, 0)
-    tl.store(of_weights + pair, total)
+    tl.store(grad_weights + pair, total)
 
 
 @triton.jit
 def _gated_gradient(grad, gate_up, out, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (row, block of the inner size)."""
+    """Compute the gradient of gate and up, as program (row, block of the inner size)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -251,7 +281,7 @@ def _gated_gradient(grad, gate_up, out, inner, BLOCK: tl.constexpr):  # type: ig
     gate = tl.load(gate_up + 2 * row * inner + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (2 * row + 1) * inner + column, mask=inside, other=0.0).to(tl.float32)
     share = tl.div_rn(1.0, 1.0 + tl.exp(-gate))
-    of_gate = slope * up * share * (1.0 + gate * (1.0 - share))
+    grad_gate = slope * up * share * (1.0 + gate * (1.0 - share))
     dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(out + 2 * row * inner + column, of_gate.to(dtype), mask=inside)
+    tl.store(out + 2 * row * inner + column, grad_gate.to(dtype), mask=inside)
     tl.store(out + (2 * row + 1) * inner + column, (slope * gate * share).to(dtype), mask=inside)

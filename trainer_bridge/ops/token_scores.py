@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens from hidden states and the output embedding, without
-the logits of the whole vocabulary: they exist for one slice of the words at a time.
+"""Log-probabilities and entropies of tokens without the logits of the whole vocabulary.
 
-Slices of words, not of tokens: the gradient of a slice's embeddings is one product over all tokens,
-rounded once, and what is summed over the slices is only as large as the hidden states.
+Logits exist for one slice of the vocabulary at a time. The vocabulary is divided, not the tokens,
+so the gradient of a slice's embeddings is one product over all tokens, rounded once. Sums over the
+slices are only as large as the hidden states.
 """
 
 import contextlib
@@ -18,20 +18,29 @@ from torch.autograd.function import once_differentiable
 
 from memsaver.system.devices import Impl, use_triton
 
-SLICE_BYTES = 128 << 20  # of logits: 16,384 words of 4,096 tokens in bf16, a large product
-_MIN_WORDS = 2048  # of a slice, which beside the layers' activations of as many tokens is little
-_BLOCK = 4096  # words of a program at a time
-_ALIGNED = 128  # words: rows of logits begin where tensor cores can load them
+SLICE_BYTES = 128 << 20  # of logits; 16,384 words of 4,096 tokens in bf16 are an efficient product
+_MIN_WORDS = 2048  # of a slice; its logits are small against the activations of the same tokens
+_BLOCK = 4096  # words of a program per iteration
+_ALIGNED = 128  # words; aligns rows of logits for loads of tensor cores
 
 
 def token_scores(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(hidden @ weight.T / temperature)[target] and the entropy of that
-    distribution (without gradient), both fp32 [N].
+    """Compute log-probabilities of tokens, and the entropies of their distributions.
 
-    hidden: [N, H], weight: [V, H], of one dtype, in which the logits are rounded as a linear layer
-    does; all else is fp32. target: int64 [N].
+    Logits are rounded to the dtype of the inputs, as in a linear layer. All else is fp32.
+
+    Args:
+        hidden: [N, H], hidden states.
+        weight: [V, H], output embedding of the same dtype.
+        target: int64 [N], the tokens.
+        temperature: Divides the logits.
+        impl: Implementation to use.
+
+    Returns:
+        log_softmax(hidden @ weight.T / temperature)[target], and the entropy without gradient, both
+        fp32 [N].
     """
     chosen, entropy = _TokenScores.apply(hidden, weight, target, temperature, impl)
     return chosen, entropy
@@ -51,7 +60,7 @@ class _TokenScores(torch.autograd.Function):
         share = (peak - top).exp()
         fall = ((fall + (top - peak) * mass) * share).sum(0)
         mass = (mass * share).sum(0)
-        # Apart: their sum would be rounded to a unit of the largest logit.
+        # Keep them apart: their sum would be rounded to the precision of the largest logit.
         ctx.save_for_backward(hidden, weight, target, top, mass.log())
         ctx.temperature, ctx.impl = temperature, impl
         entropy = mass.log() + fall / mass
@@ -77,24 +86,32 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _slices(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield first word and end of each slice."""
+    """Yield (first word, end) of each slice of the vocabulary."""
     words, row = len(weight), max(1, len(hidden)) * weight.element_size()
     width = max(_MIN_WORDS, SLICE_BYTES // row // _ALIGNED * _ALIGNED)
     yield from ((start, min(start + width, words)) for start in range(0, words, width))
 
 
-# Operations of torch's own registry, so that tensors without memory (the planner's) pass them as
-# one operation that makes what it returns, like a kernel; the loops of the reference would make
-# more.
+# Registered as torch operations, so that the planner's fake tensors see a single kernel that
+# allocates its result. The reference allocates more temporaries.
 
 
 @torch.library.custom_op("trainer_bridge::reduce_logits", mutates_args=())
 def reduce_logits(
     logits: Tensor, target: Tensor, start: int, temperature: float, impl: str = "auto"
 ) -> Tensor:
-    """Return fp32 [4, N] of z = logits / temperature, [N, words]: in each row the maximum m, the
-    sum of exp(z - m), the sum of exp(z - m) * (m - z), and z of the target, -inf where it is not
-    among the words, which are numbered from `start`.
+    """Reduce a slice of logits to four values per token.
+
+    Args:
+        logits: [N, words].
+        target: int64 [N], the tokens.
+        start: Number of the first word in the vocabulary.
+        temperature: Divides the logits.
+        impl: Implementation to use.
+
+    Returns:
+        fp32 [4, N] of z = logits / temperature: the maximum m of each row, the sum of exp(z - m),
+        the sum of exp(z - m) * (m - z), and z of the target, -inf if the slice does not contain it.
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
         rows, words = logits.shape
@@ -130,13 +147,21 @@ def logits_to_gradient(
     temperature: float,
     impl: str = "auto",
 ) -> None:
-    """Put in the place of logits, [N, words], what `grad`, that of the targets' log-probabilities,
-    fp32 [N], makes their gradient. top, log_mass: fp32 [N], the maximum of z = logits / temperature
-    over all words, and the logarithm of the sum of exp(z - top).
+    """Replace a slice of logits by their gradient.
+
+    Args:
+        logits: [N, words], overwritten.
+        target: int64 [N], the tokens.
+        top: fp32 [N], the maximum of z = logits / temperature over the whole vocabulary.
+        log_mass: fp32 [N], the logarithm of the sum of exp(z - top) over the whole vocabulary.
+        grad: fp32 [N], gradient of the targets' log-probabilities.
+        start: Number of the first word in the vocabulary.
+        temperature: Divides the logits.
+        impl: Implementation to use.
     """
     if use_triton(impl, logits.device):  # type: ignore[arg-type]
         (rows, words), inputs = logits.shape, (target, top, log_mass, grad)
-        assert logits.stride(1) == 1 and all(each.is_contiguous() for each in inputs)
+        assert logits.stride(1) == 1 and all(tensor.is_contiguous() for tensor in inputs)
         numbers, how = (logits.stride(0), words, start, temperature), _cut(words)
         with torch.cuda.device_of(logits):
             _to_gradient[(rows, triton.cdiv(words, how["BLOCK"]))](logits, *inputs, *numbers, **how)
@@ -148,11 +173,11 @@ def logits_to_gradient(
 
 @logits_to_gradient.register_fake
 def _(*_: Any) -> None:
-    """It makes nothing."""
+    """Return nothing: the operation works in place."""
 
 
 def _cut(words: int) -> dict[str, int]:
-    """Return compile-time arguments for rows of so many words."""
+    """Return the compile-time arguments for rows of `words` words."""
     block = min(_BLOCK, triton.next_power_of_2(words))
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
@@ -161,10 +186,13 @@ def _cut(words: int) -> dict[str, int]:
 def _reduce(  # type: ignore[no-untyped-def]
     logits, target, out, stride, rows, words, start, temperature, BLOCK: tl.constexpr
 ):
-    """Program: a row. The sums so far are multiplied when a block has a larger maximum."""
+    """Reduce one row, as program (row).
+
+    When a block has a larger maximum, the previous sums are rescaled.
+    """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
-    # Below every logit, and finite: the difference to the first maximum is no NaN.
+    # Below every logit, but finite, so that the difference to the first maximum is not NaN.
     peak, mass, fall = -1e38, 0.0, 0.0
     for first in range(0, words, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -180,8 +208,8 @@ def _reduce(  # type: ignore[no-untyped-def]
         fall += tl.sum(power * (top - z), 0)
         peak = top
     word = tl.load(target + row) - start
-    there = (word >= 0) & (word < words)
-    chosen = tl.load(source + word, mask=there, other=float("-inf")).to(tl.float32)
+    in_slice = (word >= 0) & (word < words)
+    chosen = tl.load(source + word, mask=in_slice, other=float("-inf")).to(tl.float32)
     tl.store(out + row, peak)
     tl.store(out + rows + row, mass)
     tl.store(out + 2 * rows + row, fall)
@@ -192,7 +220,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 def _to_gradient(  # type: ignore[no-untyped-def]
     logits, target, top, log_mass, grad, stride, words, start, temperature, BLOCK: tl.constexpr
 ):
-    """Program (row, block of words)."""
+    """Compute the gradient of a block of logits, as program (row, block of words)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place, inside = logits + row * stride + at, at < words
@@ -204,9 +232,9 @@ def _to_gradient(  # type: ignore[no-untyped-def]
 
 
 class ScoringHead(nn.Linear):
-    """y = W x, and inside `scoring` what is asked there, which the model returns as its logits.
+    """An output embedding that computes token scores in place of logits inside `scoring`.
 
-    The weight is that of the layer whose place it takes.
+    It replaces a linear layer, whose weight it shares. Outside of `scoring` it computes y = W x.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -218,8 +246,14 @@ class ScoringHead(nn.Linear):
 
     @contextlib.contextmanager
     def scoring(self, at: Tensor, target: Tensor, temperature: float) -> Iterator[None]:
-        """Inside, hidden states [B, L, H] become fp32 [2, N]: log-probabilities and entropies of
-        the tokens `target` at the positions `at` of B * L, both int64 [N].
+        """Compute token scores inside the block, from hidden states [B, L, H].
+
+        The model then returns fp32 [2, N] in place of logits: log-probabilities and entropies.
+
+        Args:
+            at: int64 [N], positions in B * L that predict the tokens.
+            target: int64 [N], the tokens.
+            temperature: Divides the logits.
         """
         self._asked = at, target, temperature
         try:
@@ -236,8 +270,10 @@ class ScoringHead(nn.Linear):
 
 
 def score_in_head(model: Any) -> None:
-    """Put a `ScoringHead` in the place of a meta model's output embedding, if it is a plain one:
-    without bias or adapters, and the last that the model does. Some families cap or scale logits.
+    """Replace the output embedding of a meta model by a `ScoringHead`, if it is a plain one.
+
+    A plain one has no bias and no adapters, and its output is the model's. Some families cap or
+    scale logits.
     """
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.bias is None and _ends_with(model, head):
@@ -245,14 +281,15 @@ def score_in_head(model: Any) -> None:
 
 
 def _ends_with(model: Any, head: nn.Linear) -> bool:
-    """Return whether the model returns, as logits, the very tensor that its head returns.
+    """Return whether the model returns its head's output unchanged as logits.
 
-    Its forward is run around a decoder that does nothing; one that asks more of it counts as no.
+    The model's forward runs with a stub decoder. If it needs more than the stub offers, the answer
+    is False.
     """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     states: Any = torch.empty((1, 1, head.in_features), dtype=head.weight.dtype, device="meta")
-    scores = torch.empty((2, 1), device="meta")  # fp32: some families see to that
+    scores = torch.empty((2, 1), device="meta")  # fp32, because some families cast logits to it
     decoder, hook = model.get_decoder(), head.register_forward_hook(lambda *_: scores)
     decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=states)
     try:

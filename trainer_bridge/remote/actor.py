@@ -1,7 +1,6 @@
 """The trainer as a Ray actor, and blocking handles on the ranks of both sides.
 
-Handles and actors (`ActorBase.call`) forward what they are asked for, by name. ray is imported when
-first needed.
+Handles and actors (`ActorBase.call`) forward calls by method name. ray is imported on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trainer_bridge.trainer import Trainer
 
 
 class TrainerActor(ActorBase):
-    """A `Trainer` with a saver of its own, in a process of its own."""
+    """A process that owns one `Trainer` and its saver."""
 
     held: Trainer
     _saver: MemorySaver | None = None
@@ -30,7 +29,7 @@ class TrainerActor(ActorBase):
         self.config = config
 
     def reserve(self, ranks: int) -> None:
-        """Begin to obtain host memory for what will be offloaded, as one of so many ranks."""
+        """Begin to obtain host memory for offloaded tags, as one of `ranks` ranks."""
         self._saver = MemorySaver(device=self.config.device)
         reserve_offload(self.config, ranks, self._saver)
 
@@ -40,45 +39,56 @@ class TrainerActor(ActorBase):
         shard_dims: Mapping[str, int] | None = None,
         address: RankAddress | None = None,
     ) -> None:
-        """Make the trainer. address: this one's among several ranks. The rest is `Trainer`'s."""
+        """Build the trainer.
+
+        Args:
+            layout: See `Trainer`.
+            shard_dims: See `Trainer`.
+            address: Where this rank joins the process group; None for a single rank.
+        """
         self._join(address, self.config.device)
         saver = self._saver or MemorySaver(device=self.config.device)
         self.held = Trainer(self.config, saver, shard_dims=shard_dims, layout=layout)
 
     def connect(self, rollout: RemoteRollout) -> None:
-        """Speak for that engine rank; the ranks agree over their process group."""
+        """Connect this rank to one engine rank."""
         self.held.connect([rollout])
 
 
 class RemoteTrainer(RemoteGroup):
-    """Methods and contracts of `Trainer`, called on every rank; those of `ONE_RANK` on one.
+    """A handle on all ranks of a trainer, with the methods and contracts of `Trainer`.
 
-    `report`, `drain_events` and `take_usage` are of one rank: ask one of `each()`.
+    Each method is called on every rank. The methods of `ONE_RANK` (`report`, `drain_events`,
+    `take_usage`) differ between ranks: call them on an element of `each()`.
     """
 
     def build(
         self, layout: Manifest | None = None, shard_dims: Mapping[str, int] | None = None
     ) -> None:
-        """Make the trainer of every rank, all at the same time."""
+        """Build the trainers of all ranks concurrently.
+
+        Args:
+            layout: See `Trainer`.
+            shard_dims: See `Trainer`.
+        """
         self.call_each("build", [(layout, shard_dims, address) for address in addresses(self)])
 
     def reserve(self) -> None:
-        """Have every rank begin to obtain host memory for what will be offloaded; waits for
-        nobody.
-        """
+        """Begin to obtain host memory for offloaded tags on every rank, without waiting."""
         for rank in self.ranks:
             rank.start("reserve", len(self.ranks))
 
     def connect(self, rollout: RemoteRollout) -> None:
-        """Have each rank speak for the engine rank of its device."""
+        """Connect each rank to the engine rank of its device."""
         self.call_each("connect", [(target,) for target in rollout.each()])
 
 
 class RemoteRollout(RemoteGroup):
-    """Methods and contracts of `rollout.Engine`, over all replicas of it.
+    """A handle on all replicas of an engine, with the methods and contracts of `rollout.Engine`.
 
-    Each replica is `engine_size` ranks. A weight update, `report`, `drain_events` and `take_usage`
-    are of one rank (`ONE_RANK`): ask one of `each()`.
+    A replica has `engine_size` ranks. The methods of `ONE_RANK` (the steps of a weight update,
+    `report`, `drain_events`, `take_usage`) differ between ranks: call them on an element of
+    `each()`.
     """
 
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float, engine_size: int = 1) -> None:
@@ -87,52 +97,70 @@ class RemoteRollout(RemoteGroup):
         self._engines = [range(start, start + engine_size) for start in starts]
 
     def build(self) -> None:
-        """Make the engine of every rank, all at the same time."""
-        found: list[RankAddress | None] = []
+        """Build the engines of all ranks concurrently."""
+        places: list[RankAddress | None] = []
         for engine in self._engines:
-            found += addresses(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
-        self.call_each("build", [(address,) for address in found])
+            places += addresses(type(self)(self.ranks[engine.start : engine.stop], self.timeout))
+        self.call_each("build", [(address,) for address in places])
 
     @property
     def weights_version(self) -> int:
-        """See `Engine.weights_version`."""
+        """Return the version of the weights; see `Engine.weights_version`."""
         return self.call("weights_version")
 
     def unavailable_reason(self) -> str | None:
-        """Return the reason of the first rank that has one."""
+        """Return why the first unavailable rank cannot serve; None if all ranks can."""
         reasons = self.call_all("unavailable_reason")
         return next((reason for reason in reasons if reason is not None), None)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
-        """Deal the prompts over the replicas; answers come in the order of the prompts. A
-        replica that refuses one counts those that it was dispatched.
+        """Dispatch the prompts to the replicas, and generate answers in the order of the prompts.
+
+        If a replica refuses a prompt, the error counts prompts as dispatched to that replica.
+
+        Args:
+            prompts: Token ids of each prompt.
+            params: Sampling parameters, for all prompts or one per prompt.
+
+        Returns:
+            The answers to each prompt.
         """
-        each = for_each(prompts, params)
-        dispatched = dispatch_prompts(prompts, each, len(self._engines))
+        sampling = for_each(prompts, params)
+        dispatched = dispatch_prompts(prompts, sampling, len(self._engines))
         args: list[tuple[Any, ...] | None] = [None] * len(self.ranks)
         for engine, numbers in zip(self._engines, dispatched, strict=True):
-            mine = [prompts[number] for number in numbers], [each[number] for number in numbers]
+            share = [prompts[n] for n in numbers], [sampling[n] for n in numbers]
             for rank in engine if numbers else ():
-                args[rank] = mine
+                args[rank] = share
         answers = self.call_each("generate", args)
-        found: dict[int, list[Completion]] = {}
+        completions: dict[int, list[Completion]] = {}
         for engine, numbers in zip(self._engines, dispatched, strict=True):
-            found |= zip(numbers, answers[engine.start] or (), strict=True)
-        return [found[number] for number in range(len(prompts))]
+            completions |= zip(numbers, answers[engine.start] or (), strict=True)
+        return [completions[number] for number in range(len(prompts))]
 
 
 def dispatch_prompts(
     prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], replicas: int
 ) -> list[list[int]]:
-    """Return every replica's prompts by number, ascending; the same for the same requests.
+    """Divide prompts among replicas, deterministically.
 
-    The longest go first, each to the replica that has the least to do: so much at most as the
-    tokens of the prompt and of all its answers.
+    The longest requests go first, each to the replica with the least work. The work of a request is
+    the number of its prompt tokens and the limits of its answers.
+
+    Args:
+        prompts: Token ids of each prompt.
+        params: Sampling parameters of each prompt.
+        replicas: Number of replicas.
+
+    Returns:
+        For each replica the indices of its prompts, ascending.
     """
-    requests = zip(prompts, params, strict=True)
-    work = [len(ids) + max(each.n, each.beam_width) * each.max_tokens for ids, each in requests]
+    work = [
+        len(ids) + max(sampling.n, sampling.beam_width) * sampling.max_tokens
+        for ids, sampling in zip(prompts, params, strict=True)
+    ]
     dispatched: list[list[int]] = [[] for _ in range(replicas)]
     load = [0] * replicas
     for number in sorted(range(len(work)), key=lambda number: (-work[number], number)):
@@ -143,7 +171,10 @@ def dispatch_prompts(
 
 
 def addresses(ranks: RemoteGroup) -> list[RankAddress | None]:
-    """Return where each rank joins the others; None for one alone. Rank 0 opens the store."""
+    """Return where each rank joins the process group; None for a single rank.
+
+    Rank 0 opens the store.
+    """
     if len(ranks.ranks) == 1:
         return [None]
     host, port = ranks.each()[0].call("meet")

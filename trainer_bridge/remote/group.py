@@ -1,5 +1,6 @@
-"""Blocking handles on Ray actors that are called alike, and the cluster they run on, with one
-reservation for each device of a run; ray is imported when first needed.
+"""Blocking handles on groups of Ray actors, and the cluster and devices that the actors run on.
+
+ray is imported on first use.
 """
 
 import contextlib
@@ -17,12 +18,12 @@ from memsaver.system.interrupts import held
 from rollout.errors import RankError
 from trainer_bridge.errors import ActorDied, ActorTimeout, OtherRankFailed, RankFailed, SyncError
 
-# For the other ranks to answer, too, when one has failed: it may be by another's fault.
+# After a failure, how long to wait for other ranks: one of them may have caused it.
 _GRACE_SECONDS = 5.0
-_ECHOES = (SyncError, RankError, OtherRankFailed)  # what a rank raises because of another
+_ECHOES = (SyncError, RankError, OtherRankFailed)  # errors that another rank has caused
 
 
-# Each rank has an answer of its own, or its own peer: a group of several refuses them.
+# Methods whose results or arguments differ between ranks. A group of several ranks refuses them.
 ONE_RANK = {
     "alias_update", "as_peer", "begin_update", "commit_update", "drain_events", "hand_over_to",
     "report", "take_usage", "verify_update", "weight_layout", "write_update",
@@ -30,18 +31,18 @@ ONE_RANK = {
 
 
 class RemoteActor:
-    """A handle on one Ray actor (an `ActorBase`), and what to call it in an error."""
+    """A handle on one Ray actor (an `ActorBase`), and the actor's name in errors."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self.handle = handle
         self.name = name
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; return a reference to the answer."""
+        """Call a method, and return a reference to its answer."""
         return self.handle.call.remote(method, *args, **kwargs)
 
     def answer(self, reference: Any, method: str) -> Any:
-        """Wait for the answer, or what the method raised; ActorDied where there will be none."""
+        """Wait for the answer, and raise the method's error, or ActorDied if the actor is gone."""
         import ray
 
         try:
@@ -51,32 +52,34 @@ class RemoteActor:
                 raise error.cause from error
             raise
         except ray.exceptions.RayActorError as error:
-            if error.actor_init_failed:  # what the constructor raised is the last line of the text
-                reason = f"could not be made ({str(error).strip().splitlines()[-1].strip()})"
+            if error.actor_init_failed:  # the text ends with the constructor's error
+                reason = f"could not start ({str(error).strip().splitlines()[-1].strip()})"
                 raise ActorDied(self.name, "__init__", reason) from error
             raise ActorDied(self.name, method, "died") from error
 
 
 class RemoteGroup:
-    """Actors that are called alike, rank by rank; a call blocks until all have answered. Often it
-    is one actor. Their public methods are the group's.
+    """A group of actors, one per rank, that has the public methods of its actors.
 
-    What all ranks raise, or the only one, is raised here; `RankFailed` names the rank where others
-    did not raise it. `ActorDied` and `ActorTimeout` name the actor and the method; nobody waits for
-    the others when one has died.
+    A call runs on all ranks and blocks until all have answered. An error that all ranks raise is
+    raised unchanged. If only some raise it, `RankFailed` names the rank. `ActorDied` and
+    `ActorTimeout` name the actor and the method. A dead actor ends the call immediately.
+
+    Attributes:
+        ranks: The actors in the order of their ranks.
+        timeout: Seconds for one call.
     """
 
     def __init__(self, ranks: Sequence[RemoteActor], timeout: float) -> None:
-        """timeout: seconds for one call."""
         self.ranks = tuple(ranks)
         self.timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a public method of the actors, which runs on every rank; rank 0 answers."""
+        """Return a public method of the actors, which runs on all ranks; rank 0's answer counts."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in ONE_RANK and len(self.ranks) > 1:
-            raise ValueError(f"{name}() is of one rank, these are {self.name}; ask one of each()")
+            raise ValueError(f"{name}() is for one rank, these are {self.name}; use one of each()")
         return functools.partial(self.call, name)
 
     @property
@@ -84,24 +87,32 @@ class RemoteGroup:
         return ", ".join(rank.name for rank in self.ranks)
 
     def each(self) -> list[Self]:
-        """Return every rank as a group of its own."""
+        """Return one group per rank."""
         return [type(self)([rank], self.timeout) for rank in self.ranks]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method on every rank; return rank 0's answer, which is everybody's."""
+        """Call a method on every rank, and return rank 0's answer, which equals all others."""
         return self.call_all(method, *args, **kwargs)[0]
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method on every rank; return all answers, by rank."""
+        """Call a method on every rank, and return the answers in the order of the ranks."""
         if len(self.ranks) > 1:
             args, kwargs = _stored_once(args, kwargs)
         return self._gather(method, [rank.start(method, *args, **kwargs) for rank in self.ranks])
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call each rank with its own arguments; None is not called, and its answer is None."""
+        """Call a method with different arguments on each rank.
+
+        Args:
+            method: Name of the method.
+            args: Positional arguments for each rank; a rank with None is not called.
+
+        Returns:
+            The answers in the order of the ranks; None for a rank that was not called.
+        """
         pairs = zip(self.ranks, args, strict=True)
         return self._gather(
-            method, [None if mine is None else rank.start(method, *mine) for rank, mine in pairs]
+            method, [None if own is None else rank.start(method, *own) for rank, own in pairs]
         )
 
     def _gather(self, method: str, references: Sequence[Any]) -> list[Any]:
@@ -123,7 +134,7 @@ class RemoteGroup:
                 answers[rank] = self.ranks[rank].answer(done[0], method)
             except ActorDied:
                 raise
-            except Exception as error:  # another rank's may be the cause
+            except Exception as error:  # may be caused by another rank, which reports it next
                 failed.append((rank, error))
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
         if failed:
@@ -136,8 +147,8 @@ class RemoteGroup:
     def _cause(
         self, method: str, failed: Sequence[tuple[int, Exception]], called: int
     ) -> Exception:
-        """Return the error to raise: the first that no other rank is to blame for."""
-        rank, first = min(failed, key=lambda each: isinstance(each[1], _ECHOES))
+        """Return the error to raise: the first that was not caused by another rank."""
+        rank, first = min(failed, key=lambda failure: isinstance(failure[1], _ECHOES))
         if len(failed) == called and len({(type(error), str(error)) for _, error in failed}) == 1:
             return first
         error = RankFailed(self.ranks[rank].name, method, first)
@@ -146,25 +157,33 @@ class RemoteGroup:
 
 
 def _stored_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return references in place of arguments: Ray would store them once for every call."""
+    """Store arguments once, and return references: Ray would store them again for every call."""
     import ray
 
     return tuple(ray.put(arg) for arg in args), {name: ray.put(kwargs[name]) for name in kwargs}
 
 
-START_SECONDS = 60.0  # for Ray to find room
+START_SECONDS = 60.0  # limit for Ray to find room
 _REPORTS = "RAY_USAGE_STATS_ENABLED"
-# Of Ray's object store: batches and messages only, weights never pass through it.
+# Size of Ray's object store. Only batches and messages pass through it, never weights.
 _STORE_BYTES = 256 << 20
-_ACTORS = 2  # a device: a trainer rank and an engine rank
+_ACTORS = 2  # per device: a trainer rank and an engine rank
 
 Place = dict[str, Any]
-"""Options of an actor: half of a device."""
+"""Ray options that give an actor half of a device."""
 
 
 @contextlib.contextmanager
 def connected(address: str | None, devices: int) -> Iterator[None]:
-    """Connect to a Ray cluster for the block, or start one for `devices`, and end it."""
+    """Connect to a Ray cluster for the block.
+
+    A process that is already connected stays connected.
+
+    Args:
+        address: Address of a running cluster; None takes RAY_ADDRESS, or starts a small cluster and
+            ends it with the block.
+        devices: Devices that a new cluster has CPUs for.
+    """
     import ray
 
     if ray.is_initialized():
@@ -177,7 +196,7 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
         options = {"address": "local", "num_cpus": cpus, "object_store_memory": _STORE_BYTES}
         options["include_dashboard"] = False
     try:
-        # A cluster whose start is interrupted leaves agents behind, which never learn it is gone.
+        # Interrupting the start of a cluster would leave its agents running.
         with contextlib.nullcontext() if address else held(), _process_kept():
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         yield
@@ -187,7 +206,7 @@ def connected(address: str | None, devices: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _process_kept() -> Iterator[None]:
-    """Inside, a cluster that is started reports no use; ray.init's SIGTERM handler is undone."""
+    """Disable Ray's usage reports for the block, and restore the SIGTERM handler after it."""
     handler, reports = signal.getsignal(signal.SIGTERM), os.environ.get(_REPORTS)
     os.environ[_REPORTS] = "0"
     try:
@@ -202,16 +221,27 @@ def _process_kept() -> Iterator[None]:
 
 
 def cores() -> int:
-    """Return the number of cores of this process."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
-    """Yield where to run the actors of each device, node by node; one bundle a device, so that its
-    actors get the same GPU.
+    """Reserve devices of the cluster for the block.
 
-    Raises a ValueError where they are not free in time. A cluster that grows may have them then.
+    A device is one bundle of a placement group, so both of its actors get the same GPU. An
+    autoscaling cluster has time to grow.
+
+    Args:
+        nodes: Machines.
+        devices: Devices per machine.
+        on_gpu: Whether a device is a GPU.
+
+    Yields:
+        Options for the actors of each device, node by node.
+
+    Raises:
+        ValueError: The devices were not free within `START_SECONDS`.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -228,8 +258,8 @@ def reserved(nodes: int, devices: int, on_gpu: bool) -> Iterator[list[Place]]:
             try:
                 ray.get(group.ready(), timeout=max(0.0, end - time.monotonic()))
             except ray.exceptions.GetTimeoutError as error:
-                there = ray.available_resources()
-                free = {name: there.get(name, 0) for name in bundle}
+                available = ray.available_resources()
+                free = {name: available.get(name, 0) for name in bundle}
                 raise ValueError(
                     f"the Ray cluster has no room for {nodes} x {devices} x {bundle} (free: {free})"
                     "; end what runs there, or use fewer devices"

@@ -1,4 +1,4 @@
-"""The weight sync: plan, copies, agreement of all ranks."""
+"""The weight sync: its plan, its copies, and the agreement of all ranks."""
 
 from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync
 

@@ -1,4 +1,4 @@
-"""Let ranks agree before each step that cannot be undone: all of them go on, or none does."""
+"""Agreement of ranks before each step that cannot be undone: all of them continue, or none."""
 
 import itertools
 import time
@@ -23,21 +23,27 @@ from trainer_bridge.sync.shards import SourceShard
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 5.0  # for ranks that are on their way when another one is lost
-_PLAIN = Plain(  # what ranks of a sync say
+_GRACE_SECONDS = 5.0  # time for live ranks to arrive after another one is lost
+_PLAIN = Plain(  # types that ranks of a sync exchange
     ParamSlice, ModuleTensor, Manifest, WeightLayout, WeightOffer, UpdateReceipt,
     Ticket, SourceShard,
 )  # fmt: skip
 
 
 class Agreement:
-    """The ranks of a process group that make the same stages in the same order; one rank alone
-    without a group.
+    """The ranks of a process group that run the same stages in the same order.
 
-    What a rank says goes to the others by gloo: a collective that ends on one rank was begun by
-    all, so a rank that comes late never goes on alone. Nothing is unpickled. After a time-out, or
-    when a rank is gone, the object is of no more use: the ranks do not know any longer what the
-    others do.
+    Without a group it is a single rank. Ranks exchange results by gloo. A collective that ends on
+    one rank was begun by all, so a late rank never continues alone. Nothing is unpickled. After a
+    timeout, or when a rank is lost, every further call fails, because the ranks no longer know each
+    other's state.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        cpu: Group that has gloo for CPU tensors; None for a single rank.
+        group: Group of the same ranks for tensors on GPUs, perhaps with a faster backend.
+        timeout: Seconds that a rank waits for the others in one stage.
     """
 
     def __init__(
@@ -48,13 +54,14 @@ class Agreement:
         group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
     ) -> None:
-        """Make the agreement of the ranks of `cpu`, on each of them.
+        """Create the agreement; every rank of `cpu` does.
 
         Args:
-            cpu: A group that has gloo for CPU tensors.
-            store: Of the group, this object's own (a PrefixStore): who has come is noted there.
-            group: Of the same ranks, perhaps with a faster backend for GPUs; None: `cpu`.
-            timeout: Seconds that a rank waits for the others in one stage.
+            cpu: See the attribute.
+            store: Store of the group, for this object alone (a PrefixStore), in which ranks record
+                that they have arrived.
+            group: See the attribute; None uses `cpu`.
+            timeout: See the attribute.
         """
         self.rank, self.size = (0, 1) if cpu is None else (cpu.rank(), cpu.size())
         self.cpu, self.group, self.timeout = cpu, group or cpu, timeout
@@ -63,25 +70,32 @@ class Agreement:
         self._broken: str | None = None
 
     def agree(self, stage: str, step: Callable[[], T]) -> list[T]:
-        """Run `step` here; return every rank's result, by rank, once it has succeeded on all.
+        """Run a step on every rank, and return once it has succeeded on all of them.
+
+        Args:
+            stage: Name of the stage, the same on all ranks.
+            step: Runs on this rank. Its result must be plain data.
+
+        Returns:
+            The results of all ranks, by rank.
 
         Raises:
-            Exception: That of the step, if it failed here, after the others were told.
-            SyncError: Names the stage, and the ranks that failed with their errors, or those that
-                gave no answer in time.
+            Exception: The error of the step on this rank, raised after the other ranks know of it.
+            SyncError: Other ranks failed, or did not answer in time. The text names the stage, the
+                ranks and their errors.
         """
         if self.cpu is None:
             return [step()]
         if self._broken is not None:
             raise SyncError(stage, f"{self._broken}; restart all ranks")
         error: Exception | None = None
-        said: tuple[bool, Any]
+        outcome: tuple[bool, Any]
         try:
-            said = True, step()
-        except Exception as problem:  # the others are told, then it is raised
-            error, said = problem, (False, f"{type(problem).__name__}: {problem}")
+            outcome = True, step()
+        except Exception as problem:  # raised below, after the other ranks know of it
+            error, outcome = problem, (False, f"{type(problem).__name__}: {problem}")
         try:
-            answers = self._exchange(stage, _PLAIN.text((stage, *said)))
+            answers = self._exchange(stage, _PLAIN.text((stage, *outcome)))
         except SyncError as problem:
             self._broken = str(problem)
             raise (problem if error is None else error) from problem
@@ -92,23 +106,23 @@ class Agreement:
             raise SyncError(stage, "; ".join(failed))
         return [value for _, _, value in answers]
 
-    def _exchange(self, stage: str, mine: str) -> list[tuple[str, bool, Any]]:
+    def _exchange(self, stage: str, text: str) -> list[tuple[str, bool, Any]]:
         assert self.cpu is not None and self._store is not None
         begun, self._round = time.monotonic(), self._round + 1
         try:
             self._store.set(str(self.rank), str(self._round))
-            texts = gather_texts(mine, self.cpu, timeout=timedelta(seconds=self.timeout))
+            texts = gather_texts(text, self.cpu, timeout=timedelta(seconds=self.timeout))
         except RuntimeError as error:
             raise SyncError(stage, self._who_is_missing(begun, error)) from error
-        answers = [_PLAIN.value(text) for text in texts]
-        if strays := sorted({said[0] for said in answers} - {stage}):
+        answers = [_PLAIN.value(answer) for answer in texts]
+        if strays := sorted({answer[0] for answer in answers} - {stage}):
             raise SyncError(
                 stage, f"other ranks are in stage {strays[0]!r}: all ranks must make the same calls"
             )
         return answers
 
     def _who_is_missing(self, begun: float, error: RuntimeError) -> str:
-        """Say which ranks have not come to this round; those that are alive get time to come."""
+        """Describe which ranks have not arrived in this round, giving live ranks time to arrive."""
         until = min(begun + self.timeout, time.monotonic() + _GRACE_SECONDS)
         try:
             while (missing := self._missing()) and time.monotonic() < until:
@@ -116,22 +130,22 @@ class Agreement:
         except RuntimeError as gone:
             return f"the ranks' store does not answer ({gone}); its process may have ended"
         if not missing:
-            return f"the exchange broke off ({error})"
+            return f"the exchange failed ({error})"
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         waited = time.monotonic() - begun
         return f"rank {self.rank} waited {waited:.1f} s, {names} did not come ({error})"
 
     def _missing(self) -> list[int]:
         assert self._store is not None
-        come = (
+        arrivals = (
             int(self._store.get(str(rank))) if self._store.check([str(rank)]) else 0
             for rank in range(self.size)
         )
-        return [rank for rank, rounds in enumerate(come) if rounds < self._round]
+        return [rank for rank, rounds in enumerate(arrivals) if rounds < self._round]
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """Return what a group exchanges tensors of a device with: "gloo", "nccl"; None: nothing."""
+    """Return the backend ("gloo", "nccl") of a group for a device type; None without one."""
     config = str(dist.get_backend_config(group))
     return dict(part.split(":", 1) for part in config.split(",")).get(device_type)
 
@@ -140,10 +154,11 @@ _made = itertools.count()
 
 
 def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -> Agreement:
-    """Make the agreement of a process group's ranks, on all of them, each as often as the others.
+    """Create the agreement of a process group's ranks; a collective call.
 
     Args:
-        group: None: this process alone. A group without gloo gets one beside it.
+        group: The ranks; None for this process alone. If the group lacks gloo, a second group of
+            the same ranks is created.
         timeout: See `Agreement`.
     """
     if group is None or dist.get_world_size(group) == 1:
@@ -151,8 +166,8 @@ def group_agreement(group: dist.ProcessGroup | None, *, timeout: float = 60.0) -
     cpu = group
     if backend_of(group, "cpu") != "gloo":
         ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
-        assert isinstance(made, dist.ProcessGroup)
-        cpu = made
+        gloo = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout))
+        assert isinstance(gloo, dist.ProcessGroup)
+        cpu = gloo
     store = dist.PrefixStore(f"memsaver/sync/{next(_made)}", group.get_group_store())
     return Agreement(cpu, store, group=group, timeout=timeout)

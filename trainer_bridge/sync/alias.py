@@ -1,13 +1,11 @@
-"""A sync that moves nothing: engines on the trainer's device serve the trainer's own pages.
+"""A weight sync without copies: engines on the trainer's device serve the trainer's own pages.
 
-    prepare   newer?                                waits for the step that made the weights,
-                                                    digests them the first time
-    alias     every engine maps the pages           and reads them back, if there is a digest
+    prepare   check the version, wait for the optimizer step, digest the parameters the first time
+    alias     every engine maps the pages, and verifies them if there is a digest
 
-Between the two the ranks agree, as for a sync by copies (`weight_sync.py`). A stage that fails ends
-it everywhere: engines that have aliased the pages give them back and serve nothing. As long as an
-engine serves them the trainer cannot offload its parameters, and must not change them: the lease is
-what tells it.
+The ranks agree after each stage, as in a sync by copies (`weight_sync.py`). A stage that fails ends
+the sync on all ranks: engines that have aliased the pages return them and serve nothing. While an
+engine serves the pages, its lease prevents the trainer from offloading or changing its parameters.
 """
 
 import time
@@ -29,36 +27,46 @@ from trainer_bridge.sync.weight_sync import SyncReceipt, WeightSync, abort_all, 
 
 
 class PageAlias:
-    """The pages of one tag that a sync's engines serve, version by version; all ranks call it
-    together.
+    """The pages of one tag, which the engines of a sync serve; all ranks call it together.
+
+    Args:
+        saver: The trainer's saver.
+        tag: Tag on which the parameters are laid out as in `layout`.
+        layout: Layout of the engines' weights. An engine with another layout refuses the pages.
+        sync: Sync by copies of whole parameters, with engines on the saver's device. Buffers are
+            not on the pages, so they are copied as in this sync.
     """
 
     def __init__(self, saver: MemorySaver, tag: str, layout: Manifest, sync: WeightSync) -> None:
-        """tag: on which the parameters lie as `layout` says. sync: by copies, of whole parameters
-        with engines on the saver's device, which say no to another layout; its buffers are copied
-        here, too, as they lie in no page.
-        """
         self._saver, self._tag, self._layout, self._sync = saver, tag, layout, sync
         self._buffers: dict[str, Tensor] = {}
         self._version: int | None = None
 
     def share(self, version: int) -> SyncReceipt:
-        """Have every target serve the parameters as they are now, as `version`, in these very
-        pages.
+        """Serve the current parameters on all targets, from the trainer's pages.
 
-        The first time they are digested here, and read back by every engine through its own
-        addresses. From then on the layouts' hashes are all that is compared: nothing is written, so
-        nothing can be written wrongly. The receipt has nbytes 0, and digests and verify_seconds
-        (mapping included) only where they were read. Raises what went wrong here, or a `SyncError`
-        that names the stage, the rank and its error.
+        The first call digests the parameters, and every engine reads them back through its own
+        addresses. Later calls only compare hashes of the layouts: nothing is written, so there is
+        nothing to verify.
+
+        Args:
+            version: Number of the weights; not lower than that of the last call.
+
+        Returns:
+            A receipt with nbytes 0. It has digests and verify_seconds (mapping included) only if
+            the engines read the parameters.
+
+        Raises:
+            Exception: The error of this rank, if it failed.
+            SyncError: Another rank failed; the text names stage, rank and error.
         """
         started, stages = time.perf_counter(), dict[str, float]()
         prepared = self._sync.agreement.agree("prepare", lambda: self._prepare(version))
         stages["prepare"] = time.perf_counter() - started
-        digests = [each for each in prepared if each is not None]
+        digests = [digest for digest in prepared if digest is not None]
         asked: list[UpdatableEngine] = []
         try:
-            made = self._sync.agreement.agree(
+            receipts = self._sync.agreement.agree(
                 "alias", lambda: self._alias(version, prepared[self._sync.agreement.rank], asked)
             )
         except BaseException as error:
@@ -67,26 +75,25 @@ class PageAlias:
         seconds = time.perf_counter() - started
         stages["alias"] = seconds - stages["prepare"]
         self._version = version
-        slowest = max((each.seconds for each in chain.from_iterable(made)), default=0.0)
+        updates = chain.from_iterable(receipts)
+        slowest = max((receipt.seconds for receipt in updates), default=0.0)
         return SyncReceipt(
             version=version,
-            digests=tuple(each for each, _ in product(digests, self._sync.targets)),
+            digests=tuple(digest for digest, _ in product(digests, self._sync.targets)),
             seconds=seconds,
             verify_seconds=slowest if digests else 0.0,
             stages=stages,
         )
 
     def _prepare(self, version: int) -> int | None:
-        """Return the digest of this rank's parameters, where they are to be read back. Their last
-        writes have ended.
-        """
+        """Wait for writes of the parameters, and return their digest if engines will verify it."""
         if self._version is not None and version < self._version:
             text = f"version {version} is stale: version {self._version} has been shared"
             raise ValueError(f"{text}; use a higher one")
         sources = self._sync.sources()
         self._buffers = buffer_values(sources, self._sync.buffers)
         if self._saver.device.type == "cuda":
-            torch.cuda.synchronize(self._saver.device)  # another process is to read
+            torch.cuda.synchronize(self._saver.device)  # another process reads the pages next
         if self._version is not None:
             return None
         numbers = {piece.name: piece.index_base for piece in self._layout.slices}
@@ -99,7 +106,7 @@ class PageAlias:
     ) -> list[UpdateReceipt]:
         ticket, receipts = self._saver.share(self._tag), []
         for target in self._sync.targets:
-            asked.append(target)  # before: it may have done half of it
+            asked.append(target)  # before the call, which may fail halfway
             receipts.append(
                 target.alias_update(
                     version, ticket, self._layout.layout_hash, digest, self._buffers
@@ -109,21 +116,28 @@ class PageAlias:
 
 
 def byte_offsets(layout: Manifest, params: Mapping[str, Tensor]) -> dict[str, int]:
-    """Tells where the layout has each parameter, by the trainer's name: bytes from the tag's start.
+    """Look up where a layout stores the trainer's parameters.
 
-    A ValueError lists what does not agree: names, whole shapes, dtypes, parts instead of wholes.
-    Tied parameters are looked up by the name that the layout stores. Tensors may be on any device,
-    meta too.
+    Args:
+        layout: Layout of an engine's weights. Tied parameters are stored under one name.
+        params: Whole parameters by the trainer's names, on any device, including meta.
+
+    Returns:
+        Offset of each parameter in bytes from the start of the tag, by the trainer's names.
+
+    Raises:
+        ValueError: Names, shapes, dtypes or strides differ, or the layout holds parts of
+            parameters; the text lists the differences.
     """
     shards = [shard_of(name, param, 0) for name, param in params.items()]
     plan = make_plan(shards, [""], [WeightLayout(manifest=layout, place="")])
     misfits = ((name, _misfit(piece, params[name])) for name, piece, *_ in plan.slices)
     problems = [f"{name}: {problem}" for name, problem in misfits if problem is not None]
     if layout.zeros:
-        problems.append("the rollout's layout has padding, as of one rank of several")
+        problems.append("the rollout's layout has padding, like one rank of several")
     if problems:
-        rule = "the trainer's parameters cannot lie as the rollout's do"
-        raise ValueError(f"{rule}: {listed(problems)}; leave layout away, and sync by copies")
+        rule = "the trainer's parameters cannot be laid out like the rollout's"
+        raise ValueError(f"{rule}: {listed(problems)}; omit layout, and sync by copies")
     return {name: piece.offset for name, piece, *_ in plan.slices}
 
 

@@ -1,9 +1,8 @@
-"""Plan which elements of which shard go to which bytes of the rollout's weights. Plain data in,
-plain data out: no tensors.
+"""The plan of a sync: which elements of a shard go to which bytes of a rollout's weights.
 
-Both sides hold boxes of parameters; a copy is what a rank's box and a target's slice have in
-common. An element that several ranks hold is copied by one on the target's own device if there is
-one, so links carry as little as they can.
+Input and output are plain data, without tensors. Both sides hold boxes of parameters, and a copy is
+the intersection of a rank's box and a target's slice. If several ranks hold an element, a rank on
+the target's device copies it, if there is one, to keep traffic on links low.
 """
 
 import math
@@ -33,10 +32,15 @@ from trainer_bridge.sync.shards import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy(ArenaBox):
-    """Rank `rank` casts the box of `shape` at `start` of its shard of `name` into target number
-    `target`.
+    """A box that one rank casts from its shard into the arena of a target.
 
-    index_base: number of the first element in the digest; index_strides: of the others.
+    Attributes:
+        rank: Rank that copies.
+        target: Number of the target.
+        name: The trainer's name of the parameter.
+        start: First element of the box in the rank's shard.
+        index_base: Number of the first element in the digest.
+        index_strides: Distances between the elements' numbers in the digest, per dimension.
     """
 
     rank: int
@@ -47,7 +51,7 @@ class Copy(ArenaBox):
     index_strides: Ints
 
     def part(self, dim: int, first: int, size: int) -> Self:
-        """Return what is at `first` to `first + size` of dimension `dim` of the box."""
+        """Return the copy of indices `first` to `first + size` of dimension `dim`."""
         return replace(
             self,
             start=_with(self.start, dim, self.start[dim] + first),
@@ -62,12 +66,17 @@ def _with(values: Ints, at: int, value: int) -> Ints:
 
 
 Sends = Mapping[tuple[int, int], Sequence[tuple[Box, Box]]]
-"""Who sends what of one slice: (rank, target) -> (box that is sent, box that the rank holds)."""
+"""Senders of one slice: (rank, target) -> pairs of the sent box and the rank's whole box."""
 
 
 class Planned(NamedTuple):
-    """A slice that the targets numbered `targets` have, and who sends what of it to them. name: the
-    trainer's. Slices that are sent alike share one `sends`.
+    """A slice of some targets, and the ranks that send it.
+
+    Attributes:
+        name: The trainer's name of the parameter.
+        piece: The slice.
+        targets: Numbers of the targets that have the slice.
+        sends: Its senders. Slices with the same senders and boxes share one object.
     """
 
     name: str
@@ -78,10 +87,12 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyncPlan:
-    """The copies of all ranks: together they write every byte of every slice of every target
-    exactly once.
+    """The copies of all ranks, which write every byte of every slice exactly once.
 
-    places: the device of each rank.
+    Attributes:
+        targets: Layout of each target's weights.
+        places: Device of each rank.
+        slices: Slices of all targets, with their senders.
     """
 
     targets: Sequence[WeightLayout]
@@ -89,14 +100,14 @@ class SyncPlan:
     slices: Sequence[Planned]
 
     def only(self, names: Collection[str]) -> Self:
-        """Return the plan that writes these parameters alone, by the trainer's names."""
-        return replace(self, slices=[each for each in self.slices if each.name in names])
+        """Return the plan of these parameters alone, by the trainer's names."""
+        return replace(self, slices=[planned for planned in self.slices if planned.name in names])
 
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
         """Return the bytes that each rank writes into each target, by (rank, target)."""
-        sends = {id(each.sends): each.sends for each in self.slices}
-        uses = Counter((id(each.sends), each.piece.torch_dtype.itemsize) for each in self.slices)
+        sends = {id(planned.sends): planned.sends for planned in self.slices}
+        uses = Counter((id(p.sends), p.piece.torch_dtype.itemsize) for p in self.slices)
         traffic: Counter[tuple[int, int]] = Counter()
         for (key, size), count in uses.items():
             for pair, boxes in sends[key].items():
@@ -105,7 +116,7 @@ class SyncPlan:
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Return the bytes of parameters, one entry a target."""
+        """Return the bytes written into each target."""
         nbytes = [0] * len(self.targets)
         for (_, target), size in self.traffic.items():
             nbytes[target] += size
@@ -113,7 +124,7 @@ class SyncPlan:
 
     @cached_property
     def link_bytes(self) -> dict[tuple[int, int], int]:
-        """Return the traffic from one device to another."""
+        """Return the traffic between different devices, by (rank, target)."""
         return {
             (rank, target): size
             for (rank, target), size in self.traffic.items()
@@ -121,22 +132,21 @@ class SyncPlan:
         }
 
     def copies(self, rank: int) -> list[Copy]:
-        """Return what one rank writes: first to its own device, then to others, target after target
-        in order of bytes.
+        """List the copies of one rank in the order in which the rank writes them.
 
-        Each rank begins with another target, so that they do not all write to the same one. Each
-        call makes a new list.
+        Targets on its own device come first. Each rank begins with a different target, so that the
+        ranks do not all write to the same one. Copies for one target are ordered by offset.
         """
-        found: dict[int, list[Copy]] = defaultdict(list)
+        copies: dict[int, list[Copy]] = defaultdict(list)
         for name, piece, targets, sends in self.slices:
             for target in targets:
                 for sent, held in sends.get((rank, target), ()):
-                    found[target].append(_copy(name, piece, sent, held, rank, target))
+                    copies[target].append(_copy(name, piece, sent, held, rank, target))
         count = len(self.targets)
         order = sorted(
-            found, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count)
+            copies, key=lambda t: (self.targets[t].place != self.places[rank], (t - rank) % count)
         )
-        by_offset = (sorted(found[target], key=attrgetter("offset")) for target in order)
+        by_offset = (sorted(copies[target], key=attrgetter("offset")) for target in order)
         return list(chain.from_iterable(by_offset))
 
 
@@ -158,7 +168,7 @@ def _copy(name: str, piece: ParamSlice, sent: Box, held: Box, rank: int, target:
 
 
 class _Parameter(NamedTuple):
-    """The shape of a trainer's parameter, and who holds what of it."""
+    """The whole shape of a trainer's parameter, and the ranks that hold its boxes."""
 
     shape: Ints
     held: Held
@@ -169,16 +179,16 @@ def make_plan(
 ) -> SyncPlan:
     """Plan how the shards of all ranks are written into all targets.
 
-    The layers of a model repeat each other: what is worked out here is worked out once for a kind
-    of parameter.
+    Layers of a model repeat each other, so senders are computed once per kind of parameter.
 
     Args:
-        shards: Of all ranks. One may be given twice: ranks just join lists.
-        places: The device of every rank.
-        targets: What is written.
+        shards: Shards of all ranks; duplicates are allowed.
+        places: Device of each rank.
+        targets: Layout of each target's weights.
 
     Raises:
-        ValueError: Lists what does not fit: missing, extra or doubled names, shapes, parts.
+        ValueError: Names are missing, unknown or duplicated, shapes differ, or elements are held by
+            no rank; the text lists the problems.
     """
     params = _parameters(shards)
     alike: dict[str, list[int]] = defaultdict(list)  # layout hash -> targets
@@ -187,7 +197,7 @@ def make_plan(
     manifests = [targets[numbers[0]].manifest for numbers in alike.values()]
     target_places = [target.place for target in targets]
     turns: Counter[object] = Counter()
-    made: dict[object, Sends] = {}
+    senders: dict[object, Sends] = {}
     slices: list[Planned] = []
     for name, piece, layout in _fitting(spelled(manifests, params), params):
         held, numbers = params[name].held, tuple(alike[layout])
@@ -195,9 +205,9 @@ def make_plan(
         kind = id(held), box, numbers
         turn = turns[kind] % max(len(ranks) for _, ranks in held)
         turns[kind] += 1
-        if (kind, turn) not in made:
-            made[kind, turn] = _sends(box, held, numbers, places, target_places, turn)
-        slices.append(Planned(name, piece, numbers, made[kind, turn]))
+        if (kind, turn) not in senders:
+            senders[kind, turn] = _sends(box, held, numbers, places, target_places, turn)
+        slices.append(Planned(name, piece, numbers, senders[kind, turn]))
     return SyncPlan(targets=targets, places=places, slices=slices)
 
 
@@ -206,20 +216,25 @@ def _parameters(shards: Iterable[SourceShard]) -> dict[str, _Parameter]:
     for shard in shards:
         parts[shard.name].add(replace(shard, name=""))
     kinds: dict[frozenset[SourceShard], _Parameter] = {}
-    found = {}
+    params = {}
     for name in sorted(parts):
         kind = frozenset(parts[name])
         if kind not in kinds:
             kinds[kind] = _Parameter(next(iter(kind)).global_shape, holders(name, kind))
-        found[name] = kinds[kind]
-    return found
+        params[name] = kinds[kind]
+    return params
 
 
 def _fitting(
     manifests: Sequence[Manifest], params: Mapping[str, _Parameter]
 ) -> list[tuple[str, ParamSlice, str]]:
-    """Return (the trainer's name, slice, hash of its layout) of what is written. A ValueError
-    lists what does not fit.
+    """Match slices with the trainer's parameters.
+
+    Returns:
+        (the trainer's name, slice, hash of the slice's layout) for each slice that is not empty.
+
+    Raises:
+        ValueError: Names or shapes do not fit; the text lists the problems.
     """
     slices = chain.from_iterable(manifest.slices for manifest in manifests)
     anywhere = {piece.name for piece in slices}
@@ -231,12 +246,12 @@ def _fitting(
             sources[manifest.aliases.get(name, name)].append(name)
         problems += name_problems(sources, manifest, anywhere)
         for piece in manifest.slices:
-            theirs = sources.get(piece.name, ())
-            if len(theirs) != 1 or not math.prod(piece.shape):
+            names = sources.get(piece.name, ())
+            if len(names) != 1 or not math.prod(piece.shape):
                 continue
-            if problem := _misfit(params[theirs[0]], piece):
+            if problem := _misfit(params[names[0]], piece):
                 problems.append(f"{piece.name}: {problem}")
-            fitting.append((theirs[0], piece, manifest.layout_hash))
+            fitting.append((names[0], piece, manifest.layout_hash))
     if problems:
         rule = "the trainer's weights do not fit the rollout's, nothing was written"
         raise ValueError(f"{rule}: {listed(list(dict.fromkeys(problems)))}")
@@ -259,11 +274,19 @@ def _sends(
     target_places: Sequence[str],
     turn: int,
 ) -> Sends:
-    """Choose one holder of each part of the box for each of `targets`: one on the target's device,
-    else holders in turn.
+    """Choose the ranks that send a box to targets.
 
-    turn: differs between parameters that are sent alike, so that what does not divide evenly does
-    not always fall to the same rank.
+    For each part of the box and each target, a holder on the target's device is preferred.
+    Otherwise the holders take turns.
+
+    Args:
+        box: The box.
+        held: Boxes of the parameter with their ranks.
+        targets: Numbers of the targets.
+        places: Device of each rank.
+        target_places: Device of each target.
+        turn: Holder to begin with. It differs between parameters of the same kind, to spread the
+            work evenly over the ranks.
     """
     sends: dict[tuple[int, int], list[tuple[Box, Box]]] = defaultdict(list)
     for common, whole, ranks in cover(box, held):
@@ -280,15 +303,15 @@ def _sends(
 def name_problems(
     sources: Mapping[str, Sequence[str]], manifest: Manifest, anywhere: Collection[str]
 ) -> list[str]:
-    """List names that only one side has, or the trainer twice.
+    """List names that only one side has, or that the trainer has twice.
 
     Args:
-        sources: Stored name -> the trainer's names for it.
-        manifest: Of one target.
+        sources: The trainer's names by stored name.
+        manifest: Manifest of one target.
         anywhere: Names that any target stores.
     """
     stored = {piece.name for piece in manifest.slices}
-    # A module alone: all of it is padding on this rank.
+    # A module without slices holds only padding on this rank.
     known = stored | (manifest.modules.keys() & anywhere)
     problems = [f"missing in the trainer: {name}" for name in sorted(stored - sources.keys())]
     problems += [
@@ -303,9 +326,14 @@ def name_problems(
 
 
 def spelled(manifests: Iterable[Manifest], names: Collection[str]) -> list[Manifest]:
-    """Return the manifests as they are, but for parameters that `names` holds otherwise spelled:
-    of each part there is a slice of its own under its name, one of no rows where the target does
-    not hold it.
+    """Rewrite manifests in the trainer's spelling of parameter names.
+
+    If the trainer stores a parameter as several parts (`spellings`), the manifest gets one slice
+    per part under the part's name. A target that does not hold a part gets a slice without rows.
+
+    Args:
+        manifests: Manifests of the targets.
+        names: The trainer's names.
     """
     manifests, ways = list(manifests), dict[str, list[Stored]]()
     for piece in chain.from_iterable(manifest.slices for manifest in manifests):
@@ -329,7 +357,7 @@ def _cut(manifest: Manifest, ways: Mapping[str, Sequence[Stored]]) -> Manifest:
 
 
 def _part(piece: ParamSlice, stored: Stored) -> ParamSlice | None:
-    """Return what the slice has of a part; None: nothing."""
+    """Return the slice's share of a part, or None if there is none."""
     common = Box(piece.start, piece.shape).intersect(Box(stored.start, stored.box))
     if common is None:
         return None

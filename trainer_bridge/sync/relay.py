@@ -1,16 +1,18 @@
-"""Bring bytes to targets whose pages a rank cannot map: message by message to the rank that speaks
-for the target, which writes them into its pages, or passes them on by its handle.
+"""Transfer of bytes to targets whose pages a rank cannot map.
 
-All ranks know the one order of the rounds: in round (step, number) each rank sends message `number`
-of those that it has for the rank `step` places further, and takes one from the rank `step` places
-before. So a rank has at most one message under way each way, and two buffers for each: the next is
-packed, and the last one unpacked, while one travels.
+The bytes go in messages to the rank that owns the target. It writes them into the target's pages,
+or passes them on through the target's handle.
+
+All ranks know the order of the rounds. In round (step, n) each rank sends its n-th message for the
+rank `step` places after it, and receives a message from the rank `step` places before it. So a rank
+has at most one message in flight in each direction. It has two buffers per direction, and packs the
+next message and unpacks the last one during the transfer.
 
     pack n+1 | wait for n | post n+1 | unpack n
 
-A rank whose packing or unpacking fails makes the exchanges all the same, with bytes that nobody
-will serve, and raises afterwards: so the others need not wait for a time-out. What a rank that dies
-means is said of `Wire`.
+If packing or unpacking fails on a rank, the rank still takes part in all exchanges and raises its
+error afterwards, so that other ranks need not wait for a timeout. The bytes are never served.
+`Wire` describes what happens when a rank dies.
 """
 
 from __future__ import annotations
@@ -38,46 +40,47 @@ from trainer_bridge.sync.plan import Copy, SyncPlan
 from trainer_bridge.sync.writer import LowRank, Writer, copy_rows
 
 MESSAGE_BYTES = 64 << 20
-_ALIGNMENT = 16  # of a box in a message: what the kernels like
+_ALIGNMENT = 16  # bytes; where boxes of a message begin, so that kernels copy whole vectors
 _log = logging.getLogger("memsaver")
 
 Pair = tuple[int, int]
-"""A rank, and a target that it has bytes for."""
+"""A rank, and a target that it writes to."""
 
 
-# ---------------------------------------------------------------- which way bytes go
+# ---------------------------------------------------------------- routes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The ways of a sync's bytes: into mapped pages wherever a rank can map them, else to the rank
-    that speaks for the target.
+    """The routes of a sync's bytes: into mapped pages if possible, else through messages.
 
-    pairs: all that have bytes to write. speakers: of each target. blocked: `obstacles` of each
-    rank.
+    Attributes:
+        pairs: All pairs that have bytes to write.
+        owners: Rank that owns each target.
+        blocked: `obstacles` of each rank.
     """
 
     pairs: Collection[Pair]
-    speakers: Sequence[int]
+    owners: Sequence[int]
     blocked: Sequence[Mapping[int, str]]
 
     @property
     def indirect(self) -> set[Pair]:
-        """Return the pairs whose bytes go to the speaker, which is perhaps itself the sender."""
+        """Return the pairs whose bytes go to the target's owner, which may be the sender itself."""
         return {(rank, target) for rank, target in self.pairs if target in self.blocked[rank]}
 
     @property
     def relayed(self) -> set[Pair]:
         """Return the pairs whose bytes go from one rank to another."""
-        return {(rank, target) for rank, target in self.indirect if rank != self.speakers[target]}
+        return {(rank, target) for rank, target in self.indirect if rank != self.owners[target]}
 
     @property
     def handled(self) -> set[int]:
-        """Return the targets whose speaker passes bytes on by the handle, not into the pages."""
-        return {target for target, rank in enumerate(self.speakers) if target in self.blocked[rank]}
+        """Return the targets whose owner cannot map the pages and passes bytes to the handle."""
+        return {target for target, rank in enumerate(self.owners) if target in self.blocked[rank]}
 
     def warn(self) -> None:
-        """Log which bytes do not go into mapped pages, and why."""
+        """Log a warning about pairs whose bytes do not go into mapped pages, with the reason."""
         if pairs := sorted(self.indirect):
             shown = ", ".join(f"{rank}->{target}" for rank, target in pairs[:8])
             more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
@@ -87,66 +90,75 @@ class Routes:
 
 
 def obstacle(place: str, target: str) -> str | None:
-    """Say why this process, its device at `place`, cannot map pages at `target`; None: it can.
+    """Return why this process cannot map pages of a target, or None if it can.
 
-    Places are as of `memsaver.system.devices.place_of`; one without a host is on this one. Of a
-    GPU that is hidden here (CUDA_VISIBLE_DEVICES) only mapping can tell; it is tried.
+    For a GPU that is hidden from this process (CUDA_VISIBLE_DEVICES) the answer is None, because
+    only an attempt to map can tell.
+
+    Args:
+        place: Place of this process's device, as from `memsaver.system.devices.place_of`. A place
+            without a host is on this host.
+        target: Place of the pages.
     """
-    (host, _, mine), (other, _, theirs) = place.rpartition("/"), target.rpartition("/")
-    if host and other and host != other:
-        return f"{other} is another machine than {host}"
-    if not theirs.startswith("GPU-") or theirs == mine:
+    (host, _, gpu), (target_host, _, target_gpu) = place.rpartition("/"), target.rpartition("/")
+    if host and target_host and host != target_host:
+        return f"{target_host} is another machine than {host}"
+    if not target_gpu.startswith("GPU-") or target_gpu == gpu:
         return None
     numbers = range(torch.cuda.device_count())
     gpus = {device_key(torch.device("cuda", number)): number for number in numbers}
-    if mine not in gpus or theirs not in gpus:
+    if gpu not in gpus or target_gpu not in gpus:
         return None
-    reaches = torch.cuda.can_device_access_peer(gpus[mine], gpus[theirs])
-    return None if reaches else f"{mine} cannot reach {theirs}"
+    reaches = torch.cuda.can_device_access_peer(gpus[gpu], gpus[target_gpu])
+    return None if reaches else f"{gpu} cannot reach {target_gpu}"
 
 
 def obstacles(place: str, plan: SyncPlan) -> dict[int, str]:
-    """Return the targets whose pages this rank, at `place`, cannot map, and why."""
+    """Return the targets whose pages a rank at `place` cannot map, with the reasons."""
     places = {target.place for target in plan.targets}
-    found = {where: obstacle(place, where) for where in places}
+    reasons = {where: obstacle(place, where) for where in places}
     return {
-        n: why for n, target in enumerate(plan.targets) if (why := found[target.place]) is not None
+        n: why
+        for n, target in enumerate(plan.targets)
+        if (why := reasons[target.place]) is not None
     }
 
 
-# ---------------------------------------------------------------- between ranks
+# ---------------------------------------------------------------- exchanges between ranks
 
 
 class Wire:
-    """A message each way at a time. Ranks that exchange make the same exchanges in the same order.
+    """A connection of ranks that exchange one message at a time in each direction.
 
-    It is NCCL between ranks with GPUs of their own, else gloo.
+    It uses NCCL if each rank has its own GPU, else gloo. Ranks that exchange messages make the same
+    exchanges in the same order.
 
-    A rank that is gone: on gloo the others' `wait` raises a `SyncError`, at once or after the
-    group's time-out. On NCCL nothing is raised here: the others wait on the device, and NCCL's
-    watchdog ends their processes after the group's time-out (unless TORCH_NCCL_ASYNC_ERROR_HANDLING
-    says otherwise), as with any collective of the training itself. After an exchange that broke off
-    the ranks may be out of step: start them anew.
+    If a rank dies, `wait` raises a `SyncError` on gloo, immediately or after the group's timeout.
+    On NCCL nothing is raised: the other ranks wait on the device, and NCCL's watchdog ends their
+    processes after the group's timeout (unless TORCH_NCCL_ASYNC_ERROR_HANDLING disables it), as
+    with any collective of the training. After a failed exchange the ranks may be out of step:
+    restart them.
     """
 
     def __init__(
         self, agreement: Agreement, routes: Routes, places: Sequence[str], device: torch.device
     ) -> None:
-        """All ranks of the group make it together: NCCL's communicator is made here, because a
-        first exchange among some of the ranks would hang.
+        """Connect the ranks; a collective call.
+
+        It creates NCCL's communicator, because a first exchange among only some ranks would hang.
 
         Args:
-            agreement: Of the ranks.
-            routes: Of all ranks.
-            places: Of each rank's device.
-            device: Of this rank's shards.
+            agreement: Agreement of the ranks.
+            routes: Routes of all ranks.
+            places: Place of each rank's device.
+            device: Device of this rank's shards.
         """
         group, cpu = agreement.group, agreement.cpu
         assert group is not None and cpu is not None
         ranks = {rank for rank, _ in routes.relayed}
-        ranks |= {routes.speakers[target] for _, target in routes.relayed}
-        theirs = {places[rank] for rank in ranks}
-        apart = len(theirs) == len(ranks) and all("/GPU-" in place for place in theirs)
+        ranks |= {routes.owners[target] for _, target in routes.relayed}
+        devices = {places[rank] for rank in ranks}
+        apart = len(devices) == len(ranks) and all("/GPU-" in place for place in devices)
         self.on_gpu = apart and not routes.handled and backend_of(group, "cuda") == "nccl"
         self.group = group if self.on_gpu else cpu
         self.device = device if self.on_gpu else torch.device("cpu")
@@ -156,10 +168,15 @@ class Wire:
     def post(
         self, sent: tuple[Tensor, int] | None, taken: tuple[Tensor, int] | None
     ) -> Callable[[], None]:
-        """Begin to send a tensor to a rank, and to fill one from another: uint8, contiguous.
+        """Begin to send a tensor to one rank, and to receive into a tensor from another.
+
+        Args:
+            sent: Contiguous uint8 tensor and the rank it goes to, or None.
+            taken: Contiguous uint8 tensor to fill and the rank it comes from, or None.
 
         Returns:
-            What waits until both are through: the host on gloo, the current stream on NCCL.
+            A function that waits for both transfers: it blocks the host on gloo, the current stream
+            on NCCL.
         """
         both = [(dist.isend, sent), (dist.irecv, taken)]
         operations = [
@@ -182,12 +199,17 @@ def _exchanged(step: Callable[[], None], peers: str) -> None:
     try:
         step()
     except RuntimeError as error:
-        raise SyncError("write", f"the exchange with ranks {peers} broke off ({error})") from error
+        raise SyncError("write", f"the exchange with ranks {peers} failed ({error})") from error
 
 
 class Message(NamedTuple):
-    """A message of rank `rank` for `target`: copies, each with the byte of the message from
-    which on its elements lie, row-major. nbytes: with the gaps between them.
+    """A message of one rank for one target.
+
+    Attributes:
+        rank: Sender.
+        target: Number of the target.
+        copies: Copies, each with the offset in bytes of its row-major elements in the message.
+        nbytes: Length of the message, including gaps for alignment.
     """
 
     rank: int
@@ -196,7 +218,7 @@ class Message(NamedTuple):
     nbytes: int
 
     def boxes(self) -> list[PackedBox]:
-        """Return what a handle takes."""
+        """Return the boxes of the message, as a target's handle takes them."""
         return [
             PackedBox(
                 at=at, offset=copy.offset, shape=copy.shape, strides=copy.strides, dtype=copy.dtype
@@ -207,12 +229,12 @@ class Message(NamedTuple):
     def packing(
         self, sources: Mapping[str, Tensor], derived: Collection[str], scratch: Tensor
     ) -> Writer:
-        """Make what casts the message from the shards into a stage; see `Writer`."""
+        """Build the writer that casts shards into the message; see `Writer`."""
         packed = (replace(c, offset=at, strides=row_major(c.shape)) for c, at in self.copies)
         return Writer(packed, sources, derived, scratch)
 
     def unpacking(self, stage: Tensor) -> RowCopies:
-        """Make what copies the message from a stage into a target's pages."""
+        """Build the table that copies the message from `stage` into the target's pages."""
         rows = []
         for copy, at in self.copies:
             whole = replace(copy, start=(0,) * len(copy.shape))
@@ -222,38 +244,43 @@ class Message(NamedTuple):
 
 
 def messages(copies: Iterable[Copy], limit: int) -> list[Message]:
-    """Pack `copies` in order: each message of one rank and target, at most `limit` bytes long."""
-    made: list[Message] = []
+    """Pack `copies` in order into messages of one rank and target, of at most `limit` bytes."""
+    packed: list[Message] = []
     for copy in copies:
         for part in parts(copy, limit):
-            last = made[-1] if made else None
+            last = packed[-1] if packed else None
             at = round_up(last.nbytes, _ALIGNMENT) if last is not None else 0
             ends = (part.rank, part.target)
             if last is None or (last.rank, last.target) != ends or at + part.nbytes > limit:
-                made.append(Message(*ends, [(part, 0)], part.nbytes))
+                packed.append(Message(*ends, [(part, 0)], part.nbytes))
             else:
                 last.copies.append((part, at))
-                made[-1] = last._replace(nbytes=at + part.nbytes)
-    return made
+                packed[-1] = last._replace(nbytes=at + part.nbytes)
+    return packed
 
 
 def parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Yield boxes of at most `limit` bytes: rows together, or parts of a longer row."""
+    """Yield parts of a copy of at most `limit` bytes each: several rows, or a piece of one row."""
     if copy.nbytes <= limit:
         yield copy
         return
     assert limit >= copy.torch_dtype.itemsize
     dim = next(dim for dim, size in enumerate(copy.shape) if size > 1)
-    each = max(1, limit // (copy.nbytes // copy.shape[dim]))
-    for first in range(0, copy.shape[dim], each):
-        yield from parts(copy.part(dim, first, min(each, copy.shape[dim] - first)), limit)
+    count = max(1, limit // (copy.nbytes // copy.shape[dim]))
+    for first in range(0, copy.shape[dim], count):
+        yield from parts(copy.part(dim, first, min(count, copy.shape[dim] - first)), limit)
 
 
-# ---------------------------------------------------------------- one rank's part
+# ---------------------------------------------------------------- the rounds of one rank
 
 
 class _Buffer:
-    """stage: uint8 where the kernels are. wire: where messages travel, the same or pinned."""
+    """The memory of one message.
+
+    Attributes:
+        stage: uint8 on the kernels' device.
+        wire: uint8 that the backend sends or receives: the same tensor, or pinned host memory.
+    """
 
     def __init__(self, nbytes: int, device: torch.device, wire: torch.device) -> None:
         self.stage = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -262,7 +289,7 @@ class _Buffer:
             self.wire = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pack(self, outgoing: _Outgoing, factors: Mapping[str, LowRank]) -> None:
-        """Bring a message to the wire; waits, where that is another device."""
+        """Pack a message, and copy it to the wire; waits if the wire is on another device."""
         message, packing = outgoing
         packing.start({message.target: self.stage}, factors)
         self._copy(self.wire, self.stage, message.nbytes)
@@ -276,15 +303,21 @@ class _Buffer:
 
 
 class _Outgoing(NamedTuple):
-    """A message of this rank, and what packs it."""
+    """A message of this rank, and the writer that packs it."""
 
     message: Message
     packing: Writer
 
 
 class _Exchange(NamedTuple):
-    """One round of this rank. post: begins to send and to take, and returns what waits for both. A
-    message to itself stays where it was packed, and is passed on by the handle.
+    """One round of this rank.
+
+    A message of a rank to itself is not sent: it goes from its buffer to the target's handle.
+
+    Attributes:
+        pack: Packs the outgoing message.
+        post: Begins to send and to receive, and returns a function that waits for both.
+        unpack: Writes the incoming message into the pages.
     """
 
     pack: Callable[[Mapping[str, LowRank]], None]
@@ -293,19 +326,21 @@ class _Exchange(NamedTuple):
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing in a part of an exchange."""
+    """Do nothing, as a part of an exchange."""
 
 
 _IDLE = _Exchange(_nothing, lambda: _nothing, _nothing)
 
 
 class Relay:
-    """One rank's part of all that is not written into mapped pages. Tables are made once, as in
-    `Writer`.
+    """One rank's part of the transfer of all bytes that do not go into mapped pages.
 
-    All ranks make it, and run it, together. Memory: for each way that is used, two buffers as long
-    as the longest message, at most `MESSAGE_BYTES`, and as much pinned where messages travel
-    through the host.
+    Constructor and `run` are collective calls. Tables are built once, as in `Writer`. Each
+    direction in use takes two buffers as long as the longest message, at most `MESSAGE_BYTES`. If
+    messages travel through the host, it takes as much pinned host memory.
+
+    Attributes:
+        targets: Targets whose pages this rank must map to unpack messages into them.
     """
 
     def __init__(
@@ -320,15 +355,15 @@ class Relay:
         derived: Collection[str],
         scratch: Tensor,
     ) -> None:
-        """Make the tables.
+        """Build the tables.
 
         Args:
-            plan: Of all ranks.
-            routes: Of all ranks.
-            wire: None where nothing goes from one rank to another.
-            sources: This rank's tensors, by name.
-            handles: On the targets that this rank speaks for.
-            rank: This one.
+            plan: Plan of all ranks.
+            routes: Routes of all ranks.
+            wire: Connection of the ranks; None if no bytes go from one rank to another.
+            sources: This rank's tensors by name.
+            handles: Handles on the targets that this rank owns.
+            rank: This rank.
             derived: As in `Writer`.
             scratch: As in `Writer`, on the device of the sources.
         """
@@ -338,7 +373,7 @@ class Relay:
             _Outgoing(message, message.packing(sources, derived, scratch))
             for message in self._messages(rank)
         ]
-        senders = {pair[0] for pair in routes.relayed if routes.speakers[pair[1]] == rank}
+        senders = {pair[0] for pair in routes.relayed if routes.owners[pair[1]] == rank}
         taken = {sender: self._messages(sender, rank) for sender in senders}
         device = scratch.device
         travels = torch.device("cpu") if wire is None else wire.device
@@ -346,21 +381,24 @@ class Relay:
         self._out = [_Buffer(max(sends, default=0), device, travels) for _ in range(2)]
         takes = [message.nbytes for message in chain.from_iterable(taken.values())]
         self._into = [_Buffer(max(takes, default=0), device, travels) for _ in range(2)]
-        # Whose pages this rank has to map, to unpack into them.
-        self.targets = {each.target for each in chain.from_iterable(taken.values())}
+        self.targets = {message.target for message in chain.from_iterable(taken.values())}
         self.targets -= routes.handled
         self._exchanges = [*self._make_exchanges(taken), _IDLE]
         self._error: Exception | None = None
 
     def run(self, pages: Mapping[int, Tensor], factors: Mapping[str, LowRank]) -> dict[int, int]:
-        """Make all exchanges and wait.
+        """Run all exchanges, and wait for them.
+
+        Args:
+            pages: Pages of the targets in `targets`.
+            factors: Factors of the derived parameters, by name.
 
         Returns:
-            The digests of what this rank sent, by target; another wrote it.
+            The digests of the bytes that this rank sent, by target.
 
         Raises:
-            Exception: What went wrong here, after the exchanges.
-            SyncError: An exchange broke off.
+            Exception: Packing or unpacking failed on this rank; raised after the exchanges.
+            SyncError: An exchange failed.
         """
         self._error = None
         self._try(partial(self._exchanges[0].pack, factors))
@@ -370,7 +408,7 @@ class Relay:
             wait()
             wait = following.post()
             self._try(partial(exchange.unpack, pages))
-        if self._into[0].stage.is_cuda:  # the leases end next
+        if self._into[0].stage.is_cuda:  # the leases of the pages end next
             torch.cuda.current_stream(self._into[0].stage.device).synchronize()
         if self._error is not None:
             raise self._error
@@ -380,7 +418,7 @@ class Relay:
         return digests
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Run a step; after one that failed the rest is left out."""
+        """Run a step and keep its error; after an error, skip further steps."""
         if self._error is None:
             try:
                 step()
@@ -390,15 +428,15 @@ class Relay:
     def _messages(self, sender: int, to: int | None = None) -> list[Message]:
         blocked = self._routes.blocked[sender]
         copies = (copy for copy in self._plan.copies(sender) if copy.target in blocked)
-        made = messages(copies, MESSAGE_BYTES)
-        return [message for message in made if to in (None, self._to(message))]
+        packed = messages(copies, MESSAGE_BYTES)
+        return [message for message in packed if to in (None, self._to(message))]
 
     def _to(self, message: Message) -> int:
-        return self._routes.speakers[message.target]
+        return self._routes.owners[message.target]
 
     def _make_exchanges(self, taken: Mapping[int, Sequence[Message]]) -> Iterator[_Exchange]:
         turn, world = cycle(range(2)), len(self._plan.places)
-        for step in (*range(1, world), 0):  # to itself last: nobody waits for that
+        for step in (*range(1, world), 0):  # to itself last: no rank waits for these messages
             to, source = (self._rank + step) % world, (self._rank - step) % world
             sends = [sent for sent in self._sends if self._to(sent.message) == to]
             for sent, message in zip_longest(sends, taken.get(source, [])):
@@ -407,7 +445,7 @@ class Relay:
     def _exchange(
         self, sent: _Outgoing | None, to: int, taken: Message | None, source: int, turn: int
     ) -> _Exchange:
-        """Make a round: `sent` goes to the rank `to`, and `taken` comes from the rank `source`."""
+        """Build a round that sends `sent` to rank `to`, and receives `taken` from rank `source`."""
         out, into = self._out[turn], self._into[turn]
         pack = _nothing if sent is None else partial(out.pack, sent)
         if sent is not None and to == self._rank:
@@ -421,11 +459,11 @@ class Relay:
     def _unpacking(
         self, message: Message, buffer: _Buffer
     ) -> Callable[[Mapping[int, Tensor]], None]:
-        """Return what is done with a message that has arrived in `buffer`."""
+        """Return a function that writes a message in `buffer` to the target."""
         target, nbytes = message.target, message.nbytes
         if target in self._routes.handled:
             boxes, handle = message.boxes(), self._handles[target]
-            # A copy: a view that is pickled takes all bytes of its buffer along.
+            # Pass a clone: pickling a view would include the whole buffer.
             return lambda pages: handle.write_update(boxes, buffer.wire[:nbytes].clone())
         table = message.unpacking(buffer.stage)
 

@@ -1,5 +1,6 @@
-"""Boxes of parameters, and which one every rank of the trainer holds: FSDP2, HSDP, tensor parallel,
-and mixtures of them; along which dimension ranks hold what engines beside them need.
+"""Boxes of parameters that ranks of a trainer hold under FSDP2, HSDP, tensor parallelism or a mix.
+
+`aligned_dims` chooses the dimensions that give a rank the parts its device's engine needs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Ints = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """The elements from `start` to `start + shape` (excluded), one entry a dimension."""
+    """The elements from `start` to `start + shape` (exclusive), one entry per dimension."""
 
     start: Ints
     shape: Ints
@@ -33,7 +34,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns what both contain; None if that is nothing."""
+        """Return the intersection of two boxes, or None if it is empty."""
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
             first = max(a, b)
@@ -44,27 +45,33 @@ class Box(NamedTuple):
         return Box(tuple(start), tuple(shape))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Returns where it lies in a tensor of what `outer` holds."""
+        """Return the slices that select this box in a tensor with the elements of `outer`."""
         bounds = zip(self.start, self.shape, outer.start, strict=True)
         return tuple(slice(first - begin, first - begin + size) for first, size, begin in bounds)
 
 
 def difference(a: Ints, b: Ints) -> Ints:
-    """Subtracts each entry of `b` from that of `a`."""
+    """Subtract `b` from `a` entry by entry."""
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns first element and length of part `index`, as by `torch.chunk`: may be empty."""
-    each = -(-size // parts)
-    first = min(size, index * each)
-    return first, min(size, first + each) - first
+    """Return first element and length of part `index` as in `torch.chunk`; it may be empty."""
+    full = -(-size // parts)
+    first = min(size, index * full)
+    return first, min(size, first + full) - first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShard:
-    """The box of `shape` at `start` of one parameter, held by one rank as a contiguous row-major
-    tensor; may be empty. rank: in the trainer's world.
+    """A box of one parameter that one rank holds as a contiguous row-major tensor.
+
+    Attributes:
+        name: Checkpoint name of the parameter.
+        global_shape: Shape of the whole parameter.
+        start: First element of the box.
+        shape: Shape of the box, which may be empty.
+        rank: Rank in the trainer's world.
     """
 
     name: str
@@ -79,14 +86,14 @@ Held = tuple[tuple[Box, Ints], ...]
 
 
 def holders(name: str, shards: Iterable[SourceShard]) -> Held:
-    """Return who holds what of one parameter.
+    """Return the boxes of one parameter, with the ranks that hold each.
 
     Args:
-        name: Of the parameter.
-        shards: Of all ranks, empty ones too; the same one twice does no harm.
+        name: Name of the parameter.
+        shards: Shards of all ranks; empty shards and duplicates are allowed.
 
     Raises:
-        ValueError: The shards disagree about the shape, or overlap without being the same.
+        ValueError: The shards have different global shapes, or overlap without being equal.
     """
     shards = sorted(set(shards), key=lambda shard: (shard.start, shard.shape, shard.rank))
     shapes = sorted({shard.global_shape for shard in shards})
@@ -96,24 +103,26 @@ def holders(name: str, shards: Iterable[SourceShard]) -> Held:
     for shard in shards:
         if (box := Box(shard.start, shard.shape)).volume:
             held[box].append(shard.rank)
-    for (box, ranks), (other, others) in itertools.combinations(held.items(), 2):
-        if common := box.intersect(other):
-            text = f"{name}: element {common.start} is held by ranks {ranks[0]} and {others[0]}"
+    for (box, ranks), (box2, ranks2) in itertools.combinations(held.items(), 2):
+        if common := box.intersect(box2):
+            text = f"{name}: element {common.start} is held by ranks {ranks[0]} and {ranks2[0]}"
             raise ValueError(f"{text}, in different parts; replicas must hold the same part")
     return tuple((box, tuple(ranks)) for box, ranks in held.items())
 
 
 @functools.lru_cache(maxsize=4096)  # the layers of a model repeat each other
 def cover(box: Box, held: Held) -> list[tuple[Box, Box, Ints]]:
-    """Return what `box` has in common with each held box: (the common box, the held box, its
-    ranks).
+    """Intersect `box` with each held box.
+
+    Returns:
+        (intersection, held box, its ranks) for each intersection that is not empty.
     """
-    common = ((box.intersect(other), other, ranks) for other, ranks in held)
-    return [(both, other, ranks) for both, other, ranks in common if both is not None]
+    common = ((box.intersect(whole), whole, ranks) for whole, ranks in held)
+    return [(both, whole, ranks) for both, whole, ranks in common if both is not None]
 
 
 def local_shard(param: Tensor) -> Tensor:
-    """Returns this rank's part of a sharded tensor, without gradient; writes reach the shard."""
+    """Return this rank's part of a sharded tensor, without gradient; writes change the shard."""
     assert isinstance(param, DTensor)
     local = param.detach()
     assert isinstance(local, DTensor)
@@ -126,12 +135,21 @@ def local_box(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Box:
-    """Returns (start, shape): what the rank at `coordinate` of the mesh holds; uneven sizes are
-    shared as by `torch.chunk`.
+    """Return the box that the rank at `coordinate` of a mesh holds.
 
-    _StridedShard means what FSDP2 makes of it: another mesh dimension shares the tensor first, and
-    each part is shared again. (torch's own `full_tensor()` follows that for even sizes only.) A
-    ValueError says what is no box: partial sums, or a strided shard without that other dimension.
+    Uneven sizes are divided as in `torch.chunk`. A `_StridedShard` is interpreted as in FSDP2:
+    another mesh dimension divides the tensor first, and each part is divided again. (torch's
+    `full_tensor()` supports this for even sizes only.)
+
+    Args:
+        global_shape: Shape of the whole tensor.
+        placements: Placement for each mesh dimension.
+        mesh_shape: Shape of the mesh.
+        coordinate: Coordinate of the rank in the mesh.
+
+    Raises:
+        ValueError: The rank's tensor is not a box: a partial sum, or a strided shard without the
+            other mesh dimension.
     """
     splits = tuple(_split(placement, len(global_shape)) for placement in placements)
     start, shape = [0] * len(global_shape), list(global_shape)
@@ -142,11 +160,15 @@ def local_box(
 
 
 def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
-    """Return what this rank, number `rank` in the world, holds of a parameter: its box of a
-    DTensor, all of any other tensor.
+    """Describe this rank's shard of a parameter: its box of a DTensor, all of any other tensor.
+
+    Args:
+        name: Checkpoint name of the parameter.
+        param: The parameter.
+        rank: This rank in the trainer's world.
 
     Raises:
-        ValueError: The placements give no box, or another one than this rank's tensor.
+        ValueError: The placements describe no box, or a box that differs from this rank's tensor.
     """
     shape = tuple(param.shape)
     box = Box((0,) * param.ndim, shape)
@@ -162,14 +184,20 @@ def shard_of(name: str, param: Tensor, rank: int) -> SourceShard:
 
 
 class _Split(NamedTuple):
-    """A mesh dimension shares dimension `dim`, after others further right made `parts` of it."""
+    """A mesh dimension that divides tensor dimension `dim`, already divided into `parts` parts.
+
+    Mesh dimensions further right made these parts.
+    """
 
     dim: int
     parts: int
 
 
 def _split(placement: Placement, ndim: int) -> _Split | None:
-    """Makes plain data (None: replicated): torch versions differ in which placements are equal."""
+    """Convert a placement to plain data, None if replicated.
+
+    Versions of torch differ in which placements compare equal.
+    """
     if isinstance(placement, Replicate):
         return None
     if isinstance(placement, _StridedShard):
@@ -183,7 +211,7 @@ def _split(placement: Placement, ndim: int) -> _Split | None:
 
 @functools.lru_cache(maxsize=1024)
 def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[int, int], ...]:
-    """Returns mesh dimensions, each with the tensor's that it shares, in their order of sharing."""
+    """Return pairs (mesh dimension, tensor dimension that it divides) in the order of division."""
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(len(splits))):
         if (split := splits[mesh_dim]) is not None:
@@ -192,13 +220,13 @@ def _order(splits: tuple[_Split | None, ...], mesh_shape: Ints) -> tuple[tuple[i
 
 
 def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints) -> int:
-    """Returns where to insert: behind dimensions that make `split.parts` parts."""
-    made = 1
+    """Return where to insert `split`: behind the mesh dimensions that make `split.parts` parts."""
+    parts = 1
     for position, (mesh_dim, dim) in enumerate(order):
-        if made == split.parts:
+        if parts == split.parts:
             return position
-        made *= mesh_shape[mesh_dim] if dim == split.dim else 1
-    if made == split.parts:
+        parts *= mesh_shape[mesh_dim] if dim == split.dim else 1
+    if parts == split.parts:
         return len(order)
     raise ValueError(
         f"_StridedShard({split.dim}, split_factor={split.parts}) on a mesh of {mesh_shape}: no "
@@ -208,7 +236,7 @@ def _position(order: Sequence[tuple[int, int]], split: _Split, mesh_shape: Ints)
 
 
 def like_shard(local: Tensor, param: Tensor) -> DTensor:
-    """Returns `local` as this rank's shard of a tensor sharded like `param`."""
+    """Wrap `local` as this rank's shard of a tensor that is sharded like `param`."""
     assert isinstance(param, DTensor)
     mesh, places = param.device_mesh, param.placements
     return DTensor.from_local(
@@ -217,8 +245,9 @@ def like_shard(local: Tensor, param: Tensor) -> DTensor:
 
 
 def host_shard(local: Tensor, param: Tensor) -> DTensor:
-    """Returns `local`, on the host and of any dtype, as this rank's shard of a tensor sharded like
-    `param`. `from_local` would move it to the mesh's device.
+    """Wrap `local`, on the host and of any dtype, as this rank's shard of a tensor like `param`.
+
+    `from_local` would move the shard to the mesh's device.
     """
     assert isinstance(param, DTensor)
     spec = copy.copy(param._spec)
@@ -228,7 +257,7 @@ def host_shard(local: Tensor, param: Tensor) -> DTensor:
 
 
 def shard_box(param: Tensor) -> Box:
-    """Returns (start, shape) of this rank's shard in the whole parameter."""
+    """Return the box of this rank's shard in the whole parameter."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh
     at = mesh.get_coordinate()
@@ -237,14 +266,19 @@ def shard_box(param: Tensor) -> Box:
 
 
 def aligned_dims(manifests: Sequence[Manifest]) -> dict[str, int]:
-    """Returns the dimension by which to shard parameters over as many ranks as there are manifests,
-    where it is not 0.
+    """Choose the dimensions by which to shard parameters so that the fewest elements must move.
 
-    manifests: what the engine beside rank 0, 1, ... holds. Chosen is what leaves the fewest
-    elements to move: rows that go by heads stay with dimension 0, columns (o_proj, down_proj) get
-    1, down_proj of experts 2. FSDP2 shares no other dimension than 0 unevenly. Names are the
-    manifests' own, tied ones are under the stored name. Those left out lie best by dimension 0, or
-    equally well: what all engines hold, gate and up rows of experts in one tensor.
+    Weights that tensor parallelism divides by rows keep dimension 0. Weights divided by columns
+    (o_proj, down_proj) get dimension 1, and experts' down_proj gets 2. Only dimensions that divide
+    evenly are candidates, because FSDP2 divides nothing but dimension 0 unevenly.
+
+    Args:
+        manifests: Manifest of the engine on the device of each rank.
+
+    Returns:
+        Dimension by stored name, for parameters whose best dimension is not 0. For all others,
+        dimension 0 is best or as good: parameters that all engines hold whole, or experts' gate and
+        up rows in one tensor.
     """
     shapes: dict[str, Ints] = {}
     slices: dict[str, list[tuple[int, Box]]] = defaultdict(list)
@@ -271,6 +305,6 @@ def _best(shape: Ints, slices: Sequence[tuple[int, Box]], world: int) -> int:
 
 
 def _held(shape: Ints, dim: int, world: int, rank: int, box: Box) -> int:
-    """Counts elements of `box` that `rank` holds when dimension `dim` is shared by the world."""
+    """Count the elements of `box` that `rank` holds if the world divides dimension `dim`."""
     common = box.intersect(local_box(shape, [Shard(dim)], (world,), (rank,)))
     return common.volume if common else 0

@@ -1,18 +1,18 @@
-"""One weight sync over all ranks: prepare, open, write, verify, commit, or nothing that anybody
-serves.
+"""A weight sync over all ranks, which commits a version on all targets or on none.
 
-    prepare  newer? the shards where they were?          nothing is touched yet
-    open     every target offers its pages               without shadow pages: undefined from now on
-    map      every rank maps the pages it writes into    from here on ranks may wait for each other
-    write    every rank writes its copies                both sides know digests
-    verify   every target reads its pages back           digests are the same, or the sync ends
-    commit   every target serves the version             only now may the trainer give up its shards
+    prepare  check the version and the shards            nothing is touched yet
+    open     every target offers its pages               undefined from now on, unless shadowed
+    map      every rank maps the pages it writes into    from now on ranks may wait for each other
+    write    every rank writes its copies                the ranks know the digests
+    verify   every target reads its pages back           a different digest ends the sync
+    commit   every target serves the version             now the trainer may release its shards
 
-Bytes for targets whose pages a rank cannot map go by way of others (`relay.py`).
+If a rank cannot map a target's pages, its bytes for the target go through another rank
+(`relay.py`).
 
-After each stage all ranks agree (`agree.py`), so each knows that the others succeeded before it
-begins the next. A stage that fails anywhere ends the sync everywhere: targets with shadow pages
-serve their old version, others none.
+All ranks agree after each stage (`agree.py`), so each rank knows that the others succeeded before
+it begins the next stage. A stage that fails on one rank ends the sync on all ranks: targets with
+shadow pages keep serving their old version, others serve nothing.
 """
 
 import contextlib
@@ -53,13 +53,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReceipt:
-    """A version that all targets serve. It is the same on every rank, but for the seconds.
+    """The result of a sync, equal on all ranks except for the seconds.
 
-    digests: of each target. nbytes: written, all targets together; link_bytes: of them, from one
-    device to another. seconds: of the whole sync; stages: of each stage, waiting included;
-    copy_seconds: of this rank's copies; verify_seconds: of the slowest target's reading back.
-    merge_error: of adapters that were merged, the share of what they add that rounding to the
-    served dtype lost, 0 to 1, by norms over sampled layers; None without adapters.
+    Attributes:
+        version: Version that all targets serve.
+        digests: Digest of each target's weights.
+        seconds: Duration of the whole sync.
+        verify_seconds: Duration of the slowest target's verification.
+        stages: Seconds of each stage, including the wait for other ranks.
+        nbytes: Bytes written into all targets.
+        link_bytes: Bytes among them that went from one device to another.
+        copy_seconds: Duration of this rank's copies.
+        merge_error: Share of the merged adapters' update that was lost when rounding to the served
+            dtype, 0 to 1, as a ratio of norms over sampled layers; None without adapters.
     """
 
     version: int
@@ -74,13 +80,24 @@ class SyncReceipt:
 
     @property
     def lossy(self) -> bool:
-        """Return whether so much of the adapters was lost that the rollout lags behind them."""
+        """Return whether rounding lost over 10 % of the adapters' update, so the rollout lags."""
         return self.merge_error is not None and self.merge_error > 0.1
 
 
 @dataclass
 class _Round:
-    """One sync under way. opened: targets that are to be told if it fails."""
+    """The state of a sync in progress.
+
+    Attributes:
+        version: Version that is written.
+        derived: Parameters that are computed from their shards.
+        opened: Targets to abort if the sync fails.
+        leases: Leases of the targets' pages.
+        pages: The targets' mapped pages, by target.
+        buffers: Values of the buffers that the targets get.
+        copy_seconds: Duration of this rank's copies.
+        stages: Seconds of each stage.
+    """
 
     version: int
     derived: Mapping[str, LowRank]
@@ -93,13 +110,19 @@ class _Round:
 
 
 class WeightSync:
-    """Writes shards of all ranks into the pages of all targets, version by version; plans and
-    tables are made once.
+    """A planned sync that writes the shards of all ranks into the pages of all targets.
 
-    All ranks make it, and call `sync`, together. Targets are the engines, or handles on them, that
-    this rank speaks for: each is one rank's, and in the order of the ranks they are the plan's
-    targets 0, 1, ... Bytes go into mapped pages wherever a rank can map them; where it can't they
-    go by messages (`relay.py`), and a warning says why.
+    Constructor and methods are collective calls. Plan and tables are built once, and used for every
+    version. Targets are engines, or handles on engines. Each target belongs to one rank, and the
+    targets of all ranks in order are the plan's targets 0, 1, ... A rank writes into mapped pages
+    if it can map them. Otherwise it sends messages (`relay.py`), and a warning gives the reason.
+
+    Attributes:
+        agreement: Agreement of all ranks.
+        targets: Targets of this rank.
+        sources: Returns this rank's tensors by name.
+        plan: Copies of all ranks.
+        buffers: Names of the buffers that the targets compute with.
     """
 
     def __init__(
@@ -111,18 +134,19 @@ class WeightSync:
         *,
         place: str,
     ) -> None:
-        """Make the plan.
+        """Plan the sync.
 
         Args:
-            shards: This rank's, and its copy of the buffers that the targets compute with.
-            sources: Returns this rank's tensors, by name, and is asked with every sync; they may
+            shards: This rank's shards, and its copy of the buffers that the targets compute with.
+            sources: Returns this rank's tensors by name; called in every sync. The tensors may
                 move, and change strides and dtype.
-            targets: Those that this rank speaks for, perhaps none.
-            agreement: Of all ranks; None: this rank is alone.
-            place: Of this rank's device, as in `WeightLayout`.
+            targets: Targets that this rank calls; may be empty.
+            agreement: Agreement of all ranks; None for a single rank.
+            place: Place of this rank's device, as in `WeightLayout`.
 
         Raises:
-            ValueError: Lists what does not fit; nothing has been touched then.
+            ValueError: Shards and targets do not fit; the text lists the differences. Nothing has
+                been touched.
         """
         self.agreement = agreement = agreement or Agreement()
         self.targets = tuple(targets)
@@ -130,32 +154,32 @@ class WeightSync:
         self.sources = sources
         self._version: int | None = None
         self._device = device_of(sources())
-        said = agreement.agree(
+        members = agreement.agree(
             "connect", lambda: (place, list(shards), [t.weight_layout() for t in targets])
         )
-        counts = [len(layouts) for _, _, layouts in said]
+        counts = [len(layouts) for _, _, layouts in members]
         self._first = sum(counts[: agreement.rank])
-        blocked = agreement.agree("plan", lambda: self._make_plan(said, place))
-        speakers = list(chain.from_iterable([rank] * n for rank, n in enumerate(counts)))
-        self._routes = Routes(pairs=self.plan.traffic, speakers=speakers, blocked=blocked)
+        blocked = agreement.agree("plan", lambda: self._make_plan(members, place))
+        owners = list(chain.from_iterable([rank] * n for rank, n in enumerate(counts)))
+        self._routes = Routes(pairs=self.plan.traffic, owners=owners, blocked=blocked)
         self._wire = None
         if self._routes.relayed:
             self._wire = Wire(agreement, self._routes, self.plan.places, self._device)
         if agreement.rank == 0:
             self._routes.warn()
         self._kept = memsaver.LeaseCache()
-        self._made_for: object = None  # the last kind of sync, and where its sources were
-        self._part: SyncPlan  # what that kind of sync writes
+        self._made_for: object = None  # kind of the last sync, and addresses of its sources
+        self._part: SyncPlan  # the plan of that kind of sync
         self._writer: Writer
         self._relay: Relay | None
 
     def _make_plan(
-        self, said: Sequence[tuple[str, list[SourceShard], list[WeightLayout]]], place: str
+        self, members: Sequence[tuple[str, list[SourceShard], list[WeightLayout]]], place: str
     ) -> dict[int, str]:
-        """Make the plan, the same on all ranks; return what this one cannot map."""
-        shards = list(chain.from_iterable(theirs for _, theirs, _ in said))
-        layouts = list(chain.from_iterable(theirs for _, _, theirs in said))
-        known = dict(chain.from_iterable(each.buffers.items() for each in layouts))
+        """Build the plan, the same on all ranks, and return the targets this rank cannot map."""
+        shards = list(chain.from_iterable(held for _, held, _ in members))
+        layouts = list(chain.from_iterable(offered for _, _, offered in members))
+        known = dict(chain.from_iterable(layout.buffers.items() for layout in layouts))
         held = {shard.name for shard in shards}
         if missing := sorted(known.keys() - held):
             raise ValueError(
@@ -164,20 +188,19 @@ class WeightSync:
             )
         for shard in shards:
             if shard.shape != known.get(shard.name, shard.shape):
-                theirs = f"{known[shard.name]} in the rollout; keep it whole on every rank"
-                text = f"shape {shard.shape} on rank {shard.rank}, {theirs}"
-                raise ValueError(f"{shard.name}: {text}")
+                text = f"shape {shard.shape} on rank {shard.rank}, {known[shard.name]} in the"
+                raise ValueError(f"{shard.name}: {text} rollout; keep it whole on every rank")
         self.buffers = sorted(known)
         params = [shard for shard in shards if shard.name not in known]
-        self.plan = make_plan(params, [where for where, _, _ in said], layouts)
+        self.plan = make_plan(params, [where for where, _, _ in members], layouts)
         return obstacles(place, self.plan)
 
     def holds(self) -> bool:
-        """Tells whether all targets serve what the last sync wrote. All ranks ask."""
-        said = self.agreement.agree(
+        """Return whether all targets serve the version of the last sync; a collective call."""
+        served = self.agreement.agree(
             "ask", lambda: {self._version, *(t.served_version() for t in self.targets)}
         )
-        versions = set[int | None]().union(*said)
+        versions = set[int | None]().union(*served)
         return len(versions) == 1 and None not in versions
 
     def sync(
@@ -188,20 +211,22 @@ class WeightSync:
         names: Collection[str] | None = None,
         derived: Mapping[str, LowRank] | None = None,
     ) -> SyncReceipt:
-        """Write the shards as they are now, verify them on both sides, and have every target serve
-        them as `version`.
+        """Write the current shards, verify them on both sides, and commit them on every target.
 
         Args:
-            version: Not lower than that of the last sync.
-            shadow: Targets take pages for a second copy, and serve their old version until the
-                commit.
-            names: Write these parameters only, by the trainer's names, over weights that are
-                defined (`LowRank`, after a whole sync).
-            derived: The parameters that are written as a function of this rank's shard of them.
+            version: Number of the weights; not lower than that of the last sync.
+            shadow: Write into a second copy, for which the targets map more pages. They serve their
+                old version until the commit.
+            names: Write only these parameters, by the trainer's names. The targets' weights must be
+                defined by an earlier sync.
+            derived: Parameters that are computed from this rank's shard while they are written.
+
+        Returns:
+            The receipt of the sync.
 
         Raises:
-            Exception: What went wrong here.
-            SyncError: Names the stage, the rank and its error.
+            Exception: The error of this rank, if it failed.
+            SyncError: Another rank failed; the text names stage, rank and error.
         """
         started, state = time.perf_counter(), _Round(version, derived or {})
         chosen = None if names is None else tuple(sorted(names))
@@ -210,8 +235,8 @@ class WeightSync:
             offered = self._agree(state, "open", lambda: self._open(state, shadow, chosen))
             offers = list(chain.from_iterable(offered))
             self._agree(state, "map", lambda: self._map(state, offers))
-            said = self._agree(state, "write", lambda: self._write(state))
-            written = [each for each, _ in said]
+            results = self._agree(state, "write", lambda: self._write(state))
+            written = [digests for digests, _ in results]
             receipts = [
                 self._receipt(offer, number, written, state.buffers)
                 for number, offer in enumerate(offers)
@@ -224,7 +249,7 @@ class WeightSync:
             _abort(state, error)
             raise
         self._version = version
-        checks = chain.from_iterable(verified)
+        updates = chain.from_iterable(verified)
         return SyncReceipt(
             version=version,
             digests=tuple(receipt.digest for receipt in receipts),
@@ -232,13 +257,13 @@ class WeightSync:
             link_bytes=sum(self._part.link_bytes.values()),
             seconds=time.perf_counter() - started,
             copy_seconds=state.copy_seconds,
-            verify_seconds=max((each.seconds for each in checks), default=0.0),
+            verify_seconds=max((update.seconds for update in updates), default=0.0),
             stages=state.stages,
-            merge_error=_merge_error([sums for _, sums in said]) if state.derived else None,
+            merge_error=_merge_error([sums for _, sums in results]) if state.derived else None,
         )
 
     def close(self) -> None:
-        """Unmap the targets' pages, which stay mapped from sync to sync."""
+        """Unmap the targets' pages, which stay mapped between syncs."""
         self._kept.close()
 
     def _agree(self, state: _Round, stage: str, step: Callable[[], T]) -> list[T]:
@@ -257,7 +282,7 @@ class WeightSync:
             self._made_for = None
             if (now := device_of(sources)).type == "cuda" and now != self._device:
                 text = f"the parameters are on {now}, and were on {self._device} when the sync was"
-                raise ValueError(f"{text} connected; connect anew (nothing was written)")
+                raise ValueError(f"{text} connected; connect again (nothing was written)")
             self._part = self.plan if names is None else self.plan.only(names)
             self._make_tables(self._part, sources, state.derived)
             self._made_for = wanted
@@ -291,10 +316,10 @@ class WeightSync:
         for number, target in enumerate(self.targets, start=self._first):
             offers.append(target.begin_update(state.version, shadow=shadow, names=names))
             state.opened.append(target)
-            made = self.plan.targets[number].manifest.layout_hash
-            now = offers[-1].layout_hash
-            if made != now:
-                text = f"made for layout {made}, the rollout offers {now}; connect anew"
+            planned = self.plan.targets[number].manifest.layout_hash
+            offered = offers[-1].layout_hash
+            if planned != offered:
+                text = f"made for layout {planned}, the rollout offers {offered}; connect again"
                 raise ValueError(f"stale plan for version {state.version}: {text}")
         return offers
 
@@ -308,18 +333,18 @@ class WeightSync:
                 state.pages[number] = lease.tensor((lease.nbytes,), torch.uint8)
 
     def _write(self, state: _Round) -> tuple[dict[int, int], tuple[float, float]]:
-        """Return the digests of what was written, by target, and `rounding`'s sums."""
+        """Write this rank's copies; return their digests by target, and the sums of `rounding`."""
         with self._current(), state.leases:
             started = time.perf_counter()
             relayed = {} if self._relay is None else self._relay.run(state.pages, state.derived)
             self._writer.start(state.pages, state.derived)
             written = {**self._writer.digests(), **relayed}
             state.copy_seconds = time.perf_counter() - started
-            state.pages.clear()  # they may dangle afterwards
+            state.pages.clear()  # tensors over the pages must not outlive the leases
             return written, rounding(state.derived, self._writer.sources, self._part)
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the shards' GPU the current one, for which pages are mapped."""
+        """Return a context in which the shards' GPU is current, so that pages are mapped for it."""
         on_gpu = self._device.type == "cuda"
         return torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext()
 
@@ -330,7 +355,7 @@ class WeightSync:
         written: Sequence[Mapping[int, int]],
         buffers: dict[str, Tensor],
     ) -> WriteReceipt:
-        """Returns what all ranks together wrote into one target."""
+        """Build the receipt of the bytes that all ranks wrote into one target."""
         return WriteReceipt(
             version=offer.version,
             layout_hash=offer.layout_hash,
@@ -349,18 +374,24 @@ class WeightSync:
 def module_sync(
     params: nn.Module | Mapping[str, Tensor], targets: Sequence[UpdatableEngine]
 ) -> WeightSync:
-    """Make the sync of any module's parameters, FSDP2's or plain ones, with the rollouts that this
-    rank speaks for; every rank calls it.
+    """Plan the sync of a module's parameters, plain or sharded by FSDP2, with rollouts.
+
+    Every rank of the default process group calls it; without one, the process is a single rank.
 
     Args:
-        params: A module whose names are the checkpoint's, or `dict(module.named_parameters())` by
-            checkpoint name. Parameters may change in place, move, and take other strides. Buffers
-            that rollouts compute with (router biases) come with a module; a mapping may name them.
-        targets: The rollouts, or handles on them.
+        params: A module with checkpoint names, or `dict(module.named_parameters())` renamed to
+            checkpoint names. Parameters may change in place, move, and change their strides.
+            Buffers that rollouts compute with (router biases) are taken from a module; a mapping
+            must include them.
+        targets: Rollouts, or handles on rollouts, that this rank calls; may be empty.
+
+    Returns:
+        The sync; call `sync(version)` on every rank, and `close` at the end.
 
     Raises:
-        ValueError: Lists what does not fit, and names what is computed of a parameter: it would
-            not follow it.
+        ValueError: Parameters and rollouts do not fit, or a mapping contains a tensor that is
+            neither a parameter nor a buffer and would not follow later updates.
+        SyncError: Another rank failed; the text names it.
     """
     module = params
     shards = Shards(lambda: _named(module) if isinstance(module, nn.Module) else module)
@@ -375,8 +406,8 @@ def module_sync(
         computed = [name for name, param in params.items() if not isinstance(param, nn.Parameter)]
         if strays := [name for name in computed if name not in sync.buffers]:
             raise ValueError(
-                f"{strays[0]}: no parameter, so it would stay as it is now; pass parameters "
-                "themselves, renamed at most"
+                f"{strays[0]}: not a parameter, so it would not follow updates; pass the "
+                "parameters themselves, renamed if needed"
             )
     return sync
 
@@ -386,43 +417,43 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def places(sources: Mapping[str, Tensor]) -> list[tuple[object, ...]]:
-    """Return all that tables of these tensors hold: where each lies, and how it is read there."""
+    """Return address, shape, strides, dtype and device of each tensor, on which tables depend."""
     return [
-        (name, each.data_ptr(), each.shape, each.stride(), each.dtype, each.device)
-        for name, each in sources.items()
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for name, tensor in sources.items()
     ]
 
 
 def _merge_error(sums: Sequence[tuple[float, float]]) -> float:
-    lost, moved = (sum(each) for each in zip(*sums, strict=True))
+    lost, moved = (sum(values) for values in zip(*sums, strict=True))
     return math.sqrt(lost / moved) if moved else 0.0
 
 
 def buffer_values(sources: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Return these tensors as they are now, fp32 on the CPU, by one transfer."""
+    """Copy the current values of tensors to the CPU in one transfer, as fp32."""
     if not names:
         return {}
     chosen = {name: sources[name] for name in names}
-    flat = torch.cat([each.flatten().float() for each in chosen.values()]).cpu()
-    parts = flat.split([each.numel() for each in chosen.values()])
+    flat = torch.cat([tensor.flatten().float() for tensor in chosen.values()]).cpu()
+    parts = flat.split([tensor.numel() for tensor in chosen.values()])
     pairs = zip(chosen.items(), parts, strict=True)
-    return {name: part.reshape(each.shape).clone() for (name, each), part in pairs}
+    return {name: part.reshape(tensor.shape).clone() for (name, tensor), part in pairs}
 
 
 def _abort(state: _Round, error: BaseException) -> None:
     state.pages.clear()
     try:
         state.leases.close()
-    except Exception as kept:  # the first failure is the one to report
-        error.add_note(f"a lease was not closed: {type(kept).__name__}: {kept}")
+    except Exception as failure:  # report the first failure, and note this one
+        error.add_note(f"a lease was not closed: {type(failure).__name__}: {failure}")
     abort_all(state.opened, error)
 
 
 def abort_all(opened: Sequence[UpdatableEngine], error: BaseException) -> None:
-    """Tell the targets of a sync that failed; what cannot be told is noted on the error."""
+    """Call `abort_update` on targets of a failed sync, and note further failures on the error."""
     for target in opened:
         try:
             target.abort_update(f"{type(error).__name__}: {error}")
-        # a target may be what died; the first failure is the one to report
-        except Exception as deaf:
-            error.add_note(f"a target could not be told: {type(deaf).__name__}: {deaf}")
+        # The target itself may have died; report the first failure, and note this one.
+        except Exception as failure:
+            error.add_note(f"could not abort a target: {type(failure).__name__}: {failure}")

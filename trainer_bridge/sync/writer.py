@@ -1,5 +1,6 @@
-"""Write one rank's part of a plan: a table of rows for each target, made once; and weights that are
-made of the shards while they are written, in bounded memory.
+"""Execution of one rank's part of a plan, by tables of rows that are built once per target.
+
+Weights that are computed from shards (merged adapters) are written in bounded memory.
 """
 
 import contextlib
@@ -26,49 +27,53 @@ _SAMPLED_NAMES, _SAMPLED_ELEMENTS = 8, 1 << 17
 
 
 class Shards:
-    """This rank's part of parameters and buffers."""
+    """The part of parameters and buffers that this rank holds.
+
+    Args:
+        read: Returns the current tensors by checkpoint name, tied ones once. A tensor that is not a
+            DTensor is whole on every rank.
+    """
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
-        """read: returns them as they are now, by checkpoint name, tied ones once. What is no
-        DTensor is whole on every rank.
-        """
         self._read = read
         self._sharded: dict[str, object] = {}
 
     def described(self) -> list[SourceShard]:
-        """Return which box of which parameter this rank holds; `tensors` are of these boxes."""
-        rank, found = dist.get_rank() if dist.is_initialized() else 0, []
+        """Return the boxes that this rank holds, which are the boxes of `tensors`."""
+        rank, shards = dist.get_rank() if dist.is_initialized() else 0, []
         for name, param in self._read().items():
             self._sharded[name] = _sharding(param)
-            found.append(shard_of(name, param, rank))
-        return found
+            shards.append(shard_of(name, param, rank))
+        return shards
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's rows of every parameter. A ValueError names one that is sharded
-        otherwise than it was described.
+        """Return this rank's part of every parameter and buffer, by name.
+
+        Raises:
+            ValueError: A parameter is sharded differently than when it was described.
         """
         params = self._read()
         for name, before in self._sharded.items():
             if name in params and (now := _sharding(params[name])) != before:
                 raise ValueError(
                     f"{name} is {now or 'whole'}, and was {before or 'whole'} when the sync was "
-                    "connected; connect anew (nothing was written)"
+                    "connected; connect again (nothing was written)"
                 )
         return {name: _stored(param).detach() for name, param in params.items()}
 
 
 def _sharding(param: Tensor) -> object:
-    """Return over which mesh, and how, a parameter is sharded; None: whole."""
+    """Return mesh and placements of a sharded parameter; None if it is whole."""
     return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
 
 
 def _stored(param: Tensor) -> Tensor:
-    """Return the local shard. `to_local` takes a hundred times as long, every time."""
+    """Return the local shard without `to_local`, which takes a hundred times as long."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def copy_rows(copy: Copy, source: Tensor) -> Rows:
-    """Return a copy as rows. source: of any strides; the box at `copy.start` is in it."""
+    """Convert a copy to rows; `source` has any strides, and contains the box at `copy.start`."""
     return box_rows(
         copy.shape,
         copy.torch_dtype,
@@ -83,16 +88,21 @@ def copy_rows(copy: Copy, source: Tensor) -> Rows:
 
 def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
     """Return the GPU of this rank's tensors, or the CPU."""
-    return next((each.device for each in tensors.values() if each.is_cuda), torch.device("cpu"))
+    gpus = (tensor.device for tensor in tensors.values() if tensor.is_cuda)
+    return next(gpus, torch.device("cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """base + scale * b @ a, computed in fp32 and rounded once, to the target's dtype: LoRA, merged.
-    The base stays.
+    """Factors of a merged LoRA weight, base + scale * b @ a.
 
-    a: [rank, columns], b: [rows, rank], any float dtypes, of the rows and columns of this rank's
-    shard of the base; of a stack of matrices [experts, rank, columns] and [experts, rows, rank].
+    The merge is computed in fp32 and rounded once to the target's dtype. The base is not changed.
+
+    Attributes:
+        a: [rank, columns] or, for a stack of matrices, [experts, rank, columns], of any float
+            dtype. Columns are those of this rank's shard of the base.
+        b: [rows, rank] or [experts, rows, rank], of any float dtype. Rows are those of the shard.
+        scale: Factor of the product.
     """
 
     a: Tensor
@@ -100,10 +110,10 @@ class LowRank:
     scale: float
 
     def rows(self, base: Tensor, first: int, last: int, out: Tensor) -> None:
-        """Write rows (of a stack: matrices) `first` to `last` of the merge to `out`, fp32.
+        """Write rows (or matrices of a stack) `first` to `last` of the merge to `out`, fp32.
 
-        The product is whole before it is added: products that are added to the base one by one are
-        rounded to its units each.
+        The product is complete before it is added to the base. Adding partial products would round
+        each of them to the precision of the base.
         """
         stacked = base.ndim == 3
         a, product = (self.a[first:last], torch.bmm) if stacked else (self.a, torch.mm)
@@ -112,8 +122,13 @@ class LowRank:
         torch.add(base[first:last], out, alpha=self.scale, out=out)
 
     def rounding(self, base: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return fp32 [2], sums of squares over a sample of the first rows: what rounding to
-        `dtype` takes from the product, beyond what it takes from the base, and the product.
+        """Measure how much of the product is lost when the merge is rounded to `dtype`.
+
+        The measure ignores the error of rounding the base itself.
+
+        Returns:
+            fp32 [2]: sums of squares of the lost part and of the product, over a sample of the
+            first rows.
         """
         a, b = self.a, self.b
         if base.ndim == 3:
@@ -128,8 +143,8 @@ class LowRank:
 
 @contextlib.contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Products of fp32 are computed as such, also where a program allows tf32 or bf16 for speed."""
-    backends: Any = torch.backends  # typed without mkldnn's products
+    """Compute fp32 products in full precision, even if the program allows tf32 or bf16."""
+    backends: Any = torch.backends  # its types lack mkldnn.matmul
     products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     before = products.fp32_precision
     products.fp32_precision = "ieee"
@@ -140,8 +155,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def scratch_for(sources: Mapping[str, Tensor], derived: Iterable[str]) -> Tensor:
-    """Make fp32 memory, on the sources' device, for as many rows of these shards as a part of it
-    holds (`SCRATCH_BYTES`), at least one.
+    """Allocate fp32 scratch on the sources' device for rows of derived parameters.
+
+    It has `SCRATCH_BYTES`, less if the shards are smaller, more if a single row needs more.
     """
     bases = [sources[name] for name in derived if name in sources]
     least = max((math.prod(base.shape[1:]) for base in bases), default=0)
@@ -151,15 +167,15 @@ def scratch_for(sources: Mapping[str, Tensor], derived: Iterable[str]) -> Tensor
 
 
 _Step = tuple[str, int, int, dict[int, RowCopies]]
-"""Rows of a derived parameter: its name, first row, last row, what is written of them by target."""
+"""Rows of a derived parameter: name, first row, last row, and tables that write them by target."""
 
 
 class Writer:
-    """Copies of one rank, with the shards they come from, into targets' bytes or into a message.
+    """Copies of one rank from its shards into the bytes of targets or of a message.
 
-    Derived parameters are computed a few rows (of a stack: matrices) at a time into the scratch,
-    and written from there. Tables are made once, and are good as long as the plan's layout is
-    offered and the shards keep their addresses; the factors may be others with every run.
+    Derived parameters are computed a few rows (or matrices of a stack) at a time in the scratch,
+    and written from there. The tables are built once. They stay valid while the layout of the
+    targets and the addresses of the shards do not change; factors may change with every run.
     """
 
     def __init__(
@@ -170,55 +186,58 @@ class Writer:
         scratch: Tensor,
         remote: Set[int] = frozenset(),
     ) -> None:
-        """Make the tables.
+        """Build the tables.
 
         Args:
-            copies: What is written, of one rank.
-            sources: Its tensors, by name.
-            derived: Names of parameters that are made of their shard (`LowRank`).
-            scratch: `scratch_for` them; others may have it that write before or after, on the same
-                stream.
+            copies: Copies of this rank.
+            sources: This rank's tensors by name.
+            derived: Names of parameters that are computed from their shard (`LowRank`).
+            scratch: Memory from `scratch_for`. Writers that run on the same stream may share it.
             remote: Targets on other devices.
         """
         self.sources, self._scratch = sources, scratch
         plain: dict[int, list[Rows]] = {}
-        made: dict[str, list[Copy]] = defaultdict(list)
+        computed: dict[str, list[Copy]] = defaultdict(list)
         for copy in copies:
             rows = plain.setdefault(copy.target, [])
             if copy.name in derived:
-                made[copy.name].append(copy)
+                computed[copy.name].append(copy)
             else:
                 rows.append(copy_rows(copy, sources[copy.name]))
         device = scratch.device
         self._tables = {target: RowCopies(rows, device) for target, rows in plain.items()}
-        steps = (self._steps_of(name, mine) for name, mine in made.items())
+        steps = (self._steps_of(name, parts) for name, parts in computed.items())
         self._steps = list(chain.from_iterable(steps))
         self._remote = remote & self.targets
         self._streams: dict[int, torch.cuda.Stream] = {}
 
     @property
     def targets(self) -> Set[int]:
-        """Return the numbers of the targets that are written."""
+        """Return the numbers of the targets that this writer writes."""
         return self._tables.keys()
 
     def start(self, pages: Mapping[int, Tensor], derived: Mapping[str, LowRank]) -> None:
-        """Begin to write all copies into the targets' bytes: by target, uint8.
+        """Begin to write all copies.
 
-        On a GPU the writes over links begin first, each on a stream of its own, and the others run
-        beside them, on the current stream.
+        On a GPU, writes over links begin first, each target on its own stream. Writes on the same
+        device run concurrently on the current stream.
+
+        Args:
+            pages: Bytes of each target, uint8.
+            derived: Factors of the derived parameters, by name.
         """
         for target in self._remote:
             self._start_remote(target, pages[target])
         for target in self.targets - self._remote:
             self._tables[target].start(pages[target])
-        for name, first, last, tables in self._steps:  # each in the scratch after the one before
+        for name, first, last, tables in self._steps:  # the steps use the scratch one by one
             base = self.sources[name]
             derived[name].rows(base, first, last, self._made(first, last, base))
             for target, table in tables.items():
                 table.start(pages[target])
 
     def digests(self) -> dict[int, int]:
-        """Wait; return the digests of what `start` wrote, by target."""
+        """Wait for the copies, and return their digests by target."""
         digests: dict[int, int] = defaultdict(int)
         for tables in (self._tables, *(tables for *_, tables in self._steps)):
             for target, table in tables.items():
@@ -244,14 +263,17 @@ class Writer:
                 part = copy.part(0, begin - copy.start[0], end - begin)
                 part = replace(part, start=(begin - first, *copy.start[1:]))
                 rows[copy.target].append(copy_rows(part, source))
-        return {target: RowCopies(mine, source.device) for target, mine in rows.items()}
+        return {target: RowCopies(parts, source.device) for target, parts in rows.items()}
 
     def _made(self, first: int, last: int, base: Tensor) -> Tensor:
         shape = (last - first, *base.shape[1:])
         return self._scratch[: math.prod(shape)].view(shape)
 
     def _start_remote(self, target: int, pages: Tensor) -> None:
-        """One program a multiprocessor fills NVLink, and leaves room for the copies on this GPU."""
+        """Begin the copies for a target on another device.
+
+        One program per multiprocessor saturates NVLink, and leaves room for copies on this GPU.
+        """
         table = self._tables[target]
         if not table.on_gpu:
             table.start(pages)
@@ -259,7 +281,7 @@ class Writer:
         if target not in self._streams:
             self._streams[target] = torch.cuda.Stream()
         stream = self._streams[target]
-        # The step that made the weights may be queued.
+        # The optimizer step may still be queued.
         stream.wait_stream(torch.cuda.current_stream())
         programs = torch.cuda.get_device_properties(stream.device).multi_processor_count
         with torch.cuda.stream(stream):
@@ -269,19 +291,28 @@ class Writer:
 def rounding(
     derived: Mapping[str, LowRank], sources: Mapping[str, Tensor], plan: SyncPlan
 ) -> tuple[float, float]:
-    """Return `LowRank.rounding` to what the plan writes, summed over a few parameters at even
-    distances: about eighty small launches and a wait, however large the model.
+    """Sum `LowRank.rounding` over a sample of the derived parameters.
+
+    The sample has a bounded size: some eighty small launches and one wait for any model.
+
+    Args:
+        derived: Factors of the derived parameters, by name.
+        sources: This rank's shards, by name.
+        plan: The plan, for the dtypes that are written.
+
+    Returns:
+        Sums of squares of the lost part and of the product.
     """
     names = [name for name in sorted(derived) if sources[name].numel()]
     chosen = names[:: max(1, math.ceil(len(names) / _SAMPLED_NAMES))]
     dtypes: dict[str, set[torch.dtype]] = {name: set() for name in chosen}
-    for each in plan.slices:
-        if each.name in dtypes:
-            dtypes[each.name].add(each.piece.torch_dtype)
+    for planned in plan.slices:
+        if planned.name in dtypes:
+            dtypes[planned.name].add(planned.piece.torch_dtype)
     sums = [
-        derived[name].rounding(sources[name], min(found, key=attrgetter("itemsize")))
-        for name, found in dtypes.items()
-        if found
+        derived[name].rounding(sources[name], min(written, key=attrgetter("itemsize")))
+        for name, written in dtypes.items()
+        if written
     ]
     if not sums:
         return 0.0, 0.0
@@ -290,7 +321,7 @@ def rounding(
 
 
 def check_sources(shards: Iterable[SourceShard], sources: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError that lists shards that are missing, or cannot be written from."""
+    """Raise a ValueError that lists shards that are missing or cannot be read by a sync."""
     misfits = (_misfit(sources, shard) for shard in shards)
     if problems := [misfit for misfit in misfits if misfit is not None]:
         raise ValueError(f"the shards do not fit the plan, nothing was written: {listed(problems)}")
@@ -305,5 +336,5 @@ def _misfit(sources: Mapping[str, Tensor], shard: SourceShard) -> str | None:
     if not source.is_floating_point():
         return f"{shard.name}: {source.dtype} is not a weight's dtype; dequantise it"
     if source.layout != torch.strided or (source.numel() and not source.data_ptr()):
-        return f"{shard.name}: no memory of its own on {source.device}, as it is now"
+        return f"{shard.name}: its tensor on {source.device} has no memory now"
     return None

@@ -1,4 +1,4 @@
-"""Holds what a training step takes: model, losses, optimizer, adapters, critic, checkpoints."""
+"""Parts of a training step: model, losses, optimizer, adapters, critic and checkpoints."""
 
 from trainer_bridge.training.checkpoint import read_values
 from trainer_bridge.training.device import Runtime

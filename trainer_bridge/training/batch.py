@@ -1,7 +1,4 @@
-"""Sequences to score or to learn from, and how they become micro batches.
-
-No model in here.
-"""
+"""Batches of sequences to score or to learn from, and their division into micro batches."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,22 +15,29 @@ from memsaver.ops.layout import round_up, send_together
 from rollout.requests import COLDEST
 from trainer_bridge.training.packing import Packing
 
-_PARTS = 16  # of a chunk: one more or less, at most, goes to a filler
-_ALIGNED = 8  # tokens: gradients of weights are sums over them, which tensor cores read by 16 bytes
+_PARTS = 16  # a filler rounds a chunk's tokens up to multiples of 1 / 16 of the largest chunk
+_ALIGNED = 8  # tokens; weight gradients are sums over tokens, which tensor cores read by 16 bytes
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "values", "returns")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some sequences of a batch, in B rows of L positions: end to end in one, or one a row, padded
-    on the right. N response tokens in all.
+    """Sequences of a batch in B rows of L positions, with N response tokens in all.
 
-    rows: numbers of the sequences in the batch, -1 for a filler. counts: response tokens of each.
-    input_ids: int64 [B, L]. real: bool [B, L], False for padding and fillers. packing: where the
-    sequences lie end to end; None: padded. kept: int64 [K], the positions whose logits are needed.
-    row, column, target: int64 [N], the token targets[n] is predicted by the logits at (row[n],
-    kept[column[n]]), sequence by sequence. routed: int16 [B * L, layers, top_k], the experts to go
-    to, -1 where they are not known; None: nowhere.
+    The sequences are packed end to end in one row, or there is one per row, padded on the right.
+    Token target[n] is predicted by the logits at (row[n], kept[column[n]]), sequence by sequence.
+
+    Attributes:
+        rows: Index of each sequence in the batch; -1 for a filler.
+        counts: Number of response tokens of each sequence.
+        input_ids: int64 [B, L].
+        real: bool [B, L], False for padding and fillers.
+        packing: Bounds of packed sequences; None if padded.
+        kept: int64 [K], positions whose logits are needed.
+        row: int64 [N].
+        column: int64 [N].
+        target: int64 [N], response tokens.
+        routed: int16 [B * L, layers, top_k], experts to replay, -1 if unknown; None without replay.
     """
 
     rows: tuple[int, ...]
@@ -48,14 +52,14 @@ class MicroBatch:
     routed: Tensor | None = None
 
     def inputs(self) -> dict[str, Any]:
-        """Return what a model of transformers is called with."""
-        found: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        """Return the arguments for a model of transformers."""
+        arguments: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
         if self.packing is not None:
-            found |= {"packing": self.packing, "position_ids": self.packing.position_ids}
-        return found
+            arguments |= {"packing": self.packing, "position_ids": self.packing.position_ids}
+        return arguments
 
     def split(self, values: Sequence[float]) -> dict[int, list[float]]:
-        """Split N numbers by sequence: {number of the sequence in the batch: its numbers}."""
+        """Split N values by sequence; keys are indices of sequences in the batch."""
         out, start = {}, 0
         for row, count in zip(self.rows, self.counts, strict=True):
             if row >= 0:
@@ -66,19 +70,27 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceBatch:
-    """Prompts with their responses, one entry a sequence; the exact token ids that were generated,
-    EOS included.
+    """Sequences to score or to learn from, checked on construction.
 
-    One number a response token: old_logprobs, of the policy that generated it; ref_logprobs, of the
-    reference; values, of the critic before its update, of what is to come when the token is chosen;
-    returns, what the critic learns. advantages: one number a token, or one a sequence that is given
-    to each of its tokens. `update_actor` needs old_logprobs and advantages (ref_logprobs with
-    `kl_loss_coef`), `update_critic` values and returns, a score none. temperature: of the sampling;
-    it divides the logits.
+    All fields but `temperature` have one entry per sequence. Scores need only the token ids.
+    `update_actor` also needs `old_logprobs` and `advantages`, and `ref_logprobs` with
+    `kl_loss_coef`. `update_critic` needs `values` and `returns`. A ValueError names a field whose
+    length does not match.
 
-    routed_experts: integers [K, layers with experts, top_k], the experts of the K tokens before a
-    sequence's last (`Completion.routed_experts`), None for a sequence of which none are known. The
-    policy then goes to these, in scores as in updates, and chooses for the other tokens itself.
+    Attributes:
+        prompt_ids: Token ids of each prompt; none is empty.
+        response_ids: Token ids exactly as generated, including EOS.
+        old_logprobs: Per response token, the log-probability under the policy that generated it.
+        advantages: Per response token, or one number per sequence that applies to all its tokens.
+        ref_logprobs: Per response token, the log-probability under the reference.
+        values: Per response token, the critic's value before its update.
+        returns: Per response token, the critic's target.
+        routed_experts: Per sequence, integers [K, layers with experts, top_k]: the experts of the
+            last K tokens before the final one (`Completion.routed_experts`), or None if they are
+            unknown. The policy uses these experts in scores and updates, and its own choice for all
+            other tokens.
+        temperature: Sampling temperature, which divides the logits; finite and positive. Score
+            greedy samples with 1.0.
     """
 
     prompt_ids: list[list[int]]
@@ -97,12 +109,12 @@ class SequenceBatch:
             value = getattr(self, name)
             if value is not None and len(value) != count:
                 raise ValueError(
-                    f"{name} has {len(value)} entries for {count} prompts; give one a sequence"
+                    f"{name} has {len(value)} entries for {count} prompts; pass one per sequence"
                 )
         for i, prompt in enumerate(self.prompt_ids):
             if not prompt:
                 raise ValueError(
-                    f"prompt {i} is empty; give it at least a beginning-of-sequence token"
+                    f"prompt {i} is empty; it needs at least a beginning-of-sequence token"
                 )
         for name in (*PER_TOKEN, "advantages"):
             self._check_tokens(name)
@@ -111,7 +123,7 @@ class SequenceBatch:
             raise ValueError(f"temperature={self.temperature} {rule}")
         for i, routed in enumerate(self.routed_experts or ()):
             if routed is not None and len(routed) >= self.lengths[i]:
-                text = f"routed_experts {i} are of {len(routed)} tokens"
+                text = f"routed_experts {i} has entries for {len(routed)} tokens"
                 raise ValueError(f"{text}, the sequence has {self.lengths[i] - 1} before its last")
 
     def _check_tokens(self, name: str) -> None:
@@ -124,21 +136,36 @@ class SequenceBatch:
             got, want = len(entry) if isinstance(entry, list) else "no list of", len(response)
             if got != want:
                 text = f"{name} {i} has {got} numbers for {want} response tokens"
-                raise ValueError(f"{text}; give one a token")
+                raise ValueError(f"{text}; pass one per token")
 
     def of_tokens(self, name: str, micro: MicroBatch) -> Tensor:
-        """Return fp32 [N]: the field's number of each response token, or of its sequence."""
+        """Return a field's values for the response tokens of a micro batch.
+
+        Args:
+            name: Field with numbers per token or per sequence.
+            micro: Micro batch of this batch.
+
+        Returns:
+            fp32 [N], on the micro batch's device.
+        """
         entries = getattr(self, name)
-        found: list[float] = []
+        values: list[float] = []
         for row in micro.rows:
             if row >= 0:
-                entry = entries[row]
-                found += entry if isinstance(entry, list) else [entry] * len(self.response_ids[row])
-        host = torch.tensor(found, dtype=torch.float32)
+                entry, count = entries[row], len(self.response_ids[row])
+                values += entry if isinstance(entry, list) else [entry] * count
+        host = torch.tensor(values, dtype=torch.float32)
         return send_together([host], micro.input_ids.device)[0]
 
     def select(self, rows: Sequence[int]) -> Self:
-        """Return a batch of these sequences, in this order."""
+        """Return a batch of selected sequences.
+
+        Args:
+            rows: Indices of the sequences, in the order of the result.
+
+        Returns:
+            The new batch.
+        """
         fields = ("prompt_ids", "response_ids", "advantages", "routed_experts", *PER_TOKEN)
         chosen: dict[str, Any] = {}
         for name in fields:
@@ -156,12 +183,12 @@ class SequenceBatch:
 
     @property
     def max_length(self) -> int:
-        """Return the tokens of the longest sequence, prompt included."""
+        """Return the number of tokens of the longest sequence, including its prompt."""
         return max(self.lengths, default=0)
 
     @property
     def lengths(self) -> list[int]:
-        """Return the tokens of each sequence, prompt included."""
+        """Return the number of tokens of each sequence, including its prompt."""
         pairs = zip(self.prompt_ids, self.response_ids, strict=True)
         return [len(prompt) + len(response) for prompt, response in pairs]
 
@@ -169,13 +196,21 @@ class SequenceBatch:
 def dispatch(
     batch: SequenceBatch, rank: int, world: int, size: int, *, packed: bool
 ) -> list[list[int]]:
-    """Deal this rank sequences in chunks, the longest first.
+    """Divide the batch among ranks, and return this rank's sequences in chunks.
 
-    If `packed`, a chunk has no more tokens than `size` of the batch's longest: of short ones many.
-    Else it has `size` sequences.
-
-    Every rank gets as many chunks of as many sequences, -1 being a filler: the ranks' collectives
+    All ranks get the same numbers of chunks and of sequences per chunk, because their collectives
     must match.
+
+    Args:
+        batch: The whole batch.
+        rank: This rank.
+        world: Number of ranks.
+        size: Number of sequences per chunk.
+        packed: Limit a chunk to `size` times the tokens of the longest sequence, instead of to
+            `size` sequences, so that it has more of the short ones.
+
+    Returns:
+        Indices of sequences by chunk, the longest first; -1 is a filler.
     """
     lengths = batch.lengths
     order = sorted(range(len(batch)), key=lambda i: (-lengths[i], i))
@@ -183,13 +218,20 @@ def dispatch(
     mine = order[rank::world]
     if not packed:
         return [mine[first : first + size] for first in range(0, len(mine), size)]
-    longest = [lengths[row] for row in order[::world]]  # of the ranks' rows; the first is no filler
+    # The longest sequence among the ranks at each position. Rank 0 never has a filler.
+    longest = [lengths[row] for row in order[::world]]
     return _fill(mine, longest, size * batch.max_length)
 
 
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Put rows, longest first, each into the first chunk that has room of `tokens` left; the
-    fullest chunk first, for what the allocator took for it serves the others.
+    """Pack rows into chunks of at most `tokens` tokens, each row into the first chunk with room.
+
+    The fullest chunk comes first, so that the allocator can reuse its blocks for all others.
+
+    Args:
+        rows: Sequences, the longest first.
+        lengths: Tokens of each row.
+        tokens: Limit of a chunk.
     """
     chunks, left = list[list[int]](), list[int]()
     for row, length in zip(rows, lengths, strict=True):
@@ -205,12 +247,18 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list
 def lay_out(
     batch: SequenceBatch, rows: Sequence[int], device: torch.device, size: int, *, packed: bool
 ) -> MicroBatch:
-    """Return the micro batch of `rows`, which `dispatch` dispatched in chunks of `size`: end to
-    end, or padded.
+    """Build the micro batch of one chunk, packed end to end or padded.
 
-    The causal mask hides what lies to the right, so padding needs no mask of its own. End to end, a
-    filler rounds the tokens up to sixteenths of the largest chunk: an allocator that cuts up what
-    it has cached wastes much of it on chunks of nearly one size.
+    Padding is on the right, where the causal mask hides it. In a packed row, a filler rounds the
+    number of tokens up to sixteenths of the largest chunk. Without it, chunks of slightly different
+    sizes would fragment the allocator's cache.
+
+    Args:
+        batch: The whole batch.
+        rows: A chunk from `dispatch`.
+        device: Device of the tensors.
+        size: Number of sequences per chunk, as for `dispatch`.
+        packed: Pack the sequences end to end.
     """
     prompts = [batch.prompt_ids[i] if i >= 0 else [0] for i in rows]
     responses = [batch.response_ids[i] if i >= 0 else [] for i in rows]
@@ -223,7 +271,7 @@ def lay_out(
     row, at = list[int](), list[int]()
     for i, end in enumerate(accumulate(lengths)):
         count = len(responses[i])
-        last = (end if packed else lengths[i]) - 1  # predicts what nobody asks for
+        last = (end if packed else lengths[i]) - 1  # the last position predicts no response token
         row += [0 if packed else i] * count
         at += range(last - count, last)
     kept = sorted(set(at)) or [0]
@@ -232,7 +280,7 @@ def lay_out(
     def laid(parts: Sequence[list[int]]) -> list[list[int]]:
         if packed:
             return [[*chain.from_iterable(parts)]]
-        return [each + [0] * (max(lengths) - len(each)) for each in parts]
+        return [part + [0] * (max(lengths) - len(part)) for part in parts]
 
     integers = {
         "input_ids": laid(sequences),
@@ -241,7 +289,7 @@ def lay_out(
         "column": [column[position] for position in at],
         "target": [*chain.from_iterable(responses)],
     }
-    host = {name: torch.tensor(each, dtype=torch.int64) for name, each in integers.items()}
+    host = {name: torch.tensor(values, dtype=torch.int64) for name, values in integers.items()}
     real = [[int(number >= 0)] * length for number, length in zip(rows, lengths, strict=True)]
     host["real"] = torch.tensor(laid(real), dtype=torch.bool)
     if packed:
@@ -250,7 +298,7 @@ def lay_out(
     places = lengths if packed else (max(lengths),) * len(lengths)
     if (routed := _routed(batch, rows, lengths, places)) is not None:
         host["routed"] = torch.from_numpy(routed)
-    # Together, and without a wait here: parameters may be on their way on the same link.
+    # One transfer without a wait: parameters may be reloading over the same link.
     sent = dict(zip(host, send_together([*host.values()], device), strict=True))
     packing = None
     if packed:
@@ -263,26 +311,38 @@ def lay_out(
 def _routed(
     batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int], places: Sequence[int]
 ) -> NDArray[np.int16] | None:
-    """Lay `routed_experts` out: int16 [sum(places), layers, top_k]. places: of each of `rows`, as
-    many as it has tokens or more.
+    """Lay out `routed_experts` by position.
+
+    Args:
+        batch: The whole batch.
+        rows: Indices of sequences; -1 is a filler.
+        lengths: Tokens of each row.
+        places: Positions of each row, including padding.
+
+    Returns:
+        int16 [sum(places), layers, top_k], -1 if unknown; None if nothing is known.
     """
     given = batch.routed_experts or ()
-    known = next((each for each in given if each is not None), None)
+    known = next((routed for routed in given if routed is not None), None)
     if known is None:
         return None
-    found = np.full((sum(places), *known.shape[1:]), -1, dtype=np.int16)
+    laid = np.full((sum(places), *known.shape[1:]), -1, dtype=np.int16)
     for row, length, place, end in zip(rows, lengths, places, accumulate(places), strict=True):
         if row >= 0 and (routed := given[row]) is not None:
             last = end - place + length - 1
-            found[last - len(routed) : last] = routed
-    return found
+            laid[last - len(routed) : last] = routed
+    return laid
 
 
 def check_tokens(batch: SequenceBatch, model: Any) -> None:
-    """Raise a ValueError for an id out of range, which would kill a GPU's context, or a position
-    that would be scored wrongly.
+    """Raise a ValueError for token ids or lengths that the model does not support.
 
-    model: the configuration, with vocab_size and max_position_embeddings.
+    An id outside of the vocabulary would destroy a GPU's context, and a position beyond the limit
+    would be scored wrongly.
+
+    Args:
+        batch: The batch.
+        model: Configuration of the model, with vocab_size and max_position_embeddings.
     """
     limit = model.max_position_embeddings
     if batch.max_length > limit:
@@ -296,9 +356,13 @@ def check_tokens(batch: SequenceBatch, model: Any) -> None:
 
 
 def check_learning(method: str, batch: SequenceBatch, model: Any, names: Sequence[str]) -> None:
-    """Raise a ValueError where `method` cannot learn from the batch, for want of a field, too.
+    """Raise a ValueError if `method` cannot learn from the batch.
 
-    model: as of `check_tokens`.
+    Args:
+        method: Method that learns, for the text.
+        batch: The batch.
+        model: As for `check_tokens`.
+        names: Fields that the method needs.
     """
     check_tokens(batch, model)
     if any(getattr(batch, name) is None for name in names):

@@ -1,9 +1,8 @@
-"""Training checkpoints: parameters, optimizer moments and a few plain values, through
-torch.distributed.checkpoint.
+"""Training checkpoints of parameters, moments and plain values, by torch.distributed.checkpoint.
 
-A directory appears whole or not at all. Loading writes into the tensors that are there: addresses
-stay. Tensors are in safetensors files and values in JSON, so that a folder from elsewhere is data:
-torch's own format holds pickles.
+A directory is replaced as a whole or not at all. Loading writes into the existing tensors, so
+addresses do not change. Tensors are stored in safetensors files and values in JSON, so loading a
+foreign directory executes nothing; torch's own format contains pickles.
 """
 
 import contextlib
@@ -31,23 +30,36 @@ _FILE_BYTES = 2 << 30
 def state(
     model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of one model: all that is trained, by name, masters under
-    their parameters' names; the tensors are the model's and the optimizer's own.
+    """Return the trained tensors of one model and its optimizer, without a copy.
+
+    Args:
+        model: The sharded model.
+        optimizer: Its optimizer. Masters are returned in place of their parameters.
+        prefix: Prefix of the names.
+
+    Returns:
+        Tensors by name.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         moments = optimizer.state[param]
-        found[f"{prefix}params.{name}"] = moments.get("master", param.detach())
-        found[f"{prefix}optim.exp_avg.{name}"] = moments["exp_avg"]
-        found[f"{prefix}optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-    return found
+        tensors[f"{prefix}params.{name}"] = moments.get("master", param.detach())
+        tensors[f"{prefix}optim.exp_avg.{name}"] = moments["exp_avg"]
+        tensors[f"{prefix}optim.exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+    return tensors
 
 
 def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Replace `directory`, which all ranks see and all call this for. values: for JSON."""
-    text = json.dumps(values)  # refuses before anything is written
+    """Save a checkpoint, replacing `directory`; a collective call.
+
+    Args:
+        directory: Directory on a filesystem that all ranks share.
+        tensors: Tensors by name.
+        values: JSON data.
+    """
+    text = json.dumps(values)  # fails before anything is written
     with whole_directory(directory) as partial:
         writer = dcp.HuggingFaceStorageWriter(partial, _files(tensors), save_distributed=True)
         with _unwrapped():
@@ -58,8 +70,15 @@ def save(directory: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any
 
 @contextlib.contextmanager
 def whole_directory(directory: str) -> Iterator[str]:
-    """Every rank enters it. What is written into the directory given takes `directory`'s place when
-    the block has ended on all ranks without an error; else it is removed, and every rank raises.
+    """Replace `directory` as a whole if the block succeeds on all ranks; a collective call.
+
+    If the block fails on a rank, the new directory is removed and every rank raises.
+
+    Args:
+        directory: Directory to replace.
+
+    Yields:
+        Path of the new directory to write into.
     """
     directory = os.path.abspath(directory)
     partial = f"{directory}.partial"
@@ -82,8 +101,9 @@ def whole_directory(directory: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Wait for all ranks at the end. Where one raised inside, all raise: that one its error, the
-    others an OtherRankFailed, so that nobody waits for a rank that does not come.
+    """Wait for all ranks at the end of the block, and raise on every rank if one failed.
+
+    A failed rank raises its own error, other ranks raise OtherRankFailed, so no rank waits forever.
     """
     error: BaseException | None = None
     try:
@@ -99,7 +119,7 @@ def _together() -> Iterator[None]:
 
 
 def read_values(directory: str) -> dict[str, Any]:
-    """Return the values of a complete checkpoint; a ValueError where there is none."""
+    """Return the values of a checkpoint; ValueError if the directory has no complete checkpoint."""
     with open(os.path.join(_complete(directory), _VALUES), encoding="utf-8") as file:
         return json.load(file)
 
@@ -110,10 +130,21 @@ def load(
     adapters: Mapping[str, Any] | None = None,
     began_with: str | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` in place, also when saved by another number of ranks. Returns the values.
+    """Load a checkpoint into `tensors` in place; it may be saved by another number of ranks.
 
-    adapters, began_with: `Adapters.identity` and `weights_digest`, which the values of these names
-    must equal. A ValueError says what is of another model; nothing was loaded then.
+    Args:
+        directory: Directory of the checkpoint.
+        tensors: Tensors to fill, by name.
+        adapters: `Adapters.identity`, which the stored value must equal.
+        began_with: `weights_digest`, which the stored value must equal.
+
+    Returns:
+        The stored values.
+
+    Raises:
+        ValueError: The checkpoint is incomplete, or belongs to another model or other adapters.
+            Nothing was loaded.
+        OtherWeights: The run started from other weights. Nothing was loaded.
     """
     values, directory = read_values(directory), _complete(directory)
     if adapters != (stored := values.get("adapters")):
@@ -122,7 +153,8 @@ def load(
     _check_fit(directory, tensors)
     if began_with != (stored := values.get("began_with", began_with)):
         rule = f"the run began with other weights (digest {stored}; {began_with} now)"
-        raise OtherWeights(f"checkpoint {directory!r}: {rule}; put those back; nothing was loaded")
+        text = f"{rule}; restore the original weights; nothing was loaded"
+        raise OtherWeights(f"checkpoint {directory!r}: {text}")
     with torch.no_grad(), _unwrapped():
         dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(directory))
     return values
@@ -130,7 +162,7 @@ def load(
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """torch wraps what a rank raises, also an interrupt, into something that is no Exception."""
+    """Raise the error of a rank in place of torch's wrapper, which is not an Exception."""
     try:
         yield
     except dcp.CheckpointException as wrapped:
@@ -143,7 +175,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the file of a rank, from 1 on, that each tensor is in: host memory holds one file."""
+    """Assign tensors to numbered files of limited size; a whole file is buffered in host memory."""
     size, files = _FILE_BYTES * dist.get_world_size(), dict[str, int]()
     total = 0
     for name, tensor in tensors.items():
@@ -153,7 +185,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _complete(directory: str) -> str:
-    """Return where the checkpoint is: a killed save may have renamed it (`_replace`)."""
+    """Return the directory of a complete checkpoint, which a killed `_replace` may have renamed."""
     for place in (directory, f"{os.path.abspath(directory)}{_BEFORE}"):
         if os.path.isfile(os.path.join(place, _VALUES)):
             return place
@@ -167,13 +199,14 @@ def _check_fit(directory: str, tensors: Mapping[str, Tensor]) -> None:
     shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if problems := misfits(wanted, shapes):
-        rule = f"checkpoint {directory!r} is of another model, nothing was loaded"
+        rule = f"checkpoint {directory!r} belongs to another model, nothing was loaded"
         raise ValueError(f"{rule}: {listed(problems)}")
 
 
 def _replace(directory: str, partial: str) -> None:
-    """Put `partial` in the place of `directory`, which may exist: a reader finds the old one or the
-    new one. There is a moment in which the old one has another name, where `load` looks, too.
+    """Replace `directory` by `partial`, so that readers always find the old or the new checkpoint.
+
+    For a moment the old one has another name, under which `load` finds it, too.
     """
     before = f"{directory}{_BEFORE}"
     if os.path.isdir(directory):

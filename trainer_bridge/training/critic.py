@@ -1,4 +1,4 @@
-"""The critic: what an answer, as far as it goes, will still earn. A decoder with one output."""
+"""The critic: a decoder with one output, which predicts the future return at each token."""
 
 from torch import Tensor
 
@@ -13,14 +13,21 @@ from trainer_bridge.training.optimizer import Schedule, build_optimizer, optimiz
 
 
 class Critic:
-    """An FSDP2 model on tag `critic` and its moments on tag `critic_optim`.
+    """An FSDP2 model on tag `critic`, with its moments on tag `critic_optim`; owned by a trainer.
 
-    It begins with the policy's weights, and a head that says 0. The value of a token is said by the
-    position that predicts it: the prompt and the response before it are seen, the token is not.
+    It starts with the policy's weights and a zero value head. The value of a token comes from the
+    position that predicts the token, which sees the prompt and the response before it, but not the
+    token itself.
+
+    Attributes:
+        config: The critic's configuration, derived from the policy's.
+        model: The sharded model.
+        optimizer: AdamW over all parameters.
+        step: Number of updates.
+        schedule: Learning rate.
     """
 
     def __init__(self, config: TrainerConfig, runtime: Runtime, saver: MemorySaver) -> None:
-        """config: the policy's, with a `critic`."""
         assert config.critic is not None
         self.config, self._runtime = config.of_critic(), runtime
         self._limit = config.critic.value_clip
@@ -30,17 +37,25 @@ class Critic:
         self.step, self.schedule = 0, Schedule.of(self.config)
 
     def compute_values(self, batch: SequenceBatch) -> list[list[float]]:
-        """Return the values, fp32, one a response token."""
+        """Compute fp32 values, one per response token of each sequence."""
         size = self.config.micro_batch_size
         return score_tokens(self.model, batch, self._values, size, self._runtime)
 
     def update(self, batch: SequenceBatch) -> dict[str, float]:
-        """Make one AdamW step on the clipped squared error to `returns`, the mean over all
-        response tokens of the batch.
+        """Run one AdamW step on the clipped squared error to `returns`.
 
-        Returns value_loss, value_clip_fraction, critic_grad_norm (before clipping),
-        critic_learning_rate. A gradient that is not finite raises a FloatingPointError and changes
-        nothing.
+        The loss is averaged over all response tokens of the batch.
+
+        Args:
+            batch: Sequences with `values` and `returns`.
+
+        Returns:
+            value_loss, value_clip_fraction, critic_grad_norm (before clipping) and
+            critic_learning_rate.
+
+        Raises:
+            ValueError: The batch lacks a field.
+            FloatingPointError: A gradient is not finite. Nothing has changed.
         """
         check_learning("update_critic", batch, self.model.config, ["values", "returns"])
         self.optimizer.zero_grad(set_to_none=True)
@@ -58,7 +73,7 @@ class Critic:
         return token_logits(self.model, micro).squeeze(-1).float()
 
     def _backward(self, batch: SequenceBatch, micro: MicroBatch) -> list[float]:
-        """Add the micro batch's gradient. Returns its sums of loss and clipped tokens."""
+        """Add the micro batch's gradient, and return its sums of loss and clipped tokens."""
         old, returns = batch.of_tokens("values", micro), batch.of_tokens("returns", micro)
         loss, clipped = value_clip(self._values(micro), old, returns, self._limit)
         # FSDP divides the gradients by the number of ranks.

@@ -1,4 +1,4 @@
-"""Defines what a trainer runs on, and what it does there besides computing."""
+"""The device and the ranks that a trainer runs on."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,19 @@ from trainer_bridge.training.packing import PACKED
 
 @dataclass(kw_only=True)
 class Runtime:
-    """A device, and the ranks of a process group on it.
+    """A device and the ranks of a process group, on which one trainer runs.
 
-    A subclass has a trainer run on something else; the planner's has tensors without memory.
-    mesh: the ranks that every model is sharded over. rank, world: this rank's number among those
-    that share the sequences of a batch, and how many they are. attention: transformers' name of
-    the attention that models compute with; None leaves the choice to transformers.
-    packed_attention: of that over sequences end to end, with models that may be given such
-    (`pack_if_possible`); None: they are padded. owns_group: `close` ends the default process group.
+    A subclass replaces the device: the planner's runs a trainer on tensors without memory.
+
+    Attributes:
+        device: Device of this rank.
+        mesh: Ranks over which models are sharded.
+        rank: Index of this rank among the ranks that share the sequences of a batch.
+        world: Number of these ranks.
+        attention: transformers' name of the models' attention; None leaves it the choice.
+        packed_attention: transformers' name of the attention over packed sequences, for models that
+            support it (`pack_if_possible`); None pads sequences.
+        owns_group: Whether `close` ends the default process group.
     """
 
     device: torch.device
@@ -41,56 +46,57 @@ class Runtime:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Take all ranks of the default process group; where there is none, of one made here.
+        """Open a device with the ranks of the default process group, created if there is none.
 
-        name: of this process's device, as `TrainerConfig.device` has it.
+        Args:
+            name: Device of this process, as in `TrainerConfig.device`.
         """
         device = _use_device(name)
-        made = _ensure_process_group(device)
+        owned = _ensure_process_group(device)
         rank, world = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
-        return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=made)
+        return cls(device=device, mesh=mesh, rank=rank, world=world, owns_group=owned)
 
     def close(self) -> None:
-        """End the process group if it was made here."""
+        """End the process group if `open` created it."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False
 
     def make_buffers(self, model: nn.Module) -> None:
-        """Give the buffers of a meta model their content; see `rebuild_buffers`."""
+        """Materialize the buffers of a meta model; see `rebuild_buffers`."""
         rebuild_buffers(model, self.device)
 
     def digest(self, model: nn.Module) -> str:
-        """Return `weights_digest`."""
+        """Return the `weights_digest` of a model."""
         return weights_digest(model)
 
     def draw_weights(
         self, model: nn.Module, config: TrainerConfig, into: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        """Fill a model without a checkpoint; see `randomise_weights`."""
+        """Fill a model with random weights; see `randomise_weights`."""
         randomise_weights(model, config, into)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Return uint8 [nbytes], 0, pinned for a GPU; a HostMemoryError says what is missing."""
+        """Allocate zeroed uint8 [nbytes], pinned for a GPU, or raise a HostMemoryError."""
         remedy = "take more devices, or optimizer_offload=False,"
         return host_memory(nbytes, self.device, "the optimizer's state", remedy)
 
     def empty_cache(self) -> None:
-        """Give torch's cached blocks back to the device."""
+        """Free torch's cached blocks."""
         empty_torch_cache(self.device)
 
     def finish(self) -> None:
-        """Wait for the work that is queued on the device."""
+        """Wait for all work queued on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def numbers(self, tensor: Tensor) -> list[float]:
-        """Return the content of an fp32 tensor of shape [N], read from the device."""
+        """Read an fp32 tensor [N] from the device."""
         return tensor.tolist()
 
     def sum_ranks(self, values: list[float]) -> list[float]:
-        """Return the sums of the ranks' values, element by element, in fp64."""
+        """Sum the values of all ranks element by element, in fp64."""
         if self.world == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -99,7 +105,7 @@ class Runtime:
 
 
 def _use_device(name: str) -> torch.device:
-    """Return the device of that name; a GPU with its number, and current from here on."""
+    """Return the named device; a GPU gets an index and becomes the current one."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device(
@@ -110,10 +116,13 @@ def _use_device(name: str) -> torch.device:
 
 
 def _ensure_process_group(device: torch.device) -> bool:
-    """Join the default group, or make one of this process only. True if it was made here and is the
-    caller's to end.
+    """Create a default process group of this process alone if there is none.
 
-    A group that is there must suit the device: gloo for the CPU, NCCL for CUDA.
+    Returns:
+        Whether it was created; the caller must end it.
+
+    Raises:
+        ValueError: The existing group lacks the device's backend (gloo for the CPU, NCCL for CUDA).
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
@@ -128,8 +137,8 @@ def _ensure_process_group(device: torch.device) -> bool:
     return False
 
 
-ALIGN = 64  # bytes: whole cache lines, and any vector load on a GPU
-_END = 256  # bytes: a rollout's weights end so, and who aliases pages needs all of them
+ALIGN = 64  # bytes; whole cache lines, and enough for any vector load on a GPU
+_END = 256  # bytes; a rollout's weights end at such multiples, and an alias needs as many bytes
 
 
 def side_by_side(
@@ -138,10 +147,15 @@ def side_by_side(
     tag: str,
     starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Make one tensor a (shape, dtype), all in one allocation of `tag` (content host).
+    """Allocate undefined tensors in one block of a tag with content host.
 
-    starts: the first byte of each in the block, None: one after the other. The content is
-    undefined. The tensors keep the block alive.
+    The tensors keep the block alive.
+
+    Args:
+        specs: Shape and dtype of each tensor.
+        saver: Saver of the tag.
+        tag: The tag.
+        starts: First byte of each tensor in the block; None places them one after another.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     if starts is None:

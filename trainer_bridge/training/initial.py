@@ -1,4 +1,4 @@
-"""Makes what a model begins with: boxes of safetensors files, random weights, rebuilt buffers."""
+"""Initial content of a model: weights from safetensors files, random weights, rebuilt buffers."""
 
 import math
 import os
@@ -27,16 +27,20 @@ from trainer_bridge.training.lora import base_params
 
 
 def check_directory(path: str) -> None:
-    """Raise a ValueError unless `path` holds a config.json."""
+    """Raise a ValueError unless `path` contains a config.json."""
     if not os.path.isfile(os.path.join(path, "config.json")):
-        rule = "is no Hugging Face model directory: no config.json"
+        rule = "is not a Hugging Face model directory: no config.json"
         raise ValueError(f"model_path={path!r} {rule}; check the path")
 
 
 class CheckpointFiles:
-    """Boxes of the parameters in `path`, however its tensors are named and cut (`spellings`).
+    """The parameters of a model directory, readable box by box.
 
-    Files are mapped, not read, until a box is asked for.
+    The tensors of the files may have other names and parts than the parameters (`spellings`). Files
+    are mapped, and only the requested boxes are read.
+
+    Attributes:
+        path: The directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,28 +52,36 @@ class CheckpointFiles:
             self._files |= {key: file for key in file.keys() if not is_unused(key)}  # noqa: SIM118
 
     def check(self, shapes: Mapping[str, Shape], ignore: Collection[str] = ()) -> None:
-        """Find these parameters; a ValueError lists names missing, unknown, or of other shapes."""
+        """Look up all parameters in the files, before any box is read.
+
+        Args:
+            shapes: Shape of each parameter, by name.
+            ignore: Names that the files may contain, too.
+
+        Raises:
+            ValueError: Names are missing or unknown, or shapes differ; the text lists them.
+        """
         self._ways = {name: self._way(name, shape) for name, shape in shapes.items()}
         parts = chain.from_iterable(self._ways.values())
         wanted = {stored.name: stored.shape for stored in parts}
         named = {name: file for name, file in self._files.items() if name not in ignore}
-        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in named.items()}
-        if problems := misfits(wanted, found):
+        stored_shapes = {name: tuple(f.get_slice(name).get_shape()) for name, f in named.items()}
+        if problems := misfits(wanted, stored_shapes):
             raise ValueError(
                 f"weights in {self.path!r} do not fit its config.json: {listed(problems)}"
             )
 
     def box(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a checked parameter's elements from `start`, on the CPU, in the file's dtype."""
-        asked = Box(tuple(start), tuple(shape))
+        """Read a box of a checked parameter to the CPU, in the file's dtype."""
+        wanted = Box(tuple(start), tuple(shape))
         parts = [(Box(stored.start, stored.box), stored) for stored in self._ways[name]]
-        mine = [(stored, box, common) for box, stored in parts if (common := box.intersect(asked))]
-        first = self._read(*mine[0])
-        if len(mine) == 1:
+        reads = [(part, box, common) for box, part in parts if (common := box.intersect(wanted))]
+        first = self._read(*reads[0])
+        if len(reads) == 1:
             return first
-        whole = torch.empty(asked.shape, dtype=first.dtype)
-        for stored, box, common in mine:
-            whole[common.within(asked)] = self._read(stored, box, common)
+        whole = torch.empty(wanted.shape, dtype=first.dtype)
+        for stored, box, common in reads:
+            whole[common.within(wanted)] = self._read(stored, box, common)
         return whole
 
     def _way(self, name: str, shape: Shape) -> list[Stored]:
@@ -77,17 +89,17 @@ class CheckpointFiles:
         return next((way for way in ways if way[0].name in self._files), ways[0])
 
     def _read(self, stored: Stored, box: Box, common: Box) -> Tensor:
-        """Return what a tensor, whose box in its parameter is `box`, has of `common`."""
+        """Read the elements `common` of a stored tensor, whose box in its parameter is `box`."""
         lacking = len(box.shape) - len(stored.shape)
         read = self._files[stored.name].get_slice(stored.name)[common.within(box)[lacking:]]
         return read.view(common.shape)
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of the model's own parameters, without adapters, in hexadecimal.
+    """Compute a hexadecimal digest of the model's parameters, without adapters.
 
-    Every rank calls it; it is the same however they are sharded and in which dtype they are held,
-    as it is of the values in bf16. Each shard is read once where it lies.
+    A collective call. The digest covers the values rounded to bf16, so it does not depend on the
+    sharding or on the dtype of the shards. Each shard is read once, in place.
     """
     total, first = 0, 0
     for param in base_params(model).values():
@@ -105,13 +117,18 @@ def weights_digest(model: nn.Module) -> str:
     return f"{sum(all_gather_plain(total)) & MASK64:016x}"
 
 
-# What is cast to be digested at once, so that no large temporary is made.
+# Elements to cast and digest together, which bounds the temporary.
 DIGEST_ELEMENTS = 1 << 25
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers of the meta model anew on the CPU (the same bits for every device) by
-    modules made again. Those that checkpoints hold are fp32 zeros, until a checkpoint is read.
+    """Materialize the buffers of a meta model on a device.
+
+    Buffers that checkpoints contain are fp32 zeros until a checkpoint is read. Others are computed
+    on the CPU, for the same bits on every device, by constructing their modules again.
+
+    Raises:
+        ValueError: A module with such buffers cannot be constructed from its config.
     """
     for name, buffer in stored_buffers(model).items():
         zeros = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
@@ -121,7 +138,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         if not names:
             continue
         if not hasattr(module, "config") or any(True for _ in module.parameters()):
-            text = f"has buffers {names} that this trainer cannot make anew"
+            text = f"has buffers {names} that this trainer cannot rebuild"
             raise ValueError(f"{path} ({type(module).__name__}) {text}")
         fresh = dict(type(module)(module.config).named_buffers())
         for name in names:
@@ -131,16 +148,16 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 def randomise_weights(
     model: nn.Module, config: TrainerConfig, into: Mapping[nn.Parameter, Tensor]
 ) -> None:
-    """Fill the shards with what transformers initializes decoders with.
+    """Initialize the shards as transformers initializes decoders.
 
-    Matrices are normal, norms one, biases zero, the embedding of the padding token too. Every rank
-    draws each parameter whole, on its device: the bits are a function of the seed, the parameter's
-    name and shape and the dtype drawn in, on one kind of device.
+    Matrices are normal, norms one; biases and the embedding of the padding token are zero. Every
+    rank draws each parameter whole, on its device. On one kind of device the bits depend only on
+    the seed, on the parameter's name and shape, and on the dtype of the draw.
 
     Args:
-        model: Sharded; its configuration may have an `initializer_range`.
-        config: Has the seed of all parameters, and the dtype of the draw, which is then cast.
-        into: Tensors, on any device, that get the values in place of the parameters' shards.
+        model: Sharded model, whose configuration may have an `initializer_range`.
+        config: Seed, and the dtype of the draw, which is then cast.
+        into: Tensors to fill in place of shards, by parameter, on any device.
     """
     deviation = getattr(model.config, "initializer_range", None) or 0.02
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
@@ -153,7 +170,7 @@ def randomise_weights(
         device, dtype = local_shard(param).device, config.torch_dtype
         direct = shard.shape == param.shape and (shard.device, shard.dtype) == (device, dtype)
         whole = shard if direct else torch.empty(param.shape, dtype=dtype, device=device)
-        stream = hash_text(f"{config.seed}/{name}/0")  # 0: there is one draw a parameter
+        stream = hash_text(f"{config.seed}/{name}/0")  # draw 0, the only one of the parameter
         generator = torch.Generator(device).manual_seed(stream >> 1)
         whole.normal_(0.0, deviation, generator=generator)
         if (row := padding.get(param)) is not None:
@@ -163,6 +180,6 @@ def randomise_weights(
 
 
 def part_of_rank(whole: Tensor, param: Tensor) -> Tensor:
-    """Return what this rank's shard of `param` has of a tensor of its shape, as a view."""
+    """Return the view of `whole`, a tensor shaped like `param`, that this rank's shard covers."""
     start, shape = shard_box(param)
     return whole[*(slice(first, first + size) for first, size in zip(start, shape, strict=True))]

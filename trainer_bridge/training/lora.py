@@ -1,8 +1,8 @@
-"""Low-rank adapters in a model: its linear layers, and each of its experts, add scale * B A x to
-what they are; their own weights are frozen.
+"""Low-rank adapters of linear layers and experts, whose own weights are frozen.
 
-Layers of our own, not PEFT's: a weight keeps its name and its place, by which it is loaded, sharded
-and synced, and the adapters are made on the meta device as every other parameter is.
+An adapted layer adds scale * B A x to its output. The layers are not PEFT's: a weight keeps the
+name and the module by which it is loaded, sharded and synced, and adapters are created on the meta
+device like all other parameters.
 """
 
 import contextlib
@@ -28,14 +28,19 @@ from trainer_bridge.training import checkpoint
 NAMES = ("lora_a", "lora_b")
 EXPERTS = "experts"
 STACKS = ("gate_up_proj", "down_proj")
-"""What `EXPERTS` stands for: [experts, 2 * inner, hidden], [experts, hidden, inner]."""
+"""Parameters that `EXPERTS` adapts: [experts, 2 * inner, hidden] and [experts, hidden, inner]."""
 
 
 class LoraLinear(nn.Linear):
-    """y = W x + bias + scale * B (A x), or W x + bias alone while `adapted` is False.
+    """A linear layer with an adapter: y = W x + bias + scale * B (A x).
 
-    lora_a: A, [rank, in]; lora_b: B, [out, rank]. Weight and bias are those of the layer whose
-    place it takes.
+    It replaces a layer, whose weight and bias it shares.
+
+    Attributes:
+        lora_a: A, [rank, in].
+        lora_b: B, [out, rank].
+        scale: Factor of the adapter.
+        adapted: Whether the adapter is enabled.
     """
 
     def __init__(self, layer: nn.Linear, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -53,10 +58,15 @@ class LoraLinear(nn.Linear):
 
 
 class LoraStack(nn.Module):
-    """Holds the adapters of a stack of experts' matrices, beside it in its module under
-    `stack_name`; that module's forward adds scale * B (A x) while `adapted` is True.
+    """The adapters of a stack of experts' matrices.
 
-    lora_a: A, [experts, rank, in]; lora_b: B, [experts, out, rank].
+    The experts' module owns it under `stack_name`, and its forward adds scale * B (A x).
+
+    Attributes:
+        lora_a: A, [experts, rank, in].
+        lora_b: B, [experts, out, rank].
+        scale: Factor of the adapters.
+        adapted: Whether the adapters are enabled.
     """
 
     def __init__(self, stack: Tensor, config: LoraConfig, dtype: torch.dtype) -> None:
@@ -66,7 +76,7 @@ class LoraStack(nn.Module):
 
 
 def _new_factors(weight: Tensor, rank: int, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Return A and B, undefined, of a matrix or of each of a stack."""
+    """Allocate undefined A and B for a matrix or a stack of matrices."""
     *stack, rows, columns = weight.shape
     shapes = [*stack, rank, columns], [*stack, rows, rank]
     return [nn.Parameter(torch.empty(s, dtype=dtype, device=weight.device)) for s in shapes]
@@ -82,20 +92,24 @@ class Adapter(NamedTuple):
 
 
 def stack_name(name: str) -> str:
-    """Return what the adapters of the stacked parameter `name` are called in its module."""
+    """Return the name of the `LoraStack` of the stacked parameter `name` in its module."""
     return f"{name}_lora"
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze the model, and put adapters, undefined, into the linear layers and experts that
-    `config` names.
+    """Freeze a model, and add undefined adapters to its linear layers and experts.
 
-    A ValueError says which names are of no linear layer, or of one whose weight another layer has,
-    too.
+    Args:
+        model: The model.
+        config: Names of the layers to adapt.
+        dtype: Dtype of the adapters.
+
+    Raises:
+        ValueError: A name matches no linear layer, or a layer that shares its weight with another.
     """
     if unknown := sorted(set(config.target_modules) - target_names(model)):
         known = ", ".join(sorted(target_names(model)))
-        text = f"no linear layer is called {', '.join(unknown)}; there are: {known}"
+        text = f"no linear layer is named {', '.join(unknown)}; known: {known}"
         raise ValueError(f"LoraConfig.target_modules: {text}")
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     model.requires_grad_(False)
@@ -115,22 +129,23 @@ def add_adapters(model: nn.Module, config: LoraConfig, dtype: torch.dtype) -> No
 
 
 def target_names(model: nn.Module) -> set[str]:
-    """Return what `target_modules` may name: last parts of linear layers' names, `EXPERTS`."""
+    """Return the valid `target_modules`: last name components of linear layers, and `EXPERTS`."""
     names = {_last(path) for path in _linear_layers(model)}
     return names | ({EXPERTS} if expert_layers(model) else set())
 
 
 def adapted_params(model: nn.Module) -> dict[str, Adapter]:
-    """Return what is adapted by the parameter's name; empty without adapters."""
-    found = {}
+    """Return the adapters of a model by the name of the adapted parameter."""
+    adapters = {}
     for path, layer in model.named_modules():
         if isinstance(layer, LoraLinear):
-            found[f"{path}.weight"] = Adapter(layer.weight, layer.lora_a, layer.lora_b, layer.scale)
+            name, weight = f"{path}.weight", layer.weight
+            adapters[name] = Adapter(weight, layer.lora_a, layer.lora_b, layer.scale)
         elif isinstance(layer, LoraStack):
             name = path.removesuffix(stack_name(""))
             weight = model.get_parameter(name)
-            found[name] = Adapter(weight, layer.lora_a, layer.lora_b, layer.scale)
-    return found
+            adapters[name] = Adapter(weight, layer.lora_a, layer.lora_b, layer.scale)
+    return adapters
 
 
 def is_adapter(name: str) -> bool:
@@ -139,14 +154,14 @@ def is_adapter(name: str) -> bool:
 
 
 def base_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by checkpoint name, tied ones once; without adapters."""
+    """Return the parameters without adapters by checkpoint name; tied ones appear once."""
     return {name: param for name, param in model.named_parameters() if not is_adapter(name)}
 
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Make the model the frozen one inside the block."""
-    layers = [each for each in model.modules() if isinstance(each, LoraLinear | LoraStack)]
+    """Disable all adapters inside the block."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLinear | LoraStack)]
     for layer in layers:
         layer.adapted = False
     try:
@@ -161,7 +176,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def expert_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold the matrices of all experts of a layer, and have no biases."""
+    """Return the modules with the stacked matrices of a layer's experts, without biases."""
     return [
         module
         for path, module in model.named_modules()
@@ -174,29 +189,36 @@ def _last(path: str) -> str:
 
 
 class Adapters:
-    """The adapters of one rank's model. Every rank calls every method: shards are gathered."""
+    """The adapters of a sharded model, owned by the trainer.
+
+    All methods are collective calls.
+
+    Attributes:
+        names: Names of the adapted parameters.
+    """
 
     def __init__(self, model: nn.Module, config: LoraConfig) -> None:
         self._config = config
         self._adapted = adapted_params(model)
-        # Of the parameters that are adapted.
         self.names = tuple(self._adapted)
 
     def factors(self) -> dict[str, LowRank]:
-        """Return factors by parameter, for this rank's shard; perhaps no copies: read at once."""
+        """Return the factors for this rank's shards by parameter; they may alias the parameters."""
         return {name: _factors(adapter) for name, adapter in self._adapted.items()}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree with, plain data."""
+        """Return plain data that is equal in checkpoints of the same adapters."""
         named = {"target_modules": sorted(self._config.target_modules)}
         return dataclasses.asdict(self._config) | named
 
     def save(self, directory: str, base_path: str) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, as PEFT reads them; whole or
-        not at all.
+        """Save the adapters in PEFT's format, replacing `directory` as a whole.
 
-        base_path: what the config names as the base model. Tensors are in the adapters' dtype;
-        those of experts are PEFT's of `target_parameters`.
+        Tensors have the adapters' dtype. Experts are saved as PEFT's `target_parameters`.
+
+        Args:
+            directory: Directory to replace.
+            base_path: Name of the base model in adapter_config.json.
         """
         from safetensors.torch import save_file
 
@@ -232,13 +254,13 @@ class Adapters:
 
 
 def _factors(adapter: Adapter) -> LowRank:
-    """Return the experts, rows of B and columns of A that this rank's shard of the weight has."""
+    """Return the parts of A and B that belong to this rank's shard of the weight."""
     weight, a, b, scale = adapter
     assert isinstance(weight, DTensor) and isinstance(b, DTensor)
     *experts, rows, columns = (
         slice(start, start + size) for start, size in zip(*shard_box(weight), strict=True)
     )
-    alike = b.placements == weight.placements  # all by rows, or by expert
+    alike = b.placements == weight.placements  # weight and B are sharded by rows, or by expert
     return LowRank(
         a=local_shard(a) if alike and experts else _whole(a)[*experts, :, columns],
         b=local_shard(b) if alike else _whole(b)[*experts, rows],
@@ -247,7 +269,7 @@ def _factors(adapter: Adapter) -> LowRank:
 
 
 def _peft_path(name: str) -> str:
-    """Return where PEFT has the adapters of a parameter: it wraps a module once for each."""
+    """Return the path of a parameter's adapters in PEFT, which wraps modules once per parameter."""
     path, _, last = name.rpartition(".")
     return path if last != STACKS[0] else f"{path}.base_layer"
 

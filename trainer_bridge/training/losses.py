@@ -1,6 +1,4 @@
-"""Passes of a model over a batch, shared by the ranks: a number a token, or a loss's gradient; and
-the losses of policy and critic, in fp32.
-"""
+"""The losses of policy and critic, in fp32, and passes of a model over a batch on all ranks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,10 +19,15 @@ _ENTROPY_CHUNK = 512  # tokens: bounds the temporaries over the vocabulary
 
 
 def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log_softmax(logits / temperature)[target] and the entropy of that distribution
-    (without gradient).
+    """Compute log-probabilities of tokens, and the entropies of their distributions.
 
-    logits: [N, V], any float dtype. target: int64 [N]. Both answers are fp32 [N].
+    Args:
+        logits: [N, V], of any float dtype.
+        target: int64 [N], the tokens.
+        temperature: Divides the logits.
+
+    Returns:
+        log_softmax(logits / temperature)[target], and the entropy without gradient, both fp32 [N].
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logp.gather(-1, target[:, None]).squeeze(-1)
@@ -37,18 +40,21 @@ def token_logprobs(logits: Tensor, target: Tensor, temperature: float) -> tuple[
 def ppo_clip(
     logprobs: Tensor, old: Tensor, advantages: Tensor, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the clipped policy loss, the number of clipped tokens, and the KL estimate.
+    """Compute PPO's clipped policy loss.
 
-    All are fp32 sums over the tokens given: the loss is -sum of min(ratio * A, clip(ratio, 1 -
-    eps_low, 1 + eps_high) * A), ratio = exp(logprobs - old); a token is clipped where the clip was
-    the smaller; KL is the sum of ratio - 1 - log(ratio), never negative.
+    The loss is -sum(min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)) with
+    ratio = exp(logprobs - old).
 
     Args:
         logprobs: fp32 [N], with gradient.
-        old: fp32 [N].
+        old: fp32 [N], log-probabilities under the policy that generated the tokens.
         advantages: fp32 [N].
-        eps_low: See above.
-        eps_high: See above.
+        eps_low: Lower clip range.
+        eps_high: Upper clip range.
+
+    Returns:
+        fp32 sums over the tokens: the loss; the number of tokens whose clipped term is the smaller;
+        the estimate ratio - 1 - log(ratio) of the KL divergence, never negative.
     """
     log_ratio = logprobs - old
     ratio = log_ratio.exp()
@@ -61,36 +67,50 @@ def ppo_clip(
 
 
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Sum r - 1 - log(r), r = exp(reference - logprobs), over tokens drawn from the policy, which
-    estimates their KL divergence from the reference without bias, never negative. Both are fp32
-    [N]; with gradient.
+    """Sum the k3 estimate of the KL divergence from the reference over tokens.
+
+    The estimate r - 1 - log(r) with r = exp(reference - logprobs) is never negative, and unbiased
+    for tokens drawn from the policy.
+
+    Args:
+        logprobs: fp32 [N], with gradient.
+        reference: fp32 [N].
     """
     log_ratio = reference - logprobs
     return (log_ratio.exp() - 1 - log_ratio).sum()
 
 
 def value_clip(values: Tensor, old: Tensor, returns: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Return the clipped value loss and the number of clipped tokens, fp32 sums over the tokens.
+    """Compute PPO's clipped value loss.
 
-    The loss is the sum of max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2) / 2, all fp32
-    [N]. A token is clipped where the clipped value was the worse, so that no gradient is left.
+    The loss is sum(max((v - R)^2, (clip(v, old - limit, old + limit) - R)^2)) / 2.
+
+    Args:
+        values: fp32 [N], with gradient.
+        old: fp32 [N], values before the update.
+        returns: fp32 [N].
+        limit: Clip range.
+
+    Returns:
+        fp32 sums over the tokens: the loss, and the number of tokens whose clipped term is the
+        larger, so that they have no gradient.
     """
     free, moved = (values - returns).square(), values - old
     held = (old + moved.clamp(-limit, limit) - returns).square()
     with torch.no_grad():
-        # Within the limit they differ by a rounding.
+        # Within the limit the terms may still differ by rounding.
         clipped = ((held > free) & (moved.abs() > limit)).sum().float()
     return torch.maximum(free, held).sum() / 2, clipped
 
 
 def token_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Return the logits [N, V], in the model's dtype, that predict `micro`'s N response tokens."""
+    """Compute the logits [N, V], in the model's dtype, that predict `micro`'s response tokens."""
     logits = model(**micro.inputs(), logits_to_keep=micro.kept).logits
     return logits[micro.row, micro.column]
 
 
 def micro_logprobs(model: Any, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return fp32 [N] log-probabilities and entropies of a micro batch's response tokens."""
+    """Compute log-probabilities and entropies, fp32 [N], of a micro batch's response tokens."""
     head = model.get_output_embeddings()
     if not isinstance(head, ScoringHead):
         return token_logprobs(token_logits(model, micro), micro.target, temperature)
@@ -107,21 +127,32 @@ def score_tokens(
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[list[float]]:
-    """Return what `score` makes of each micro batch, [N] by the model in eval mode, as one list a
-    sequence.
+    """Score a batch with a model in eval mode; a collective call.
 
-    Every rank calls it with the same batch. The model is left sharded. Raises a ValueError as
-    `check_tokens` does.
+    The model is left sharded.
+
+    Args:
+        model: The sharded model.
+        batch: The whole batch, the same on every rank.
+        score: Computes [N] values for a micro batch.
+        micro_batch_size: Sequences per micro batch, as for `dispatch`.
+        runtime: Device and ranks.
+
+    Returns:
+        The values of all sequences, on every rank.
+
+    Raises:
+        ValueError: The model does not support the batch (`check_tokens`).
     """
     check_tokens(batch, model.config)
     model.eval()
-    mine: dict[int, list[float]] = {}
+    scored: dict[int, list[float]] = {}
     with torch.no_grad():
         for micro in _micro_batches(model, batch, micro_batch_size, runtime):
-            mine |= micro.split(runtime.numbers(score(micro)))
+            scored |= micro.split(runtime.numbers(score(micro)))
     reshard(model)
     together = dict[int, list[float]]()
-    for share in all_gather_plain(mine) if runtime.world > 1 else [mine]:
+    for share in all_gather_plain(scored) if runtime.world > 1 else [scored]:
         together |= share
     return [together[row] for row in range(len(batch))]
 
@@ -133,10 +164,17 @@ def add_gradients(
     micro_batch_size: int,
     runtime: Runtime,
 ) -> list[float]:
-    """Have `backward` add the gradient of each micro batch, by the model in training mode.
+    """Accumulate the gradients of a batch with a model in training mode; a collective call.
 
-    Every rank calls it with the same batch. Returns the sums that `backward` returns, of all ranks,
-    divided by the number of the batch's response tokens.
+    Args:
+        model: The sharded model.
+        batch: The whole batch, the same on every rank.
+        backward: Adds the gradient of a micro batch, and returns sums over its tokens.
+        micro_batch_size: Sequences per micro batch, as for `dispatch`.
+        runtime: Device and ranks.
+
+    Returns:
+        The sums over all ranks, divided by the number of response tokens of the batch.
     """
     model.train()
     parts = [*map(backward, _micro_batches(model, batch, micro_batch_size, runtime))]
@@ -147,9 +185,17 @@ def add_gradients(
 def policy_gradient(
     model: nn.Module, config: TrainerConfig, batch: SequenceBatch, world: int, micro: MicroBatch
 ) -> list[float]:
-    """Add the gradient of one of `world` ranks' micro batches to the policy's.
+    """Add the gradient of one micro batch to the policy's gradients.
 
-    Returns its sums of loss, clipped tokens, kl, entropy.
+    Args:
+        model: The policy.
+        config: Clip ranges and coefficients of the loss.
+        batch: The whole batch.
+        world: Number of ranks that share it.
+        micro: The micro batch.
+
+    Returns:
+        Sums of loss, clipped tokens, KL estimate and entropy over the micro batch's tokens.
     """
     coefficient = config.router_aux_loss_coef
     real = micro.real if coefficient else None

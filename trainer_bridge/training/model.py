@@ -1,9 +1,9 @@
-"""A transformers causal LM as FSDP2 shards on tag `params`: meta model, shards in one block, then
-the weights.
+"""A causal LM of transformers as FSDP2 shards on a tag.
 
-Adapters, if there are, are shards of the same FSDP groups on tag `adapters`. Buffers that no
-checkpoint holds (rotary tables) lie in torch's own memory: a tag would lose or restore them
-needlessly.
+The model is built on the meta device, its shards are allocated in one block, and the weights are
+loaded into them. Adapters are shards of the same FSDP groups on tag `adapters`. Buffers that no
+checkpoint contains (rotary tables) use torch's own memory: on a tag they would be discarded or
+saved needlessly.
 """
 
 import math
@@ -57,17 +57,24 @@ def build_model(
     *,
     tag: str = PARAMS,
 ) -> nn.Module:
-    """Return the sharded model with the weights of `config.model_path`, or random ones; with
-    `config.optimizer_offload` without: they go through the masters (`fill_weights`). The shards
-    keep their addresses.
+    """Build a sharded model with the weights of `config.model_path`, or random weights.
 
-    shard_dims: the dimension to shard, by parameter, where it is not the first (`aligned_dims`).
-    layout: of a rollout, whose place for each parameter this one takes, too (one rank). tag: of the
-    shards. The critic's has a value head in the vocabulary's place: one output a token, zero at
-    first. The reference's is frozen, and in the dtype that the policy computes in: what never
-    changes needs no masters of more precision. A ValueError names a missing file, and parameters
-    that are missing, unknown, of another shape, or not to be sharded or laid out so, and wrong
-    targets of adapters.
+    With `config.optimizer_offload` the weights stay undefined: the caller fills the masters first
+    (`fill_weights`). The shards keep their addresses for good.
+
+    Args:
+        config: Configuration of the trainer.
+        runtime: Device and ranks.
+        saver: Saver of the tag.
+        shard_dims: Dimension to shard, by parameter, if it is not the first (`aligned_dims`).
+        layout: Layout of a rollout's weights, which the parameters adopt (one rank).
+        tag: Tag of the shards. `critic` replaces the output embedding by a value head with one
+            output per token, initially zero. `reference` builds a frozen model in the dtype of
+            forward, because weights that never change need no masters.
+
+    Raises:
+        ValueError: A file is missing; parameters are missing, unknown, of another shape, or cannot
+            be sharded or laid out as requested; or an adapter's target does not exist.
     """
     check_directory(config.model_dir)
     model = meta_model(config, runtime.attention, frozen=tag == REFERENCE)
@@ -83,14 +90,14 @@ def build_model(
         _pad_adapters(model, saver)
     if config.optimizer_offload:
         for param in model.parameters():
-            param.grad_dtype = torch.float32  # FSDP reads it when it starts up
+            param.grad_dtype = torch.float32  # read by FSDP's lazy initialization
     _finish_fsdp(model, saver, tag)
     runtime.make_buffers(model)
     if config.optimizer_offload:
         _keep_fp32_gradients(model)
         return model
     head = _output_name(model) if value_head else None
-    fill_weights(model, config, runtime, made_here={head} if head else set())
+    fill_weights(model, config, runtime, created={head} if head else set())
     if head:
         local_shard(dict(model.named_parameters())[head]).zero_()
     _start_adapters(model, config.seed)
@@ -102,34 +109,40 @@ def fill_weights(
     config: TrainerConfig,
     runtime: Runtime,
     into: Mapping[nn.Parameter, Tensor] | None = None,
-    made_here: Collection[str] = (),
+    created: Collection[str] = (),
 ) -> None:
-    """Give the shards, or the tensors `into` in their place, the weights of `config.model_path`,
-    or random ones, cast to their dtype. made_here: not from files.
+    """Fill the shards with the weights of `config.model_path`, or with random weights.
+
+    Args:
+        model: The sharded model.
+        config: Configuration of the trainer.
+        runtime: Device and ranks.
+        into: Tensors to fill in place of shards, by parameter.
+        created: Names of parameters that the files do not contain.
     """
     if config.random_init:
         runtime.draw_weights(model, config, into or {})
     else:
-        _load_weights(model, CheckpointFiles(config.model_dir), into or {}, made_here)
+        _load_weights(model, CheckpointFiles(config.model_dir), into or {}, created)
 
 
 def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what is trained, by name: the adapters, or all parameters where there are none."""
+    """Return the trained parameters by name: the adapters, or all parameters without adapters."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def lora_target_names(model_path: str) -> set[str]:
-    """Return what adapters of this model may target, from its config.json alone."""
+    """Return the names that adapters of a model may target, from its config.json alone."""
     return target_names(meta_model(TrainerConfig(model_path=model_path)))
 
 
 def check_layout(config: TrainerConfig, layout: Manifest) -> None:
-    """Raise a ValueError where this model's parameters cannot lie as a rollout's do."""
+    """Raise a ValueError if this model's parameters cannot be laid out like a rollout's."""
     byte_offsets(layout, dict(meta_model(config).named_parameters()))
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop every unsharded parameter; a root keeps its own after a forward alone."""
+    """Free all unsharded parameters; after a forward without backward the root keeps its own."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -138,10 +151,12 @@ def reshard(model: nn.Module) -> None:
 def meta_model(
     config: TrainerConfig, attention: str | None = None, frozen: bool = False
 ) -> nn.Module:
-    """Return the model of `config.model_path` without memory, adapters included.
+    """Build the model of `config.model_path`, adapters included, on the meta device.
 
-    attention: transformers' name of it; None leaves the choice to transformers. frozen: nothing
-    will be trained.
+    Args:
+        config: Configuration of the trainer.
+        attention: transformers' name of the attention to use; None leaves it the choice.
+        frozen: Build a model that will not be trained.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -156,7 +171,7 @@ def meta_model(
     for module in model.modules():
         _without_noise(module)
     for param in model.parameters():
-        # Routers of some models have fp32 parameters; FSDP and engines take one dtype.
+        # Some models have fp32 routers, but FSDP and the engines need one dtype.
         param.data = param.data.to(dtype)
     check_widths(model, config.torch_param_dtype)
     model.requires_grad_(not frozen)
@@ -165,17 +180,18 @@ def meta_model(
     if config.lora is not None:
         add_adapters(model, config.lora, config.torch_dtype)
     if config.activation_checkpointing == "layers":
-        # Later releases of transformers 5 have a new name for it, and version 6 has no other.
+        # Renamed in later releases of transformers 5; version 6 only has the new name.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     elif config.activation_checkpointing == "mlp":
-        _compute_mlps_again(model)
+        _recompute_mlps(model)
     return model
 
 
 def _without_noise(owner: Any) -> None:
-    """Set every rate of dropout and jitter of a config or a module to 0. Scores must not be random:
-    the ratio of an unchanged policy is 1.
+    """Set all rates of dropout and jitter in a config or a module to 0.
+
+    Scores must be deterministic, so that the importance ratio of an unchanged policy is 1.
     """
     if isinstance(owner, _DropoutNd):
         owner.p = 0.0
@@ -183,14 +199,14 @@ def _without_noise(owner: Any) -> None:
         if value and type(value) in (int, float) and any(word in name for word in _NOISES):
             setattr(owner, name, type(value)(0))  # configs check types
         elif hasattr(value, "model_type") and not isinstance(owner, nn.Module):
-            _without_noise(value)  # the config of a part
+            _without_noise(value)  # a nested config
 
 
-def _compute_mlps_again(model: Any) -> None:
-    """Have the backward pass compute each layer's MLP again.
+def _recompute_mlps(model: Any) -> None:
+    """Recompute each layer's MLP in the backward pass.
 
-    Its activations are most of a layer's bytes and cheap, but for its last product, of which
-    nothing is kept.
+    The activations of the MLP are most of a layer's bytes. They are cheap to recompute, because the
+    MLP's last product need not be repeated.
     """
     for layer in model.get_decoder().layers:
         if (mlp := getattr(layer, "mlp", None)) is None:
@@ -199,18 +215,18 @@ def _compute_mlps_again(model: Any) -> None:
                 f"activation_checkpointing=mlp: {kind} has layers without a module mlp; use layers"
             )
         forward = mlp.forward
-        again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        mlp.forward = partial(_again_with_gradient, forward, again)
+        recomputed = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        mlp.forward = partial(_recomputed_with_gradient, forward, recomputed)
 
 
-def _again_with_gradient(
-    forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **more: Any
+def _recomputed_with_gradient(
+    forward: Callable[..., Any], recomputed: Callable[..., Any], *args: Any, **more: Any
 ) -> Any:
-    return (again if torch.is_grad_enabled() else forward)(*args, **more)
+    return (recomputed if torch.is_grad_enabled() else forward)(*args, **more)
 
 
 def _put_value_head(model: Any, config: TrainerConfig) -> None:
-    """Put a value head in the place of the output embedding, which is tied to nothing then."""
+    """Replace the output embedding by a value head, which is not tied to the input embedding."""
     width = model.get_output_embeddings().in_features
     model.set_output_embeddings(
         nn.Linear(width, 1, bias=False, device="meta", dtype=config.torch_dtype)
@@ -227,7 +243,7 @@ def _shard(
 ) -> None:
     named = dict(model.named_parameters())
     if unknown := sorted(shard_dims.keys() - named.keys()):
-        rule = f"{listed(unknown)} are no parameters of this model"
+        rule = f"this model has no parameters {listed(unknown)}"
         raise ValueError(f"shard_dims: {rule}; leave them out")
     chosen = {named[name]: Shard(dim) for name, dim in shard_dims.items()}
     policy = MixedPrecisionPolicy()
@@ -242,9 +258,10 @@ def _shard(
 
 
 def _vocabulary(model: Any) -> list[nn.Module]:
-    """Return embedding and head where they are two matrices: each is gathered and reduced alone,
-    not both at once with the rest, which takes 7 GiB less at 152,064 words of width 5,120. Tied
-    ones are one parameter of the root.
+    """Return embedding and head if they are two matrices, to be separate FSDP units.
+
+    Gathering and reducing them separately from the root saves 7 GiB at 152,064 words of width
+    5,120. Tied matrices are one parameter of the root.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     two = head.weight is not embedding.weight and head.weight.shape == embedding.weight.shape
@@ -258,11 +275,17 @@ def _allocate_shards(
     tag: str,
     starts: Mapping[str, int] | None,
 ) -> None:
-    """Give every meta shard memory: in one block a tag, except where FSDP pads. starts: bytes in
-    the block, by name.
+    """Allocate memory for all meta shards: one block per tag, except for shards that FSDP pads.
 
-    FSDP gathers shards of equal size, so it copies a shorter one to padded memory of its own when
-    it starts up; that copy is made inside the region, and its source is plain memory.
+    FSDP gathers shards of equal size, so its lazy initialization copies a shorter shard to padded
+    memory. That copy is allocated in the region, so the source is in torch's own memory.
+
+    Args:
+        model: The sharded meta model.
+        device: Device of the shards.
+        saver: Saver of the tags.
+        tag: Tag of all shards but the adapters'.
+        starts: First byte of each parameter in the block, by name; None places them in order.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -275,11 +298,11 @@ def _allocate_shards(
     for param in padded:
         memory[param] = torch.empty(local_shard(param).shape, dtype=param.dtype, device=device)
     for on in (tag, ADAPTERS):
-        mine = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
-        specs = [(tuple(local_shard(param).shape), param.dtype) for param in mine]
-        places = None if starts is None else [starts[names[param]] for param in mine]
-        if mine:
-            memory |= zip(mine, side_by_side(specs, saver, on, places), strict=True)
+        params = [param for param in whole if is_adapter(names[param]) == (on == ADAPTERS)]
+        specs = [(tuple(local_shard(param).shape), param.dtype) for param in params]
+        places = None if starts is None else [starts[names[param]] for param in params]
+        if params:
+            memory |= zip(params, side_by_side(specs, saver, on, places), strict=True)
     for param, users in owners.items():
         shard = nn.Parameter(like_shard(memory[param], param), requires_grad=param.requires_grad)
         for module, name in users:
@@ -287,21 +310,21 @@ def _allocate_shards(
 
 
 def _is_padded(param: Tensor) -> bool:
-    """Return whether FSDP pads it: rows are cut as by `torch.chunk`, other dimensions equally."""
+    """Return whether FSDP pads this rank's shard, which has fewer rows than other ranks' shards."""
     assert isinstance(param, DTensor)
     most_rows = math.ceil(param.shape[0] / param.device_mesh.size())
     return param.placements[0].is_shard(0) and local_shard(param).shape[0] < most_rows
 
 
 def _finish_fsdp(model: nn.Module, saver: MemorySaver, tag: str) -> None:
-    """Run FSDP's lazy initialisation in the region: it may move shards."""
+    """Run FSDP's lazy initialization in the region, because it may reallocate shards."""
     assert isinstance(model, FSDPModule)
     with saver.region(tag, content="host"):
         model._get_fsdp_state()._lazy_init()
 
 
 def _pad_adapters(model: nn.Module, saver: MemorySaver) -> None:
-    """Pad adapters on their own tag: FSDP's lazy initialisation finds it done."""
+    """Pad adapters on their own tag, before FSDP's lazy initialization does it on another."""
     with saver.region(ADAPTERS, content="host"):
         held = (group.fsdp_params for group in _groups(model))
         for param in chain.from_iterable(held):
@@ -310,14 +333,15 @@ def _pad_adapters(model: nn.Module, saver: MemorySaver) -> None:
 
 
 def shards_in_order(model: nn.Module) -> list[Tensor]:
-    """Return this rank's shards as they lie on tags, in the order in which a forward of a decoder
-    gathers them: the root's, the embedding's, the layers', the head's.
+    """Return this rank's shards in the order in which a decoder's forward gathers them.
+
+    These are the shards of root, embedding, layers and head, as they are stored on tags.
     """
     return [*chain.from_iterable(map(_shards, _groups(model)))]
 
 
 def await_shards(model: nn.Module, await_content: AwaitContent) -> None:
-    """Call `await_content` before each unit's forward: what it gathers, and on which streams."""
+    """Call `await_content` before each unit's forward, with its shards and the reading streams."""
     for group in _groups(model):
         for module in group.modules:
             hook = partial(_await, group, await_content)
@@ -339,33 +363,33 @@ def _shards(group: Any) -> list[Tensor]:
 
 
 def _keep_fp32_gradients(model: nn.Module) -> None:
-    """Leave reduced gradients, and the sums of micro batches, in fp32."""
+    """Keep reduced gradients, and their sums over micro batches, in fp32."""
     for group in _groups(model):
         group._orig_dtype = torch.float32
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters, which are gathered and reduced together."""
+    """Return FSDP's groups of parameters; a group is gathered and reduced together."""
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
-    found = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
-    return [group for group in found if group is not None]
+    groups = (module._get_fsdp_state()._fsdp_param_group for module in wrapped)
+    return [group for group in groups if group is not None]
 
 
 def _load_weights(
     model: nn.Module,
     files: CheckpointFiles,
     into: Mapping[nn.Parameter, Tensor],
-    made_here: Collection[str],
+    created: Collection[str],
 ) -> None:
-    """Copy each rank's boxes from the files into its shards, or what stands for them in `into`."""
-    params = {name: param for name, param in base_params(model).items() if name not in made_here}
+    """Copy this rank's boxes from the files into its shards, or into their stand-ins in `into`."""
+    params = {name: param for name, param in base_params(model).items() if name not in created}
     names = {
         name for name, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(name)
     }
-    other = names - params.keys()  # tied ones, too
+    ignored = names - params.keys()  # includes second names of tied parameters
     buffers = stored_buffers(model)
-    wanted = {name: tuple(each.shape) for name, each in {**params, **buffers}.items()}
-    files.check(wanted, ignore=other)
+    wanted = {name: tuple(tensor.shape) for name, tensor in {**params, **buffers}.items()}
+    files.check(wanted, ignore=ignored)
     for name, buffer in buffers.items():
         buffer.copy_(files.box(name, [0] * buffer.ndim, buffer.shape))
     for name, param in params.items():
@@ -375,11 +399,10 @@ def _load_weights(
 
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
-    """Draw A in +-1 / sqrt(columns) (Kaiming's rule as PEFT applies it), and make B zero.
+    """Draw A uniformly in +-1 / sqrt(columns), as PEFT does, and set B to zero.
 
-    The model begins as the base.
-
-    The same bits for the same seed and name, on any device and number of ranks.
+    So the adapted model initially equals the base. The same seed and name give the same bits on any
+    device and number of ranks.
     """
     for name, adapter in adapted_params(model).items():
         path = name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""Experts of transformers' mixtures as the trainer computes, balances and replays them."""
+"""Computation, load balance and replay of the experts of transformers' mixtures."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,22 +14,30 @@ from trainer_bridge.ops.experts import combine, silu_gate, sort_pairs, spread
 from trainer_bridge.training.lora import STACKS, expert_layers, stack_name
 
 NAME = "memsaver"
-"""Transformers' name of `mix_experts`, once it is registered."""
+"""Name under which `register_experts` registers `mix_experts` with transformers."""
 
 
 def register_experts() -> None:
-    """Make `mix_experts` known to transformers as `NAME`."""
+    """Register `mix_experts` with transformers as `NAME`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, mix_experts)
 
 
 def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Return what `experts`, a module of transformers with stacked weights, makes of tokens, [T,
-    H], rounded where its own forward rounds.
+    """Compute the weighted outputs of the experts chosen for each token.
 
-    x: [T, H]. ids: int64 [T, k]; weights: [T, k], of x's dtype or fp32. Experts that are no plain
-    gated ones go to transformers' own `grouped_mm`.
+    Intermediate results are rounded as in the module's own forward. Experts other than plain gated
+    ones use transformers' own `grouped_mm`.
+
+    Args:
+        experts: Module of transformers with stacked weights.
+        x: [T, H], tokens.
+        ids: int64 [T, k], the experts of each token.
+        weights: [T, k], their weights, of x's dtype or fp32.
+
+    Returns:
+        [T, H].
     """
     if experts.has_bias or experts.is_transposed or not getattr(experts, "has_gate", True):
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -43,7 +51,7 @@ def mix_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return each row times its expert's matrix, adapted or not: [S, in] -> [S, out]."""
+    """Multiply each row by its expert's matrix, with adapters if enabled: [S, in] -> [S, out]."""
     out = _grouped(rows, getattr(experts, name), ends)
     lora = getattr(experts, stack_name(name), None)
     if lora is None or not lora.adapted:
@@ -53,29 +61,27 @@ def _product(experts: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tenso
 
 
 def _grouped(rows: Tensor, stack: Tensor, ends: Tensor) -> Tensor:
-    """Return [S, out]. rows: [S, in]. stack: [E, out, in]. ends: int32 [E]."""
+    """Multiply rows [S, in], which end at `ends` [E] for each matrix of `stack` [E, out, in]."""
     return F.grouped_mm(rows, stack.transpose(-2, -1), offs=ends)
 
 
 def check_widths(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse experts whose rows torch's grouped products of this dtype do not take."""
+    """Raise a ValueError if torch's grouped products do not support the width of expert rows."""
     step = 16 // dtype.itemsize
     for experts in expert_layers(model):
         widths = {experts.get_parameter(name).shape[-1] for name in STACKS}
         if odd := sorted(width for width in widths if width % step):
             raise ValueError(
-                f"experts of rows of {odd[0]} elements: torch's grouped products take rows of "
+                f"experts have rows of {odd[0]} elements: torch's grouped products need rows of "
                 f"whole 16 bytes; make hidden_size and moe_intermediate_size multiples of {step}"
             )
 
 
 def route_in_fp32(model: nn.Module) -> None:
-    """Have all routers multiply in fp32, and weigh experts by fp32. ValueError where there are
-    none.
-    """
+    """Patch all routers to compute logits and weights in fp32; ValueError if there is no router."""
     routers = expert_routers(model)
     if not routers:
-        raise ValueError("fp32_router=True is for mixtures of experts; this model routes nothing")
+        raise ValueError("fp32_router=True is for mixtures of experts; this model has no router")
     for router in routers:
         router.forward = partial(_in_fp32, router, router.forward)
 
@@ -90,23 +96,31 @@ def _in_fp32(router: nn.Module, forward: Callable[..., Any], x: Tensor) -> Any:
 
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""A router's logits [T, experts], weights and experts [T, top_k]."""
+"""The output of a router: logits [T, experts], weights [T, top_k], experts [T, top_k]."""
 
 
 @contextlib.contextmanager
 def replay(model: Any, routed: Tensor | None) -> Iterator[None]:
-    """Inside, tokens go to the experts `routed`, weighed by the model's own scores of these, so
-    that routers learn as ever. The backward pass belongs inside, too: it may compute layers again.
+    """Route tokens to given experts inside the block.
 
-    routed: integers [T, layers with experts, top_k], -1 where the model chooses itself; None: it
-    does so everywhere. ValueError: they are of another model.
+    The experts are weighted by the model's own scores, so routers are trained as without replay.
+    Run the backward pass inside the block, too, because it may recompute layers.
+
+    Args:
+        model: A model of transformers.
+        routed: Integers [T, layers with experts, top_k]; the model chooses where they are -1. None
+            lets the model choose everywhere.
+
+    Raises:
+        ValueError: The shape does not fit the model, or the model's routers do not return their
+            experts.
     """
     with contextlib.ExitStack() as undo:
         if routed is not None:
             layers, top_k = expert_routers(model), getattr(model.config, "num_experts_per_tok", 0)
             if routed.shape[1:] != (len(layers), top_k):
                 got, want = tuple(routed.shape[1:]), (len(layers), top_k)
-                raise ValueError(f"routed_experts are {got} a token, the model has {want}")
+                raise ValueError(f"routed_experts are {got} per token, the model has {want}")
             routing = expert_routing(model.config)
             for layer, chosen in zip(layers, routed.unbind(1), strict=True):
                 hook = layer.register_forward_hook(partial(_follow, routing, chosen))
@@ -115,15 +129,16 @@ def replay(model: Any, routed: Tensor | None) -> Iterator[None]:
 
 
 def expert_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that choose experts, layer by layer; a dense model has none."""
-    return [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
+    """Return the routers of all layers, in order; a dense model has none."""
+    names = ((module, type(module).__name__.lower()) for module in model.modules())
+    return [module for module, name in names if name.endswith("topkrouter")]
 
 
 def _follow(routing: Routing, chosen: Tensor, module: Any, _inputs: Any, own: Routed) -> Routed:
     if isinstance(own, Tensor):
         name = type(module).__name__
         raise ValueError(
-            f"routed_experts: {name} tells no experts; install transformers>=5.13 to replay them"
+            f"routed_experts: {name} returns no experts; install transformers>=5.13 to replay them"
         )
     logits, weights, ids = own
     ids = torch.where(chosen < 0, ids, chosen.to(ids.dtype))
@@ -131,22 +146,22 @@ def _follow(routing: Routing, chosen: Tensor, module: Any, _inputs: Any, own: Ro
 
 
 def balanced_routers(model: Any) -> list[nn.Module]:
-    """Return the routers of a model that transformers has a load-balance loss for, else none."""
+    """Return the routers if transformers has a load-balance loss for the model, else none."""
     records = getattr(model, "_can_record_outputs", None) or {}
     return expert_routers(model) if "router_logits" in records else []
 
 
 class LoadBalance:
-    """Adds up what routers choose in a forward pass."""
+    """The choices of all routers in a forward pass, summed up for the load-balance loss."""
 
     def __init__(self, top_k: int, real: Tensor) -> None:
-        """real: bool [T], False for padding."""
+        """Create an empty balance of `top_k` choices for tokens that are `real`, bool [T]."""
         self._top_k, self._weight = top_k, real.float().unsqueeze(1)
         self._layers = 0
         self._chosen = self._probability = torch.zeros((), device=real.device)
 
     def add(self, logits: Tensor) -> None:
-        """logits: of one router, [T, experts]."""
+        """Add the choices of one router, from its logits [T, experts]."""
         scores = logits.float().softmax(-1)
         with torch.no_grad():
             ids = scores.topk(self._top_k, dim=-1).indices
@@ -157,9 +172,10 @@ class LoadBalance:
 
     @property
     def loss(self) -> Tensor:
-        """Return what transformers' `load_balancing_loss_func` does, in fp32: experts * the sum
-        over experts of (share of the choices) * (mean probability), over tokens of all layers. It
-        is `top_k` where all experts are equal.
+        """Return the load-balance loss, as of transformers' `load_balancing_loss_func`, in fp32.
+
+        It is the number of experts times the sum over experts of (share of the choices) * (mean
+        probability), over the tokens of all layers. It is `top_k` if all experts are used equally.
         """
         tokens = self._layers * self._weight.sum()
         shares = self._chosen / tokens * (self._probability / tokens)
@@ -168,14 +184,17 @@ class LoadBalance:
 
 @contextlib.contextmanager
 def load_balance(model: Any, real: Tensor | None) -> Iterator[LoadBalance | None]:
-    """Inside, a forward pass adds what it routes to the balance that is yielded.
+    """Record the routing of forward passes inside the block.
 
-    The backward pass belongs inside, too: it may compute layers again, and has to meet the same
-    operations.
+    Run the backward pass inside the block, too: if it recomputes layers, they must run the same
+    operations again.
 
     Args:
         model: A mixture of experts of transformers.
-        real: bool [B, L], False for padding; None: nothing is added, and None is yielded.
+        real: bool [B, L], False for padding; None records nothing.
+
+    Yields:
+        The balance of the recorded passes; None if `real` is None.
     """
     if real is None:
         yield None

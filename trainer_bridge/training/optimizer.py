@@ -1,4 +1,4 @@
-"""AdamW whose state is made at once, side by side on a tag, or streamed from host memory."""
+"""AdamW whose state is allocated in one block on a tag or streamed from host memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer_bridge.sync.shards import host_shard, like_shard, local_shard
 from trainer_bridge.tags import OPTIM
 from trainer_bridge.training.device import Runtime, side_by_side
 
-CHUNK = 32 << 20  # elements: copies this long run at the link's rate, and the ends cost little
-_SLOTS = 3  # chunks on the device: one comes, one is updated, one goes
-_ALIGN = 64  # elements: vectors of a kernel then end where they would in a whole tensor
+CHUNK = 32 << 20  # elements; copies of this size run at the link's rate, with little overhead
+_SLOTS = 3  # chunks on the device: one arrives, one is updated, one leaves
+_ALIGN = 64  # elements; vectorized kernels then split chunks as they would a whole tensor
 _ROWS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class _Slice(NamedTuple):
-    """A part of a shard in a chunk: of which parameter, and where it lies in both."""
+    """A part of parameter number `param`'s shard, and its range in a chunk."""
 
     param: int
     in_shard: slice
@@ -33,16 +33,18 @@ class _Slice(NamedTuple):
 
 
 class StreamedAdamW(torch.optim.Optimizer):
-    """Updates fp32 masters on the host, and parameters that are the masters rounded.
+    """AdamW with fp32 masters and moments in host memory; parameters are the rounded masters.
 
-    Masters and both moments are 12 bytes a parameter of host memory, pinned for a GPU. A step
-    brings them to the device chunk by chunk, and back: while one chunk is updated the next comes
-    and the one before goes, so that both directions of the link are busy. `state[param]` has step,
-    master, exp_avg and exp_avg_sq, the last three as fp32 shards on the host, of the parameter's
-    shape. The numbers are those of torch's fused AdamW over the masters; gradients are fp32.
+    Masters and both moments take 12 bytes of host memory per parameter, pinned for a GPU. A step
+    streams them through the device chunk by chunk. While one chunk is updated, the next arrives and
+    the previous one leaves, which uses both directions of the link. `state[param]` has step,
+    master, exp_avg and exp_avg_sq, the last three as fp32 shards on the host in the parameter's
+    shape. Results equal those of torch's fused AdamW on the masters. Gradients are fp32.
 
-    whole: False while a step writes, and for good where it was interrupted: what is there then is
-    of two steps, and only `publish`, after all of it was loaded anew, makes it whole.
+    Attributes:
+        whole: Whether masters, moments and parameters belong to the same step. It is False while a
+            step writes them, and stays False if the step is interrupted. Then load all masters and
+            moments, and call `publish`.
     """
 
     def __init__(
@@ -52,11 +54,17 @@ class StreamedAdamW(torch.optim.Optimizer):
         runtime: Runtime,
         chunk: int | None = None,
     ) -> None:
-        """params: of any dtype, DTensors whose shards keep their addresses; their values are not
-        looked at. chunk: elements that pass at once, a multiple of 64.
+        """Allocate masters and moments, all zero: fill the masters, then call `publish`.
 
-        Masters and moments are 0: fill the masters, then `publish`. A HostMemoryError says how much
-        host memory is missing.
+        Args:
+            params: DTensors of any dtype whose shards keep their addresses. Their values are not
+                read.
+            config: Configuration of the trainer.
+            runtime: Device and ranks.
+            chunk: Elements per chunk, a multiple of 64; None takes `CHUNK`.
+
+        Raises:
+            HostMemoryError: Host memory is missing; the text says how much.
         """
         defaults = {"lr": config.learning_rate, "betas": config.betas}
         super().__init__(
@@ -65,11 +73,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         self.whole = True
         self._params = list(params)
         self._weights = [local_shard(param).view(-1) for param in params]
-        ends = accumulate((round_up(each.numel(), _ALIGN) for each in self._weights), initial=0)
-        *starts, end = ends
-        total = max(_ALIGN, end)  # a rank of many may have no element
+        sizes = [weight.numel() for weight in self._weights]
+        *starts, end = accumulate((round_up(size, _ALIGN) for size in sizes), initial=0)
+        total = max(_ALIGN, end)  # with many ranks, a rank may have no element
         self._chunk = min(chunk or CHUNK, total)
-        self._chunks = _cut([each.numel() for each in self._weights], starts, self._chunk)
+        self._chunks = _cut(sizes, starts, self._chunk)
         state = runtime.host_memory(len(_ROWS) * total * torch.float32.itemsize)
         self._host = state.view(torch.float32).view(len(_ROWS), total)
         self._device = runtime.device
@@ -81,18 +89,21 @@ class StreamedAdamW(torch.optim.Optimizer):
             self.state[param] = {"step": self._step, **dict(zip(_ROWS, shards, strict=True))}
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return this rank's shards of the masters, on the host; writing to them writes them."""
+        """Return this rank's shards of the masters, on the host, which the caller may write."""
         return {param: local_shard(self.state[param]["master"]) for param in self._params}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make the parameters what the masters are, rounded."""
+        """Round the masters into the parameters."""
         self._pass(self._round, inward=1, outward=0)
         self.whole = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one update; parameters without a gradient stay. Host memory has all of it then."""
+        """Run one update, and wait until host memory is written.
+
+        Parameters without a gradient do not change.
+        """
         (group,) = self.param_groups
         grads = {
             number: local_shard(param.grad).view(-1)
@@ -126,44 +137,55 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _round(self, slot: Tensor, pieces: Sequence[_Slice]) -> None:
         if pieces:
-            weights = [self._weights[each.param][each.in_shard] for each in pieces]
+            weights = [self._weights[piece.param][piece.in_shard] for piece in pieces]
             torch._foreach_copy_(weights, _parts(slot[0], pieces))
 
     def _pass(
         self, work: Callable[[Tensor, Sequence[_Slice]], None], inward: int, outward: int
     ) -> None:
-        """Have `work` called with every chunk, fp32 [3, chunk] on the device, and its pieces.
+        """Stream all chunks through the device, and wait, leaving `whole` False.
 
-        inward, outward: so many rows are copied to the device before it, and back after it. All is
-        over when it returns; `whole` is False from its first write on.
+        Args:
+            work: Called with every chunk, fp32 [3, chunk] on the device, and the chunk's pieces.
+            inward: Number of rows to copy to the device before `work`.
+            outward: Number of rows to copy back after it.
         """
-        side: Any = getattr(torch, self._device.type)  # torch.cpu has streams that do nothing
-        here, coming, going = side.current_stream(), side.Stream(), side.Stream()
+        backend: Any = getattr(torch, self._device.type)  # streams of torch.cpu do nothing
+        compute, inbound, outbound = backend.current_stream(), backend.Stream(), backend.Stream()
         count = min(_SLOTS, len(self._chunks))
         size = (count, len(_ROWS), self._chunk)
         slots = torch.empty(size, dtype=torch.float32, device=self._device)
-        gone = [here.record_event()] * count  # the memory may be in use there until now
+        freed = [compute.record_event()] * count  # queued kernels may still use the slots' memory
         self.whole = False
         try:
             for number, pieces in enumerate(self._chunks):
                 place = number % count
                 host = self._host[:, number * self._chunk : (number + 1) * self._chunk]
                 slot = slots[place, :, : host.shape[1]]
-                coming.wait_event(gone[place])
-                with side.stream(coming):
+                inbound.wait_event(freed[place])
+                with backend.stream(inbound):
                     _copy(slot[:inward], host[:inward])
-                here.wait_event(coming.record_event())
+                compute.wait_event(inbound.record_event())
                 work(slot, pieces)
-                going.wait_event(here.record_event())
-                with side.stream(going):
+                outbound.wait_event(compute.record_event())
+                with backend.stream(outbound):
                     _copy(host[:outward], slot[:outward])
-                gone[place] = going.record_event()
+                freed[place] = outbound.record_event()
         finally:
-            side.synchronize()  # before the slots are freed, and the host reads
+            backend.synchronize()  # the slots are freed next, and the host may read
 
 
 def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_Slice]]:
-    """Return the pieces of every chunk: tensors of these sizes begin at `starts`, in order."""
+    """Divide tensors into pieces by chunk.
+
+    Args:
+        sizes: Elements of each tensor.
+        starts: First element of each tensor in the concatenated chunks, ascending.
+        chunk: Elements per chunk.
+
+    Returns:
+        The pieces of every chunk.
+    """
     total = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
     chunks: list[list[_Slice]] = [[] for _ in range(0, total, chunk)]
     for param, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -178,19 +200,24 @@ def _cut(sizes: Sequence[int], starts: Sequence[int], chunk: int) -> list[list[_
 
 
 def _parts(row: Tensor, pieces: Sequence[_Slice]) -> list[Tensor]:
-    return [row[each.in_chunk] for each in pieces]
+    return [row[piece.in_chunk] for piece in pieces]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy row by row: each is contiguous, and one copy for the engine."""
-    for to, what in zip(target.unbind(), source.unbind(), strict=True):
-        to.copy_(what, non_blocking=True)
+    """Copy row by row, because each contiguous row is a single operation of the copy engine."""
+    for target_row, source_row in zip(target.unbind(), source.unbind(), strict=True):
+        target_row.copy_(source_row, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate: `rate` after `start` updates, falling linearly to 0 after `end`; without an
-    end it stays. learning_rate: what it began with.
+    """A learning rate that is constant or falls linearly.
+
+    Attributes:
+        learning_rate: The configured learning rate.
+        rate: Learning rate after `start` updates.
+        start: Updates before the decay begins.
+        end: Updates after which the rate is 0; None keeps it constant.
     """
 
     learning_rate: float
@@ -204,16 +231,20 @@ class Schedule:
         return cls(learning_rate=rate, rate=rate, end=config.decay_steps)
 
     def after(self, updates: int) -> float:
-        """Return the learning rate of the update that follows `updates` others."""
+        """Return the learning rate after `updates` optimizer steps."""
         if self.end is None:
             return self.rate
         return self.rate * max(0.0, 1 - (updates - self.start) / max(1, self.end - self.start))
 
     def continuing(self, stored: Mapping[str, Any] | None, done: int) -> Schedule:
-        """Return the schedule of a run that goes on after `done` updates by the stored one.
+        """Return the schedule of a run that continues from a checkpoint.
 
-        It is the stored one. With another end the rate falls from that of the last update, as what
-        is left of a decay must not raise it; with another learning rate this schedule stays.
+        It is the stored schedule. If the end differs, the rate falls from that of the last update,
+        because a new end must never raise it. If the learning rate differs, this schedule applies.
+
+        Args:
+            stored: Fields of the checkpoint's schedule; None if it has none.
+            done: Updates before the checkpoint.
         """
         if stored is None or not done:
             return self
@@ -228,11 +259,19 @@ class Schedule:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, config: TrainerConfig, rate: float, done: int
 ) -> float:
-    """Make one clipped step, the one after `done` others, with this learning rate; return the
-    gradients' norm before clipping.
+    """Clip the gradients, run one optimizer step, and free the gradients.
 
-    A norm that is not finite raises a FloatingPointError, and the parameters are unchanged.
-    Gradients are dropped.
+    Args:
+        optimizer: The optimizer.
+        config: Configuration with `max_grad_norm`.
+        rate: Learning rate of the step.
+        done: Number of earlier steps, for the text of the error.
+
+    Returns:
+        The norm of the gradients before clipping.
+
+    Raises:
+        FloatingPointError: The norm is not finite. Parameters are unchanged.
     """
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
@@ -242,7 +281,7 @@ def optimizer_step(
         optimizer.zero_grad(set_to_none=True)
         raise FloatingPointError(
             f"the gradient's norm is {grad_norm} in step {done + 1}, parameters are unchanged; "
-            "look for NaN in what the batch holds beside its tokens, or lower the learning rate"
+            "look for NaN in the batch's float fields, or lower the learning rate"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -252,7 +291,7 @@ def optimizer_step(
 
 
 def after_load(optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Make what a loaded state has not: the moments' step counters, and parameters of masters."""
+    """Restore the step counters after a load, and round loaded masters into the parameters."""
     for state in optimizer.state.values():
         state["step"].fill_(done)
     if isinstance(optimizer, StreamedAdamW):
@@ -266,10 +305,17 @@ def build_optimizer(
     saver: MemorySaver,
     tag: str = OPTIM,
 ) -> torch.optim.Optimizer:
-    """Make AdamW with both moments zero. The step counters (4 bytes a parameter) stay in torch's
-    own memory. With `config.optimizer_offload` nothing is on the tag (`StreamedAdamW`).
+    """Build AdamW with zero moments on a tag, or a `StreamedAdamW` with `config.optimizer_offload`.
 
-    Fused: the unfused step on a GPU needs temporaries as large as the parameters.
+    Step counters (4 bytes per parameter tensor) stay in torch's own memory. The step is fused,
+    because the unfused step on a GPU needs temporaries as large as the parameters.
+
+    Args:
+        params: Parameters to train.
+        config: Configuration of the trainer.
+        runtime: Device and ranks.
+        saver: Saver of the tag.
+        tag: Tag of the moments.
     """
     if config.optimizer_offload:
         return StreamedAdamW(params, config, runtime)

@@ -1,4 +1,4 @@
-"""Attention over sequences end to end, each seeing itself alone, and models that may use it."""
+"""Attention over sequences that are packed end to end, and the models that support it."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PACKED = "packed"
-"""Transformers' name of `packed_attention`, once it is registered."""
-# Model types of transformers.
+"""Name under which `pack_if_possible` registers `packed_attention` with transformers."""
+# Model types of transformers with plain causal attention.
 _PLAIN = (
     "deepseek_v2", "deepseek_v3", "granite", "llama", "ministral", "mistral", "mixtral", "qwen2",
     "qwen3", "qwen3_moe",
@@ -19,10 +19,12 @@ _PLAIN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Says where sequences lie in a row of T tokens.
+    """The bounds of S sequences in a row of T tokens.
 
-    lengths: of each of S sequences. bounds: int32 [S + 1], 0 and the position after each.
-    position_ids: int64 [1, T], from 0 in each.
+    Attributes:
+        lengths: Tokens of each sequence.
+        bounds: int32 [S + 1], 0 followed by the end of each sequence.
+        position_ids: int64 [1, T], counted from 0 in each sequence.
     """
 
     lengths: tuple[int, ...]
@@ -42,12 +44,24 @@ def packed_attention(
     flash: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return causal attention inside each sequence, [1, T, heads, value width], as transformers
-    asks an attention for it.
+    """Compute causal attention within each sequence, by the interface of transformers.
 
-    query: [1, heads, T, width]; key, value: [1, key heads, T, their width]. flash: there is
-    FlashAttention (None: as the device has it), one kernel for all sequences, if that takes the
-    dtype and the width of heads; else there is one for each length.
+    FlashAttention runs one kernel for all sequences. Otherwise there is one call per run of
+    sequences with equal length.
+
+    Args:
+        module: The attention module; unused.
+        query: [1, heads, T, width].
+        key: [1, key heads, T, width].
+        value: [1, key heads, T, value width].
+        attention_mask: None.
+        packing: Bounds of the sequences.
+        scaling: Factor of the scores; None is 1 / sqrt(width).
+        flash: Use FlashAttention if it supports dtype and width; None uses it if the device
+            supports it, too.
+
+    Returns:
+        [1, T, heads, value width], and None in place of the attention weights.
     """
     if flash is None:
         flash = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -59,13 +73,13 @@ def packed_attention(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """Take fewer key heads as they are; narrower values (latent attention) are padded."""
+    """Run FlashAttention, padding values that are narrower than keys (latent attention)."""
     width = value.shape[-1]
     if width != key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - width))
-    tokens = (each[0].transpose(0, 1) for each in (query, key, value))
+    tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     bounds, longest = packing.bounds, max(packing.lengths)
-    # Not `varlen_attn`: that of torch 2.11 takes no fewer key heads.
+    # `varlen_attn` of torch 2.11 does not support fewer key heads than query heads.
     out = torch.ops.aten._flash_attention_forward.default(
         *tokens, bounds, bounds, longest, longest, 0.0, True, False, scale=scaling
     )[0]
@@ -75,25 +89,31 @@ def _flash(
 def _length_by_length(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None
 ) -> Tensor:
-    """Sequences of one length that lie side by side, as those of a chunk do, are one batch."""
+    """Compute attention for each run of neighboring sequences of equal length as one batch.
+
+    Chunks are sorted by length, so there are few runs.
+    """
     runs = [(len([*run]), length) for length, run in groupby(packing.lengths)]
     sizes = [count * length for count, length in runs]
     shared, out = query.shape[1] != key.shape[1], list[Tensor]()
-    parts = zip(*(each[0].split(sizes, dim=1) for each in (query, key, value)), strict=True)
+    parts = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
     for run, part in zip(runs, parts, strict=True):
-        q, k, v = (each.unflatten(1, run).transpose(0, 1) for each in part)
-        done = F.scaled_dot_product_attention(
+        q, k, v = (tensor.unflatten(1, run).transpose(0, 1) for tensor in part)
+        attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=shared
         )
-        out.append(done.transpose(1, 2).flatten(0, 1))
+        out.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(out)[None]
 
 
 def pack_if_possible(model: Any, attention: str | None) -> None:
-    """Have a model of transformers attend by `attention` if sequences may lie end to end in it.
+    """Set the attention of a transformers model to a packed one if the model supports packing.
 
-    That is so in families whose tokens see others in plain causal attention alone, without a
-    window. `packs` tells then.
+    Families support it if tokens interact only by plain causal attention without a window.
+
+    Args:
+        model: The model; `packs` returns the outcome.
+        attention: Name of the packed attention; None disables packing.
     """
     config = model.config
     plain = config.model_type in _PLAIN and getattr(config, "sliding_window", None) is None
@@ -106,5 +126,5 @@ def pack_if_possible(model: Any, attention: str | None) -> None:
 
 
 def packs(model: Any) -> bool:
-    """Return whether the model takes rows with `packing`."""
+    """Return whether the model supports packed rows."""
     return bool(model.packs)

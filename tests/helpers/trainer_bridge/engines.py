@@ -1,5 +1,6 @@
-"""An engine in another process, driven over a pipe; it starts quickly, because no trainer is
-imported there.
+"""An engine in another process, driven over a pipe.
+
+It starts quickly, because the process imports no trainer.
 """
 
 from __future__ import annotations
@@ -11,23 +12,21 @@ from tests.helpers.peers import Peer
 
 
 def serve(pipe: Connection, path: str, device: str, engine: dict[str, Any]) -> None:
-    """Make an engine without weights, asleep, and do what is asked: (method, arguments, named
-    arguments).
-    """
+    """Build a sleeping engine without weights, and run calls (method, args, kwargs) of the pipe."""
     from rollout import Engine
 
-    made = Engine.from_pretrained(path, device, load_weights=False, **engine)
-    made.sleep(level=2)
+    served = Engine.from_pretrained(path, device, load_weights=False, **engine)
+    served.sleep(level=2)
     while True:
         method, args, kwargs = pipe.recv()
         try:
-            pipe.send(getattr(made, method)(*args, **kwargs))
+            pipe.send(getattr(served, method)(*args, **kwargs))
         except Exception as error:
             pipe.send(error)
 
 
 class PipedEngine:
-    """Methods of `Engine`, which runs in a process that can be killed."""
+    """A handle with the methods of an `Engine` that runs in a process of its own."""
 
     def __init__(self, path: str, device: str, **engine: Any) -> None:
         self.peer = Peer(serve, path, device, engine)

@@ -1,5 +1,6 @@
-"""Manifests by hand, and of a small decoder that has everything: fused, tied, padded, experts,
-copied KV heads.
+"""Manifests written by hand, and those of a small decoder.
+
+The decoder has fused, tied and padded parameters, experts and copied KV heads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def piece(
 
 
 def box_of(part: Any) -> tuple[slice, ...]:
-    """Where a slice, shard or copy lies in the whole parameter."""
+    """Return the range of a slice, shard or copy in the whole parameter."""
     return tuple(
         slice(first, first + size) for first, size in zip(part.start, part.shape, strict=True)
     )
@@ -55,7 +56,7 @@ def manifest(
 def decoder_groups(
     *, hidden: int, vocab: int, heads: int, kv_heads: int, inner: int, tied: bool
 ) -> list[ParamGroup]:
-    """One layer, dense and with 3 experts."""
+    """Return the groups of one layer, with a dense MLP and 3 experts."""
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     rows = {"q": heads * HEAD_DIM, "k": kv_heads * HEAD_DIM, "v": kv_heads * HEAD_DIM}
     groups = [
@@ -86,7 +87,7 @@ def manifests(
     head_dim: int = HEAD_DIM,
     expert_parallel: int = 1,
 ) -> list[Manifest]:
-    """What each of `size` tensor-parallel ranks stores."""
+    """Build the manifest of each of `size` tensor-parallel ranks."""
     splits = decoder_splits(head_dim, size, expert_parallel)
     aliases = {HEAD: EMBED} if tied else {}
     return [
@@ -96,18 +97,16 @@ def manifests(
 
 
 def parameters(groups: Sequence[ParamGroup]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, of groups that are not shared yet."""
+    """Return shapes by name, of groups that are not sharded yet."""
     params: list[Param] = [param for group in groups for param in group.params]
     return {param.name: param.shape for param in params}
 
 
-def digest_of(piece: ParamSlice, found: Tensor) -> int:
-    """Of a slice's elements, numbered in the whole parameter, by the digest's definition; modulo
-    2**64.
-    """
+def digest_of(piece: ParamSlice, content: Tensor) -> int:
+    """Compute the digest of a slice's elements by its definition, modulo 2**64."""
     numbers = (
         torch.arange(math.prod(piece.global_shape))
         .view(piece.global_shape)[box_of(piece)]
         .flatten()
     )
-    return sum(map(element, (numbers + piece.index_base).tolist(), bits_of(found))) % 2**64
+    return sum(map(element, (numbers + piece.index_base).tolist(), bits_of(content))) % 2**64

@@ -1,4 +1,4 @@
-"""Tiny random models on disk, batches for them, and the same model as plain transformers."""
+"""Tiny random models on disk, batches for them, and scores by plain transformers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _SHAPE: dict[str, Any] = {
 
 
 def write_model(path: Path, family: str = "qwen3", seed: int = 0, **changes: Any) -> str:
-    """A Hugging Face directory with a random model, norms and biases too; the same bits for the
-    same arguments.
+    """Write a Hugging Face directory with random weights, including norms and biases.
+
+    The same arguments give the same bits.
     """
     save_tiny(path, family, seed, **{**_SHAPE, "tie_word_embeddings": True, **changes})
     return str(path)
 
 
 def describe(path: Path, family: str = "qwen3", pad: int = 5, **changes: Any) -> str:
-    """A model directory without weights."""
+    """Write a model directory without weights."""
     write_model(path, family, pad_token_id=pad, **changes)
     (path / "model.safetensors").unlink()
     return str(path)
@@ -40,7 +41,7 @@ def reference(path: str) -> Any:
 
 
 def reference_logprobs(model: Any, batch: SequenceBatch) -> list[torch.Tensor]:
-    """One sequence at a time, no padding, all logits; with gradient."""
+    """Compute log-probabilities with gradient, one unpadded sequence at a time."""
     pairs = zip(batch.prompt_ids, batch.response_ids, strict=True)
     return [
         forward_logprobs(model, prompt, response, batch.temperature) for prompt, response in pairs
@@ -50,9 +51,7 @@ def reference_logprobs(model: Any, batch: SequenceBatch) -> list[torch.Tensor]:
 def make_batch(
     count: int, seed: int = 0, vocab: int = 96, temperature: float = 1.0
 ) -> SequenceBatch:
-    """Sequences of different lengths, with old log-probabilities and advantages that make some
-    tokens clip.
-    """
+    """Build random sequences of different lengths, some of whose tokens clip."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 9))] for _ in range(count)]
     responses = [[rng.randrange(vocab) for _ in range(rng.randint(1, 7))] for _ in range(count)]
@@ -66,7 +65,7 @@ def make_batch(
 
 
 def value_batch(count: int, seed: int = 0) -> SequenceBatch:
-    """With old values and returns, so far apart that some values clip."""
+    """Build a batch with old values and returns, some of whose values clip."""
     batch = make_batch(count, seed)
     draw = torch.Generator().manual_seed(seed)
     values, returns = (

@@ -1,4 +1,4 @@
-"""Other trainers' sources, imported without all that they need."""
+"""Stand-ins for packages that the sources of other trainers import but tests do not need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAND_IN = str(ROOT / "tests/helpers/rollout/stand_in_vllm")
 
 
 class Empty(ModuleType):
-    """A package that has every class, each without anything in it."""
+    """A package that contains an empty class of any name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -26,9 +26,9 @@ class Empty(ModuleType):
 
 
 def missing_for_trl() -> dict[str, ModuleType]:
-    """What TRL imports for data sets and for servers, as far as it is not installed."""
+    """Return stand-ins for missing packages that TRL imports for data sets and servers."""
     names = ["pandas", "datasets"]
     absent = [name for name in names if name not in sys.modules and not find_spec(name)]
-    if STAND_IN in sys.path:  # it has no servers
+    if STAND_IN in sys.path:  # the stand-in for vLLM has no servers
         absent += ["vllm.utils.network_utils", "vllm.distributed.weight_transfer.nccl_engine"]
     return {name: Empty(name) for name in absent}

@@ -1,4 +1,4 @@
-"""What the trainer should compute, by plain transformers and torch.optim."""
+"""A training step of plain transformers and torch.optim, as a reference for the trainer's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer_bridge import SequenceBatch
 
 
 def plain_bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """As `states.bits`, of what is trained."""
-    found = {
+    """Return trained parameters and moments, named as in `states.bits`."""
+    params = {
         name: param.detach() for name, param in model.named_parameters() if param.requires_grad
     }
     moments = {
         f"{name}.{m}": optimizer.state[model.get_parameter(name)][m]
-        for name in found
+        for name in params
         for m in MOMENTS
     }
-    return found | moments
+    return params | moments
 
 
 def plain_step(
@@ -31,7 +31,10 @@ def plain_step(
     max_norm: float,
     more: torch.Tensor | float = 0.0,
 ) -> dict[str, float]:
-    """What update_actor should do, sequence by sequence. more: of the loss, beside the policy's."""
+    """Run the update that `update_actor` should, sequence by sequence.
+
+    `more` is added to the policy's loss.
+    """
     assert batch.old_logprobs is not None and batch.advantages is not None
     terms, clipped, kl = [], 0, 0.0
     for logp, old, advantage in zip(
@@ -47,5 +50,6 @@ def plain_step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad()
-    found = {"loss": float(loss.detach()), "grad_norm": float(norm)}
-    return found | {"clip_fraction": clipped / batch.num_tokens, "approx_kl": kl / batch.num_tokens}
+    tokens = batch.num_tokens
+    figures = {"loss": float(loss.detach()), "grad_norm": float(norm)}
+    return figures | {"clip_fraction": clipped / tokens, "approx_kl": kl / tokens}

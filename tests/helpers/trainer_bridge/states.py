@@ -1,4 +1,4 @@
-"""Copies of what a trainer or an engine holds, to compare bit for bit."""
+"""Copies of the state of a trainer or an engine, for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
 def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
-    """A copy of all that a trainer or its critic trains: parameters, or adapters, and their
-    moments; this rank's shards of them, or gathered.
+    """Copy trained parameters (or adapters) and moments of a trainer or critic.
+
+    The copies are this rank's shards, or whole tensors if `whole`.
     """
     state = {}
     for name, param in side.model.named_parameters():
@@ -28,8 +29,8 @@ def bits(side: Any, whole: bool = False) -> dict[str, Tensor]:
             state[name] = param
             state |= {f"{name}.{moment}": side.optimizer.state[param][moment] for moment in MOMENTS}
     return {
-        name: (each.detach().full_tensor() if whole else local_shard(each)).clone()
-        for name, each in state.items()
+        name: (tensor.detach().full_tensor() if whole else local_shard(tensor)).clone()
+        for name, tensor in state.items()
     }
 
 
@@ -64,9 +65,16 @@ def arrives_in_parts(
     apart: float = 0.0,
     experts: int = 1,
 ) -> bool:
-    """Whether each rank of a tensor-parallel engine has every bit of its part after a sync; all
-    ranks of the trainer are its ranks, too. whole: what arrives in place of the parameters, up to
-    `apart` away. experts: see `EngineConfig.expert_parallel`.
+    """Return whether a sync writes the right bits into each rank of a tensor-parallel engine.
+
+    The ranks of the trainer are the engine's ranks.
+
+    Args:
+        trainer: The trainer.
+        path: Directory of the model.
+        whole: Expected whole parameters; None for the trainer's own.
+        apart: Allowed difference.
+        experts: `EngineConfig.expert_parallel`.
     """
     size = dist.get_world_size()
     sizes = {"tensor_parallel_size": size, "expert_parallel": experts}
@@ -76,20 +84,21 @@ def arrives_in_parts(
     whole, same = whole or whole_params(trainer), []
     for piece in engine.manifest.slices:
         box = [slice(at, at + n) for at, n in zip(piece.start, piece.shape, strict=True)]
-        found, expected = engine.store.box(piece), whole[piece.name][tuple(box)]
-        same.append(found.numel() == 0 or float((found - expected).abs().max()) <= apart)
+        stored, expected = engine.store.box(piece), whole[piece.name][tuple(box)]
+        same.append(stored.numel() == 0 or float((stored - expected).abs().max()) <= apart)
     return all(same)
 
 
 def arrives(trainer: Trainer, path: str) -> bool:
-    """Whether an engine of rank 0's process has every bit that all ranks hold, after an update that
-    has a sequence for rank 0 alone, and a sync.
+    """Return whether an engine in rank 0's process gets all bits of all ranks.
+
+    Before the sync, the trainer runs an update with a single sequence, which rank 0 gets.
     """
     trainer.update_actor(make_batch(1))
     engines = [Engine.from_pretrained(path, kv_tokens=64)] if trainer.rank == 0 else []
     trainer.connect(engines)
     receipt, whole = trainer.sync_weights(1), whole_params(trainer)
     assert receipt.nbytes == sum(value.numel() * 4 for value in whole.values())
-    found = [weights(engine) for engine in engines]
-    assert all(each.keys() >= whole.keys() for each in found)
-    return all(torch.equal(each[name], value) for each in found for name, value in whole.items())
+    stored = [weights(engine) for engine in engines]
+    assert all(params.keys() >= whole.keys() for params in stored)
+    return all(torch.equal(params[name], whole[name]) for params in stored for name in whole)

@@ -1,6 +1,4 @@
-"""A rollout rank's weight store and its updates, without an engine, as a sync sees them; and what
-must lie there.
-"""
+"""The weight store of a rollout rank and its updates, without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.helpers.trainer_bridge.targets import UNTOUCHED
 
 
 class StoredWeights:
-    """A UpdatableEngine. Bytes that belong to no parameter and no padding hold UNTOUCHED."""
+    """An `UpdatableEngine`, in which bytes outside of parameters and padding are UNTOUCHED."""
 
     def __init__(
         self,
@@ -30,7 +28,15 @@ class StoredWeights:
         place: str,
         initial: Any,
     ) -> None:
-        """groups: of this rank. initial: whole tensors by name, version 0."""
+        """Load version 0.
+
+        Args:
+            groups: Parameters of this rank.
+            aliases: Tied names.
+            dtype: Dtype of the store.
+            place: Place of the rank's device.
+            initial: Whole tensors by name.
+        """
         self.saver = MemorySaver("cpu")
         self.place = place
         self.store = WeightStore(groups, dict(aliases), dtype, self.saver)
@@ -64,8 +70,9 @@ class StoredWeights:
         return self.store.box(piece)
 
     def check_bytes(self) -> None:
-        """Nothing beside the slices was written, padding is zero, shadow pages are given back. (A
-        lease that is used beyond its sync keeps the saver from closing.)
+        """Check that only slices were written, padding is zero, and shadow pages are released.
+
+        (A lease that is used after its sync prevents the saver from closing.)
         """
         assert bool((self.store.arena[~self._mine] == UNTOUCHED).all()), (
             "bytes of no parameter were written"

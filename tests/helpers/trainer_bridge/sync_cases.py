@@ -1,6 +1,4 @@
-"""Drawn layouts of a trainer and its rollouts, syncs to make in them, and the values that are
-synced.
-"""
+"""Hypothesis strategies for layouts of a trainer and its rollouts, and for syncs between them."""
 
 from __future__ import annotations
 
@@ -36,8 +34,14 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One sync. some: which parameters only, by the trainer's names; None: all. lora: which of them
-    are derived.
+    """One sync.
+
+    Attributes:
+        seed: Seed of the values.
+        shadow: Whether it is a shadow update.
+        some: Parameters to write, by the trainer's names; None for all.
+        lora: Parameters that are derived.
+        fault: Error to raise; None for no error.
     """
 
     seed: int
@@ -49,11 +53,19 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Both sides. shapes: whole parameters by the trainer's names; stored: the rollout's name ->
-    the trainer's.
-    engines: (tensor-parallel size, into how many parts experts are divided, dtype, place and
-    trainer rank of each of its ranks). scratch: bytes, for derived weights: a few rows at a time,
-    or all.
+    """The layouts of both sides.
+
+    Attributes:
+        groups: Parameters of the decoder.
+        shapes: Whole shapes by the trainer's names.
+        stored: The trainer's names by the rollout's.
+        tied: Whether embedding and head are tied.
+        shards: Shards of all trainer ranks.
+        places: Device of each trainer rank.
+        source_dtype: Dtype of the shards.
+        engines: (tensor-parallel size, expert-parallel size, dtype, place and trainer rank of each
+            rank) of each engine.
+        scratch: Bytes for derived weights; enough for a few rows, or for everything.
     """
 
     groups: Sequence[Any]
@@ -68,14 +80,15 @@ class Layout:
 
 
 def placements(draw: st.DrawFn, kind: str, mesh: tuple[int, ...], ndim: int) -> list[Placement]:
-    dim, other = draw(st.integers(0, ndim - 1)), draw(st.integers(0, ndim - 1))
+    dim, tp_dim = draw(st.integers(0, ndim - 1)), draw(st.integers(0, ndim - 1))
     if kind == "fsdp":
         return [Shard(dim)]
     if kind == "hsdp":
         return [Replicate(), Shard(dim)]
-    if draw(st.booleans()):  # tensor parallel leaves the parameter whole
+    if draw(st.booleans()):  # a parameter that tensor parallelism does not divide
         return [Shard(dim), Replicate()]
-    return [_StridedShard(dim, split_factor=mesh[1]) if dim == other else Shard(dim), Shard(other)]
+    strided = _StridedShard(dim, split_factor=mesh[1])
+    return [strided if dim == tp_dim else Shard(dim), Shard(tp_dim)]
 
 
 def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list[SourceShard], int]:
@@ -102,9 +115,7 @@ def shards_of(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[list
 def model_of(
     draw: st.DrawFn,
 ) -> tuple[list[ParamGroup], dict[str, tuple[int, ...]], dict[str, str], bool]:
-    """Groups of a decoder, whole shapes by the trainer's names, the rollout's name -> the
-    trainer's, tied.
-    """
+    """Draw a decoder; returns the fields `groups`, `shapes`, `stored` and `tied` of `Layout`."""
     tied = draw(st.booleans())
     groups = decoder_groups(
         hidden=draw(st.sampled_from([1, 3, 4])),
@@ -116,7 +127,7 @@ def model_of(
     )
     shapes = parameters(groups)
     stored = {name: name for name in shapes}
-    if tied and draw(st.booleans()):  # the trainer has it under the other name
+    if tied and draw(st.booleans()):  # the trainer uses the second name of the tied parameter
         shapes[HEAD] = shapes.pop(EMBED)
         stored[EMBED] = HEAD
     return groups, shapes, stored, tied
@@ -127,7 +138,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     groups, shapes, stored, tied = model_of(draw)
     shards, world = shards_of(draw, shapes)
     engines = []
-    for _ in range(draw(st.integers(1, 2))):  # replicas, not always alike
+    for _ in range(draw(st.integers(1, 2))):  # replicas of perhaps different sizes
         size, experts = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]))
         where = [
             (draw(st.sampled_from(DEVICES)), draw(st.integers(0, world - 1))) for _ in range(size)
@@ -171,7 +182,7 @@ def steps(draw: st.DrawFn, layout: Layout) -> Step:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """All parameters of one sync, whole. a, b: factors of the derived ones."""
+    """Whole parameters of one sync, and the factors `a` and `b` of derived ones."""
 
     base: dict[str, Tensor]
     a: dict[str, Tensor]

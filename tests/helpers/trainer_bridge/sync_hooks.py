@@ -1,6 +1,4 @@
-"""An agreement that calls a hook at every moment of every stage: there a test raises, or kills.
-And something that happens in the middle of a sync's writing.
-"""
+"""An agreement with hooks at every moment of every stage, in which tests raise errors or kill."""
 
 from __future__ import annotations
 
@@ -19,17 +17,19 @@ from trainer_bridge.sync.writer import LowRank, Writer
 
 STAGES = ("prepare", "open", "write", "verify", "commit")
 MOMENTS = ("before", "inside", "done", "said", "decided")
-"""Of a stage on one rank. before, done: its step; an error there is one of the step. inside: called
-by who runs the step. said: this rank is about to tell the others. decided: this rank knows that all
-ranks go on.
+"""Moments of a stage on one rank.
+
+`before` and `done` are before and after its step; an error raised there is an error of the step.
+`inside` is called by the code that runs the step. At `said` the rank is about to tell the others,
+and at `decided` it knows that all ranks continue.
 """
 
 Hook = Callable[[str, str], None]
-"""(stage, moment)."""
+"""Called with (stage, moment)."""
 
 
 def joined(store: dist.Store, rank: int, size: int, timeout: float = 60.0) -> Agreement:
-    """The agreement of ranks that share a store: processes, or threads of this one."""
+    """Create the agreement of ranks (processes or threads) that share a store."""
     return Agreement(gloo(store, rank, size), dist.PrefixStore("came", store), timeout=timeout)
 
 
@@ -39,7 +39,12 @@ def gloo(store: dist.Store, rank: int, size: int) -> Any:
 
 
 class HookedAgreement(Agreement):
-    """`hook` may be set anew at any time. stage: the one that runs, or the last one."""
+    """An agreement that calls `hook`, which may be replaced at any time.
+
+    Attributes:
+        hook: The hook; None for none.
+        stage: The running stage, or the last one.
+    """
 
     def __init__(
         self,
@@ -72,7 +77,7 @@ class HookedAgreement(Agreement):
 
 
 class _HookedStore:
-    """A store, with the moment in which it is noted there that a rank has come."""
+    """A store with the moment `said`, in which the arrival of a rank is recorded."""
 
     def __init__(self, store: dist.Store, agreement: HookedAgreement) -> None:
         self._store = store
@@ -87,8 +92,9 @@ class _HookedStore:
 
 
 def half_written(act: Callable[[], None]) -> contextlib.AbstractContextManager[object]:
-    """In the block, `act` is called in the middle of every sync's writing: this rank has begun with
-    the first of its targets.
+    """Call `act` inside the block in the middle of each sync's writing.
+
+    The rank has begun to write its first target then.
     """
     write, start = Writer.start, RowCopies.start
 

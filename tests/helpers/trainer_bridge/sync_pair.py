@@ -1,4 +1,4 @@
-"""Two engines that serve the same, and pairs of trainer ranks that sync into them."""
+"""Two replicas of an engine, and pairs of trainer ranks that sync into them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TINY = {"head_dim": 16, "tie_word_embeddings": True}
 
 
 class Pair:
-    """Two replicas in this process, each with a trainer rank of its own.
+    """Two replicas in this process, each with a trainer rank in another process.
 
-    Version v: the weights of seed v % SEEDS.
+    Version v has the weights of seed v % SEEDS.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class Pair:
         self.trainers: list[TrainerRank] = []
         self._pairs = itertools.count()
         gc.collect()
-        # transformers and what it brings: every look at memory would go through all of it
+        # Exclude imported modules from later collections, which every memory check runs.
         gc.freeze()
 
     def _expected(self, seed: int) -> list[int]:
@@ -54,7 +54,7 @@ class Pair:
     # ---------------------------------------------------------------- trainers
 
     def start(self) -> None:
-        """A new pair of trainers; they connect."""
+        """Start a new pair of trainers, and connect them."""
         prefix, count = f"pair {next(self._pairs)}", len(self.engines)
         for rank, (engine, lock) in enumerate(zip(self.engines, self.locks, strict=True)):
             place = engine.weight_layout().place
@@ -70,33 +70,33 @@ class Pair:
             assert trainer.hear(60) is None
 
     def order(self, version: int, dies: int | None = None, **how: Any) -> None:
-        """Tell both to sync. how: of an `Order`; its death is that of rank `dies`."""
+        """Order both trainers to sync; `how` are fields of `Order`, `death` that of rank `dies`."""
         death = how.pop("death", None)
         for rank, trainer in enumerate(self.trainers):
-            mine = death if rank == dies else None
-            trainer.tell(Order(version=version, seed=version % SEEDS, death=mine, **how))
+            own = death if rank == dies else None
+            trainer.tell(Order(version=version, seed=version % SEEDS, death=own, **how))
 
     def busy(self) -> bool:
-        """Has one of them not answered yet?"""
+        """Return whether a trainer has not answered yet."""
         return not all(trainer.pipe.poll() for trainer in self.trainers)
 
     def results(self) -> list[Any]:
-        """Of both: a receipt, an exception, or `Gone`."""
-        found: list[Any] = []
+        """Wait for both trainers' results: a receipt, an exception, or `Gone`."""
+        answers: list[Any] = []
         for trainer in self.trainers:
             try:
-                found.append(trainer.hear(60))
+                answers.append(trainer.hear(60))
             except Gone as gone:
-                found.append(gone)
-        return found
+                answers.append(gone)
+        return answers
 
     def stop(self) -> None:
-        """Until both have ended, with all that they held."""
+        """Wait until both trainers have ended and released everything."""
         while self.trainers:
             self.trainers.pop().end()
 
     def end(self) -> None:
-        for trainer in self.trainers:  # of a test that failed
+        for trainer in self.trainers:  # left by a failed test
             trainer.kill()
         self.stop()
         gc.unfreeze()
@@ -106,7 +106,7 @@ class Pair:
     # ---------------------------------------------------------------- engines
 
     def serves(self, number: int) -> int | None:
-        """The version an engine answers with, token for token; None: it refuses, and says why."""
+        """Return the version whose tokens an engine generates; None if it refuses with a reason."""
         engine = self.engines[number]
         with self.locks[number]:
             reason = engine.unavailable_reason()
@@ -116,7 +116,7 @@ class Pair:
                 )
             except StateError as error:
                 assert reason is not None and reason in str(error), (
-                    "it gives another reason than it has"
+                    "the error has another reason than the engine"
                 )
                 return None
         assert reason is None
@@ -127,19 +127,19 @@ class Pair:
         return version
 
     def held(self) -> dict[str, int]:
-        """Memory of this process, and behind the weights of each engine."""
-        found = {"memfds": memfd_bytes([os.getpid()]), "RssShmem": process_bytes("cpu")}
+        """Return the memory of this process, and the committed bytes of each engine's weights."""
+        sizes = {"memfds": memfd_bytes([os.getpid()]), "RssShmem": process_bytes("cpu")}
         for number, engine in enumerate(self.engines):
             tags = engine.report().tags
-            found |= {
+            sizes |= {
                 f"{tag} {number}": tags[tag].committed_bytes
                 for tag in (WEIGHTS, WEIGHTS_SHADOW)
                 if tag in tags
             }
-        return found
+        return sizes
 
     def wait_unleased(self, seconds: float = 5.0) -> None:
-        """What the dead had mapped is let go of by the kernel."""
+        """Wait until the kernel has unmapped the pages of dead processes."""
         deadline = time.monotonic() + seconds
         while leased := {
             n: t for n, e in enumerate(self.engines) for t, s in e.report().tags.items() if s.leases

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, that sync the same shards by one way after the other."""
+"""Ranks in separate processes, which sync the same shards over different routes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ SMALL = 80  # bytes of a message: a row of `embed` is 16, all of it 160
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """ranks, targets: hosts that they claim to be on, one each; None: where they are. low_rank:
-    `proj` is base + b @ a.
-    only: write these parameters.
-    message_bytes: small enough for boxes to be split.
+    """One sync.
+
+    Attributes:
+        ranks: Host that each rank pretends to be on; None for the real one.
+        targets: Host that each target pretends to be on; None for the real one.
+        low_rank: Whether `proj` is base + b @ a.
+        only: Parameters to write; None for all.
+        message_bytes: Limit of a message. The default splits boxes.
     """
 
     ranks: Sequence[str] | None = None
@@ -42,8 +46,15 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a rank saw of a case. right: its targets hold what they should, and serve it. messages:
-    bytes of each that came by the handle, of this rank's targets.
+    """The result of a case on one rank.
+
+    Attributes:
+        digests: Digests of the receipt.
+        own: Digests of this rank's targets.
+        link_bytes: As in the receipt.
+        stages: Stages of the receipt.
+        right: Whether this rank's targets hold the expected bytes and serve the version.
+        messages: Bytes of each message that came by the handle, per target of this rank.
     """
 
     digests: tuple[int, ...]
@@ -55,11 +66,13 @@ class Seen:
 
 
 def make_targets(rank: int, world: int, device: str, dtype: str = "float32") -> list[PageTarget]:
-    """Two tensor-parallel parts beside rank 0, a replica in `dtype` beside the last rank: targets
-    0, 1 and 2.
+    """Create this rank's targets.
+
+    Targets 0 and 1 are two tensor-parallel parts on rank 0's device. Target 2 is a replica in
+    `dtype` on the last rank's device.
     """
-    made = [PageTarget(columns(part), device) for part in range(2)] if rank == 0 else []
-    return made + ([PageTarget(whole(dtype), device)] if rank == world - 1 else [])
+    targets = [PageTarget(columns(part), device) for part in range(2)] if rank == 0 else []
+    return targets + ([PageTarget(whole(dtype), device)] if rank == world - 1 else [])
 
 
 def connected(
@@ -102,23 +115,23 @@ def low_rank(base: Tensor, rank: int, world: int) -> LowRank:
 def sync_cases(
     rank: int, world: int, device: str, dtype: str, cases: Mapping[str, Case]
 ) -> dict[str, Seen]:
-    """One sync a case, of the same shards into the same targets, which forget between the cases."""
+    """Sync the same shards in all cases, clearing the targets between them."""
     targets = make_targets(rank, world, device, dtype)
-    seen = {}
+    results = {}
     for version, (name, case) in enumerate(cases.items(), start=1):
         for target in targets:
             target.arena.fill_(0xA5)
             target.messages.clear()
             target.only = case.only
         if device != "cpu":
-            torch.cuda.synchronize()  # others write next
+            torch.cuda.synchronize()  # other processes write next
         sync = connected(rank, world, case, targets, device)
         proj = sources(rank, world, device)["proj"]
         derived = {"proj": low_rank(proj, rank, world)} if case.low_rank else {}
         with mock.patch.object(relay, "MESSAGE_BYTES", case.message_bytes):
-            for _ in range(2):  # tables are used again
+            for _ in range(2):  # the second sync uses the tables again
                 receipt = sync.sync(version, names=case.only, derived=derived)
-        seen[name] = Seen(
+        results[name] = Seen(
             digests=receipt.digests,
             own=tuple(target.digest() for target in targets),
             link_bytes=receipt.link_bytes,
@@ -129,11 +142,11 @@ def sync_cases(
             ),
             messages=[list(target.messages) for target in targets],
         )
-    return seen
+    return results
 
 
 def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
-    """All slices are what the shards say, and the bytes between them what they were."""
+    """Return whether slices equal the shards, and bytes between them are unchanged."""
     tensors, covered = full(device), torch.zeros_like(target.arena)
     if changed:
         tensors["proj"] += 0.5 * torch.arange(7.0, device=device).view(7, 1)
@@ -142,23 +155,25 @@ def holds(target: PageTarget, device: str, changed: bool = False) -> bool:
             target.read(number), tensors[p.name][box_of(p)].to(torch_dtype(p.dtype))
         ):
             return False
-        # slices of these layouts are runs
+        # Slices of these layouts are contiguous.
         covered[p.offset : p.offset + target.read(number).nbytes] = 1
     return bool((target.arena[covered == 0] == 0xA5).all())
 
 
 Break = Callable[[int, pytest.MonkeyPatch], None]
-"""(rank, patch): sees to it that something fails."""
+"""Called with (rank, patch) to make a sync fail."""
 
 
 def failing(
     rank: int, world: int, broken: Mapping[str, tuple[Break, Case]], timeout: float
 ) -> tuple[dict[str, tuple[Exception | None, list[int | None]]], bool]:
-    """One sync each: its error and the targets' versions; and whether the ranks are fit for another
-    one afterwards.
+    """Run one sync per way to break it.
+
+    Returns:
+        Each sync's error and the targets' versions; whether the ranks can sync again afterwards.
     """
     targets = make_targets(rank, world, "cpu")
-    seen = {}
+    results = {}
     for name, (break_it, case) in broken.items():
         sync = connected(rank, world, case, targets, "cpu", timeout)
         with pytest.MonkeyPatch.context() as patch:
@@ -169,13 +184,13 @@ def failing(
                 error = None
             except Exception as caught:
                 error = caught
-        seen[name] = error, [target.version for target in targets]
-        if isinstance(error, SyncError) and "broke off" in error.reason:
-            return seen, False
-        for target in targets:  # LeaseError: a lease is used beyond its sync
+        results[name] = error, [target.version for target in targets]
+        if isinstance(error, SyncError) and "the exchange" in error.reason:
+            return results, False
+        for target in targets:  # fails with a LeaseError if a lease outlives its sync
             target.saver.pause("weights")
             target.saver.resume("weights")
     for target in targets:
         target.arena.fill_(0xA5)
     sync.sync(2)
-    return seen, all(holds(target, "cpu") for target in targets)
+    return results, all(holds(target, "cpu") for target in targets)

@@ -1,6 +1,4 @@
-"""A rollout's pages without an engine, as a sync sees them, and ranks that are threads of this
-process.
-"""
+"""Targets of a sync that have pages but no engine, and ranks that are threads of this process."""
 
 from __future__ import annotations
 
@@ -36,9 +34,11 @@ UNTOUCHED = 0xA5
 
 
 class PageTarget:
-    """A tag of a saver, filled with a pattern, with the contract of an engine.
+    """A tag of a saver, filled with a pattern, with the contract of an `UpdatableEngine`.
 
-    fail_at: a stage in which it raises. only: the parameters that the next sync is to name.
+    Attributes:
+        fail_at: Stage in which it raises; None for none.
+        only: Parameters that the next sync must name.
     """
 
     def __init__(self, layout: Manifest, device: str = "cpu", place: str = "") -> None:
@@ -49,7 +49,7 @@ class PageTarget:
         self.version: int | None = 0
         self.reason = ""
         self.state = "closed"
-        self.messages: list[int] = []  # bytes of each
+        self.messages: list[int] = []  # bytes of each message
         self.fail_at: str | None = None
         self.only: tuple[str, ...] | None = None
 
@@ -90,7 +90,7 @@ class PageTarget:
         self.version, self.reason, self.state = None, reason, "closed"
 
     def read(self, number: int) -> Tensor:
-        """A slice as it lies there."""
+        """Return a view of a slice's stored elements."""
         p = self.layout.slices[number]
         dtype = torch_dtype(p.dtype)
         strides = p.strides or tuple(torch.empty(p.shape, device="meta").stride())
@@ -100,7 +100,7 @@ class PageTarget:
         )
 
     def digest(self) -> int:
-        """By the digest's definition."""
+        """Compute the digest of the named slices by its definition."""
         return sum(digest_of(p, self.read(number)) for number, p in self.meant()) % 2**64
 
     def meant(self) -> list[tuple[int, ParamSlice]]:
@@ -123,7 +123,7 @@ class PageTarget:
 
 @dataclasses.dataclass
 class Rank:
-    """What one trainer rank has. sync, agreement: made by `in_ranks`."""
+    """The state of one trainer rank; `in_ranks` sets `sync` and `agreement`."""
 
     sources: Mapping[str, Tensor]
     targets: Sequence[Any] = ()
@@ -134,7 +134,7 @@ class Rank:
 
 
 def in_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
-    """What `run(number)` returned or raised in each of `count` threads."""
+    """Call `run(number)` in `count` threads; return each thread's result or exception."""
     results: list[Any] = [None] * count
 
     def body(number: int) -> None:
@@ -158,8 +158,10 @@ def in_ranks(
     timeout: float,
     agreement: Callable[..., Agreement],
 ) -> list[Any]:
-    """What `run(number, rank)` returned or raised in every rank, after all were connected (once),
-    by `agreement`.
+    """Connect all ranks by `agreement`, and call `run(number, rank)` on each.
+
+    Returns:
+        The result or exception of each rank.
     """
     store = dist.PrefixStore(f"{id(run)}", dist.HashStore())
 

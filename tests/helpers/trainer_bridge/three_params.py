@@ -26,7 +26,7 @@ def whole(dtype: str = "float32") -> Manifest:
 
 
 def columns(rank: int) -> Manifest:
-    """One of two: half of the columns of `embed`, the rest whole."""
+    """Return the layout of one of two ranks: half of the columns of `embed`, all else whole."""
     return manifest(
         piece("embed", 0, (10, 2), global_shape=(10, 4), start=(0, 2 * rank)),
         piece("norm", 256, (4,), index_base=40),
@@ -47,7 +47,7 @@ def fsdp_boxes(shape: tuple[int, ...], world: int, dim: int) -> list[Box]:
 
 
 def fsdp_shards(name: str, shape: tuple[int, ...], world: int, dim: int = 0) -> list[SourceShard]:
-    """FSDP2's of one parameter over ranks 0 to `world`, without a DTensor."""
+    """Return FSDP2's shards of one parameter over `world` ranks, without a DTensor."""
     return [
         SourceShard(name=name, global_shape=shape, start=box.start, shape=box.shape, rank=rank)
         for rank, box in enumerate(fsdp_boxes(shape, world, dim))
@@ -55,10 +55,10 @@ def fsdp_shards(name: str, shape: tuple[int, ...], world: int, dim: int = 0) -> 
 
 
 def shards_of(shapes: Mapping[str, tuple[int, ...]], world: int) -> list[SourceShard]:
-    found = []
+    parts = []
     for name, shape in shapes.items():
-        found += fsdp_shards(name, shape, world)
-    return found
+        parts += fsdp_shards(name, shape, world)
+    return parts
 
 
 def shards(world: int) -> list[SourceShard]:

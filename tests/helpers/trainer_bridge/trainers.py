@@ -1,6 +1,4 @@
-"""Trainer ranks as processes that hold random shards and sync them into engines of the test's
-process.
-"""
+"""Trainer ranks as processes, which sync random shards into engines of the test's process."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ from tests.helpers.trainer_bridge.sync_hooks import HookedAgreement, half_writte
 from tests.helpers.trainer_bridge.three_params import shards_of
 from trainer_bridge.sync.weight_sync import WeightSync
 
-PATIENCE = 20.0  # seconds that ranks wait for each other where none dies
+PATIENCE = 20.0  # seconds that ranks wait for each other if none dies
 Shapes = Mapping[str, tuple[int, ...]]
-# and the stages they are in
+# Methods of an engine, and the stages in which a sync calls them.
 _CALLS = {"begin_update": "open", "verify_update": "verify", "commit_update": "commit"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """When a rank kills itself: at a moment of a stage (`sync_hooks.py`)."""
+    """The stage and moment (`sync_hooks.py`) at which a rank kills itself."""
 
     stage: str
     moment: str
@@ -39,9 +37,14 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One sync. seed: of the weights (`weights`).
+    """One sync.
 
-    timeout: seconds it waits for the other ranks in a stage.
+    Attributes:
+        version: Version of the weights.
+        seed: Seed of the weights (`weights`).
+        timeout: Seconds to wait for the other ranks in a stage.
+        shadow: Whether it is a shadow update.
+        death: When the rank kills itself; None for never.
     """
 
     version: int
@@ -52,9 +55,9 @@ class Order:
 
 
 def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
-    """Whole random parameters, fp32.
+    """Return whole random fp32 parameters.
 
-    Large, so that greedy choices are never near ties; a norm's gain is about 1.
+    They are large, so that greedy choices are never near ties. A norm's gain is about 1.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = {
@@ -65,21 +68,22 @@ def weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
 
 
 class TrainerRank(Peer):
-    """A rank that speaks for `target`, which is called in a thread of this process that holds
-    `lock`. It answers None when it is connected, and an `Order` with a SyncReceipt or the exception
-    of its sync.
+    """A rank in a process of its own that owns `target`, which lives in this process.
+
+    A thread of this process calls the target for the rank, holding `lock`. The rank answers None
+    when it is connected, and each `Order` with a SyncReceipt or the exception of its sync.
     """
 
     def __init__(self, target: UpdatableEngine, lock: threading.Lock, **setting: Any) -> None:
-        """setting: as `_Trainer` takes it."""
-        calls, theirs = server.Pipe()
-        super().__init__(_trainer, theirs, setting)
-        theirs.close()
+        """Start the rank with the arguments `setting` of `_Trainer`."""
+        calls, remote = server.Pipe()
+        super().__init__(_trainer, remote, setting)
+        remote.close()
         self._served = threading.Thread(target=serve, args=(calls, target, lock), daemon=True)
         self._served.start()
 
     def end(self) -> None:
-        """Its orders end: wait until it has ended, too, and its target is called no more."""
+        """Close the pipe, and wait until the rank and its target's thread have ended."""
         self.pipe.close()
         assert self.dies_within(30)
         self._served.join(30)
@@ -88,7 +92,7 @@ class TrainerRank(Peer):
 
 
 def serve(calls: Connection, target: UpdatableEngine, lock: threading.Lock) -> None:
-    """Call the target as the rank asks, until it has gone."""
+    """Call the target for the rank, until the rank has ended."""
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             name, args, kwargs = calls.recv()
@@ -122,7 +126,17 @@ class _Trainer:
         shapes: Shapes,
         place: str,
     ) -> None:
-        """port: of a store that outlives the trainers; prefix: of this set of ranks in it."""
+        """Connect the rank.
+
+        Args:
+            calls: Connection to the target.
+            rank: This rank.
+            size: Number of ranks.
+            port: Port of a store that outlives the trainers.
+            prefix: Prefix of this set of ranks in the store.
+            shapes: Shapes of the parameters.
+            place: Place of this rank's device.
+        """
         self._shapes = shapes
         self._death: Death | None = None
         whole = weights(shapes, 0)
@@ -136,7 +150,7 @@ class _Trainer:
         self._sync = WeightSync(self._shards, self._asked, [target], self._agreement, place=place)
 
     def run(self, order: Order) -> Any:
-        """The receipt, or what the sync raised."""
+        """Sync, and return the receipt or the exception."""
         whole = weights(self._shapes, order.seed)
         for shard in self._shards:
             self._sources[shard.name].copy_(_part(shard, whole))
@@ -157,7 +171,7 @@ class _Trainer:
 
 
 class _RemoteTarget:
-    """A UpdatableEngine in the test's process."""
+    """A handle on an `UpdatableEngine` in the test's process."""
 
     def __init__(self, calls: Connection, at: Any) -> None:
         self._calls = calls
@@ -167,7 +181,7 @@ class _RemoteTarget:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._calls.send((name, args, kwargs))
             if name in _CALLS:
-                self._at(_CALLS[name], "inside")  # the engine is called all the same
+                self._at(_CALLS[name], "inside")  # the engine runs the call even if the rank dies
             answer = self._calls.recv()
             if isinstance(answer, Exception):
                 raise answer

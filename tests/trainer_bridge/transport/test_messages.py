@@ -1,4 +1,4 @@
-"""Messages: bounded, in order, and together exactly the copies."""
+"""Messages of a relay are bounded and ordered, and contain all copies exactly once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from trainer_bridge.sync.writer import copy_rows, scratch_for
 
 @st.composite
 def copies(draw: st.DrawFn) -> list[Copy]:
-    """Boxes of parameters of up to three dimensions, of one rank, for two targets one after the
-    other.
-    """
-    found, offset = [], 0
+    """Draw copies of one rank for two targets in order, boxes of up to three dimensions."""
+    boxes, offset = [], 0
     for number in range(draw(st.integers(1, 5))):
         whole = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
         start = tuple(draw(st.integers(0, n - 1)) for n in whole)
@@ -34,19 +32,20 @@ def copies(draw: st.DrawFn) -> list[Copy]:
         offset = -(-offset // 4) * 4
         place = {"rank": 0, "target": 0, "name": f"{number}", "offset": offset}
         steps = {"strides": strides, "index_base": 1000 * number, "index_strides": strides}
-        found.append(Copy(**place, **steps, start=start, shape=shape, dtype=dtype))
-        offset += math.prod(whole) * found[-1].torch_dtype.itemsize
-    split = draw(st.integers(0, len(found)))
-    return [*found[:split], *(dataclasses.replace(copy, target=1) for copy in found[split:])]
+        boxes.append(Copy(**place, **steps, start=start, shape=shape, dtype=dtype))
+        offset += math.prod(whole) * boxes[-1].torch_dtype.itemsize
+    split = draw(st.integers(0, len(boxes)))
+    return [*boxes[:split], *(dataclasses.replace(copy, target=1) for copy in boxes[split:])]
 
 
 @settings(max_examples=120)
 @given(copies(), st.sampled_from([4, 20, 64, 10_000]))
-def test_messages_are_bounded_and_write_what_the_copies_write(
+def test_messages_are_bounded_and_write_the_same_bytes_as_copies(
     given_copies: list[Copy], limit: int
 ) -> None:
-    """By tables and by the boxes of a handle, each element once: digests are sums over the elements
-    at their places.
+    """Unpack messages by tables and by the boxes of a handle.
+
+    Equal digests show that each element is written once, because they are sums over elements.
     """
     sources = {
         copy.name: torch.randn(6, 6, 6).flatten()[: _held(copy)].view(_shape(copy))
@@ -59,8 +58,8 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
     for copy in given_copies:
         table = RowCopies([copy_rows(copy, sources[copy.name])], stage.device)
         digest += table.run(expected[copy.target])
-    made = messages(given_copies, limit)
-    for message in made:
+    packed = messages(given_copies, limit)
+    for message in packed:
         end = 0
         for copy, at in message.copies:
             assert at >= end and at % 16 == 0 and copy.target == message.target
@@ -76,11 +75,11 @@ def test_messages_are_bounded_and_write_what_the_copies_write(
         assert torch.equal(pages[number], expected[number]) and torch.equal(
             boxes[number], expected[number]
         )
-    assert [m.target for m in made] == sorted(m.target for m in made)
+    assert [m.target for m in packed] == sorted(m.target for m in packed)
 
 
 def _shape(copy: Copy) -> tuple[int, ...]:
-    """Of a shard that holds the copy's box and nothing behind it."""
+    """Return the shape of a shard that ends with the copy's box."""
     return tuple(first + n for first, n in zip(copy.start, copy.shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The same plan by pages, relayed and by handles: the same bytes, the same digests."""
+"""One plan over mapped pages, relayed messages and handles: the same bytes and digests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer_bridge.sync.writer import Writer
 
 WORLD = 3
 FAR = ["a", "b", "c"]
-BESIDE = ["a", "a", "c"]  # hosts of the ranks that speak for them
+OWN = ["a", "a", "c"]  # hosts of the ranks that own the targets
 CASES = {
     "pages": Case(),
-    "far": Case(ranks=FAR, targets=BESIDE),
-    "nobody": Case(ranks=FAR, targets=["x", "x", "x"]),
+    "far": Case(ranks=FAR, targets=OWN),
+    "unmapped": Case(ranks=FAR, targets=["x", "x", "x"]),
     "mixed": Case(ranks=["a", "a", "c"], targets=["a", "x", "c"]),
-    "large": Case(ranks=FAR, targets=BESIDE, message_bytes=MESSAGE_BYTES),
+    "large": Case(ranks=FAR, targets=OWN, message_bytes=MESSAGE_BYTES),
     "some": Case(ranks=["a", "a", "c"], targets=["a", "x", "c"], only=("norm", "proj")),
     "low-rank pages": Case(low_rank=True),
     "low-rank mixed": Case(low_rank=True, ranks=["a", "a", "c"], targets=["a", "x", "c"]),
@@ -39,18 +39,18 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_way_brings_the_same(name: str, seen: list[dict]) -> None:
-    for each in seen:
-        assert each[name].right
+def test_all_routes_write_the_same_bytes(name: str, seen: list[dict]) -> None:
+    for results_of_rank in seen:
+        assert results_of_rank[name].right
         if CASES[name].only is None:
             alike = seen[0]["low-rank pages" if CASES[name].low_rank else "pages"]
-            assert each[name].digests == alike.digests
+            assert results_of_rank[name].digests == alike.digests
     assert seen[0][name].own + seen[-1][name].own == seen[0][name].digests
 
 
-def test_messages_of_a_handle_are_bounded(seen: list[dict]) -> None:
-    for each in seen:
-        for sent in each["nobody"].messages:
+def test_messages_to_handles_are_bounded(seen: list[dict]) -> None:
+    for results_of_rank in seen:
+        for sent in results_of_rank["unmapped"].messages:
             assert sent and max(sent) <= SMALL
     assert not any(seen[0]["far"].messages)
     assert not seen[0]["mixed"].messages[0] and seen[0]["mixed"].messages[1]
@@ -64,15 +64,18 @@ TWO_GPUS = pytest.mark.gpus(2)
     ("backend", "gpus"),
     [("gloo", 1), pytest.param("gloo", 2, marks=TWO_GPUS), pytest.param("nccl", 2, marks=TWO_GPUS)],
 )
-def test_the_same_between_gpus(backend: str, gpus: int, tmp_path: Path) -> None:
-    hosts = {"relay": "aab", "handle": "xxx"}  # of the targets, beside ranks on a and b
+def test_all_routes_write_the_same_bytes_between_gpus(
+    backend: str, gpus: int, tmp_path: Path
+) -> None:
+    hosts = {"relay": "aab", "handle": "xxx"}  # of the targets; the ranks are on a and b
     cases = {name: Case(ranks="ab", targets=targets) for name, targets in hosts.items()}
     cases["large"] = Case(ranks="ab", targets="aab", message_bytes=MESSAGE_BYTES)
     cases["pages"] = Case()
     seen = results(start_ranks(on_gpus, 2, tmp_path / "store", gpus, cases, backend=backend))
-    for each in seen:
+    for results_of_rank in seen:
         for name in cases:
-            assert each[name].right and each[name].digests == seen[0]["pages"].digests, name
+            result = results_of_rank[name]
+            assert result.right and result.digests == seen[0]["pages"].digests, name
 
 
 def on_gpus(rank: int, gpus: int, cases: dict[str, Case]) -> dict:
@@ -84,7 +87,7 @@ def on_gpus(rank: int, gpus: int, cases: dict[str, Case]) -> dict:
 
 
 def second_message(rank: int, patch: pytest.MonkeyPatch) -> None:
-    """Rank 1 cannot pack its second message."""
+    """Fail when rank 1 packs its second message."""
     _at_second_message(rank, patch, _raise)
 
 
@@ -92,8 +95,8 @@ def die(rank: int, patch: pytest.MonkeyPatch) -> None:
     _at_second_message(rank, patch, lambda: os._exit(1))
 
 
-def deaf_handle(rank: int, patch: pytest.MonkeyPatch) -> None:
-    """Rank 0's targets do not take what they are sent."""
+def refusing_handle(rank: int, patch: pytest.MonkeyPatch) -> None:
+    """Fail when rank 0's targets receive a message."""
     if rank == 0:
         patch.setattr(PageTarget, "write_update", lambda self, boxes, data: _raise())
 
@@ -102,8 +105,8 @@ def _at_second_message(rank: int, patch: pytest.MonkeyPatch, fail: Callable[[], 
     packed, packing = [0], Message.packing
 
     def broken(message: Message, *args: Any) -> Writer:
-        made = packing(message, *args)
-        start = made.start
+        writer = packing(message, *args)
+        start = writer.start
 
         def started(*args: Any) -> None:
             packed[0] += 1
@@ -111,8 +114,8 @@ def _at_second_message(rank: int, patch: pytest.MonkeyPatch, fail: Callable[[], 
                 fail()
             start(*args)
 
-        patch.setattr(made, "start", started)
-        return made
+        patch.setattr(writer, "start", started)
+        return writer
 
     patch.setattr(Message, "packing", broken)
 
@@ -123,16 +126,16 @@ def _raise() -> None:
 
 BROKEN = {
     "relay": (second_message, CASES["far"], 1),
-    "to a handle": (second_message, CASES["nobody"], 1),
-    "handle": (deaf_handle, CASES["nobody"], 0),
+    "to a handle": (second_message, CASES["unmapped"], 1),
+    "handle": (refusing_handle, CASES["unmapped"], 0),
 }
 
 
-def test_a_rank_that_fails_is_heard_of_by_all_without_a_time_out(tmp_path: Path) -> None:
-    """Its own time-outs are 60 s each, so a rank that waited for one would be late."""
+def test_failed_rank_is_reported_to_all_ranks_without_a_timeout(tmp_path: Path) -> None:
+    """Set the ranks' timeouts to 60 s, so that a rank that waits for one is too late."""
     broken = {name: (break_it, case) for name, (break_it, case, _) in BROKEN.items()}
     seen = results(start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 60.0), 50.0)
-    for rank, (failures, goes_on) in enumerate(seen):
+    for rank, (failures, usable) in enumerate(seen):
         for name, (_, _, culprit) in BROKEN.items():
             error, versions = failures[name]
             assert isinstance(
@@ -142,10 +145,10 @@ def test_a_rank_that_fails_is_heard_of_by_all_without_a_time_out(tmp_path: Path)
                 reason = f"rank {culprit}: OSError: cosmic ray"
                 assert (error.stage, error.reason) == ("write", reason)
             assert set(versions) <= {None}
-        assert goes_on, "the ranks are out of step"
+        assert usable, "the ranks are out of step"
 
 
-def test_a_rank_that_dies_does_not_keep_the_others(tmp_path: Path) -> None:
+def test_dead_rank_ends_the_sync_of_the_others(tmp_path: Path) -> None:
     broken = {"dies": (die, CASES["far"])}
     ranks = start_ranks(failing, WORLD, tmp_path / "store", WORLD, broken, 2.0, seconds=6.0)
     try:
@@ -153,8 +156,8 @@ def test_a_rank_that_dies_does_not_keep_the_others(tmp_path: Path) -> None:
             failures, _ = ranks[rank].hear(40)
             error, versions = failures["dies"]
             assert isinstance(error, SyncError) and error.stage == "write"
-            assert "broke off" in error.reason
+            assert "the exchange with ranks" in error.reason
             assert set(versions) <= {None}
     finally:
-        for each in ranks:
-            each.kill()
+        for process in ranks:
+            process.kill()
