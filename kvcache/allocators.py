@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 Indices = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
 _Length = TypeVar("_Length", int, Int64Array)
 
-# At this size in bytes, CUDA makes a copy from pageable memory wait for running kernels.
+# From this size in bytes on, CUDA makes a copy from pageable memory wait for running kernels.
 _PINNED_FROM = 1 << 16
 
 
@@ -100,7 +100,7 @@ class KVAllocator(ABC):
         """
 
     def pages_between(self, prefix: Int64Array, seq: Int64Array) -> Int64Array:
-        """Compute how many new pages requests need to grow, ceil(seq / ps) - ceil(prefix / ps).
+        """Compute the new pages that each request needs, ceil(seq / ps) - ceil(prefix / ps).
 
         Args:
             prefix: Present lengths in tokens, int64 `[n]`.
@@ -143,8 +143,8 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
     def limit(self, size: int) -> None:
         """Limit allocation to the pages of the first `size` tokens.
 
-        An elastic pool calls this when it has memory for those tokens only. `total_pages` stays the
-        same. No page past the limit may have an owner.
+        The owner of an elastic pool calls this when the pool has memory for those tokens only.
+        `total_pages` stays the same. No page past the limit may have an owner.
 
         Args:
             size: Usable tokens, at most the size that the ledger was created with.
@@ -180,7 +180,7 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
         return np.sort(self._free[: self._num_free])[:count]
 
     def trade(self, owned: Int64Array, free: Int64Array) -> None:
-        """Transfer the owners of pages `owned` to as many pages `free`.
+        """Transfer the owners of each page `owned[i]` to page `free[i]`.
 
         The pages that become free are allocated last.
 
@@ -298,10 +298,10 @@ class PagedTokenToKVPoolAllocator(KVAllocator):
 class SWATokenToKVPoolAllocator(KVAllocator):
     """Ledger of a full pool and a smaller window pool.
 
-    Every page of the full pool has a page of the window pool until its tokens have left the window.
-    All page numbers and slots in arguments and results are the full pool's.
-    `full_to_swa_index_mapping[slot]` (int64 `[size + page_size]` on the device, 0 = unmapped) is
-    the token's slot in the window pool. Operations are atomic over both pools.
+    Every allocated page of the full pool has a page of the window pool until its tokens have left
+    the window of all of its owners. All page numbers and slots in arguments and results are those
+    of the full pool. `full_to_swa_index_mapping[slot]` (int64 `[size + page_size]` on the device,
+    0 = unmapped) is the token's slot in the window pool. Operations are atomic over both pools.
 
     A page never has more window owners than owners. `free_pages` is not told which sequence frees a
     page, so it assumes an owner whose window has passed the page if there is one. A window page can
@@ -486,7 +486,8 @@ class WindowShares:
     def fork(self, parent: int, child: int, pages: Int64Array) -> None:
         """Add `child` as an owner of all pages that `parent` owns."""
         self.allocator.share(pages[self.first_held(parent) :])
-        # Sharing a page also shares its window page if a third sequence still sees it.
+        # Sharing a page also shares its window page if a third sequence still sees it; the child
+        # does not see it.
         if self._two:
             gone = pages[: self.behind[parent]]
             self._two.free_swa_pages(gone[self._two.swa_ref_counts(gone) > 0])
@@ -509,7 +510,7 @@ class WindowShares:
         self.allocator.free_pages(pages)
 
     def leave(self, rows: Int64Array, until: Int64Array, table: Int64Array) -> None:
-        """Drop sequences from the owners of their first `until` pages, listed in `table[rows]`."""
+        """Drop sequences from the (window) owners of `table[rows, :until]`, their first pages."""
         moved = until > self.behind[rows]
         if not moved.any():
             return
@@ -550,7 +551,10 @@ def as_int64(values: Indices) -> Int64Array:
 
 
 def to_device(array: Int64Array, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device without waiting; the caller may change the array right away."""
+    """Copy an array to the device without waiting.
+
+    On a GPU, the caller may change the array right away. On the CPU, the tensor shares its memory.
+    """
     host = torch.from_numpy(array)
     if device.type == "cuda" and array.nbytes >= _PINNED_FROM:
         host = host.pin_memory()

@@ -49,8 +49,9 @@ class _Growth:
 class BlockManager:
     """Block tables of the sequences in one pool.
 
-    The manager decides on the CPU, down to the slot of each token. An `extend` issues one transfer
-    and one table write on the device, and one page copy if a shared page is written to.
+    The manager computes everything on the CPU, down to the slot of each token. An `extend` issues
+    one transfer and one table write on the device. If it writes to shared pages, it issues one
+    further transfer and one copy.
 
     A page may belong to several sequences (`fork`). Writing to a page with more than one owner
     copies that page first; the last owner writes in place. Only the last, partial page of a
@@ -98,7 +99,7 @@ class BlockManager:
 
     @property
     def available_pages(self) -> int:
-        """Return the number of free pages."""
+        """Return the number of pages that can be allocated."""
         return self.allocator.available_pages
 
     def seq_len(self, handle: ReqHandle) -> int:
@@ -119,13 +120,13 @@ class BlockManager:
         """Start a sequence, empty or with the tokens of whole pages.
 
         Args:
-            pages: Pages that the sequence begins with and shares, in order, for example those of a
-                `PrefixMatch`. Must be empty if the manager has a window.
+            pages: Pages that the sequence begins with and shares, in order, for example
+                `PrefixMatch.pages`. Must be empty if the manager has a window.
 
         Returns:
-            The handle of the sequence, or None if no row of the request table is free.
+            The handle of the sequence, or None if the request table can't allocate a row.
         """
-        assert not len(pages) or self._shares.window is None, "a window gives pages back"
+        assert not len(pages) or self._shares.window is None, "a windowed sequence begins empty"
         handle = self.req_to_token.alloc()
         if handle is None:
             return None
@@ -137,7 +138,7 @@ class BlockManager:
         return handle
 
     def fork(self, handle: ReqHandle) -> ReqHandle | None:
-        """Start a sequence with the same tokens, sharing all of the pages.
+        """Start a sequence with the tokens of another, sharing all of its pages.
 
         Recurrent states in the request table are copied and must be those after the last token.
 
@@ -145,7 +146,7 @@ class BlockManager:
             handle: The sequence to fork.
 
         Returns:
-            The handle of the new sequence, or None if no row of the request table is free.
+            The handle of the new sequence, or None if the request table can't allocate a row.
 
         Raises:
             ValueError: The handle is stale.

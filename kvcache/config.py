@@ -145,8 +145,9 @@ class KVCacheConfig(TokenConfig):
         v_head_dim: Elements of a value per head; None means `head_dim`.
 
     Raises:
-        ValueError: A size is not a positive multiple of `page_size` or does not fit int32 slots, a
-            dtype can't be stored, or FP4 rows are not a multiple of 16 elements wide.
+        ValueError: A count is not a positive integer, `size` is not a multiple of `page_size` or
+            does not fit int32 slots, a dtype is not supported, or FP4 rows are not a multiple of 16
+            elements wide.
     """
 
     num_kv_heads: int
@@ -168,12 +169,15 @@ class KVCacheConfig(TokenConfig):
 class MLACacheConfig(TokenConfig):
     """Pool configuration for multi-head latent attention (DeepSeek).
 
-    A token has one row per layer, the latent followed by the rotary key. The other fields are those
-    of `KVCacheConfig`.
+    A token has one row per layer, the latent followed by the rotary key. The fields `num_layers` to
+    `slot_major` are those of `KVCacheConfig`.
 
     Attributes:
         kv_lora_rank: Elements of the latent, which is also the value.
         qk_rope_head_dim: Elements of the rotary key.
+
+    Raises:
+        ValueError: As for `KVCacheConfig`.
     """
 
     kv_lora_rank: int

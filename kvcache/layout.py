@@ -152,7 +152,8 @@ class KVLayout:
             The pool, of the class that `pool` names.
 
         Raises:
-            ValueError: A "swa" layout without `window_size`, or an invalid size.
+            ValueError: `window_size` is missing for a "swa" layout, a size is invalid, or the saver
+                is on another device.
         """
         fields: dict[str, Any] = {"page_size": page_size, "device": device}
         fields |= {"size": size, "slot_major": slot_major}
@@ -203,8 +204,9 @@ def layout(
         The layout.
 
     Raises:
-        ValueError: A dtype is unknown or can't store the model's rows, a layer is of an unknown
-            kind, or no pool supports the combination of kinds.
+        ValueError: A dtype is unknown or can't store the model's rows, the config lists an unknown
+            kind or a wrong number of kinds, the states of its linear layers are unknown, or no pool
+            supports the combination of kinds.
     """
     config = getattr(config, "text_config", None) or config
     model_dtype = dtype or _dtype(config)

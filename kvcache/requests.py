@@ -89,7 +89,7 @@ class ReqToTokenPool:
         """Copy a request's data other than tokens after a fork; subclasses override this method.
 
         Args:
-            target: The forked request.
+            target: The new request.
             source: The request that was forked.
         """
 
@@ -232,8 +232,11 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Copy the present states of a request to its fork.
 
         Args:
-            target: The forked request.
+            target: The new request.
             source: The request that was forked.
+
+        Raises:
+            ValueError: A handle is stale.
         """
         self.mamba.copy(self.mamba_slot(target), self.mamba_slot(source))
 

@@ -1,12 +1,12 @@
 """Staging of keys and values between ranks of different tensor-parallel sizes.
 
-`head_writers` says which rank sends which heads. A rank of n stores `heads / n` consecutive heads.
-If there are fewer heads than ranks, `n / heads` consecutive ranks store the same head. Both sides
-compute the same numbers, so no negotiation is needed.
+`head_writers` computes which rank sends which heads. Each of n ranks stores `heads / n` consecutive
+heads. If there are fewer heads than ranks, `n / heads` consecutive ranks store the same head. Both
+sides compute the same numbers, so no negotiation is needed.
 
-`StagingAllocator` is a ring over a staging buffer that may assign more bytes than it has. The
-reader (decode) owns the ring and assigns a range to every transfer immediately, even where older
-ranges are still in use. Each range has a round, the number of times that the ring had wrapped
+`StagingAllocator` is a ring that may assign more bytes than its staging buffer has. The reader
+(decode) owns the ring and assigns a range to every transfer immediately, even where older ranges
+are still in use. Each range has a round, the number of times that the ring had wrapped
 before it. Freeing ranges advances the watermark (round, tail): everything assigned in earlier
 rounds, and before byte `tail` in that round, is free. The reader sends assignments and watermarks;
 a writer (prefill) fills its range when `may_fill` allows it. A watermark never decreases, so an
@@ -74,7 +74,7 @@ class StagingAllocator:
 
     Args:
         size_bytes: Size of the buffer.
-        alignment: Alignment of every offset in bytes, a power of two. At least 16 lets copies move
+        alignment: Alignment of every offset in bytes, a power of two. From 16 on, copies can move
             16 bytes at a time.
     """
 
@@ -163,8 +163,9 @@ def head_writers(
 ) -> tuple[HeadSlice, ...]:
     """Compute which heads each source rank sends to a destination rank.
 
-    Every head of a destination has exactly one writer. Source ranks that store the same head share
-    the destination ranks among them. Neither size has to divide the other.
+    Every head of a destination has exactly one writer. Of r source ranks that store the same head,
+    the i-th sends it to the destination ranks with `dst_rank % r == i`. Neither size has to divide
+    the other.
 
     Args:
         src_size: Tensor-parallel size of the source.
@@ -176,8 +177,8 @@ def head_writers(
         The slices in the order of source ranks, which together cover all heads of the destination.
 
     Raises:
-        ValueError: The rank is outside its size, or a size and the number of heads do not divide
-            each other.
+        ValueError: The rank is outside its size, or neither of a size and the number of heads
+            divides the other.
     """
     dst_first, dst_heads, _ = _held("destination", dst_size, dst_rank, total_kv_heads)
     slices = []

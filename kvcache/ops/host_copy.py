@@ -92,14 +92,14 @@ def copy_rows(
 ) -> None:
     """Copy slots `device_slots[i]` to host rows `host_rows[i]`, or back, in a range of layers.
 
-    The Triton kernel is queued on the current stream; the torch version waits for the copy.
+    The Triton kernel is queued on the current stream; the torch version waits for the copy. Indices
+    are not range-checked. A target that is listed twice contains either of the rows afterwards.
 
     Args:
         plan: The memories to copy between.
-        host_rows: Tokens on the host, `page * page_size + offset`, int64 `[n]` on the device; not
-            range-checked.
-        device_slots: Slots of the pool, int64 `[n]` on the device; not range-checked. If a target
-            is listed twice, it contains either of the rows afterwards.
+        host_rows: `page * page_size + offset` with host pages counted from 0, int64 `[n]` on the
+            device.
+        device_slots: Slots of the pool, int64 `[n]` on the device.
         layers: Consecutive layers to copy.
         to_host: Whether to copy to the host; otherwise to the device.
         impl: Implementation to use.

@@ -33,8 +33,8 @@ from memsaver.system.devices import Impl, use_triton
 # Rows are copied as integers of the element's width, which preserves the bits of a NaN.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_BLOCK = 1024
-_TILE = 1024  # words per program
-_STAGED_AT_ONCE = 16  # rows per program that stages
+_TILE = 1024  # words per program of `_move_kernel`
+_STAGED_AT_ONCE = 16  # rows per program of `_stage_kernel`
 _FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
 
 
@@ -54,7 +54,7 @@ def set_kv_buffer(
 
 
 def set_rows(rows: Tensor, buffer: Tensor, loc: Tensor, impl: Impl = "auto") -> None:
-    """Write `buffer[loc[i]] = rows[i]` for every i, bit-exact; a token has one kind of row."""
+    """Write `buffer[loc[i]] = rows[i]` for every i, bit-exact."""
     set_kv_buffer(rows, rows[..., :0], buffer, buffer[..., :0], loc, impl)
 
 
@@ -289,7 +289,7 @@ def _stage_kernel(  # type: ignore[no-untyped-def]
     part, staged, written, src, count, src_stride, layer_stride, slot_stride,
     LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stage all layers of ROWS rows, except rows whose slot is not a target of the move."""
+    """Stage, in all layers, those of ROWS rows whose slot is also a target of the move."""
     # A pool may exceed 2**31 elements, so all offsets are int64.
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = first + tl.arange(0, ROWS)

@@ -48,8 +48,9 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate q and k, and write the rotated k and v to a layer's cache.
 
-    The first R <= D elements of a head are rotated. cos, sin and every product are rounded to q's
-    dtype, as in transformers. On a GPU, neither positions nor slots are range-checked.
+    The first R <= D elements of a head are rotated, the others copied. cos, sin and every product
+    are rounded to q's dtype, as in transformers. On a GPU, neither positions nor slots are
+    range-checked.
 
     Args:
         q: Queries `[T, Hq, D]` with contiguous heads. q, k, v and the caches have one dtype.

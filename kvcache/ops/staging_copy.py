@@ -1,8 +1,8 @@
 """Copies between pool pages and a staging buffer, in Triton or torch.
 
 k `[L, N, H, D]` and v `[L, N, H, Dv]` are all layers of a pool (`kvcache.staging.pool_layers`).
-They have any element size and any strides, but a contiguous last dimension; bytes are copied
-unchanged. loc is int64 `[n]` with any stride. Staged bytes are uint8; a writer stages
+They may have any element size and any strides, except that the last dimension is contiguous. Bytes
+are copied unchanged. loc is int64 `[n]` with any stride. Staged bytes are uint8; a writer stages
 `[K0..KL-1, V0..VL-1][token][head]`, and the writers of a range follow one another. All tensors are
 on one device. Slots are not range-checked, and the functions do not synchronize on a GPU.
 
@@ -192,13 +192,8 @@ def _copy_triton(
 ) -> None:
     """Copy staged bytes to slots `loc` of k and v (uint8), or without `writers` the reverse.
 
-    Args:
-        k: Keys as uint8.
-        v: Values as uint8.
-        loc: Slots.
-        staged: Staged bytes.
-        counts: Number of heads of each writer.
-        writers: The table of `Writers`; None copies all heads of k and v to `staged`.
+    `counts` are the numbers of heads of the writers, and `writers` is `Writers.table`. The reverse
+    copies all heads of k and v.
     """
     layers, tokens, unit = k.shape[0], len(loc), math.gcd(16, staged.data_ptr())
     for pages in (k, v):

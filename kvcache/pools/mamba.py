@@ -23,6 +23,9 @@ class MambaConfig:
         conv_dtype: Dtype of the convolution states: float32, float16 or bfloat16.
         temporal_dtype: Dtype of the recurrent states: float32, float16 or bfloat16.
         device: Device of the pool.
+
+    Raises:
+        ValueError: `num_layers` or `size` is not a positive integer.
     """
 
     num_layers: int
@@ -62,8 +65,8 @@ class MambaPool:
 
     The states are in one block on the saver's `tag` and are undefined after a resume, except for
     slot 0 and for slots allocated during the pause, which `on_resume` zeroes. The list of slots is
-    on the CPU and survives a pause, so slots can be allocated and freed while the tag is paused. No
-    method waits for the device. Not thread-safe.
+    on the CPU and survives a pause, so slots can be allocated and freed while the tag is paused.
+    Their states can't be copied then. No method waits for the device. Not thread-safe.
 
     Args:
         config: Shapes, dtypes and size.
@@ -90,7 +93,7 @@ class MambaPool:
         self.temporal = self._storage.parts["temporal"]
         self._free = list(range(config.size, 0, -1))
         self._held: set[int] = set()
-        self._to_zero: set[int] = set()  # taken while the tag was paused
+        self._to_zero: set[int] = set()  # allocated while the tag was paused
         self.on_resume()
 
     @property
@@ -158,7 +161,7 @@ class MambaPool:
             layer: Index among the linear layers.
 
         Returns:
-            The convolution states, each `[size + 1, *shape]`, and the recurrent state of that form.
+            The convolution states and the recurrent state, each `[size + 1, *shape]`.
         """
         return [conv[layer] for conv in self.conv], self.temporal[layer]
 
@@ -172,7 +175,7 @@ class MambaPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot but slot 0 is either free or allocated, once."""
         assert len(set(self._free)) == len(self._free), f"a slot is free twice: {self._free}"
-        assert not self._held & set(self._free), "a free slot is held"
+        assert not self._held & set(self._free), "a slot is both free and allocated"
         assert self._held | set(self._free) == set(range(1, self.size + 1)), "slots were lost"
         assert self._to_zero <= self._held, "a free slot is marked to be zeroed"
 

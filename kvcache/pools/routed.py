@@ -97,7 +97,8 @@ class SWAKVPool(RoutedKVPool):
 
     All methods take slots of the full pool. The pool translates them to slots of the window pool by
     `full_to_swa_index_mapping` (int64, slot -> slot, 0 = unmapped), which the allocator owns and
-    changes in place. An unmapped slot is translated to the padding page. Each of the two pools has
+    changes in place. An unmapped slot is translated to the padding page. Views of a sliding layer
+    (`get_kv_buffer`) are those of the window pool, indexed by its slots. Each of the two pools has
     its own block on the tag.
 
     Args:
@@ -109,7 +110,7 @@ class SWAKVPool(RoutedKVPool):
         tag: Tag of the pools.
 
     Raises:
-        ValueError: A layer id is listed twice or missing.
+        ValueError: A layer id is listed twice, or their number is not `num_layers` of its config.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class SlotStorage:
         widest = max(part.dtype.itemsize for part in parts)
         if slot_major and self.bytes_per_slot % widest:
             raise ValueError(
-                f"slot_major needs slots of n * {widest}, not {self.bytes_per_slot} bytes"
+                f"slot_major needs a multiple of {widest} bytes per slot, got {self.bytes_per_slot}"
             )
         self._saver, self._tag = saver, tag
         self.block = _allocate(

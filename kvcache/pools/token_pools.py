@@ -97,6 +97,9 @@ class KVPool(ABC):
 
         Returns:
             One factor for each kind of row: of keys and values, or of latent rows.
+
+        Raises:
+            ValueError: The layer is not in this pool.
         """
 
     @abstractmethod
@@ -108,7 +111,8 @@ class KVPool(ABC):
             *scales: One positive factor for each kind of row, rounded to fp32.
 
         Raises:
-            ValueError: The pool is not fp8, or a scale is not a positive finite number.
+            ValueError: The layer is not in this pool, the pool is not fp8, or the scales are not a
+                positive finite number for each kind of row.
         """
 
     @abstractmethod
@@ -123,6 +127,9 @@ class KVPool(ABC):
         Returns:
             The scales of keys and values, fp32 `[2]`, equal in a pool with one kind of row. None
             for a pool without scales.
+
+        Raises:
+            ValueError: The layer is not in this pool.
         """
 
     @abstractmethod
@@ -130,16 +137,20 @@ class KVPool(ABC):
         """Copy slots in every layer, reading all of them before writing any.
 
         Args:
-            tgt_loc: Target slots, int64 `[n]`.
+            tgt_loc: Target slots, int64 `[n]`. If a slot is listed twice, it contains either of its
+                rows afterwards.
             src_loc: Source slots, int64 `[n]`.
+
+        Raises:
+            ValueError: A tensor has another dtype, shape or device.
         """
 
     @abstractmethod
     def on_resume(self) -> None:
         """Zero the padding page. Call this method after every resume and graph capture.
 
-        Attention weighs padded tokens with 0, but 0 times NaN is NaN. A
-        `TokenPool` also updates its `size`, as a resume may have mapped less memory.
+        Attention weighs padded tokens with 0, but 0 times NaN is NaN. A `TokenPool` also updates
+        its `size`, because a resume may have mapped less memory.
         """
 
 
@@ -293,6 +304,9 @@ class MHATokenToKVPool(TokenPool):
         config: Shape, size and dtypes.
         saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
         tag: Tag of the pool.
+
+    Raises:
+        ValueError: The saver is on another device than `config.device`.
     """
 
     config: KVCacheConfig
@@ -300,9 +314,9 @@ class MHATokenToKVPool(TokenPool):
     def set_kv_buffer(self, layer_id: int, loc: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the keys and values of tokens to slots, in one launch on a GPU.
 
-        Rows of the pool's dtype are stored bit-exact. fp8 and FP4 pools also accept float32,
-        float16 and bfloat16 rows, which are divided by the layer's scale (fp8) or the block's scale
-        (FP4), rounded and saturated. The stored value is then never NaN or infinite.
+        Rows of the pool's dtype are stored bit-exact. An fp8 pool also accepts float32, float16 and
+        bfloat16 rows, an FP4 pool only these. They are divided by the layer's scale (fp8) or the
+        block's scale (FP4), rounded and saturated, so none is stored as NaN or infinite.
 
         Args:
             layer_id: Layer of the pool.
@@ -401,6 +415,9 @@ class MLATokenToKVPool(TokenPool):
         config: Shape, size and dtypes.
         saver: Saver on whose tag the pool is allocated; None uses plain torch memory.
         tag: Tag of the pool.
+
+    Raises:
+        ValueError: The saver is on another device than `config.device`.
     """
 
     config: MLACacheConfig
@@ -500,7 +517,8 @@ class DoubleSparseTokenToKVPool(MHATokenToKVPool):
         tag: Tag of the pool.
 
     Raises:
-        ValueError: `heavy_channel_num` is out of range.
+        ValueError: `heavy_channel_num` is out of range, the saver is on another device, or the
+            bytes of a `slot_major` slot are not a multiple of a label's element.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class PrefixTree:
 
     @property
     def evictable_size(self) -> int:
-        """Return the number of tokens that `evict` can drop, including older versions."""
+        """Return the number of tokens that `evict` can drop, of all versions."""
         return self._evictable
 
     @property
@@ -115,11 +115,11 @@ class PrefixTree:
 
     @property
     def total_size(self) -> int:
-        """Return the number of cached tokens, including older versions."""
+        """Return the number of cached tokens, of all versions."""
         return self._evictable + self._protected
 
     def pages(self) -> Int64Array:
-        """Collect all pages that the cache owns, including those of older versions.
+        """Collect the pages of all versions that the cache owns.
 
         The cost is proportional to the number of nodes.
 
@@ -420,7 +420,7 @@ class RadixCache(PrefixTree):
         allocator: Ledger of the pages.
         eviction_policy: Which unlocked leaf is evicted first: the least recently used ("lru"), the
             most recently used ("mru"), the oldest ("fifo"), the least often used ("lfu"), or that
-            of lowest priority ("priority").
+            of lowest priority ("priority"). Ties of the last two go to the least recently used.
         version: Weight version of the first entries.
 
     Raises:
@@ -486,7 +486,7 @@ class RadixCache(PrefixTree):
         """Add the whole pages of a key to the cache.
 
         The caller's ownership of `pages[n // page_size :]` passes to the cache, where n is the
-        result. The caller still owns the pages before and frees them.
+        result. The caller still owns the earlier pages, and frees them.
 
         Args:
             key: Token ids `[m]`; tokens after the last whole page are ignored.

@@ -174,7 +174,7 @@ class MambaRadixCache(PrefixTree):
         return before - self._num_states
 
     def state_slots(self) -> list[int]:
-        """Collect all state slots that the cache owns, including those of older versions.
+        """Collect the state slots of all versions that the cache owns.
 
         The cost is proportional to the number of nodes.
 

@@ -47,7 +47,7 @@ class DiskTier:
         version: Weight version of the pages.
 
     Raises:
-        ValueError: The budget does not fit a single page.
+        ValueError: The budget is too small for a page.
         BackendError: Another tier owns the directory, or the directory can't be used.
     """
 
@@ -65,7 +65,7 @@ class DiskTier:
         self.file_bytes = _HEADER + -(-page_bytes // BLOCK) * BLOCK
         if budget_bytes < self.file_bytes:
             raise ValueError(
-                f"budget_bytes={budget_bytes} holds no page, whose file takes {self.file_bytes}"
+                f"budget_bytes={budget_bytes} is too small for a page file of {self.file_bytes}"
             )
         self._format = stable_hash(repr(format).encode(), owner.encode(), str(page_bytes).encode())
         # Aligned for direct I/O.
@@ -88,7 +88,7 @@ class DiskTier:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files, including those of older versions."""
+        """Return the bytes of the files of all versions."""
         return self._count * self.file_bytes
 
     def __len__(self) -> int:

@@ -86,14 +86,17 @@ class HostCacheConfig:
             The number of pages, at least 1.
 
         Raises:
-            ValueError: The size does not fit a single page.
+            ValueError: The size is too small for a page.
         """
         page_bytes = pool.page_size * pool.bytes_per_token
         size = self.size_bytes or 0
         if self.ratio is not None:
             size = int(self.ratio * pool.size) * pool.bytes_per_token
         if size < page_bytes:
-            raise ValueError(f"{size} bytes of host memory hold no page of {page_bytes}; take more")
+            raise ValueError(
+                f"a host tier of {size} bytes is too small for a page of {page_bytes}; "
+                "raise ratio or size_bytes"
+            )
         return size // page_bytes
 
 
@@ -118,7 +121,8 @@ class HostKVCache:
         impl: Implementation of the copies.
 
     Raises:
-        ValueError: The configured size does not fit a single page.
+        ValueError: The configured size is too small for a page.
+        HostMemoryError: The host has too little memory.
     """
 
     def __init__(self, pool: TokenPool, config: HostCacheConfig, impl: Impl = "auto") -> None:
@@ -153,7 +157,8 @@ class HostKVCache:
             The transfer.
 
         Raises:
-            ValueError: The pool's fp8 scales have changed.
+            ValueError: The pool's fp8 scales have changed, or `device_slots` has another dtype or
+                length.
         """
         return self._start(host_slots, device_slots, [range(self.num_layers)], to_host=True)
 
@@ -168,7 +173,8 @@ class HostKVCache:
             The transfer; `wait(i)` waits for layers 0 to i only.
 
         Raises:
-            ValueError: The pool's fp8 scales have changed.
+            ValueError: The pool's fp8 scales have changed, or `device_slots` has another dtype or
+                length.
         """
         layers = [range(layer, layer + 1) for layer in range(self.num_layers)]
         return self._start(host_slots, device_slots, layers, to_host=False)

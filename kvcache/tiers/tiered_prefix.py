@@ -79,11 +79,7 @@ class LowerTiers:
             self.disk.raise_version(version)
 
     def save(self, keys: Sequence[bytes], device_pages: Int64Array) -> HostTransfer | None:
-        """Start to copy device pages to the host, as far as there is room.
-
-        Args:
-            keys: Hashes of the pages.
-            device_pages: Page numbers on the device.
+        """Start to copy device pages to the host under their hashes, as far as there is room.
 
         Returns:
             The transfer, or None if no page had to be copied or none had room.
@@ -108,10 +104,6 @@ class LowerTiers:
         self, keys: Sequence[bytes], device_pages: Int64Array
     ) -> tuple[int, HostTransfer | None]:
         """Start to copy pages to the device, up to the first page that is missing.
-
-        Args:
-            keys: Hashes of the pages.
-            device_pages: Target pages on the device.
 
         Returns:
             The number of pages being copied, and the transfer, or None without pages.
@@ -259,6 +251,9 @@ class TieredPrefixCache(RadixCache):
 
         Returns:
             The match; wait for its transfer before its pages are read.
+
+        Raises:
+            ValueError: `extra_key` has another type, or the pool's fp8 scales have changed.
         """
         tokens = as_int64(key)
         match = self.match_resident(tokens, extra_key=extra_key)
@@ -325,6 +320,9 @@ class TieredPrefixCache(RadixCache):
 
         Returns:
             Whether the host will have all of the pages.
+
+        Raises:
+            ValueError: The pool's fp8 scales have changed.
         """
         self._last = self.lower.save(hashes, pages) or self._last
         return not self.lower.absent(hashes)
@@ -348,6 +346,9 @@ class TieredPrefixCache(RadixCache):
 
         Returns:
             The host page, or 0 if the host has no room.
+
+        Raises:
+            ValueError: The pool's fp8 scales have changed.
         """
         page = self.lower.take_private(frozenset(wanted))
         if page:
@@ -368,6 +369,9 @@ class TieredPrefixCache(RadixCache):
 
         Returns:
             The transfer.
+
+        Raises:
+            ValueError: The pool's fp8 scales have changed.
         """
         host_slots = self.lower.host.slots_of(np.array([page]))[: len(slots)]
         self._last = self.lower.host.load_to_device(host_slots, slots)

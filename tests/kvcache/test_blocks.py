@@ -75,7 +75,7 @@ def test_extend_of_64_sequences_takes_less_than_2_ms_of_cpu_time() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_page_counts_equal_brute_force(page_size: int, window: int) -> None:
+def test_pages_behind_and_pages_across_equal_brute_force(page_size: int, window: int) -> None:
     for length in range(30):  # the query at `length` sees itself and window - 1 positions before
         assert pages_behind(length, window, page_size) == max(0, length - window + 1) // page_size
     most = max(len({p // page_size for p in range(s, s + window)}) for s in range(page_size))

@@ -78,7 +78,7 @@ def check_room(nbytes: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", some("bf16, slot-major", "fp8", "mla-fp4", whole=sorted(KINDS)))
-def test_rows_past_2_to_the_31_elements_equal_a_small_pools(kind: str, device: str) -> None:
+def test_rows_past_2_to_the_31_elements_equal_those_of_a_small_pool(kind: str, device: str) -> None:
     small = make(kind, 3 * PS, device)
     width = next(iter(small.stored.values())).stride(1)  # elements between slots
     past = LIMIT // width + 1

@@ -35,7 +35,7 @@ MODELS: list[tuple[str, dict[str, Any], tuple[str, ...], str, tuple[int, int], i
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
-def test_layout_of_attention_models(model: Any) -> None:
+def test_layout_has_the_kinds_rows_and_bytes_of_attention_models(model: Any) -> None:
     name, fields, kinds, pool, heads, *wanted = model
     got = layout(
         getattr(transformers, name)(
@@ -131,7 +131,7 @@ def test_state_shapes_equal_those_of_the_model(
     assert got.build_states(size=3, device=DEVICE).nbytes == 4 * got.state_bytes == 4 * state_bytes
 
 
-def test_layout_of_plain_objects_and_multimodal_configs() -> None:
+def test_layout_accepts_plain_objects_and_multimodal_configs() -> None:
     old = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "dtype": "float16"}
     old |= {"layer_types": None, "layers_block_type": ["attention", "mamba"], "mamba_n_heads": 8}
     old |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4}

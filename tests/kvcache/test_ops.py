@@ -90,7 +90,7 @@ def test_kv_write_equals_the_reference(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_writes_of_a_single_row_and_of_no_tokens(impl: Any) -> None:
+def test_writes_accept_one_kind_of_row_and_no_tokens(impl: Any) -> None:
     buffer = torch.zeros(4, 2, 8, device=DEVICE)
     rows = torch.randn(2, 2, 3, device=DEVICE)
     set_rows(rows, buffer[..., 2:5], torch.tensor([3, 1], device=DEVICE), impl)
@@ -273,7 +273,7 @@ def blocks_of(values: list[float], e: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("e", [-125, -7, 0, 9, 125])
-def test_fp4_codes_of_all_values_ties_and_adjacent_numbers(e: int) -> None:
+def test_fp4_rounds_values_and_ties_to_the_nearest_code(e: int) -> None:
     around = [(b, b * (1 - 2**-22), b * (1 + 2**-22)) for b in quant.FP4_BOUNDS]
     values = [*quant.FP4_VALUES, *itertools.chain(*around)]
     values += [-value for value in values]

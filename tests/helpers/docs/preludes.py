@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import memsaver
 import memsaver.compat
 from tests.helpers.trainer_bridge.models import write_model
@@ -19,7 +17,7 @@ Prelude = Callable[[Path], Iterator[Names]]
 
 @contextmanager
 def prelude(page: str, folder: Path) -> Iterator[Names]:
-    """Provide the names for a page such as "docs/kv-cache.md", and clean up afterwards."""
+    """Provide the names for a page such as "docs/weight-sync.md", and clean up afterwards."""
     yield from PRELUDES.get(page, _nothing)(folder)
 
 
@@ -30,52 +28,6 @@ def _nothing(folder: Path) -> Iterator[Names]:
 def _model(folder: Path) -> Iterator[Names]:
     """Provide the path of a tiny Qwen3 and two prompts."""
     yield {"path": write_model(folder / "model"), "prompts": [[1, 2, 3], [4, 5]]}
-
-
-def _kv_cache(folder: Path) -> Iterator[Names]:
-    """Provide a prompt of three pages, a pool, an allocator, a prefix cache and tier classes."""
-    from kvcache import KVCacheConfig, RadixCache
-    from kvcache.allocators import PagedTokenToKVPoolAllocator
-    from kvcache.pools import MHATokenToKVPool
-    from kvcache.tiers import DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache
-    from rollout import EngineConfig, KVTiers
-
-    saver = memsaver.MemorySaver(device="cpu")
-    config = KVCacheConfig(
-        num_layers=2,
-        num_kv_heads=2,
-        head_dim=16,
-        size=64,
-        page_size=4,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    allocator = PagedTokenToKVPoolAllocator(64, 4, "cpu")
-    pages = allocator.alloc_pages(3)
-    (folder / "disk").mkdir()
-    names: Names = {
-        kind.__name__: kind for kind in (DiskTier, HostCacheConfig, HostKVCache, TieredPrefixCache)
-    }
-    names |= {
-        "EngineConfig": EngineConfig,
-        "KVTiers": KVTiers,
-        "saver": saver,
-        "allocator": allocator,
-    }
-    names |= {
-        "cache": RadixCache(allocator),
-        "pool": MHATokenToKVPool(config, saver=saver),
-        "pages": pages,
-    }
-    names |= {
-        "prompt": list(range(12)),
-        "tokens": list(range(12)),
-        "adapter": None,
-        "computed_under": 0,
-    }
-    names |= {"first_own": 0, "page_size": 4, "num_tokens": 4, "layer": 0}
-    yield names | {"directory": folder / "disk", "budget_bytes": 1 << 20}
-    saver.close()
 
 
 def _weight_sync(folder: Path) -> Iterator[Names]:
@@ -129,7 +81,6 @@ def _compat(folder: Path) -> Iterator[Names]:
 
 PRELUDES: dict[str, Prelude] = {
     "README.md": _model,
-    "docs/kv-cache.md": _kv_cache,
     "docs/weight-sync.md": _weight_sync,
     "docs/compat.md": _compat,
     "docs/how-to/decoding.md": _model,

@@ -88,7 +88,7 @@ def test_match_keeps_its_pages_after_a_split_and_an_eviction() -> None:
     assert match.pages.tolist() == pages and match.pages is match.pages
 
 
-def test_wrong_locks_are_refused() -> None:
+def test_unlock_without_a_lock_and_lock_of_an_evicted_node_are_refused() -> None:
     cache = make_cache(10)
     put(cache, [1, 2])
     put(cache, [1, 3])
@@ -188,7 +188,7 @@ def test_match_adds_no_queue_entry(policy: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 2304, 2305, 50_000])
-def test_common_prefix_at_chunk_boundaries(length: int) -> None:
+def test_common_prefix_is_exact_at_chunk_boundaries(length: int) -> None:
     a = np.arange(50_001, dtype=np.int32)
     b = a.copy()
     b[length] = -1

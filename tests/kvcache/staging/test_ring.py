@@ -85,7 +85,7 @@ def test_ring_never_overlaps_ranges_and_never_deadlocks(
         model.turn(dice)
 
 
-def test_ring_step_by_step() -> None:
+def test_ring_wraps_and_advances_its_watermark_in_a_worked_example() -> None:
     ring = StagingAllocator(100, alignment=16)
     a, b, c = ring.assign(20), ring.assign(50), ring.assign(40)
     assert (a, b) == ((0, 0, 0), (1, 32, 0))

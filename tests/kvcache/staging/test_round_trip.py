@@ -121,7 +121,7 @@ def check_scatter(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_copies_of_more_blocks_than_the_grid_and_of_no_tokens(
+def test_staging_copies_handle_more_blocks_than_the_grid_and_no_tokens(
     impl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shrink the limits, so that rows exceed a block and programs copy several blocks."""
@@ -141,7 +141,7 @@ def test_copies_of_more_blocks_than_the_grid_and_of_no_tokens(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_copies_with_offsets_past_2_to_the_31(impl: Any) -> None:
+def test_staging_copies_are_exact_with_offsets_past_2_to_the_31(impl: Any) -> None:
     """Lay slots a gigabyte apart; on the CPU, only the touched pages take memory."""
     far = 2**30 + 1
     block = torch.empty(3 * far + 64, dtype=torch.uint8, device=DEVICE)
@@ -157,7 +157,7 @@ def test_copies_with_offsets_past_2_to_the_31(impl: Any) -> None:
     assert torch.equal(v[:, [2, 3], 0], v[:, loc, 1])
 
 
-def test_wrong_heads_and_sizes_are_refused_before_writing() -> None:
+def test_staging_copies_refuse_wrong_heads_and_sizes_before_writing() -> None:
     k = noise(1, 3, 2, 4, itemsize=2)
     before, staged = k.clone(), torch.full((32,), POISON, dtype=torch.uint8, device=DEVICE)
     for first, count, into in ((1, 2, staged), (-1, 2, staged), (0, 0, staged), (0, 2, staged[1:])):

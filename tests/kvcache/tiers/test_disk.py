@@ -95,7 +95,7 @@ def test_least_recently_used_page_is_evicted_first(tmp_path: Path) -> None:
     disk.put(KEYS[3], page(3))
     assert stored(disk, 0, 1, 2, 3) == [True, True, False, True]
     assert disk.nbytes == 3 * FILE and len(list(tmp_path.iterdir())) == 3
-    with pytest.raises(ValueError, match="holds no page"):
+    with pytest.raises(ValueError, match="too small for a page"):
         DiskTier(tmp_path / "b", FILE - 1, page_bytes=PAGE, format="f", owner="o")
 
 

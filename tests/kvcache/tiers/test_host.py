@@ -168,7 +168,7 @@ def test_transfers_refuse_changed_fp8_scales(device: str) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_copy_rows_with_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
+def test_copy_rows_is_exact_with_offsets_beyond_32_bits(impl: Impl, device: str) -> None:
     """Copy two rows that are 5 GiB apart in both memories, without touching other memory."""
     far = 5 << 30
     device_block = torch.empty(far + 64, dtype=torch.uint8, device=device)
@@ -201,7 +201,7 @@ def test_host_tier_has_exact_bytes(device: str) -> None:
         cache = HostKVCache(pool, config)
         assert (cache.nbytes, cache.size, cache.page_bytes) == (pages * page, 3 * pages, page)
         assert sum(part.host.numel() for part in cache.plan.parts) == pages * page
-    with pytest.raises(ValueError, match="hold no page"):
+    with pytest.raises(ValueError, match="too small for a page"):
         HostKVCache(pool, HostCacheConfig(size_bytes=page - 1))
 
 

@@ -144,8 +144,8 @@ def test_evicted_prefix_is_loaded_from_host_or_disk(
     engine.cache.check_integrity()
 
 
-def test_match_of_a_prefix_that_is_split_over_tiers(device: str, tmp_path: Path) -> None:
-    """Find pages on the device, the host and the disk, but not the last page."""
+def test_match_ends_before_the_page_that_no_tier_has(device: str, tmp_path: Path) -> None:
+    """Match a prefix on the device, then on the host, then on the disk, without its last page."""
     engine = Engine(device, "write_through", 3, tmp_path)
     engine.run(PROMPT)  # pages 1 to 3 are copied to the host, which has no room for the fourth
     assert engine.cache.match_prefix(PROMPT).length == 8
