@@ -35,6 +35,8 @@ class ContentWatch:
     def lost(self, *tags: str) -> list[str]:
         """Return the tags whose content was discarded since `note`.
 
+        For a tag that was never noted, every discard counts.
+
         Args:
             *tags: Tags to compare.
 

@@ -151,7 +151,7 @@ def _conflicts(_: Any) -> Finding:
     if (name := "PYTORCH_NO_CUDA_MEMORY_CACHING") in os.environ:
         conflicts.append((name, "torch uses no memory pools: regions catch nothing"))
     if "torch_memory_saver" in os.environ.get("LD_PRELOAD", ""):
-        conflicts.append(("LD_PRELOAD", "torch_memory_saver takes cudaMalloc over"))
+        conflicts.append(("LD_PRELOAD", "torch_memory_saver intercepts cudaMalloc"))
     if hook := torch_allocator.registering_hook():
         why = "torch registers tags' pages with NCCL, which uses them after a pause"
         conflicts.append((hook, why))
@@ -183,7 +183,7 @@ def _host_memory(_: Any) -> Finding:
     text = f"{format_bytes(free)} of {format_bytes(total)} are available"
     if group is not None and group.limit < total:
         text += f"; the container is limited to {format_bytes(group.limit)}, and killed beyond that"
-        limit = "give MemorySaver('cpu') a limit_bytes below it, or raise it (docker run --memory)"
+        limit = "give MemorySaver('cpu') a smaller limit_bytes, or raise docker run --memory"
         return "warn", text, limit
     if free < LITTLE_MEMORY:
         return "warn", text, "end other programs: content='host' and CPU tags use this memory"
@@ -226,7 +226,7 @@ def _try(device: torch.device) -> Finding:
     with contextlib.closing(MemorySaver(device)) as saver:
         with saver.region("doctor", content="host"):
             tensor = torch.arange(SAMPLE_BYTES, device=device) % 251
-        expected, offset = tensor.cpu().clone(), saver.offset_of(tensor)  # raises off the tag
+        expected, offset = tensor.cpu().clone(), saver.offset_of(tensor)  # raises on no tag
         saver.pause()
         kept = saver.report(others=False).committed_bytes
         saver.resume()

@@ -13,7 +13,7 @@ class MemSaverError(RuntimeError):
 
 
 class TagError(MemSaverError):
-    """A tag is unknown, or has a different content policy than requested."""
+    """A tag is unknown, has a different content policy than requested, or lacks a given tensor."""
 
 
 class StateError(MemSaverError):
@@ -37,7 +37,7 @@ class BackendError(MemSaverError):
 
 
 class OutOfMemory(MemSaverError, MemoryError):
-    """Device memory is short. Nothing was changed.
+    """Device memory, or the address space of a tag, is short. Nothing was changed.
 
     Args:
         message: Text that names the cause and a remedy.
@@ -45,7 +45,8 @@ class OutOfMemory(MemSaverError, MemoryError):
     Attributes:
         requested_bytes: Bytes that the failed operation needed.
         missing_bytes: Additional bytes that would have been enough; 0 if the driver does not say.
-        holders: Bytes by holder: tags, the page pool, and on a GPU torch and other processes.
+        holders: Bytes by holder: tags, the page pool, and on a GPU torch and other processes. Empty
+            if address space is short.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class OutOfMemory(MemSaverError, MemoryError):
 
 
 class HostMemoryError(OutOfMemory):
-    """Host memory for saved content is short. Nothing was changed."""
+    """Host memory, for saved content or a buffer, is short. Nothing was changed.
+
+    `holders` has no tags, only the bytes of saved content where these are known.
+    """
 
 
 def format_bytes(nbytes: int) -> str:

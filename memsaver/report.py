@@ -25,8 +25,8 @@ class TagReport:
         aliased_bytes: Memory of another saver's tag behind this tag's addresses. It counts as
             committed there, not here.
         live_bytes: Allocations in use, by their requested sizes.
-        backup_bytes: Host memory that holds the content of the paused tag, or reads it back from
-            disk.
+        backup_bytes: Host memory for the content of the paused tag: the content itself, or the
+            buffers through which it is read back from disk.
         disk_bytes: Size of the file that holds the content of the paused tag.
         extents: Number of pieces of physical memory behind the tag.
         leases: Number of leases and aliases of the tag.
@@ -110,7 +110,7 @@ class Usage:
     """Memory that one process uses on a saver's device.
 
     Attributes:
-        tags: Committed bytes by tag; the page pool's are under ``"the page pool"``.
+        tags: Committed bytes by tag; the page pool's, if any, are under ``"the page pool"``.
         torch_bytes: Bytes that torch's own allocator has reserved outside of every tag; 0 on the
             CPU.
         torch_peak_bytes: Maximum of `torch_bytes` since the last `MemorySaver.take_usage`.

@@ -126,7 +126,8 @@ class MemorySaver:
     def free_bytes(self) -> int:
         """Return how many bytes tags can obtain now, by the device's free memory and the limit.
 
-        Blocks that torch caches count as free.
+        Blocks that torch caches count as free. The number is negative while the saver holds more
+        than `limit_bytes`.
         """
         return self.backend.free_bytes
 
@@ -275,7 +276,7 @@ class MemorySaver:
             TagError: The tag has a different content policy.
             StateError: The tag is paused.
             LeaseError: The tag's pages are aliased.
-            OutOfMemory: An allocation inside failed; names the missing bytes and the holders.
+            OutOfMemory: An allocation inside failed; names the needed bytes and the holders.
             CompilerError: On the CPU, the C++ compiler is missing or failed.
         """
         return Unbroken(self._region(tag, content))
@@ -364,7 +365,7 @@ class MemorySaver:
             TagError: The tag has a different content policy.
             StateError: The tag is paused.
             LeaseError: The tag's pages are aliased.
-            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            OutOfMemory: Names the needed bytes and the holders. Nothing has changed.
         """
         size = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(length < 0 for length in size):
@@ -447,8 +448,8 @@ class MemorySaver:
                 silent during the hand-over; then the tags are paused.
             HostMemoryError: Host memory for the content is short. Nothing has changed.
             BackendError: The file for the content could not be written. Nothing has changed.
-            ValueError: The arguments contradict each other, or would keep the content of aliased
-                pages. Nothing has changed.
+            ValueError: The arguments contradict each other, `to` belongs to another device, or the
+                content of aliased pages would be kept. Nothing has changed.
         """
         check_content(content)
         self._transactions.check_release(release, to)
@@ -468,16 +469,18 @@ class MemorySaver:
 
         Args:
             *tags: Tags to resume; all tags if empty.
-            at_least: Accept a partial resume that maps at least this many bytes from the start of
-                the tag. Requires exactly one tag, without saved content. `backed_view` returns the
-                usable part of a tensor; `resize`, or the next pause and resume, maps the rest.
+            at_least: If memory is short, accept a partial resume that maps at least this many bytes
+                from the start of the tag. Requires exactly one tag, without saved content.
+                `backed_view` returns the usable part of a tensor; `resize`, or the next pause and
+                resume, maps the rest.
 
         Raises:
-            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            OutOfMemory: Names the needed bytes and the holders. Nothing has changed.
             TagError: A tag is unknown.
             BackendError: The content could not be restored. The tags stay paused, and their content
                 is kept.
-            ValueError: `at_least` is given for several tags, or for a tag with saved content.
+            ValueError: Memory is short, and `at_least` is given for several tags or for a tag with
+                saved content. Nothing has changed.
         """
         with self._operation():
             with self._resuming(tags) as arenas:
@@ -487,9 +490,9 @@ class MemorySaver:
         """Map memory behind the given tags as `resume` does, and restore content in the background.
 
         The call returns when the memory is mapped, while content is still being copied from host
-        memory. Call `Prefetch.wait` for a tensor before using it. Every later operation on these
-        tags waits for the whole prefetch, and raises ``BackendError`` if it failed. Until then, a
-        `mem_pool` of the tags cannot allocate.
+        memory; content on disk is restored before that. Call `Prefetch.wait` for a tensor before
+        using it. Every later operation on these tags waits for the whole prefetch, and raises
+        ``BackendError`` if it failed. Until then, a `mem_pool` of the tags cannot allocate.
 
         Args:
             *tags: Tags to resume; all tags if empty.
@@ -499,8 +502,10 @@ class MemorySaver:
             The prefetch, which waits for single tensors or for all content.
 
         Raises:
-            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            OutOfMemory: Names the needed bytes and the holders. Nothing has changed.
             TagError: A tag is unknown.
+            BackendError: Content on disk could not be restored. The tags stay paused, and their
+                content is kept.
         """
         with self._operation(), self._resuming(tags) as arenas:
             done = partial(self._recorder.record_all, "prefetch", arenas)
@@ -526,11 +531,12 @@ class MemorySaver:
         """Pause one tag and resume another with the memory of the first, in one operation.
 
         Both tags' content is copied at the same time, one to the host and one from it, extent by
-        extent. The operation uses at most 1 GiB of device memory in addition to the first tag's.
+        extent. The operation uses at most 1 GiB more device memory than the larger of the two tags.
         Memory that the second tag does not need stays in the page pool.
 
         An extent moves as a whole. If it is larger than the memory that the second tag still lacks,
-        new memory is allocated instead. Tags made with ``elastic=True`` have small extents.
+        new memory is allocated instead, in addition to that 1 GiB. Tags made with ``elastic=True``
+        have small extents.
 
         Args:
             pause: Active tag to pause.
@@ -538,7 +544,9 @@ class MemorySaver:
             content: Override the first tag's policy: ``"host"`` or ``"discard"``.
 
         Raises:
-            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            OutOfMemory: Names the needed bytes and the holders. Nothing has changed.
+            HostMemoryError: Host memory for the content of `pause` is short. Nothing has changed.
+            BackendError: The content of `resume` could not be restored. Nothing has changed.
             StateError: `pause` is paused already, `resume` is not paused, or a region of `pause` is
                 open.
             LeaseError: Another process maps `pause`, or its pages are aliased.
@@ -564,8 +572,8 @@ class MemorySaver:
 
         If a copy of the same version exists from an earlier pause or `save`, with the same
         allocations, that pause copies nothing. The pause compares a digest first, so it never loses
-        a write that the owner does not know of. Repeat the call before each pause. The copy stays
-        in host memory in the meantime, unless another tag needs the space.
+        a write that the owner does not know of. Repeat the call before each pause. The copy is
+        kept in the meantime, unless another tag needs its host memory.
 
         Args:
             tag: Active tag.
@@ -644,7 +652,7 @@ class MemorySaver:
             The number of bytes that are backed now.
 
         Raises:
-            OutOfMemory: Names the missing bytes and the holders. Nothing has changed.
+            OutOfMemory: Names the needed bytes and the holders. Nothing has changed.
             StateError: The tag is paused.
             LeaseError: Another process maps the tag, or its pages are aliased. Nothing has changed.
             TagError: The tag is unknown.
@@ -763,7 +771,8 @@ class MemorySaver:
             StateError: The tag is not paused. Nothing has changed.
             ValueError: The ticket is for another device or for a tag of this saver, or the owner's
                 tag is too small for the tensors of this one. Nothing has changed.
-            LeaseError: The owner refuses or is gone. Nothing has changed.
+            LeaseError: The owner refuses or is gone, or the tag's pages are aliased already.
+                Nothing has changed.
             TagError: The tag is unknown.
         """
         with self._lock:
@@ -827,7 +836,7 @@ class MemorySaver:
     def leases(self, tag: str) -> int:
         """Return how many leases and aliases of a tag exist now.
 
-        Much cheaper than `report`.
+        The call is much cheaper than `report`.
 
         Args:
             tag: Tag to look up.
@@ -845,7 +854,7 @@ class MemorySaver:
     def take_usage(self) -> Usage:
         """Return this process's use of the device, with torch's peak since the last call.
 
-        Takes about 0.1 ms. The call does not wait for operations of other threads, so it may
+        The call takes about 0.1 ms. It does not wait for operations of other threads, so it may
         observe an operation that is half done.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Types of the strings with which `MemorySaver` takes options and reports states."""
+"""String types of the options, states and operations of `MemorySaver`."""
 
 from __future__ import annotations
 

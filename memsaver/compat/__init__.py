@@ -58,9 +58,10 @@ def install(*names: str) -> None:
 
     Either all names are installed or none. Installing a name twice is not an error.
 
-    Because engines capture graphs, the call also sets ``NCCL_GRAPH_REGISTER=0`` unless the variable
-    is set. Otherwise NCCL would continue to use the pages that collectives' buffers had before a
-    pause. From then on, memsaver also keeps cuBLAS's workspaces when it empties torch's cache.
+    Because engines capture graphs, the call also sets ``NCCL_GRAPH_REGISTER=0``, unless the
+    variable is set or a process group exists. Otherwise NCCL would continue to use the pages that
+    collectives' buffers had before a pause. From then on, memsaver also keeps cuBLAS's workspaces
+    when it empties torch's cache.
 
     Args:
         *names: ``"torch_memory_saver"``, ``"vllm.device_allocator.cumem"`` or both.
@@ -101,7 +102,10 @@ def hook_sglang() -> None:
 
 
 def uninstall(*names: str) -> None:
-    """Undo `install`. Objects that were imported from the replacements stay valid.
+    """Remove replacements from the import names under which `install` put them.
+
+    Objects that were imported from a replacement stay valid. ``NCCL_GRAPH_REGISTER`` and the
+    handling of cuBLAS's workspaces stay as `install` left them.
 
     Args:
         *names: Names to uninstall; all if empty.

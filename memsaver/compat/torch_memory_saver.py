@@ -89,7 +89,7 @@ class TorchMemorySaver:
             cpu_backup_backend: Accepted for compatibility; both kinds are the same pinned memory.
 
         Raises:
-            StateError: The tag is paused.
+            StateError: The tag is paused, or ``TMS_INIT_ENABLE`` is set.
             OutOfMemory: An allocation inside failed.
             ValueError: The arguments contradict each other.
         """
@@ -121,7 +121,8 @@ class TorchMemorySaver:
             cpu_backup_backend: Accepted for compatibility.
 
         Raises:
-            StateError: The tag is paused, or NCCL would register its pages with other ranks.
+            StateError: The tag is paused, ``TMS_INIT_ENABLE`` is set, or NCCL would register the
+                tag's pages with other ranks.
             ValueError: There is no GPU, or the arguments contradict each other.
         """
         content = _content(enable_cpu_backup, False, cpu_backup_backend)
@@ -161,7 +162,8 @@ class TorchMemorySaver:
             tag: Tag to pause; ``None`` for all tags.
 
         Raises:
-            StateError: The tag is paused already, or a region of it is open. Nothing has changed.
+            StateError: The tag is paused already, a region of it is open, or ``TMS_INIT_ENABLE`` is
+                set. Nothing has changed on that device.
         """
         _refuse_whole_process()
         for saver, parts in self._select(tag, paused=False):
@@ -263,7 +265,7 @@ class TorchMemorySaver:
 
 @contextlib.contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Do nothing: a subprocess calls its own `memsaver.compat.install` and preloads no library."""
+    """Do nothing: no library is preloaded, and a subprocess calls `memsaver.compat.install`."""
     yield
 
 

@@ -117,6 +117,10 @@ class CuMemAllocator:
             offload_tags: Tags whose content is kept on the host and restored by `wake_up`; ``None``
                 for the default tag. Other content is undefined after `wake_up`.
             tags: Tags to put to sleep; ``None`` for all tags.
+
+        Raises:
+            StateError: A `use_memory_pool` of a tag is open.
+            HostMemoryError: Host memory for the content is short.
         """
         kept = {self.default_tag} if offload_tags is None else _names(offload_tags)
         chosen = None if tags is None else _names(tags)

@@ -259,7 +259,6 @@ class ShareServer:
     # ---------------------------------------------------------------- requests
 
     def serve(self, link: Link, op: str, arguments: dict[str, Any], fds: list[int]) -> rpc.Reply:
-        """Serve one request of a connection."""
         try:
             if op not in ("lease", "unlease", "offer", "give"):
                 raise rpc.CallRefused(f"unknown operation {op!r}")

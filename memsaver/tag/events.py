@@ -98,7 +98,7 @@ _driver_log = logging.getLogger("memsaver.driver")
 
 
 class Recorder:
-    """Recorder of one saver, which holds its lock around `drain` and `logged`."""
+    """Recorder of one saver. The saver holds its lock around `drain` and `logged`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -114,8 +114,8 @@ class Prefetch:
             An error that names the tags and the cause.
         """
         tags = ", ".join(repr(arena.tag) for arena in self.arenas)
-        why = f"content did not come back to {tags}: {self.failure}"
-        return BackendError(f"{why}; it is kept, and the memory is released: resume again")
+        why = f"the content of {tags} was not restored: {self.failure}"
+        return BackendError(f"{why}; resume again (the content is kept, the memory is released)")
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the pieces that hold the tensors."""

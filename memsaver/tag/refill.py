@@ -28,13 +28,9 @@ class Refill:
     def __init__(
         self, backend: Backend, into: Arena, undo: contextlib.ExitStack, late: bool = False
     ) -> None:
-        """Begin a refill that maps nothing yet.
+        """Begin a refill that maps nothing yet; with `late`, a `Prefetch` restores the content.
 
-        Args:
-            backend: Backend of the arena.
-            into: Paused arena to refill.
-            undo: Receives the steps that undo the refill.
-            late: Leave the content to a `Prefetch`.
+        `undo` receives the steps that undo the refill.
         """
         self._backend, self._into, self._undo, self._late = backend, into, undo, late
         self._events: list[Waitable] = []
@@ -143,8 +139,8 @@ class Swap:
     ) -> tuple[list[shim.Extent], list[shim.Extent]]:
         """Obtain the memory that the entering tag needs in addition to the leaving extents.
 
-        This is the memory that the extents cannot provide. If available, at most LARGEST bytes come
-        on top as a head start, so that copies to the device need not wait for copies from it.
+        The extents cannot provide this memory. If available, up to LARGEST bytes are added as a
+        head start, so that copies to the device need not wait for copies from it.
 
         Args:
             leaving: Extents of the leaving tag.

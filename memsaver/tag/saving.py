@@ -18,13 +18,7 @@ from memsaver.types import Content
 
 
 class Saving:
-    """Component that saves the content of one saver's tags, under the saver's lock.
-
-    Args:
-        backend: Backend of the saver.
-        disk_dir: Directory for content "disk".
-        tags: All arenas of the saver.
-    """
+    """Component that saves the content of one saver's tags, under the saver's lock."""
 
     def __init__(self, backend: Backend, disk_dir: Path, tags: Iterable[Arena]) -> None:
         self.disk_dir = disk_dir

@@ -18,7 +18,7 @@ from memsaver.native import shim
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """Permission to map one tag: picklable data, valid as long as the issuing saver lives.
+    """Permission to map one tag: picklable data, valid while the issuing saver lives.
 
     Attributes:
         socket_name: Abstract Unix socket of the issuing saver.
@@ -37,7 +37,7 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTicket:
-    """Permission to hand memory over to a saver: picklable data, valid as long as it lives.
+    """Permission to hand memory over to a saver: picklable data, valid while the saver lives.
 
     Attributes:
         socket_name: Abstract Unix socket of the issuing saver.

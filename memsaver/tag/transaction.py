@@ -41,13 +41,6 @@ class Transactions:
     An operation that raises has changed nothing, unless its docstring says otherwise. Nothing is
     unmapped while the device may use it. The device lock serializes mapping and unmapping on one
     GPU between processes. It is not held during copies or while waiting for another process.
-
-    Args:
-        backend: Backend of the saver.
-        pool: Page pool of the saver.
-        disk_dir: Directory for content "disk".
-        tags: All arenas of the saver.
-        peers: Processes that share the saver's memory.
     """
 
     def __init__(

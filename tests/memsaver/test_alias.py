@@ -155,7 +155,7 @@ def test_aliased_tag_refuses_operations_that_need_its_own_memory(world: World) -
     world.owner.pause()
 
 
-def test_mappings_are_writable_as_the_ticket_says() -> None:
+def test_mapping_is_writable_only_if_ticket_is() -> None:
     world = World("cpu")
     for writable, rights in ((False, "r--s"), (True, "rw-s")):
         world.alias(writable)

@@ -157,7 +157,7 @@ def test_low_limit_of_memory_maps_is_reported(
         (0, 12080, "fail", ("older than torch's CUDA 13.0", "update")),
     ],
 )
-def test_driver_is_compared_with_torchs_cuda(
+def test_driver_check_fails_on_error_or_older_cuda(
     code: int, version: int, status: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, version), cuInit=lambda _: (code,))

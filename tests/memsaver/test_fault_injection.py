@@ -33,8 +33,8 @@ FILLS = {"kept": 7, "file": 5, "loose": 9, "other": 3}
 class World:
     """A saver with four tags, and a receiver whose tag is paused.
 
-    A pause keeps the content of "kept" on the host and of "file" in a file. It discards "loose" and
-    "other", which have the same size and two extents and one.
+    A pause keeps the content of "kept" on the host and of "file" in a file, and discards the rest.
+    "loose" and "other" have the same size, in two extents and in one.
     """
 
     def __init__(self, device: str, folder: Path) -> None:
@@ -240,18 +240,18 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "save": (bool, lambda world: world.saver.save("kept", 1)),
     "trim": (retain, lambda world: world.saver.trim()),
     "new tag": (bool, new),
-    "new tag beside retained pages": (retain, new),
+    "new tag with retained pages": (retain, new),
     "grow": (bool, grow),
     "region": (bool, region),
     "nested regions": (bool, nested),
     "make and close": (bool, lambda world: MemorySaver(world.saver.device).close()),
 }
-NO_CALLS = {"make and close", "nested regions", "cached lease"}  # no call of the saver every time
+NO_CALLS = {"make and close", "nested regions", "cached lease"}  # a round may make no driver call
 OTHERS_CALLS = [
     *[("alias", "receiver"), ("alias", "peer"), ("attach", "peer"), ("hand over", "receiver")],
     ("hand over and back", "receiver"),
 ]
-GROWING = {"new tag", "new tag beside retained pages", "grow", "region"}  # the shim makes calls
+GROWING = {"new tag", "new tag with retained pages", "grow", "region"}  # the shim makes calls
 IN_PARTS = {"attach", "trim", "hand over and back"}
 RETRIED = {"trim", "grow", "region", "new tag"}  # a shortage of memory is retried
 

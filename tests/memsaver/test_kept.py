@@ -30,7 +30,7 @@ SIZE = 4 * MIB
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a pause wait so long that a needless wait for a lease, or a lost recall, is noticed."""
+    """Extend the time a pause waits for leases, so that needless waits and lost recalls show."""
     monkeypatch.setattr("memsaver.tag.transaction.LEASE_GRACE_SECONDS", 60.0)
 
 

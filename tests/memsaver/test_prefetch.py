@@ -152,7 +152,7 @@ def test_failed_copy_raises_its_cause_and_tags_can_be_resumed(asked: str, device
         gate.failing = RuntimeError("the cable is out")
         waits = driver_calls(saver)["synchronize"].calls
         gate.let(1000)
-        message = "did not come back to 'p', 'q': the cable is out; it is kept"
+        message = "content of 'p', 'q' was not restored: the cable is out; resume again"
         with pytest.raises(BackendError, match=message):
             if asked == "unit":
                 prefetch.wait([tensors[3]])

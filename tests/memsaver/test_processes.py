@@ -161,7 +161,7 @@ class Actor:
             assert TAGS[tag] == "discard" or torch.equal(tensor, self.pattern[:size])
 
     def wake(self) -> tuple[int, int]:
-        """Restore the tensors and places of the start, with no other memory committed."""
+        """Restore all tensors at their first addresses, with no other memory committed."""
         self.saver.resume()
         self.make_all()
         self.rest()  # on a GPU, an extent in partial use can only be released as a whole

@@ -84,7 +84,7 @@ OPERATIONS: dict[str, tuple[Callable[[World], Any], Callable[[World], Any]]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_operation_releases_full_cache(
+def test_operation_releases_cache_when_memory_is_short(
     operation: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(device, monkeypatch)
@@ -227,7 +227,7 @@ def test_cache_is_emptied_after_work_of_the_savers_gpu(operation: str) -> None:
             for _ in range(5):
                 with torch.cuda.device(1):
                     x = torch.ones(256 * MIB // 4, device="cuda:1")
-                    torch.cuda._sleep(200_000_000)  # some 0.1 s
+                    torch.cuda._sleep(200_000_000)  # about 0.1 s
                     kept += x.sum()
                     del x
                 if operation == "empty":

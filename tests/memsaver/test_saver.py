@@ -215,7 +215,7 @@ def test_committed_bytes_exceed_live_bytes_by_two_percent_at_most(device: str) -
     assert tag.committed_bytes <= tag.live_bytes * slack
 
 
-def test_limit_can_change(device: str) -> None:
+def test_changed_limit_applies_to_next_allocation(device: str) -> None:
     saver = memsaver.MemorySaver(device)
     first = saver.empty(4 << 20, torch.uint8, tag="a")
     saver.limit_bytes = saver.report().committed_bytes

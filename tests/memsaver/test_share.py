@@ -60,7 +60,7 @@ def test_lease_ends_when_peer_dies(device: str) -> None:
         until(lambda: before - process_bytes(device) == counted(committed, device, 2))
 
 
-def test_refusals_name_the_reason(device: str) -> None:
+def test_share_returns_same_ticket_and_bad_uses_are_refused(device: str) -> None:
     saver, _, _ = shared(device)
     ticket = saver.share("t")
     assert saver.share("t") is ticket is not saver.share("t", writable=True)

@@ -53,13 +53,14 @@ class SaverMachine(RuleBasedStateMachine):
         ).fill_(77)
         self.paused: dict[str, bool] = {}
         self.aliased: set[str] = set()
-        self.asleep: dict[str, int] = {}  # maximum of bytes that a resume of the tag maps
+        self.asleep: dict[str, int] = {}  # maximum bytes that a resume maps
         self.watch = memsaver.ContentWatch(self.saver)
         self.discarded: set[str] = set()  # tags whose content this step discards
+        # No pause should have to wait for a lease; one that does now hangs noticeably.
         self.grace, switch.LEASE_GRACE_SECONDS = (
             switch.LEASE_GRACE_SECONDS,
             60.0,
-        )  # no pause needs it
+        )
         self.kept = memsaver.LeaseCache()
         self.alive: dict[int, dict] = {}
         self.counter = 0

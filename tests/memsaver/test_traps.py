@@ -80,7 +80,7 @@ def test_nothing_is_unmapped_under_a_running_kernel(fast: bool) -> None:
     stream = torch.cuda.Stream()
     for value in range(2, 6):
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)  # some 30 ms
+            torch.cuda._sleep(50_000_000)  # about 30 ms
             tensor.fill_(value)
         saver.pause("t", streams=[stream] if fast else None)
         saver.resume("t")
@@ -94,7 +94,7 @@ def test_dropped_saver_unmaps_nothing_under_a_running_kernel() -> None:
         saver = MemorySaver("cuda:0")
         tensor = saver.empty(64 << 20, torch.uint8, tag="t")
         torch.cuda.synchronize()
-        torch.cuda._sleep(100_000_000)  # some 50 ms
+        torch.cuda._sleep(100_000_000)  # about 50 ms
         tensor.fill_(1)
         del saver, tensor
         gc.collect()
@@ -132,7 +132,7 @@ def test_freed_memory_is_reused_only_after_its_work_has_ended(inside: bool) -> N
 
     with torch.cuda.stream(side):
         first = make()
-        torch.cuda._sleep(200_000_000)  # some 100 ms
+        torch.cuda._sleep(200_000_000)  # about 100 ms
         first.fill_(1)
         address = first.data_ptr()
         del first
@@ -251,7 +251,7 @@ def test_host_memory_is_pinned_during_graph_capture() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_end_no_capture_on_any_of_torchs_streams() -> None:
+def test_copies_keep_captures_valid_on_all_of_torchs_streams() -> None:
     # Torch hands out 32 streams in turn, so that a new stream may already be in use.
     saver, numbers = MemorySaver("cuda:0"), torch.zeros(8, device="cuda:0")
     tensor = saver.empty(1 << 20, torch.uint8, tag="t", content="host").fill_(7)

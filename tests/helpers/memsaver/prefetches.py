@@ -40,7 +40,7 @@ class Gate:
         self._let.release(count)
 
     def trickle(self) -> None:
-        """Let single pieces pass for a while, then all of them."""
+        """Allow single pieces through for a while, then all of them."""
         for _ in range(400):
             self.let(1)
             time.sleep(1e-5)
