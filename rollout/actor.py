@@ -50,7 +50,7 @@ class RolloutActor(ActorBase):
             dtype: Name of the torch dtype in which the model computes.
             threads: Torch's CPU threads in this process; None keeps torch's default.
             engine: Further arguments of the engine's `from_pretrained`.
-            kind: Whose engine it is.
+            kind: "native" for this project's engine, or the project that hosts it.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -65,7 +65,7 @@ class RolloutActor(ActorBase):
             address: This process's rank in a tensor-parallel engine; None for one process.
         """
         if self._kind == "vllm":
-            # It sets options of NCCL, which NCCL reads only once: when the ranks meet.
+            # This sets an option of NCCL, which NCCL reads only once, when the ranks meet.
             memsaver.compat.install("vllm.device_allocator.cumem")
         group = self._join(address, self._device)
         self.held, _ = build_engine(self._kind, self._arguments, group)
@@ -77,7 +77,7 @@ def build_engine(
     """Build an engine of the given kind.
 
     Args:
-        kind: Whose engine it is.
+        kind: "native" for this project's engine, or the project that hosts it.
         arguments: Arguments of the `from_pretrained` of its class.
         group: Ranks that share a native engine. vLLM uses torch's default group instead, and
             SGLang runs in one process.

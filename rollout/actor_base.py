@@ -45,7 +45,7 @@ class ActorBase:
         return member(*args, **kwargs) if callable(member) else member
 
     def meet(self) -> tuple[str, int]:
-        """Open the group's store on rank 0; return the host and port where the others join it."""
+        """Open the group's store on rank 0; return the host and port where other ranks join."""
         import ray
 
         host = ray.util.get_node_ip_address()

@@ -17,12 +17,13 @@ HeadChannels = tuple[tuple[int, ...], ...]  # [KV head][heavy_channel_num]
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleSparsity:
-    """Sparse decode: scores all cached tokens by a few key channels and attends to the best tokens.
+    """Sparse decode, which scores cached tokens by a few key channels and attends to the best ones.
 
     Attributes:
         heavy_channel_num: Number of key channels that are scored, per KV head.
         heavy_token_num: Number of tokens that a query head attends to.
-        recent_token_num: Number of most recent tokens that are always among them.
+        recent_token_num: Number of most recent tokens that are always attended to; a part of
+            `heavy_token_num`.
         channels: The scored channels, [layer][KV head]; None scores the first channels of every
             head. `heavy_channels` chooses better ones from the keys of a few prompts.
     """
@@ -47,7 +48,7 @@ class DoubleSparsity:
             head_dim: Channels of a key.
 
         Raises:
-            ValueError: They do not fit.
+            ValueError: The channels do not fit.
         """
         rule = f"exceeds the {head_dim} channels of keys; lower it"
         check_option(self, "heavy_channel_num", self.heavy_channel_num <= head_dim, rule)
@@ -137,7 +138,7 @@ def why_one_size(
         pages_tell_all: Whether every layer has full or latent attention (`KVLayout`).
         tensor_parallel_size: Ranks of the engine.
         tiers: Whether the engine has host tiers.
-        double_sparsity: Whether it decodes over the heaviest tokens only.
+        double_sparsity: Whether the engine decodes over the heaviest tokens only.
     """
     reasons = {
         f"tensor_parallel_size={tensor_parallel_size}: ranks must decide alike": (
@@ -162,8 +163,8 @@ class EngineConfig:
     Attributes:
         kv_tokens: Tokens in the KV pool of one rank; a multiple of `page_size`.
         window_tokens: Tokens in the pool of the sliding layers, in a model that mixes them with
-            full layers. None: enough for `max_running` windows and one `max_prefill_tokens`, at
-            most `kv_tokens`.
+            full layers; a multiple of `page_size`. None: enough for `max_running` windows and
+            `max_prefill_tokens` more, at most `kv_tokens`.
         page_size: Tokens per page.
         max_running: Samples in one step.
         max_prefill_tokens: Prompt tokens computed in one step; longer prompts are split.
@@ -180,7 +181,8 @@ class EngineConfig:
         prefix_cache: Reuse the pages of earlier prompts with the same beginning. Always off in
             models with sliding layers and with double sparsity.
         prefix_states: Number of prompts whose states the prefix cache keeps, in a model with linear
-            layers. Each takes the slot of a running sample; 0 turns the cache off in such a model.
+            layers. Each occupies a state slot, as a running sample does; 0 turns the cache off in
+            such a model.
         elastic: `wake_up(partly=True)` starts with a pool for one sample of `max_context_len`.
             Between steps the pool grows into memory that other tags free, up to `kv_tokens` and to
             the tokens that unfinished samples can use; after `shrink()` it gives memory back as
@@ -188,9 +190,10 @@ class EngineConfig:
             and the reason is logged.
         return_routed_experts: Return each token's experts in `Completion.routed_experts`; for
             mixtures of experts.
-        fp32_router: Compute routers and expert weights in fp32 for any dtype of the model.
+        fp32_router: Compute the routers' logits, and the weights of experts' outputs, in fp32 for
+            any dtype of the model.
         tiers: Host memory and disk for cached pages and preempted samples; None: neither.
-        seed: Seed of requests without a seed.
+        seed: Seed from which requests without a seed receive theirs, in the order of requests.
         tensor_parallel_size: Number of ranks that share the model. Each has an engine with this
             configuration and `Engine(..., group=)`. Excludes double sparsity and FP4.
         expert_parallel: Number of parts into which each layer's experts are divided; a divisor of

@@ -55,8 +55,9 @@ class Engine(EngineBase):
     receive the same answers.
 
     Construction allocates all memory. The weights are undefined until `load` or a weight update.
-    `cache` (pool, request table, states), `blocks` and `prefixes` (pages), `scheduler` (requests)
-    and `runner` (computation) are open to inspection; only the engine's methods may change them.
+    `store` (weights), `cache` (pool, request table, states), `blocks` and `prefixes` (pages),
+    `scheduler` (requests) and `runner` (computation) are open to inspection; only the engine's
+    methods may change them.
 
     Args:
         model: The model's configuration.
@@ -221,6 +222,7 @@ class Engine(EngineBase):
         Raises:
             StateError: Names why the engine is unavailable.
             ValueError: Names a prompt that is invalid or can never fit.
+            RankError: A tensor-parallel rank failed or did not answer; restart all ranks.
         """
         self._require_current(together=True)
         prompt_params = for_each(prompts, params)
@@ -432,7 +434,8 @@ class Engine(EngineBase):
     def shrink(self) -> None:
         """Let an elastic pool release memory between steps as its requests end.
 
-        This lasts until the next wake-up. Cached prefixes are given up, too.
+        This lasts until the next wake-up. Cached prefixes are evicted, too. A pool of fixed size
+        does nothing.
         """
         if self.cache.elastic is not None:
             self.cache.elastic.shrinking = True
@@ -476,9 +479,10 @@ class Engine(EngineBase):
             The offer, with a ticket to the pages.
 
         Raises:
-            StateError: The weights sleep, requests run, or `names` are given while the weights are
-                undefined. Nothing changed, as after every error.
-            ValueError: The version is older than the present one, or a name is unknown.
+            StateError: The weights sleep or lie in the trainer's pages, requests run, or `names`
+                are given while the weights are undefined. Nothing changed, as after every error.
+            ValueError: The version is older than the present one, a name is unknown, or `names` is
+                empty.
             OutOfMemory: There is no room for shadow pages.
         """
         if not shadow:
@@ -500,10 +504,11 @@ class Engine(EngineBase):
             The version that is served now.
 
         Raises:
-            WeightUpdateError: The version is not verified.
-            StateError: Requests run, or the weights sleep.
-            LeaseError: A process maps the shadow pages or the weights. As after the other errors,
-                nothing changed, and a later call may succeed.
+            WeightUpdateError: The version is not verified; nothing changed. Or other users of the
+                saver discarded its pages, which closes the update.
+            StateError: Requests run, or the weights sleep. Nothing changed.
+            LeaseError: A process maps the shadow pages or the weights. Nothing changed, and a later
+                call may succeed.
         """
         self._require_idle("commit a weight update", "commit it when generate has returned")
         return super().commit_update(version)
@@ -535,10 +540,11 @@ class Engine(EngineBase):
             The version that is served now.
 
         Raises:
-            ValueError: The version is older than the present one, or the layout differs. Nothing
-                changed.
+            ValueError: The version is older than the present one, or the layout or the shape of a
+                buffer differs. Nothing changed.
             StateError: Requests run, or other tensors lie on tag `weights`. Nothing changed.
-            LeaseError: A process maps the weights. Nothing changed.
+            LeaseError: A process maps the weights or shadow pages. The served version did not
+                change, but an open update with shadow pages may be rolled back.
             WeightUpdateError: The digest differs. After this and any later error the engine is
                 poisoned and has no pages.
         """
@@ -553,7 +559,7 @@ class Engine(EngineBase):
         return replace(self.scheduler.stats)
 
     def check_integrity(self) -> None:
-        """Check that page ledger, request table, prefix cache and scheduler agree.
+        """Check that page ledger, request table, prefix cache and scheduler agree between calls.
 
         Raises:
             AssertionError: They do not.

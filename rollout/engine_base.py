@@ -187,9 +187,10 @@ class EngineBase(SaverSide):
             The digest that was read back.
 
         Raises:
-            WeightUpdateError: Names the differences, and the update is closed: with shadow pages
-                the old version is still served, otherwise the engine is poisoned. Also if no update
-                is open or it is verified already, which changes nothing.
+            WeightUpdateError: The pages differ from the receipt, or other users of the saver
+                discarded them. The update is closed: with shadow pages the old version is still
+                served, otherwise the engine is poisoned. Also if no update is open or it is
+                verified already; then nothing changed.
             StateError: The weights sleep.
         """
         return self._update.verify(receipt)
@@ -205,8 +206,9 @@ class EngineBase(SaverSide):
             The version that is served now.
 
         Raises:
-            WeightUpdateError: The version is not verified. Nothing changed.
-            StateError: The weights sleep.
+            WeightUpdateError: The version is not verified; nothing changed. Or other users of the
+                saver discarded its pages, which closes the update.
+            StateError: The weights sleep. Nothing changed.
             LeaseError: A process still maps the shadow pages or the weights. Nothing changed; try
                 again.
         """

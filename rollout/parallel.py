@@ -183,7 +183,7 @@ class TensorParallel:
     # ---------------------------------------------------------------- failures
 
     def check_others(self) -> None:
-        """Raise a RankError if another rank has already posted that it failed."""
+        """Raise a RankError if another rank has posted that it failed or gave up waiting."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         if any(self._store.check([self._key(rank)]) for rank in peers):
             self.failure = (

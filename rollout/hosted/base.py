@@ -95,7 +95,7 @@ class HostedEngine(ABC):
 class Generating(ABC):
     """`generate` over an engine that answers requests in its own format.
 
-    The class is mixed into a `HostedRollout`, or into a handle on one in another process.
+    The class is mixed into a `HostedRollout`, or into a handle on a rollout in another process.
     """
 
     engine: Any
@@ -123,7 +123,7 @@ class Generating(ABC):
         Args:
             prompts: Token ids.
             params: Sampling parameters, for all prompts or one per prompt.
-            on_progress: Callback after every step.
+            on_progress: Callback after every step; it counts tokens of finished samples only.
 
         Returns:
             The samples, [prompt][sample].
@@ -131,6 +131,7 @@ class Generating(ABC):
         Raises:
             StateError: Memory or content is missing, see `unavailable_reason`.
             ValueError: The engine does not support the parameters.
+            RankError: A rank that shares the model failed or did not answer.
         """
         rollout: Any = self
         if reason := rollout.make_ready():
@@ -230,6 +231,10 @@ class HostedRollout(EngineBase):
             unfinished: Without effect, because no request is ever unfinished here.
             tags: Tags to pause; None: all.
             into: The trainer's tag that is reloaded next and receives the memory.
+
+        Raises:
+            ValueError: The level or a tag is unknown; nothing changed.
+            LeaseError: Another process maps a tag.
         """
         check_sleep_level(level)
         chosen = self._known(tags)
@@ -262,11 +267,15 @@ class HostedRollout(EngineBase):
         Args:
             tags: Tags to resume; None: all.
             partly: Without effect, because the engine's KV cache has a fixed size.
+
+        Raises:
+            OutOfMemory: The device has too little memory. Nothing changed.
+            ValueError: A tag is unknown.
         """
         behind = self._behind(*self._known(tags))
         if asleep := [name for name in behind if self.saver.is_paused(name)]:
             self.saver.resume(*asleep)
-        # Also after a wake-up that failed halfway and is repeated.
+        # Even if no tag was asleep: an earlier wake-up may have failed before it refilled them.
         self._refill_buffers()
         self._refill_kv_cache()
 
@@ -298,7 +307,7 @@ class HostedRollout(EngineBase):
         reason = self.unavailable_reason()
         if self._ranks.failure is not None:
             return reason
-        self._ranks.check_others()  # the group's timeout is half an hour
+        self._ranks.check_others()  # instead of waiting for the group's timeout of half an hour
         kept = not self._lost(KV_CACHE)
         rank_reason, kept = self._ranks.agree_ready(reason, kept, torch.device("cpu"))
         if rank_reason is None and not kept:
@@ -356,15 +365,17 @@ class HostedRollout(EngineBase):
             The offer, with a ticket to the pages.
 
         Raises:
-            ValueError: Shadow pages are wanted.
-            StateError: The weights sleep.
+            ValueError: Shadow pages are wanted, the version is older than the present one, a name
+                is unknown, or `names` is empty.
+            StateError: The weights sleep, or `names` are given while the weights are undefined.
         """
         if shadow:
             raise ValueError(
                 f"{self._hosted.name}'s weights have no shadow pages: its buffers lie among them; "
                 "sync without shadow, when generate has returned"
             )
-        self._refill_buffers()  # some may be views of parameters
+        # Before the update is written: some buffers may be views of parameters.
+        self._refill_buffers()
         return self._update.begin(version, False, names)
 
     def alias_update(self, version: int, *_: Any, **__: Any) -> UpdateReceipt:
@@ -389,8 +400,8 @@ def _host_copies(
 ) -> list[tuple[Tensor, Tensor]]:
     """Allocate host memory for the content of the model's buffers and of the updatable buffers.
 
-    No page of an update contains these tensors. Of tensors that start at the same address, only
-    the longest is included.
+    Weight updates do not write these tensors, so a discard of their tag must not lose them. Of
+    tensors that start at the same address, only the longest is included.
 
     Returns:
         Pairs of a buffer and its host memory.

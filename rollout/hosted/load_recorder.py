@@ -1,4 +1,4 @@
-"""Record where a model's own `load_weights` puts checkpoint tensors, and build a manifest of it.
+"""Record where a model's own `load_weights` puts checkpoint tensors, and build a manifest from it.
 
 The loader is fed tensors without memory (device "meta"). Views of them keep their storage, so that
 a view's offset and strides tell which elements it shows. Copies into the model are recorded, but
@@ -50,7 +50,7 @@ def manifest_of(
     """Build the manifest of a recording; `check_taken` and `check_filled` validate it.
 
     Args:
-        recording: What the loader does.
+        recording: Effects of the model's loader.
         shapes: Shapes of the checkpoint's whole parameters, tied ones once.
         aliases: Stored name by tied name.
         offset_of: Returns an address's byte in the tag's arena.
@@ -152,7 +152,7 @@ def whole(recording: Recording, model: nn.Module, shapes: Mapping[str, Ints]) ->
     """Return the parameters or buffers of the model that whole checkpoint tensors fill.
 
     Args:
-        recording: What the loader does.
+        recording: Effects of the model's loader.
         model: The model.
         shapes: Shapes of the checkpoint tensors, by name.
 

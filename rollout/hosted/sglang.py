@@ -76,8 +76,9 @@ class SglangRollout(Generating):
             **options: Further options of `sglang.Engine`.
 
         Raises:
-            ValueError: The device is not a GPU, it has too little memory for `kv_tokens`, or the
-                model's weights cannot be updated in place.
+            ValueError: The package is not installed, the device is not a GPU, it has too little
+                memory for `kv_tokens`, or the model's weights cannot be updated in place.
+            RuntimeError: SGLang's scheduler ended during its start.
         """
         device = torch.device(device)
         if device.type != "cuda":

@@ -57,14 +57,14 @@ class SglangEngine:
         require("sglang")
         _require_one(options)
         memsaver.compat.hook_sglang()
-        # sglang.Engine is a stand-in for this class, and cannot be subclassed.
+        # sglang.Engine is a lazy proxy of this class, and cannot be subclassed.
         engine = importlib.import_module("sglang.srt.entrypoints.engine").Engine
         self._io = importlib.import_module(_IO)
         self._channel, theirs = multiprocessing.get_context("spawn").Pipe()
         start = staticmethod(functools.partial(run_scheduler, theirs))
         kind = type("Engine", (engine,), {"run_scheduler_process_func": start})
         with _own_signals():
-            own = {"enable_memory_saver": True, "custom_sigquit_handler": _heard}
+            own = {"enable_memory_saver": True, "custom_sigquit_handler": _ignore_end}
             self.engine: Any = kind(**own, **options)
             theirs.close()  # only the scheduler keeps it open, so its end closes the pipe
             self._manager: Any = self.engine.tokenizer_manager
@@ -73,7 +73,7 @@ class SglangEngine:
         # channel's, because it makes the descriptors that it watches non-blocking.
         self._process = os.pidfd_open(self.engine.get_all_child_pids()[0])
         # SGLang's handler would end this process, with the trainer in it, when its scheduler ends.
-        self._before = signal.signal(signal.SIGQUIT, _heard)
+        self._before = signal.signal(signal.SIGQUIT, _ignore_end)
         self.seeded = bool(options.get("enable_deterministic_inference"))
 
     async def _listen(self) -> None:
@@ -101,7 +101,7 @@ class SglangEngine:
             self._io.sock_send(self.engine.send_to_rpc, self._io.RpcReqInput(method=ANSWER))
             good, answer = pickle.loads(self._channel.recv_bytes())
         except (EOFError, OSError) as error:
-            raise _ended() from error
+            raise _ended_error() from error
         self._io.sock_recv(self.engine.send_to_rpc)
         if not good:
             raise answer
@@ -123,13 +123,13 @@ class SglangEngine:
         loop.add_reader(self._process, ended.cancel)
         answers: list[Outputs] = [loop.create_future() for _ in prompts]
         waiting = {answer: number for number, answer in enumerate(answers)}
-        left = {loop.create_task(task) for task in self._asked(prompts, params, answers)}
+        left = {loop.create_task(task) for task in self._requests(prompts, params, answers)}
         try:
             while waiting:
                 either = asyncio.wait({*waiting, *left, ended}, return_when=asyncio.FIRST_COMPLETED)
                 done, _ = loop.run_until_complete(either)
                 if ended in done:
-                    raise _ended()
+                    raise _ended_error()
                 for task in done & left:
                     task.result()  # raises the task's error, if any
                 left -= done
@@ -143,7 +143,7 @@ class SglangEngine:
             while not ended.done() and not self.call("is_idle"):
                 time.sleep(0.001)  # the scheduler runs one more step after the last answer
 
-    def _asked(
+    def _requests(
         self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
     ) -> Iterable[Coroutine[Any, Any, None]]:
         """Return the coroutines that request all answers.
@@ -153,16 +153,18 @@ class SglangEngine:
         prompt's prefix and then schedules its samples.
         """
         if all(request["n"] == 1 for request in params):
-            return [self._together(prompts, params, answers)]
-        return map(self._one, prompts, params, answers)
+            return [self._generate_together(prompts, params, answers)]
+        return map(self._generate_one, prompts, params, answers)
 
-    async def _one(self, prompt: Sequence[int], params: dict[str, Any], answer: Outputs) -> None:
+    async def _generate_one(
+        self, prompt: Sequence[int], params: dict[str, Any], answer: Outputs
+    ) -> None:
         output = await self.engine.async_generate(
             input_ids=list(prompt), sampling_params=params, return_logprob=True
         )
         answer.set_result(output if isinstance(output, list) else [output])
 
-    async def _together(
+    async def _generate_together(
         self, prompts: Prompts, params: Sequence[Request], answers: Sequence[Outputs]
     ) -> None:
         outputs = await self.engine.async_generate(
@@ -185,7 +187,7 @@ class SglangEngine:
 
     def close(self) -> None:
         """End SGLang's processes, which releases their memory."""
-        atexit.unregister(self.engine.shutdown)  # it would end all children of this process
+        atexit.unregister(self.engine.shutdown)  # that would end all children of this process
         utils = importlib.import_module("sglang.srt.utils")
         self._manager._subprocess_watchdog.stop()
         for pid in self.engine.get_all_child_pids():
@@ -210,11 +212,11 @@ def _own_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _heard(number: int, frame: object) -> None:
+def _ignore_end(number: int, frame: object) -> None:
     """Ignore SGLang's signal that one of its processes has ended, which `call` and `run` detect."""
 
 
-def _ended() -> StateError:
+def _ended_error() -> StateError:
     return StateError(
         "SGLang's scheduler has ended, and its weights with it; its log says why (log_level='info')"
         "; build a new engine"

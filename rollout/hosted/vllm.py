@@ -84,8 +84,10 @@ class VllmRollout(HostedRollout, Generating):
             **options: Further options of `vllm.LLM`.
 
         Raises:
-            ValueError: The ranks ask for different engines, the device does not fit, or the
-                model's weights cannot be updated in place.
+            ValueError: The package is not installed, the ranks ask for different engines, the
+                device does not fit, or the model's weights cannot be updated in place.
+            StateError: vLLM's own allocator is in use already, or the environment runs vLLM's
+                engine in another process.
         """
         device, path = torch.device(device), resolve_model(path)
         chosen = {
@@ -181,7 +183,7 @@ def _replica_number(device: torch.device, size: int, options: str) -> int:
         if size > 1:
             raise ValueError(
                 f"tensor_parallel_size={size} needs a process per rank in one torch.distributed "
-                f"group; start them by torchrun, or by open_ray"
+                f"group; start them with torchrun, or with open_ray"
             )
         return 0
     ranks = dist.get_world_size()

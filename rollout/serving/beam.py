@@ -162,10 +162,10 @@ def _score(completion: Completion) -> float:
 def _place(
     chosen: Sequence[_Extension], width: int
 ) -> tuple[list[_Extension], list[tuple[int, int]]]:
-    """Assign slots: a parent's first extension stays in its slot, others take slots of the dead.
+    """Assign slots: a parent's first extension stays in its slot, others take dead branches' slots.
 
     Returns:
-        The extension in each slot, and pairs (slot, parent) for the slots that changed hands.
+        The extension in each slot, and pairs (slot, parent) for the slots of dead branches.
     """
     slots: dict[int, _Extension] = {}
     forks = []

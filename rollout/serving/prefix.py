@@ -21,7 +21,7 @@ from memsaver import LeaseError, MemorySaver, OutOfMemory
 
 # A growing pool leaves this much of a GPU free for temporary tensors of the engine's steps.
 _SPARE = 2**30  # bytes
-_ASKED = 0.02  # seconds between two queries of free memory
+_QUERY_SECONDS = 0.02  # minimum time between two queries of free memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +321,9 @@ class StatePrefixBlocks(PrefixBlocks):
     def _wanted(self, own: int, ids: array[int]) -> bool:
         """Return whether the states after `ids` are missing in the cache and can be added.
 
-        They can be added if the cache has the pages of all tokens, or only those of the first `own`
-        tokens, which the sequence shares.
+        They can be added if the cache has the pages of all tokens, or only the pages of the first
+        `own` tokens, which the sequence shares. Otherwise the sequence has its own copies of cached
+        pages.
         """
         match = self._prefixes.match_prefix(ids)
         return match.length < len(ids) and match.paged in (own, len(ids))
@@ -410,7 +411,7 @@ class Elastic:
         elif self.shrinking and min(self._left, self.pool.size) - tokens >= self.most // 16:
             self._give_back(tokens, compact)
         now = time.monotonic()
-        self._ask_at = now + max(_ASKED, 10 * (now - began))
+        self._ask_at = now + max(_QUERY_SECONDS, 10 * (now - began))
 
     def _take(self, missing: int) -> None:
         spare = _SPARE if self.saver.device.type == "cuda" else 0

@@ -16,7 +16,7 @@ from rollout.serving.beam import BeamSearch
 from rollout.serving.prefix import Swapped
 
 RoutedExperts = NDArray[Any]
-"""[tokens, layers with experts, top_k], uint8, or int16 of more than 256 experts."""
+"""[tokens, layers with experts, top_k], uint8, or int16 for more than 256 experts."""
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Sample:
         beams: The beam search of which this sample is a branch. Its output, logprobs and versions
             are then replaced as a whole.
         score: The beam search's rank value of a finished answer.
-        swapped: Host copy that waits while the sample waits for pages.
+        swapped: Host copy of its keys and values, while the sample waits for pages.
         remote: Whether another engine computes the prompt (`rollout.disagg`).
         routing: Experts of its tokens.
     """
@@ -230,7 +230,7 @@ class EngineStats:
         computed_tokens: Tokens of prompts and answers that went through the model.
         prefix_hit_tokens: Tokens of prompts, and of answers of preempted samples, that the prefix
             cache provided instead.
-        loaded_tokens: Those among them that came from host or disk.
+        loaded_tokens: Prefix hit tokens that came from host or disk.
         preempted_recompute: Preempted samples whose tokens had to be computed again.
         preempted_swap: Preempted samples that were copied to the host.
         swapped_back: Swapped samples that continued without any recomputation.

@@ -271,7 +271,7 @@ class Scheduler:
             self.preempt(self.running[-1])
 
     def abort(self, samples: Iterable[Sample]) -> None:
-        """End unfinished samples with their present answers, all of them even if one raises."""
+        """End unfinished samples with their present answers; continue even if ending one raises."""
         with contextlib.ExitStack() as stack:
             for sample in samples:
                 stack.callback(self._abort, sample)
@@ -348,7 +348,7 @@ def _chunks(lengths: dict[Sample, int], slots: Sequence[Any]) -> list[Chunk]:
 def for_each(
     prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    """Return sampling parameters for every prompt, from one for all or a sequence.
+    """Return one `SamplingParams` per prompt, repeating it if one is given for all prompts.
 
     Raises:
         ValueError: The sequence has another length than `prompts`.

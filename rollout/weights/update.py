@@ -10,9 +10,9 @@
 no second try. [2] A StateError. [3] The pages go back to the trainer, and the weights sleep,
 undefined. [4] Only here is `write` legal, for writers that cannot map the pages.
 
-After an update that ends without a commit, the engine serves the following. If the served pages
-themselves were offered, it serves nothing from `begin` on: it is poisoned. If shadow pages were
-offered, it serves the old version all the time.
+What the engine serves after an update without a commit depends on the pages that were offered. With
+shadow pages it serves the old version all the time. With the served pages themselves it is poisoned
+from `begin` on: it serves nothing until an update commits.
 
 An abort without an open update also poisons the engine, unless the last update was a shadow update
 that was not committed. So an abort that is sent to all engines, including engines that refused or
@@ -98,7 +98,8 @@ class WeightUpdate:
         Raises:
             ValueError: The version is older than the present one, a name is unknown, or `names` is
                 empty.
-            StateError: The weights sleep, or `names` are given while the weights are undefined.
+            StateError: The weights sleep or are aliased, or `names` are given while the weights are
+                undefined.
             OutOfMemory: There is no room for shadow pages.
         """
         if self._open is None:
@@ -139,7 +140,8 @@ class WeightUpdate:
 
         Raises:
             WeightUpdateError: No update is open, it is verified already, or a box is outside of the
-                weights or of `data`. Nothing changed.
+                weights or of `data`. Nothing changed. Or the pages were lost, see `verify`.
+            StateError: The weights sleep. Nothing changed.
         """
         update = self._unverified("write into a weight update")
         pages = self._shadow.arena if update.shadow else self._store.arena
@@ -149,8 +151,9 @@ class WeightUpdate:
         """Read the written pages back and compare them with the receipt.
 
         Raises:
-            WeightUpdateError: They differ, and the update is closed; or no unverified update is
-                open.
+            WeightUpdateError: They differ, or other users of the saver discarded the pages, and the
+                update is closed; or no unverified update is open, and nothing changed.
+            StateError: The weights sleep. Nothing changed.
         """
         started = time.perf_counter()
         update = self._unverified("verify a weight update")
@@ -178,11 +181,12 @@ class WeightUpdate:
     def commit(self, version: int) -> UpdateReceipt:
         """Serve the verified version.
 
-        After an error nothing changed, and the commit may be tried again.
-
         Raises:
-            WeightUpdateError: This version is not verified.
-            LeaseError: A process maps pages that must be exchanged.
+            WeightUpdateError: This version is not verified, and nothing changed; or the pages were
+                lost, see `verify`.
+            StateError: The weights sleep. Nothing changed.
+            LeaseError: A process maps pages that must be exchanged. Nothing changed, and the commit
+                may be tried again.
         """
         started = time.perf_counter()
         update = self._required("commit a weight update")
@@ -222,10 +226,11 @@ class WeightUpdate:
             buffers: Values of buffers.
 
         Raises:
-            ValueError: The version is older than the present one, or the layout differs. Nothing
-                changed.
+            ValueError: The version is older than the present one, or the layout or the shape of a
+                buffer differs. Nothing changed.
             StateError: Other tensors lie on the tag. Nothing changed.
-            LeaseError: A process maps the weights. Nothing changed.
+            LeaseError: A process maps the weights or shadow pages. The served version did not
+                change, but an open shadow update may be rolled back.
             WeightUpdateError: The digest differs. After this and any later error the engine is
                 poisoned, and the pages are given back.
         """
@@ -288,11 +293,7 @@ class WeightUpdate:
             self._open, self._spared = None, True
 
     def on_sleep(self, level: int) -> None:
-        """Update the state after a pause of the weights, which loses the pages of an open update.
-
-        Args:
-            level: Level of the sleep.
-        """
+        """Record that a sleep at this level has paused the weights, which ends an open update."""
         if self._aliased.give_back():
             self._poison("a sleep gave the trainer's pages back; sync or share the weights again")
         elif level == 2:

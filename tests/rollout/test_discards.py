@@ -99,7 +99,7 @@ MEDDLING += ["leave_asleep", "save"]
 
 
 def ruin(engine: Engine, before: int) -> None:
-    """Fill a KV cache that has lost its content and is mapped, as foreign pages would."""
+    """Overwrite a mapped KV cache that has lost its content, as the data of foreign pages would."""
     saver, pool = engine.saver, engine.kv_pool
     lost = saver.discards(KV_CACHE) != before and not saver.unbacked_bytes(KV_CACHE)
     if lost and isinstance(pool, TokenPool):

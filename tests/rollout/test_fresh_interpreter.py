@@ -56,8 +56,8 @@ def spilled(binary):
         file.write(binary)
         file.flush()
         tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(tool, capture_output=True, text=True).stdout
-        return re.search(r"STACK:(\\d+)", said)[1]
+        report = subprocess.run(tool, capture_output=True, text=True).stdout
+        return re.search(r"STACK:(\\d+)", report)[1]
 
 def attention(kernel, dtype, fp8, settings):
     options = {name: value for name, value in settings.items() if name in OPTIONS}

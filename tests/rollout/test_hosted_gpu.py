@@ -188,7 +188,7 @@ def test_new_weights_do_not_reuse_prefixes_of_old_weights(pair: Pair) -> None:
 
 
 def test_log_probs_match_the_trainers(pair: Pair) -> None:
-    """Compare log-probs up to bf16, with the temperature and without SGLang's cut."""
+    """Compare log-probs up to bf16 rounding, with the temperature and without SGLang's top-k."""
     pair.synced()
     top_k = 50 if pair.is_sglang else 0
     params = SamplingParams(
@@ -302,7 +302,7 @@ def run_script(folder: Path, script: str, path: str, env: dict[str, str]) -> str
 
 
 @needs("vllm")
-def test_example_of_the_vllm_page_learns(tmp_path: Path) -> None:
+def test_example_of_the_vllm_page_raises_the_reward(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2", hidden_size=256, head_dim=64)
     example = [sys.executable, str(ROOT / "examples" / "vllm_loop.py"), path]
     done = subprocess.run(example, capture_output=True, text=True, timeout=200, cwd=ROOT)
@@ -311,7 +311,7 @@ def test_example_of_the_vllm_page_learns(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
 
 
-VLLM_BY_ITSELF = """
+VLLM_SCRIPT = """
 import sys
 from pathlib import Path
 
@@ -324,11 +324,11 @@ llm = vllm.LLM(
     max_model_len=256, compilation_config={"mode": 0, "cudagraph_capture_sizes": [1, 2, 4]},
 )
 params = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-asked = [{"prompt_token_ids": [5, 9, 77, number]} for number in range(4)]
+prompts = [{"prompt_token_ids": [5, 9, 77, number]} for number in range(4)]
 
 def answers():
     llm.reset_prefix_cache()
-    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
 
 def used():
     free, total = torch.cuda.mem_get_info()
@@ -356,9 +356,9 @@ if __name__ == "__main__":
 
 @needs("vllm")
 def test_vllm_without_our_rollout_sleeps_on_our_tags(tmp_path: Path) -> None:
-    """Run a vLLM for which the plugin is only installed and named, in another process.
+    """Start vLLM in another process that names the installed plugin, but does not import memsaver.
 
-    It sleeps at both levels and answers as before. Its KV cache has most of 0.2 of a GPU of 80 GB.
+    It sleeps at both levels and answers as before. Its KV cache fills most of a fifth of 80 GB.
     """
     path = write_model(
         tmp_path / "model", "llama", hidden_size=256, head_dim=64, max_position_embeddings=256
@@ -367,11 +367,11 @@ def test_vllm_without_our_rollout_sleeps_on_our_tags(tmp_path: Path) -> None:
         tmp_path, "vllm.general_plugins", VLLM_PLUGINS="memsaver",
         VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
     )  # fmt: skip
-    assert run_script(tmp_path, VLLM_BY_ITSELF, path, env) == "done"
+    assert run_script(tmp_path, VLLM_SCRIPT, path, env) == "done"
 
 
-# An engine that its user starts: nothing of memsaver is imported or named here.
-SGLANG_BY_ITSELF = """
+# The user starts this engine, whose script neither imports nor names memsaver.
+SGLANG_SCRIPT = """
 import json, sys
 from pathlib import Path
 import sglang, torch
@@ -420,7 +420,7 @@ def test_sglang_without_our_rollout_finds_the_plugin_by_its_entry_point(tmp_path
         SGLANG_PLUGINS="memsaver",
         SGLANG_MEMORY_SAVER_CUDA_GRAPH="1",
     )
-    answers, libraries, freed = json.loads(run_script(tmp_path, SGLANG_BY_ITSELF, path, env))
+    answers, libraries, freed = json.loads(run_script(tmp_path, SGLANG_SCRIPT, path, env))
     assert all(answer == answers[0] for answer in answers)
     assert str(build.shim_library()) in libraries and "torch_memory_saver" not in libraries
     # Keys and values of 3 layers with 2 heads of 64 in 2 bytes leave and come back.

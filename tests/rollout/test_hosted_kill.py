@@ -20,16 +20,16 @@ from tests.helpers.rollout.killed_in_cycle import (
     CyclingTrainer,
     HostedWorker,
     Remote,
-    go_around,
     make_rollout,
     make_trainer,
+    run_cycle,
 )
 from trainer_bridge import Cycle
 from trainer_bridge.errors import ActorDied, CycleError
 
 SYNC = ("begin_update", "write", "verify_update")
-UNTOLD = dict.fromkeys(SYNC, "the update to version 2 has not been committed")
-UNTOLD |= {"wake_weights": "sleep(level=2)", "sleep": "paused: weights, kv_cache"}
+REASONS = dict.fromkeys(SYNC, "the update to version 2 has not been committed")
+REASONS |= {"wake_weights": "sleep(level=2)", "sleep": "paused: weights, kv_cache"}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def test_engine_does_not_serve_uncommitted_weights_when_the_trainer_is_killed(
         trainer.hear()
     trainer.gone()
     reason = rollout.unavailable_reason() or ""
-    assert UNTOLD.get(moment, "") in reason and "\n" not in reason
-    assert rollout.served_version() == (None if moment in UNTOLD else 2)
+    assert REASONS.get(moment, "") in reason and "\n" not in reason
+    assert rollout.served_version() == (None if moment in REASONS else 2)
     if moment in SYNC:
         rollout.abort_update("its trainer has died")
         assert rollout.served_version() is None
@@ -62,7 +62,7 @@ def test_engine_does_not_serve_uncommitted_weights_when_the_trainer_is_killed(
     if reason:
         with pytest.raises(StateError, match="cannot generate: "):
             rollout.generate([[1]], SamplingParams(max_tokens=1))
-    unleased(rollout)
+    wait_for_leases_to_end(rollout)
     rollout.sleep(2)
     assert rollout.report().committed_bytes == 0 and memfd_bytes([os.getpid()]) == floor
     following = CyclingTrainer(path, rollout)
@@ -75,7 +75,7 @@ def test_engine_does_not_serve_uncommitted_weights_when_the_trainer_is_killed(
     rollout.saver.close()
 
 
-def unleased(rollout: object) -> None:
+def wait_for_leases_to_end(rollout: object) -> None:
     """Wait until the kernel has unmapped the dead process's leases."""
     deadline = time.monotonic() + 5
     while any(entry.leases for entry in rollout.report().tags.values()):  # type: ignore[attr-defined]
@@ -92,11 +92,11 @@ def test_cycle_names_stage_and_actor_when_the_engine_is_killed(moment: str, path
     remote = Remote(worker.calls, lambda _: None)
     trainer.connect([remote])  # type: ignore[list-item]
     cycle = Cycle(trainer, remote)  # type: ignore[arg-type]
-    go_around(cycle, remote, 1)
+    run_cycle(cycle, remote, 1)
     if moment == "write":
         trainer.on_write = worker.kill  # type: ignore[method-assign]
     with pytest.raises(ActorDied if moment == "generate" else CycleError) as caught:
-        go_around(cycle, remote, 2)
+        run_cycle(cycle, remote, 2)
     assert "the rollout actor died in" in str(caught.value) and "\n" not in str(caught.value)
     if isinstance(caught.value, CycleError):
         assert caught.value.stage == STAGES[moment]

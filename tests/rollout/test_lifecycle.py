@@ -108,7 +108,7 @@ def test_preempted_requests_continue_under_the_new_version(engine: Engine) -> No
     check(tiny(5), PROMPTS, engine.generate(PROMPTS, GREEDY))
 
 
-def test_sleep_can_abort_unfinished_requests(engine: Engine) -> None:
+def test_aborting_sleep_ends_unfinished_requests_with_their_present_answers(engine: Engine) -> None:
     before = answers(engine)
 
     def stop(done: int, total: int, generated: int) -> None:

@@ -49,7 +49,7 @@ KINDS: list[Callable[..., Engine]] = [make, tiered]
 @pytest.mark.parametrize(
     ("model", "policy", "running"), [*((model, None, 64) for model in MODELS), *TIERED]
 )
-def test_answers_equal_those_without_the_cache(
+def test_answers_with_and_without_prefix_cache_are_equal(
     saved: Saved,
     model: tuple[str, dict[str, Any], str],
     policy: WritePolicy | None,
@@ -275,7 +275,7 @@ def test_only_slots_of_cached_and_computed_tokens_are_read(path: Path, device: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_workload_answers_with_its_own_weights(
+def test_random_workload_is_answered_with_the_current_weights(
     path: Path, tmp_path: Path, kind: Callable[..., Engine], device: str
 ) -> None:
     """Run a workload with shared beginnings, a small pool, sleeps and changing weights.

@@ -47,7 +47,7 @@ def request(number: int, prompt_len: int, max_tokens: int, n: int = 1) -> list[S
 def run_step(scheduler: Scheduler, token_of: dict[str, list[int]] | None = None) -> Step:
     """Run a step as the engine does, without a model."""
     step = scheduler.schedule()
-    assert step.decode or step.chunks, "a step without work would loop for ever"
+    assert step.decode or step.chunks, "a step without work would repeat forever"
     slots = [] if not step.decode else [step.decode_slots]
     assert sum(len(part) for part in slots) == len(step.decode)
     for chunk in step.chunks:

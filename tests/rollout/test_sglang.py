@@ -194,7 +194,7 @@ def test_completion_raises_when_sglang_refused_the_request() -> None:
 
 
 def test_end_of_the_scheduler_raises_and_signal_handlers_are_restored(path: str) -> None:
-    """Replace SGLang's handlers of SIGTERM and SIGQUIT, which would end the trainer."""
+    """Check that no handler of SGLang stays on SIGTERM or SIGQUIT: it would end the trainer."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
     engine = SglangEngine(options(path))
     assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]

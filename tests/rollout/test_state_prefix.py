@@ -28,8 +28,8 @@ from tests.helpers.rollout.poison import check_idle, kept_states, poison
 from tests.helpers.rollout.saved import Saved
 from tests.helpers.rollout.tiers import PAGE, conversations, make
 
-FIVE = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": FIVE}
+LAYER_TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": LAYER_TYPES}
 DECODED = GREEDY.max_tokens - 1
 Hybrid = tuple[Path, PreTrainedModel]
 
@@ -49,7 +49,7 @@ def same(actual: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "states"), [(512, 16), (24, 2), (7, 3)])
-def test_answers_equal_those_without_the_cache(
+def test_answers_with_and_without_prefix_cache_are_equal(
     hybrid: Hybrid, chunk: int, states: int, device: str
 ) -> None:
     """Repeat prompts in batches and alone, also when only a few of them can have states.
@@ -146,7 +146,7 @@ def test_answers_stay_the_same_when_the_cache_is_lost_under_requests(
     check_idle(engine)
 
 
-def test_random_workload_answers_with_its_own_weights(saved: Saved, device: str) -> None:
+def test_random_workload_is_answered_with_the_current_weights(saved: Saved, device: str) -> None:
     """Run a workload with shared beginnings, a small pool, few states, sleeps and new weights.
 
     Unused slots and states are filled with NaN, and integrity is checked, after every step.

@@ -79,6 +79,6 @@ def test_samples_read_only_rows_of_their_own_tokens_and_weights(
         )
         >= 5
     ), stats
-    assert min(world.seen.values()) >= 20 and world.version >= 3
+    assert min(world.reads.values()) >= 20 and world.version >= 3
     if disk:
         assert world.blocks.tiers.lower.lost_pages > 0

@@ -33,11 +33,11 @@ WRONG: list[tuple[Any, str, list[Any]]] = [  # class, field, and invalid values 
 ]
 
 
-@pytest.mark.parametrize(("made", "key", "values"), WRONG)
-def test_invalid_value_is_refused_with_its_field(made: Any, key: str, values: list[Any]) -> None:
+@pytest.mark.parametrize(("factory", "key", "values"), WRONG)
+def test_invalid_value_is_refused_with_its_field(factory: Any, key: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}")):
-            made(**{key: value})
+            factory(**{key: value})
 
 
 BEAMS = {"beam_width": 2}
@@ -68,10 +68,10 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("made", "fields", "match"), TOGETHER)
-def test_contradictory_fields_are_refused(made: Any, fields: dict[str, Any], match: str) -> None:
+@pytest.mark.parametrize(("factory", "fields", "match"), TOGETHER)
+def test_contradictory_fields_are_refused(factory: Any, fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        made(**fields)
+        factory(**fields)
 
 
 def test_stop_token_ids_may_be_any_sequence() -> None:

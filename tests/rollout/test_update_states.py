@@ -52,13 +52,13 @@ def checkpoint() -> Path:
 
 
 @dataclass(frozen=True)
-class Under:
+class OpenUpdate:
     """The model of an open update.
 
     Attributes:
         offer: The engine's offer.
-        base: Content of the weights at the begin.
-        written: Content of the offered pages after the verification.
+        base: Content of the weights when the update began.
+        written: Content of the offered pages; None before the verification.
         receipt: The verified receipt; None before the verification.
     """
 
@@ -69,11 +69,12 @@ class Under:
 
 
 class UpdateMachine(RuleBasedStateMachine):
-    """The model of an engine.
+    """An engine, and a model of its states that predicts its answers.
 
     Attributes:
         content: Content that is served; None while it is undefined.
-        spared: Whether an abort without an open update leaves the engine unpoisoned.
+        update: The open update; None if there is none.
+        spared: Whether an abort without an open update does not poison the engine.
         aliased: Whether the weights lie in the owner's pages.
     """
 
@@ -86,7 +87,7 @@ class UpdateMachine(RuleBasedStateMachine):
         self.version = 0
         self.asleep = self.spared = self.aliased = False
         self.owner = Owner(self.engine)
-        self.under: Under | None = None
+        self.update: OpenUpdate | None = None
 
     def active(self) -> bool:
         return not self.asleep
@@ -101,7 +102,7 @@ class UpdateMachine(RuleBasedStateMachine):
         version = self.version - 1 if older else self.version + more
         names = NAMES if some else None
         refused = self.asleep or self.aliased or older or (some and self.content is None)
-        if self.under is None:
+        if self.update is None:
             self.spared = shadow
         if refused:
             with pytest.raises(
@@ -111,7 +112,7 @@ class UpdateMachine(RuleBasedStateMachine):
             return
         offer = self.engine.begin_update(version, shadow=shadow, names=names)
         assert (offer.version, offer.shadow, offer.names) == (version, shadow, names)
-        self.under = Under(offer, self.content)
+        self.update = OpenUpdate(offer, self.content)
         if not shadow:
             self.content = None
 
@@ -120,41 +121,41 @@ class UpdateMachine(RuleBasedStateMachine):
     def begin_and_write(self, seed: int, shadow: bool, some: bool, commit: bool) -> None:
         """Combine the steps of an update, so that walks reach more states."""
         self.begin(0, 1, shadow, some)
-        if self.under is not None:
+        if self.update is not None:
             self.write_and_verify(seed, None)
             if commit:
                 self.commit(False)
 
-    @precondition(lambda self: self.under is not None and self.active())
+    @precondition(lambda self: self.update is not None and self.active())
     @rule(seed=SEEDS, wrong=st.sampled_from([None, None, None, *FIELDS]))
     def write_and_verify(self, seed: int, wrong: str | None) -> None:
-        assert self.under is not None
-        if self.under.receipt is not None:
+        assert self.update is not None
+        if self.update.receipt is not None:
             with pytest.raises(WeightUpdateError, match="verified already"):
-                self.engine.verify_update(self.under.receipt)
+                self.engine.verify_update(self.update.receipt)
             return
-        receipt = write(self.under.offer, seed, **({wrong: FIELDS[wrong]} if wrong else {}))
+        receipt = write(self.update.offer, seed, **({wrong: FIELDS[wrong]} if wrong else {}))
         if wrong:
             with pytest.raises(WeightUpdateError, match=wrong):
                 self.engine.verify_update(receipt)
             self.close()
             return
         assert self.engine.verify_update(receipt).digest == receipt.digest
-        base = self.under.base
-        new = Content(seed, seed) if self.under.offer.names is None else Content(seed, base.rest)  # type: ignore[union-attr]
-        self.under = replace(self.under, written=new, receipt=receipt)
+        base = self.update.base
+        new = Content(seed, seed) if self.update.offer.names is None else Content(seed, base.rest)  # type: ignore[union-attr]
+        self.update = replace(self.update, written=new, receipt=receipt)
 
     @precondition(active)
     @rule(other=st.booleans())
     def commit(self, other: bool) -> None:
-        version = self.under.offer.version + other if self.under is not None else 0
-        if self.under is None or self.under.receipt is None or other:
+        version = self.update.offer.version + other if self.update is not None else 0
+        if self.update is None or self.update.receipt is None or other:
             with pytest.raises(WeightUpdateError):
                 self.engine.commit_update(version)
             return
         assert self.engine.commit_update(version).version == version
-        self.content, self.version = self.under.written, version
-        self.under, self.spared = None, False
+        self.content, self.version = self.update.written, version
+        self.update, self.spared = None, False
 
     @rule(
         older=st.sampled_from([0, 0, 0, 1]),
@@ -168,7 +169,7 @@ class UpdateMachine(RuleBasedStateMachine):
                 self.engine.alias_update(self.version - 1, self.owner.ticket(), layout)
             return
         digest = self.owner.fill(seed)
-        self.under, self.spared, self.aliased = None, False, claim != "wrong"
+        self.update, self.spared, self.aliased = None, False, claim != "wrong"
         if claim == "wrong":
             with pytest.raises(WeightUpdateError, match="digest"):
                 self.engine.alias_update(self.version + 1, self.owner.ticket(), layout, digest ^ 1)
@@ -185,7 +186,7 @@ class UpdateMachine(RuleBasedStateMachine):
     @rule()
     def abort(self) -> None:
         self.engine.abort_update("aborted")
-        if self.under is not None or not self.spared:
+        if self.update is not None or not self.spared:
             self.close()
         if not self.asleep:
             self.engine.wake_up()  # maps its own memory after aliased pages went back
@@ -195,7 +196,7 @@ class UpdateMachine(RuleBasedStateMachine):
     def sleep(self, level: int) -> None:
         self.engine.sleep(level)
         self.asleep = True
-        if self.under is not None:
+        if self.update is not None:
             self.close()
         if level == 2 or self.aliased:
             self.content, self.spared, self.aliased = None, False, False
@@ -213,16 +214,16 @@ class UpdateMachine(RuleBasedStateMachine):
                 self.engine.load(checkpoint())
             return
         self.engine.load(checkpoint())
-        if self.under is not None or not self.spared:
+        if self.update is not None or not self.spared:
             self.close()
         self.content, self.version = Content(0, 0), 0
 
     def close(self) -> None:
         """End an update without a commit, or poison the engine."""
-        self.spared = self.under is not None and self.under.offer.shadow
+        self.spared = self.update is not None and self.update.offer.shadow
         if not self.spared:
             self.content, self.aliased = None, False
-        self.under = None
+        self.update = None
 
     @invariant()
     def engine_answers_or_names_the_reason(self) -> None:
@@ -245,7 +246,7 @@ class UpdateMachine(RuleBasedStateMachine):
 
     @invariant()
     def shadow_pages_have_memory_only_while_needed(self) -> None:
-        needed = self.under is not None and self.under.offer.shadow
+        needed = self.update is not None and self.update.offer.shadow
         assert shadow_bytes(self.engine) == (self.size if needed else 0)
         assert self.engine.weights_version == self.version
         assert addresses(self.engine) == self.pointers

@@ -26,7 +26,7 @@ from tests.helpers.trainer_bridge.other_trainers import STAND_IN
 from trainer_bridge import Trainer, TrainerConfig
 from trainer_bridge.sync.shards import aligned_dims
 
-ASKED = SamplingParams(max_tokens=1)
+ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -133,10 +133,10 @@ def draw(rank: int, path: str) -> list[Any]:
     engine.run = run  # type: ignore[method-assign]
     torch.manual_seed(rank)
     np.random.seed(rank)
-    rollout.generate([[1, 2]], ASKED)
+    rollout.generate([[1, 2]], ONE_TOKEN)
     with pytest.raises(ValueError, match=r"the request of .* ranks \[1\] differs from rank 0's"):
-        rollout.generate([[1, 2 + rank]], ASKED)
-    rollout.generate([[1, 2]], ASKED)
+        rollout.generate([[1, 2 + rank]], ONE_TOKEN)
+    rollout.generate([[1, 2]], ONE_TOKEN)
     after = torch.rand(1).item(), int(np.random.randint(1 << 30))
     torch.manual_seed(rank)
     np.random.seed(rank)
@@ -151,7 +151,7 @@ def test_ranks_of_one_engine_draw_the_same_numbers(tmp_path: Path) -> None:
 
 
 def fail(rank: int, path: str) -> str:
-    """Fail on rank 1 in the first call, of which rank 0 learns in its second call."""
+    """Fail on rank 1 in the first call; rank 0 learns of the failure in its second call."""
     group = dist.new_group([0, 1])  # like vLLM's own group
     engine = FusedEngine(AutoConfig.from_pretrained(path), "cpu", group=group)
     rollout = VllmRollout(engine, path)  # type: ignore[arg-type]
@@ -164,15 +164,15 @@ def fail(rank: int, path: str) -> str:
     engine.run = run  # type: ignore[method-assign]
     if rank:
         with pytest.raises(RuntimeError, match="out of blocks"):
-            rollout.generate([[1]], ASKED)
+            rollout.generate([[1]], ONE_TOKEN)
     else:
-        rollout.generate([[1]], ASKED)
+        rollout.generate([[1]], ONE_TOKEN)
     dist.barrier()
     if not rank:
         with pytest.raises(RankError):
-            rollout.generate([[1]], ASKED)
+            rollout.generate([[1]], ONE_TOKEN)
     with pytest.raises(StateError, match="cannot generate"):
-        rollout.generate([[1]], ASKED)
+        rollout.generate([[1]], ONE_TOKEN)
     return str(rollout.unavailable_reason())
 
 

@@ -77,7 +77,7 @@ def test_parameters_lie_in_order_and_fused_tensors_are_views_of_them(
     )
 
 
-def test_digest_can_cover_some_parameters_or_other_pages(tmp_path: Path) -> None:
+def test_digest_covers_the_given_parameters_or_pages_only(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     store = store_for(tmp_path)
     store.load(iter_checkpoint(tmp_path), "checkpoint")

@@ -231,9 +231,9 @@ def random_directory(path: Path, kind: str, **overrides: Any) -> str:
 
 
 def loaded(engine: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the model's loader makes of weights, without changing the model.
+    """Return the model's tensors as its loader would write them from weights; restore the model.
 
-    The weights are passed to the loader under the names of the Hub.
+    The loader receives the weights under the names of the Hub.
     """
     spelled: list[tuple[str, Tensor]] = []
     for name, tensor in weights.items():

@@ -53,7 +53,7 @@ def make_rollout(path: str) -> VllmRollout:
 
 
 class Remote:
-    """A rollout in the process behind `calls`; `at` is called with each moment after the send."""
+    """A rollout in the process behind `calls`; `at` receives each call's moment, once sent."""
 
     weights_version = 0
 
@@ -96,7 +96,7 @@ def make_trainer(path: str) -> MortalTrainer:
     return MortalTrainer(config, MemorySaver("cpu"))
 
 
-def go_around(cycle: Cycle, rollout: Any, version: int) -> Any:
+def run_cycle(cycle: Cycle, rollout: Any, version: int) -> Any:
     receipt = cycle.to_rollout(version)
     rollout.generate([[1, 2]], SamplingParams(max_tokens=1))
     cycle.to_train()
@@ -137,7 +137,7 @@ def _cycle(pipe: Connection, calls: Connection, path: str) -> None:
     cycle = Cycle(trainer, remote)  # type: ignore[arg-type]
     while True:
         version, due[0] = pipe.recv()
-        pipe.send(go_around(cycle, remote, version).digests)
+        pipe.send(run_cycle(cycle, remote, version).digests)
 
 
 class HostedWorker(Peer):
@@ -153,11 +153,11 @@ class HostedWorker(Peer):
 
 
 def _work(_: Connection, calls: Connection, path: str, dies_at: str) -> None:
-    rollout, seen = make_rollout(path), 0
+    rollout, arrivals = make_rollout(path), 0
     while True:
         name, args, kwargs = calls.recv()
         answer = getattr(rollout, name)(*args, **kwargs)
-        seen += _moment(name, args) == dies_at
-        if seen == 2:
+        arrivals += _moment(name, args) == dies_at
+        if arrivals == 2:
             die()
         calls.send(answer)

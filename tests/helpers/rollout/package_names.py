@@ -10,8 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-BROUGHT = Path(sys.prefix) / "others"
-"""Directory where set-up puts packages whose sources are only read.
+SOURCES_ONLY = Path(sys.prefix) / "others"
+"""Directory for packages that `make setup` downloads only for their sources.
 
 It must come last on a path: a wheel in it has folders `tests` and `scripts`.
 """
@@ -23,8 +23,8 @@ class Wheel:
     def __init__(self, package: str) -> None:
         spec = importlib.util.find_spec(package)
         places = spec and spec.submodule_search_locations
-        brought = [BROUGHT / package] if (BROUGHT / package).is_dir() else []
-        self.folder = next(map(Path, places or brought), None)
+        sources_only = [SOURCES_ONLY / package] if (SOURCES_ONLY / package).is_dir() else []
+        self.folder = next(map(Path, places or sources_only), None)
 
     @property
     def may_skip(self) -> bool:

@@ -60,7 +60,7 @@ class Recorded(TieredBlocks):
 
 class World:
     def __init__(self, device: str, dice: random.Random, host_pages: int, **tiers: Any) -> None:
-        self.dice, self.seen = dice, Counter[str]()
+        self.dice, self.reads = dice, Counter[str]()
         self.pool = make_pool(PAGES * PS, PS, num_layers=LAYERS, device=device)
         self.forget_device()
         self.table = ReqToTokenPool(ROWS, CONTEXT, device)
@@ -117,7 +117,7 @@ class World:
             self.scheduler.append(sample, self.dice.choices([0, 1, 9], [6, 6, 1])[0], -1.0, 0)
 
     def check(self, handle: ReqHandle, tokens: list[int], layer: int) -> None:
-        self.seen["found" if tokens else "nothing found"] += 1
+        self.reads["hit" if tokens else "miss"] += 1
         slots = self.table.req_to_token[handle.row, : len(tokens)].long()
         expected = torch.tensor(
             [value(self.version, tokens[: i + 1], layer) for i in range(len(tokens))]
@@ -146,17 +146,17 @@ class World:
             assert ledger.available == ledger.total == PAGES
             assert self.table.available_size() == ROWS
 
-    def disturb(self, what: str) -> None:
-        if what == "raise":
+    def disturb(self, event: str) -> None:
+        if event == "raise":
             self.blocks.new_weights()
-        elif what == "pause":
+        elif event == "pause":
             self.scheduler.preempt_all()
             self.blocks.move_below(keep=True)
             assert self.blocks.blocks.available_pages == PAGES
             self.forget_device()
-        elif what == "abort" and self.scheduler.unfinished:
+        elif event == "abort" and self.scheduler.unfinished:
             self.scheduler.abort([self.dice.choice(self.scheduler.unfinished)])
-        elif what == "fail":  # a step that allocated pages and computed nothing
+        elif event == "fail":  # a step that allocated pages and computed nothing
             if self.scheduler.unfinished and self.scheduler.schedule():
                 self.blocks.admitted.clear()
             self.scheduler.preempt_all()
