@@ -1,9 +1,9 @@
-"""Recipes: one YAML for a run, the loops of GRPO and PPO, and the command `memsaver`.
+"""Runs of GRPO and PPO as YAML files (recipes), their loops, and the command `memsaver`.
 
     recipe = recipes.load("recipes/tiny.yaml", ["steps=3"])
 
-Importing this package stays cheap: torch, transformers, ray and matplotlib are imported where they
-are used.
+Importing this package is cheap: the functions that need torch, transformers, ray or matplotlib
+import them.
 """
 
 from recipes.config.load import load

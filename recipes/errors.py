@@ -1,4 +1,4 @@
-"""The errors a user of `memsaver run` can meet, each one line."""
+"""Errors that a user of the command `memsaver` can meet, and the texts they are made of."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,17 +8,24 @@ DOES_NOT_FIT = 3  # exit status of `memsaver plan`
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot run (exit status 2): a line for each fault, of where, key and value,
-    rule and remedy.
+    """A recipe that cannot run (exit status 2).
+
+    The message has a line for each fault: place, key and value, rule, remedy.
     """
 
 
 class ScorerError(ValueError):
-    """A task's scorer that raised or gave no score, in one line: task, problem, answer, remedy."""
+    """A scorer that raised or returned no score; one line with task, problem, answer, remedy."""
 
 
 class RunError(RuntimeError):
-    """A run that failed, in one line: stage, cause, perhaps a remedy (exit status 1)."""
+    """A run that failed (exit status 1); the message is one line.
+
+    Attributes:
+        stage: Stage that failed.
+        cause: Cause of the failure.
+        remedy: What to do; only in the message.
+    """
 
     def __init__(self, stage: str, cause: str, remedy: str | None = None) -> None:
         self.stage = stage
@@ -27,16 +34,16 @@ class RunError(RuntimeError):
 
 
 class LostWorker(RunError):
-    """An actor died or gives no answer; what the last checkpoint holds can be gone on from."""
+    """An actor that died or does not answer; the run can continue from its last checkpoint."""
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an exception on one line, or its type where it has no text."""
+    """Return the text of an exception on one line, or the name of its type if it has no text."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def shown(value: Any, limit: int = 120) -> str:
-    """Return a value on one line, as an override takes it back if it is short enough."""
+    """Return a value on one line, as an override would set it; longer texts are cut."""
     if isinstance(value, list) and all(isinstance(item, str | int) for item in value):
         text = f"[{','.join(map(str, value))}]"
     elif value is None or isinstance(value, bool):
@@ -49,11 +56,11 @@ def shown(value: Any, limit: int = 120) -> str:
 
 @contextlib.contextmanager
 def writable(option: str) -> Iterator[None]:
-    """Raises a `RecipeError` of this option for what cannot be written inside."""
+    """Turn an OSError inside the block into a `RecipeError` that names the option."""
     try:
         yield
     except OSError as error:
         why = error.strerror or one_line(error)
         raise RecipeError(
-            f"{option}: cannot be written: {why}; name a place that is yours"
+            f"{option}: cannot be written: {why}; name a place that you may write"
         ) from None

@@ -1,18 +1,17 @@
-"""GRPO over the wake-up cycle, to be read in one sitting.
+"""GRPO over the wake-up cycle.
 
-Step s (version s of the weights, s - 1 updates done):
+Step s (version s of the weights, after s - 1 updates):
 
-    to_rollout(s)          trainer offloads, rollout wakes in stages, weights are synced
+    to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
-    to_score("reference")  with kl_coef only: rollout sleeps, the reference comes
-    compute_ref_log_prob   by the weights before the first update
-    to_score()             the trainer's parameters come, in the reference's place
-    compute_log_prob       by the trainer, at the weights that sampled: the mismatch to the
-    rollout's own
-                           is reported
+    to_score("reference")  with kl_coef only: the rollout sleeps, the reference reloads
+    compute_ref_log_prob   log-probabilities under the weights before the first update
+    to_score()             the trainer's parameters replace the reference
+    compute_log_prob       log-probabilities under the weights that sampled; their mismatch to the
+                           rollout's log-probabilities is reported
     compute_reward         the task's score of every answer
-    to_train()             trainer reloads its optimizer
-    compute_advantages     reward against the other answers to the same prompt
+    to_train()             the trainer reloads its optimizer
+    compute_advantages     reward compared with the other answers to the same prompt
     update_actor           one clipped policy-gradient update, with kl_coef times the KL divergence
                            from the reference
 """
@@ -26,6 +25,8 @@ from recipes.loop import Loop, spread_of, step_row
 
 
 class GrpoLoop(Loop):
+    """The loop of GRPO."""
+
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
         grpo = recipe.grpo
@@ -62,13 +63,19 @@ class GrpoLoop(Loop):
 def compute_advantages(
     rewards: Sequence[float], group_size: int, normalize_std: bool
 ) -> list[float]:
-    """Compare each reward with the mean of its group of `group_size` neighbours, over the group's
-    standard deviation.
+    """Compare each reward with the mean of its group.
 
-    A group of equal rewards has nothing to compare and gets zeros; so does one whose rewards differ
-    by rounding only (`spread_of`). The deviation is the population's: with 8 samples a prompt,
-    advantages are 1.07 times those by the sample deviation of TRL and verl, with 2 samples 1.41
-    times.
+    A group whose rewards are equal, or differ by rounding only (`spread_of`), gets zeros. The
+    deviation is the population's. TRL and verl divide by the sample deviation: with 8 samples a
+    prompt, advantages here are 1.07 times theirs, with 2 samples 1.41 times.
+
+    Args:
+        rewards: Rewards of all answers, those of a group adjacent.
+        group_size: Answers in a group.
+        normalize_std: Whether to divide by the group's standard deviation.
+
+    Returns:
+        The advantage of each answer.
     """
     advantages: list[float] = []
     for group in groups_of(rewards, group_size):
@@ -82,8 +89,8 @@ def signal_of(rewards: Sequence[float], group_size: int) -> dict[str, int]:
     """Count the groups that teach nothing, for metrics.jsonl.
 
     Returns:
-        `groups_without_signal`: groups whose advantages are all 0. `groups_within_rounding`: those
-        among them whose rewards differ, but by rounding only.
+        `groups_without_signal`, the groups whose advantages are all 0, and among them
+        `groups_within_rounding`, whose rewards differ by rounding only.
     """
     flat = [set(group) for group in groups_of(rewards, group_size) if not spread_of(group)]
     rounded = sum(len(different) > 1 for different in flat)
@@ -91,7 +98,7 @@ def signal_of(rewards: Sequence[float], group_size: int) -> dict[str, int]:
 
 
 def groups_of(rewards: Sequence[float], group_size: int) -> list[list[float]]:
-    """Cut the rewards into groups of neighbours."""
+    """Split the rewards into groups of adjacent answers."""
     assert len(rewards) % group_size == 0
     starts = range(0, len(rewards), group_size)
     return [list(rewards[start : start + group_size]) for start in starts]

@@ -1,8 +1,7 @@
-"""The loop that GRPO and PPO share: the run around their steps, what they do with the rollout, and
-the figures of a step.
+"""Loop that GRPO and PPO share: steps, evaluations, checkpoints and the figures of a step.
 
-Prompts and sampling seeds are functions of (recipe.seed, step), so that a resumed run repeats what
-would have been.
+Prompts and sampling seeds are functions of (recipe.seed, step), so a resumed run takes the same
+prompts and seeds as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -38,12 +37,20 @@ from trainer_bridge.cycle import TrainerProtocol
 from trainer_bridge.tags import PARAMS, REFERENCE
 
 PerToken = list[list[float]]
-"""One number a response token, by answer."""
+"""A list for each answer with a number for each of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop(abc.ABC):
-    """The loop's partners. An algorithm says what a step is."""
+    """The loop of a run. A subclass defines the step of its algorithm.
+
+    Attributes:
+        setup: The prepared recipe.
+        trainer: The trainer, or a handle of its actors.
+        rollout: The engine, or a handle of its actors.
+        cycle: The hand-over between the two.
+        monitor: Times the stages and records rows.
+    """
 
     setup: Setup
     trainer: TrainerProtocol
@@ -54,21 +61,25 @@ class Loop(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
-        """Return the fields of `TrainerConfig` that the algorithm decides."""
+        """Return the fields of `TrainerConfig` that depend on the algorithm."""
 
     @abc.abstractmethod
     def train_step(self, step: int) -> dict[str, Any]:
-        """Take one step, from state "train" to state "train"; return the step's figures."""
+        """Run one step, which begins and ends in the cycle's state "train"; return its figures."""
 
     def run(self, first_step: int, save: Callable[[int], None]) -> None:
-        """Step `first_step` to the last, then the last evaluation. `save(step)` checkpoints, also
-        where the run is asked to stop, unless it makes no checkpoints.
+        """Run all steps from `first_step` on, then the last evaluation.
+
+        Args:
+            first_step: Number of the first step; the run's first is 1.
+            save: Saves a checkpoint of a step: when one is due, and when the run is asked to stop,
+                unless the recipe makes no checkpoints.
         """
         recipe, every = self.setup.recipe, self.setup.recipe.checkpoint.every
         with Stopping(self.monitor.view.note if every else None) as stopping:
             for step in range(first_step, recipe.steps + 1):
                 with self.monitor.step(step):
-                    self._one(step)
+                    self._run_step(step)
                     due = every and (step % every == 0 or step == recipe.steps)
                     if due or stopping.asked:
                         with self.stage("save_checkpoint"):
@@ -80,7 +91,7 @@ class Loop(abc.ABC):
             self._evaluate(recipe.steps)
             self.to_train()
 
-    def _one(self, step: int) -> None:
+    def _run_step(self, step: int) -> None:
         started, monitor = time.time(), self.monitor
         row = {"kind": "train", "step": step, **self.train_step(step)}
         row |= {"step_seconds": time.time() - started, "stages": dict(monitor.seconds)}
@@ -96,13 +107,13 @@ class Loop(abc.ABC):
         return self.setup.recipe.sampling.temperature
 
     def to_rollout(self, step: int) -> None:
-        """Wake the rollout, and runs the evaluation that is due before the step."""
+        """Wake the rollout and run the evaluation that is due before the step."""
         self._wake_rollout(step)
         if self.setup.recipe.eval.every and (step - 1) % self.setup.recipe.eval.every == 0:
             self._evaluate(step - 1)
 
     def sample(self, step: int) -> Samples:
-        """Return answers to this step's prompts, by a rollout that has the step's weights."""
+        """Sync the step's weights to the rollout and return its answers to the step's prompts."""
         self.to_rollout(step)
         with self.monitor.phase("prefetch"):
             self.cycle.prefetch()
@@ -117,7 +128,7 @@ class Loop(abc.ABC):
         """Return the samples' log-probabilities under the reference; None without `kl_coef`."""
         if not self.setup.recipe.loop.kl_coef:
             return None
-        # With adapters the reference is their base, which is the policy's own.
+        # With adapters, the reference is their frozen base, which the policy has on the device.
         self.to_score(PARAMS if self.setup.recipe.lora.rank else REFERENCE)
         with self.stage("compute_ref_log_prob"):
             return self.trainer.compute_ref_log_prob(samples.batch(self.temperature))
@@ -135,8 +146,9 @@ class Loop(abc.ABC):
         return self.trainer.compute_log_prob(batch)
 
     def unreplayed_mismatch(self, step: int, samples: Samples) -> dict[str, float]:
-        """Return the mismatch where the trainer routes for itself, in the first step and those
-        before which an evaluation was due; nothing without `router_replay`.
+        """Return the log-prob mismatch without router replay.
+
+        It is measured in the first step and after each evaluation, and only with `router_replay`.
         """
         every = self.setup.recipe.eval.every
         if samples.routed_experts is None or (step - 1) % (every or self.setup.recipe.steps):
@@ -162,19 +174,26 @@ class Loop(abc.ABC):
         self.monitor.row({"kind": "eval", "step": updates, **result})
 
 
-_TEXT = "asked to stop: ends after this step, with a checkpoint; asked again, it ends immediately"
+_TEXT = (
+    "asked to stop: the run ends after this step, with a checkpoint; "
+    "a second signal ends it immediately"
+)
 
 
 class Stopping:
-    """Context manager: inside, the first SIGINT or SIGTERM is noted, and does what it did before
-    when `leave` is called; a further one does so immediately.
+    """Context manager that defers the first SIGINT or SIGTERM until `leave` is called.
 
-    Python handles signals in the main thread only: off it nothing is changed.
+    A second signal takes effect immediately. Python handles signals in the main thread only, so in
+    another thread this changes nothing.
     """
 
     def __init__(self, tell: Callable[[str], None] | None) -> None:
-        """tell: shows a line to the user; None changes nothing either."""
-        self.asked: int | None = None  # the signal that was noted
+        """Create a deferral.
+
+        Args:
+            tell: Shows a line to the user; None: defer nothing.
+        """
+        self.asked: int | None = None  # the deferred signal
         self._tell = tell
         self._before: dict[int, Any] = {}
 
@@ -189,7 +208,7 @@ class Stopping:
             signal.signal(number, handler)
 
     def leave(self) -> None:
-        """Have the signal that was noted, if any, do what it did before."""
+        """Raise the deferred signal, if any, under its previous handler."""
         if self.asked is not None:
             self._act(self.asked)
 
@@ -197,7 +216,7 @@ class Stopping:
         if self.asked is not None:
             self._act(number)
         self.asked = number
-        # In a thread, as this one may be in the middle of printing.
+        # In a thread, because the main thread may be printing at this moment.
         threading.Thread(target=self._tell, args=(_TEXT,), daemon=True).start()
 
     def _act(self, number: int) -> None:
@@ -207,25 +226,45 @@ class Stopping:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Answers of one step, those to one prompt adjacent; `logprobs`: the rollout's, one a token."""
+    """Answers of one step; answers to the same prompt are adjacent.
+
+    Attributes:
+        problems: Problem of each answer.
+        prompt_ids: Token ids of its prompt.
+        response_ids: Token ids of the answer.
+        logprobs: The rollout's log-probability of each response token.
+        texts: Text of the answer, without the end token.
+        ended: Whether the answer ended by the model's end token instead of max_tokens.
+        routed_experts: With `router_replay`, as in `SequenceBatch`.
+    """
 
     problems: list[Problem]
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     logprobs: list[list[float]]
     texts: list[str]
-    ended: list[bool]  # by the model's end token, not by max_tokens
-    # with `router_replay`, as `SequenceBatch` has them
+    ended: list[bool]
     routed_experts: list[NDArray[Any] | None] | None = None
 
     def batch(self, temperature: float, **learning: Any) -> SequenceBatch:
-        """Return the trainer's batch; `learning`: fields of `SequenceBatch` besides the tokens."""
+        """Return the trainer's batch.
+
+        Args:
+            temperature: Temperature of the log-probabilities.
+            **learning: Further fields of `SequenceBatch`.
+        """
         ids: dict[str, Any] = {"prompt_ids": self.prompt_ids, "response_ids": self.response_ids}
         return SequenceBatch(**ids, temperature=temperature, **learning)
 
 
 def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
-    """Sample answers to the prompts of this step."""
+    """Sample answers to the prompts of a step.
+
+    Args:
+        rollout: The engine, which must be awake.
+        setup: The prepared recipe.
+        step: Number of the step, which decides prompts and seeds.
+    """
     recipe = setup.recipe
     problems = pick_problems(setup.task.kinds, recipe.loop.prompts_per_step, recipe.seed, step)
     params = [
@@ -241,7 +280,7 @@ def generate_sequences(rollout: Rollout, setup: Setup, step: int) -> Samples:
 
 
 def evaluate(rollout: Rollout, setup: Setup) -> dict[str, Any]:
-    """Return the fractions of greedy answers to held-out problems that match exactly, by kind."""
+    """Return the share of exact matches among greedy answers to held-out problems, by kind."""
     limit, task = setup.recipe.eval.problems, setup.task
     row = {"exact_match": _exact_match(rollout, setup, task.held_out[:limit])}
     for name, problems in task.beside.items():
@@ -259,7 +298,11 @@ def _exact_match(rollout: Rollout, setup: Setup, problems: Sequence[Problem]) ->
 
 
 def compute_reward(task: Task, samples: Samples) -> list[Score]:
-    """Return the task's score of every answer. Raises ScorerError, which names the answer."""
+    """Return the task's score of every answer.
+
+    Raises:
+        ScorerError: The scorer failed; the message names the answer.
+    """
     triples = zip(samples.problems, samples.texts, samples.ended, strict=True)
     return [score_answer(task, problem, text, ended) for problem, text, ended in triples]
 
@@ -267,17 +310,23 @@ def compute_reward(task: Task, samples: Samples) -> list[Score]:
 def pick_problems(
     kinds: Sequence[Sequence[Problem]], count: int, seed: int, step: int
 ) -> list[Problem]:
-    """Return the `count` different problems of a step, which counts from 1.
+    """Return the `count` distinct problems of a step, where steps count from 1.
 
-    All steps together take the kinds in turn, and of each kind one permutation after the other: a
-    problem comes again when all others of its kind have come.
+    Over all steps, the kinds alternate, and each kind runs through one permutation after another.
+    So a problem returns only after all problems of its kind have been taken.
+
+    Args:
+        kinds: Training problems of each kind.
+        count: Number of prompts in a step.
+        seed: Seed of the recipe.
+        step: Number of the step.
     """
-    most = -(-count // len(kinds))
+    per_kind = -(-count // len(kinds))
     picked: list[Problem] = []
     for number in range((step - 1) * count, step * count):
         position, kind = divmod(number, len(kinds))
         turn, place = divmod(position, len(kinds[kind]))
-        order = _permutation(len(kinds[kind]), most, f"{seed}/prompts/{kind}", turn)
+        order = _permutation(len(kinds[kind]), per_kind, f"{seed}/prompts/{kind}", turn)
         picked.append(kinds[kind][order[place]])
     return picked
 
@@ -286,8 +335,8 @@ def pick_problems(
 def _permutation(size: int, apart: int, seed: str, turn: int) -> Sequence[int]:
     """Return the permutation of one pass, a function of its arguments.
 
-    An index comes again after `apart` places at the earliest, so that no step has a problem twice:
-    passes shuffle within blocks that are the same for all of them.
+    Passes shuffle within blocks that are the same for all passes. So an index returns after
+    `apart` places at the earliest, and no step has a problem twice.
     """
     order = list(range(size))
     random.Random(seed).shuffle(order)
@@ -314,25 +363,25 @@ def _answers(
     ids = [list(completion.token_ids) for _, completion in flat]
     ended = [completion.finish_reason == "stop" for _, completion in flat]
     routed = [completion.routed_experts for _, completion in flat]
-    shown = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]
+    bodies = [tokens[:-1] if stop else tokens for tokens, stop in zip(ids, ended, strict=True)]
     return Samples(
         problems=[problems[index] for index, _ in flat],
         prompt_ids=[prompts[index] for index, _ in flat],
         response_ids=ids,
         logprobs=[list(completion.logprobs) for _, completion in flat],
-        texts=decode(setup.tokenizer, shown),
+        texts=decode(setup.tokenizer, bodies),
         ended=ended,
         routed_experts=routed if setup.recipe.loop.router_replay else None,
     )
 
 
 def spread_of(numbers: Sequence[float]) -> float:
-    """Return the population standard deviation, or 0 where the numbers differ by rounding only.
+    """Return the population standard deviation, or 0 if the numbers differ by rounding only.
 
-    Divided by such a deviation, noise would become a full advantage. Rounding is a deviation of at
-    most 1e-12 of the largest number (sums in fp64), or of at most 1e-7 both in itself and of the
-    largest number (scores of about 1 that were computed in fp32). All other differences count,
-    however small or large the numbers are.
+    Dividing by the deviation of rounding errors would turn noise into a full advantage. A deviation
+    counts as rounding if it is at most 1e-12 of the largest number (sums in fp64), or at most 1e-7
+    both absolutely and relative to the largest number (scores of about 1, computed in fp32). All
+    other differences count, however small or large the numbers are.
     """
     spread, largest = float(np.std(numbers)), max(map(abs, numbers))
     return spread if spread > max(1e-12 * largest, 1e-7 * min(1.0, largest)) else 0.0
@@ -366,18 +415,21 @@ def step_row(
 
 
 def logprob_mismatch(rollout: PerToken, trainer: PerToken) -> tuple[float, float]:
-    """Return mean and largest absolute difference over all tokens."""
-    mismatches = [abs(one - other) for one, other in pairs(rollout, trainer)]
+    """Return the mean and the largest absolute difference over all tokens, in nats."""
+    mismatches = [abs(sampled - scored) for sampled, scored in pairs(rollout, trainer)]
     return math.fsum(mismatches) / len(mismatches), max(mismatches)
 
 
 def kl_to_reference(logprobs: PerToken, ref_logprobs: PerToken) -> float:
-    """Return nats a token: the mean of r - 1 - log(r), r = exp(reference - policy)."""
+    """Return the mean of r - 1 - log(r) over all tokens, in nats, with r = exp(reference - policy).
+
+    This is the estimator k3 of Schulman, "Approximating KL Divergence" (2020).
+    """
     ratios = [reference - policy for policy, reference in pairs(logprobs, ref_logprobs)]
     return math.fsum(math.expm1(ratio) - ratio for ratio in ratios) / len(ratios)
 
 
-def pairs(one: PerToken, other: PerToken) -> list[tuple[float, float]]:
+def pairs(first: PerToken, second: PerToken) -> list[tuple[float, float]]:
     """Return both numbers of every token, answer by answer."""
-    rows = zip(one, other, strict=True)
+    rows = zip(first, second, strict=True)
     return list(chain.from_iterable(zip(*row, strict=True) for row in rows))

@@ -1,26 +1,25 @@
-"""PPO over the wake-up cycle, to be read in one sitting.
+"""PPO over the wake-up cycle.
 
 Step s (version s of the weights):
 
-    to_rollout(s)          trainer offloads, rollout wakes in stages, weights are synced
+    to_rollout(s)          the trainer offloads, the rollout wakes in stages, weights are synced
     generate_sequences     samples_per_prompt answers to each of prompts_per_step prompts
-    to_score("reference")  with kl_coef only: rollout sleeps, the reference comes
-    compute_ref_log_prob   by the weights before the first update
-    to_score("critic")     the critic comes, in the reference's place
-    compute_values         by the critic: what is still to come at every token
-    to_score()             the trainer's parameters come, in the critic's place
-    compute_log_prob       by the trainer, at the weights that sampled: the mismatch to the
-    rollout's own
-                           is reported
+    to_score("reference")  with kl_coef only: the rollout sleeps, the reference reloads
+    compute_ref_log_prob   log-probabilities under the weights before the first update
+    to_score("critic")     the critic replaces the reference
+    compute_values         the critic's estimate of the reward after every token
+    to_score()             the trainer's parameters replace the critic
+    compute_log_prob       log-probabilities under the weights that sampled; their mismatch to the
+                           rollout's log-probabilities is reported
     compute_reward         the task's score of every answer
-    to_train()             critic and both optimizers come back
-    compute_advantages     rewards a token (`token_rewards`), then GAE and whitening
+    to_train()             critic and both optimizers reload
+    compute_advantages     rewards of tokens (`token_rewards`), then GAE and whitening
     update_critic          epochs x mini_batches updates on the clipped squared error to the returns
     update_actor           as many clipped policy-gradient updates; none in the first
                            critic_warmup_steps steps
 
-The order of the answers in the updates is a function of (recipe.seed, step), as prompts and
-sampling seeds are.
+The order of the answers in the updates is a function of (recipe.seed, step), like prompts and
+sampling seeds.
 """
 
 import math
@@ -40,6 +39,8 @@ from trainer_bridge.tags import CRITIC
 
 
 class PpoLoop(Loop):
+    """The loop of PPO."""
+
     @staticmethod
     def trainer_fields(recipe: Recipe) -> dict[str, Any]:
         ppo, decays = recipe.ppo, recipe.trainer.lr_decay
@@ -99,63 +100,82 @@ class PpoLoop(Loop):
 def token_rewards(
     rewards: Sequence[float], logprobs: PerToken, ref_logprobs: PerToken | None, kl_coef: float
 ) -> PerToken:
-    """Return -kl_coef * (policy - reference log-probability) a token, plus rewards at last tokens.
+    """Return the reward of every token.
+
+    It is -kl_coef * (policy - reference log-probability), plus the answer's reward at its last
+    token.
+
+    Args:
+        rewards: Reward of each answer.
+        logprobs: The policy's log-probability of each token.
+        ref_logprobs: The reference's; None: no penalty.
+        kl_coef: Weight of the penalty.
 
     Raises:
-        ValueError: The lists are not of as many answers and tokens.
+        ValueError: The lists differ in their numbers of answers or tokens.
     """
     if ref_logprobs is None:
-        found = [[0.0] * len(row) for row in logprobs]
+        per_token = [[0.0] * len(row) for row in logprobs]
     else:
-        found = _each(lambda mine, theirs: -kl_coef * (mine - theirs), logprobs, ref_logprobs)
-    for row, reward in zip(found, rewards, strict=True):
+        per_token = _map_tokens(
+            lambda policy, reference: -kl_coef * (policy - reference), logprobs, ref_logprobs
+        )
+    for row, reward in zip(per_token, rewards, strict=True):
         if row:
             row[-1] += reward
-    return found
+    return per_token
 
 
 def compute_advantages(
     rewards: PerToken, values: PerToken, gamma: float, gae_lambda: float
 ) -> tuple[PerToken, PerToken]:
-    """Return generalized advantage estimates and returns (advantage + value), one a token.
+    """Return generalized advantage estimates and returns (advantage + value) of every token.
 
-    After an answer's last token nothing is to come: one that max_tokens cut off is not
-    bootstrapped, it ended there.
+    An answer cut off by max_tokens is not bootstrapped: no reward follows its last token.
+
+    Args:
+        rewards: Reward of each token.
+        values: The critic's value of each token.
+        gamma: Discount of later rewards.
+        gae_lambda: Decay of the estimation.
+
+    Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
+    Estimation" (2016).
     """
     advantages = [
-        _estimates(row, worth, gamma, gae_lambda)
-        for row, worth in zip(rewards, values, strict=True)
+        _estimates(reward_row, value_row, gamma, gae_lambda)
+        for reward_row, value_row in zip(rewards, values, strict=True)
     ]
-    return advantages, _each(add, advantages, values)
+    return advantages, _map_tokens(add, advantages, values)
 
 
 def _estimates(
     rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float
 ) -> list[float]:
-    found: list[float] = []
-    later = after = 0.0  # from the last token back: its advantage, the next token's value
+    estimates: list[float] = []
+    advantage = next_value = 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        later = reward + gamma * after - value + gamma * gae_lambda * later
-        after = value
-        found.append(later)
-    return found[::-1]
+        advantage = reward + gamma * next_value - value + gamma * gae_lambda * advantage
+        next_value = value
+        estimates.append(advantage)
+    return estimates[::-1]
 
 
 def whiten(numbers: PerToken) -> PerToken:
-    """Return the numbers with mean 0 and deviation 1 over all tokens; zeros where all are equal."""
+    """Shift and scale to mean 0 and deviation 1 over all tokens; equal numbers become zeros."""
     flat = list(chain.from_iterable(numbers))
     mean, scale = statistics.fmean(flat), spread_of(flat) or math.inf
-    return _each(lambda number: (number - mean) / scale, numbers)
+    return _map_tokens(lambda number: (number - mean) / scale, numbers)
 
 
-def _each(function: Callable[..., float], *numbers: PerToken) -> PerToken:
-    """Apply `function` to every token's numbers."""
+def _map_tokens(function: Callable[..., float], *numbers: PerToken) -> PerToken:
+    """Apply `function` to the numbers of every token."""
     rows = zip(*numbers, strict=True)
     return [list(starmap(function, zip(*row, strict=True))) for row in rows]
 
 
 def mini_batches(count: int, epochs: int, number: int, seed: int, step: int) -> list[list[int]]:
-    """Return the answers of each update: a pass shuffles all `count` and cuts `number` parts."""
+    """Return the answers of each update: a pass shuffles `count` answers into `number` parts."""
     parts: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(count))
@@ -171,17 +191,17 @@ def update(
     batch: SequenceBatch,
     parts: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """Make one optimizer step for each part, and return the means of its figures."""
-    found = [learn(batch.select(part)) for part in parts]
-    return {name: statistics.fmean(map(itemgetter(name), found)) for name in found[0]}
+    """Run one optimizer step on each part and return the means of their figures."""
+    figures = [learn(batch.select(part)) for part in parts]
+    return {name: statistics.fmean(map(itemgetter(name), figures)) for name in figures[0]}
 
 
 def explained_variance(values: PerToken, returns: PerToken) -> float:
-    """Return 1 - var(returns - values) / var(returns): 1 is a perfect critic, 0 says a constant.
+    """Return 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant.
 
-    Returns that differ by rounding only leave nothing to explain: 0.
+    The result is also 0 if the returns differ by rounding only.
     """
-    both = pairs(returns, values)
-    spread = spread_of([wanted for wanted, _ in both])
-    rest = float(np.std([wanted - said for wanted, said in both]))
+    target_pairs = pairs(returns, values)
+    spread = spread_of([target for target, _ in target_pairs])
+    rest = float(np.std([target - estimate for target, estimate in target_pairs]))
     return 1 - (rest / spread) ** 2 if spread else 0.0

@@ -1,4 +1,4 @@
-"""One run from recipe to pictures: in process or through Ray actors, new or resumed."""
+"""A run from its recipe to its pictures: in process or through Ray actors, new or resumed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,15 +20,28 @@ from trainer_bridge import Cycle
 from trainer_bridge.errors import OtherWeights
 from trainer_bridge.remote import RemoteGroup
 
-# Of a run that is continued:
-MAY_CHANGE = ("steps", "status", "eval", "checkpoint", "cycle", "cluster", "driver", "device")
+# Keys and sections that a resumed run may change.
+MAY_CHANGE = ("steps", "eval", "checkpoint", "cycle", "cluster", "driver", "device")
 
 
 def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Path:
-    """Runs a recipe in a new folder and returns the folder. Raises RecipeError or RunError."""
+    """Run a recipe in a new folder.
+
+    Args:
+        recipe_path: The recipe, as `find_recipe` takes it.
+        overrides: `key=value` settings.
+        run_dir: Folder of the run; None: a new one under runs/.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        RecipeError: The recipe cannot run here.
+        RunError: The run failed.
+    """
     recipe = load(recipe_path, overrides)
     with new_folder(run_dir, find_recipe(recipe_path).stem) as path:
-        setup = prepare(recipe, path.absolute())  # actors of a job may work in another directory
+        setup = prepare(recipe, path.absolute())  # Actors may have another working directory.
         _drive(setup, recipe, RunFolder.create(path, recipe), resume=False)
     return path
 
@@ -36,11 +49,21 @@ def start_run(recipe_path: str, overrides: Sequence[str] = (), run_dir: Path | N
 def continue_run(
     run_dir: Path, recipe_path: str | None = None, overrides: Sequence[str] = ()
 ) -> Path:
-    """Goes on from the last checkpoint in `run_dir`, with the recipe saved there unless one is
-    given.
+    """Continue a run from its last checkpoint.
 
-    What decides the numbers (model, task, sampling, ...) must be as it was; RecipeError names the
-    first difference.
+    Only the keys in `MAY_CHANGE` may differ from the run's recipe.
+
+    Args:
+        run_dir: Folder of the run.
+        recipe_path: A recipe in place of the run's own.
+        overrides: `key=value` settings.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        RecipeError: There is nothing to continue, or another key differs: the first is named.
+        RunError: The run failed.
     """
     saved_file, option = run_dir / "recipe.yaml", f"--resume {run_dir}"
     if not saved_file.is_file():
@@ -55,22 +78,22 @@ def continue_run(
         values, step = folder.checkpoint_values(), folder.done
         evaluated = not recipe.eval.every or folder.evaluated(step)
         if step > recipe.steps or (step == recipe.steps and evaluated):
-            rule = f"{step} steps are already done; set steps={step + 10} to go on"
+            rule = f"{step} steps are already done; set steps={step + 10} to continue"
             raise RecipeError(f"{option}: steps={recipe.steps}: {rule}")
         setup = prepare(recipe, run_dir.absolute())
-        if other := setup.other_prompts(values.get("prompts", {})):
-            rule = "than the run began with; put those back, or start a new run"
-            raise RecipeError(f"{option}: {other} {rule}; nothing was changed")
-        said, before = "", values.get("steps", saved.steps)
+        if difference := setup.other_prompts(values.get("prompts", {})):
+            rule = "than the run began with; restore them, or start a new run"
+            raise RecipeError(f"{option}: {difference} {rule}; nothing was changed")
+        note, before = "", values.get("steps", saved.steps)
         if recipe.trainer.lr_decay and before != recipe.steps:
-            said = f"; steps was {before}: from the last update's the learning rate now falls to 0 "
-            said += f"after step {recipe.steps}"
-        _drive(setup, recipe, RunFolder.reopen(run_dir, recipe), resume=True, said=said)
+            note = f"; steps was {before}: from its last value the learning rate now falls to 0 "
+            note += f"after step {recipe.steps}"
+        _drive(setup, recipe, RunFolder.reopen(run_dir, recipe), resume=True, note=note)
     return run_dir
 
 
 def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str:
-    """`key=value` of the first that is another now; empty where none is."""
+    """Return `key=value` of the first key that differs; empty if no key does."""
     for name in [field.name for field in dataclasses.fields(was) if field.name not in apart_from]:
         before, after = getattr(was, name), getattr(now, name)
         if before != after:
@@ -79,11 +102,15 @@ def _first_difference(was: Any, now: Any, apart_from: Sequence[str] = ()) -> str
     return ""
 
 
-def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, said: str = "") -> None:
-    """The run itself; after the loss of a worker again from the last checkpoint, as often as the
-    recipe allows.
+def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, note: str = "") -> None:
+    """Run a prepared recipe; restart it from the last checkpoint when a worker is lost.
 
-    recipe: as it was asked for; the setup's has more decided. said: ends the first line.
+    Args:
+        setup: The prepared run; its recipe has more keys decided.
+        recipe: The recipe as asked for.
+        folder: Folder of the run.
+        resume: Whether to continue from the last checkpoint.
+        note: Ends the first line of the view.
     """
     allowed = recipe.checkpoint.max_restarts
     opening = (
@@ -92,28 +119,26 @@ def _drive(setup: Setup, recipe: Recipe, folder: RunFolder, resume: bool, said: 
     if setup.left_out:
         limit = recipe.task.max_prompt_tokens
         opening += f"; {setup.left_out} problems left out by task.max_prompt_tokens={limit}"
-    opening += said
-    if recipe.status == "planned":
-        opening += "; status=planned: this recipe was worked out, nobody has run it yet"
+    opening += note
     restarts = 0
     while True:
         try:
             return _attempt(setup, folder, resume, opening)
         except LostWorker as lost:
             if restarts == allowed:
-                raise LostWorker(lost.stage, lost.cause, folder.how_to_go_on()) from lost
+                raise LostWorker(lost.stage, lost.cause, folder.how_to_continue()) from lost
             restarts += 1
             folder, resume = RunFolder.reopen(folder.path, recipe), folder.has_checkpoint()
             folder.add_restart(restarts, str(lost))
             where = f"step {folder.done}" if resume else "the start"
             opening = f"restart {restarts} of {allowed} from {where}: {lost}"
         except BaseException as error:
-            error.add_note(folder.standing())  # said where an interrupt ends the command
+            error.add_note(folder.standing())  # shown when an interrupt ends the command
             raise
 
 
 def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> None:
-    """Once through; whatever happens, trace and pictures of what was done are written."""
+    """Run once; trace and pictures are written even if the run fails."""
     view = ProgressView(setup.recipe.steps)
     monitor = Monitor(folder, view)
     view.note(opening)
@@ -130,7 +155,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
                 with monitor.stage("load_checkpoint"):
                     _load(folder, trainer, setup.recipe)
                 first = folder.done + 1
-            # what another project's engine holds outside of its tags is measured when it is there
+            # The plan needs the bytes that a hosted engine holds outside of its tags.
             setup = _with_switch_decided(setup, folder, monitor) if hosted else setup
             recipe = setup.recipe
             cycle = Cycle(trainer, rollout, on_stage=monitor.passed, **cycle_arguments(recipe))
@@ -145,7 +170,7 @@ def _attempt(setup: Setup, folder: RunFolder, resume: bool, opening: str) -> Non
 
 
 def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> Setup:
-    """Return the setup with the recipe's switch decided, of which the view is told."""
+    """Return the setup with the recipe's switch decided; note the decision in the view."""
     with monitor.stage("plan"):
         decided = decide_switch(setup, folder, monitor)
     for line in decided.lines:
@@ -155,30 +180,30 @@ def _with_switch_decided(setup: Setup, folder: RunFolder, monitor: Monitor) -> S
 
 
 def decide_switch(setup: Setup, folder: RunFolder, monitor: Monitor) -> Switch:
-    """Decide `cycle.resident`, `cycle.overlap` and `cycle.hand_over`: by a plan where one of them
-    is auto and the device is no CPU.
+    """Decide `cycle.resident`, `cycle.overlap` and `cycle.hand_over`.
 
-    With another project's engine `monitor` says what it holds outside of its tags.
+    On a GPU, a plan decides keys that are auto. For a hosted engine, the plan takes the bytes
+    outside of its tags as `monitor` measures them.
     """
     recipe, cycle, auto = setup.recipe, setup.recipe.cycle, setup.recipe.cycle.resident == "auto"
-    said = unplanned(cycle)
-    beside = cycle.overlap == "auto" and not recipe.engine.hosted
-    way = cycle.hand_over == "auto" and not said.overlap
+    switch = unplanned(cycle)
+    overlap = cycle.overlap == "auto" and not recipe.engine.hosted
+    hand_over = cycle.hand_over == "auto" and not switch.overlap
     if setup.device == "cpu" and auto:
         stays = recipe.resident_tags()
-        line = f"stays: {', '.join(stays)}; a CPU's memory is the host's, and none is gained"
-        return said._replace(resident=stays, lines=[line])
-    if setup.device == "cpu" or not (auto or beside or way):
-        return said
+        line = f"stays: {', '.join(stays)}; a CPU uses host memory, so moving tags gains nothing"
+        return switch._replace(resident=stays, lines=[line])
+    if setup.device == "cpu" or not (auto or overlap or hand_over):
+        return switch
     import torch
 
     total = torch.cuda.get_device_properties(setup.device).total_memory
     if not (recipe.engine.hosted and auto):
         return plan_apart(folder.path, total, cycle)
     folder.write_outside(monitor.outside())
-    found = plan_apart(folder.path, total, cycle)
-    # graphs are among what was measured, as if they always stayed
-    return found._replace(resident=[*found.resident, CUDA_GRAPH]) if found.resident else found
+    switch = plan_apart(folder.path, total, cycle)
+    # The measured bytes include CUDA graphs, so graphs must stay.
+    return switch._replace(resident=[*switch.resident, CUDA_GRAPH]) if switch.resident else switch
 
 
 def _save(
@@ -200,7 +225,7 @@ def _load(folder: RunFolder, trainer: Any, recipe: Recipe) -> None:
 
 
 def _owners(name: str, side: Any) -> list[tuple[str, Any]]:
-    """Lists who holds memory: the side itself, or each of its actors by name (`trainer[0]`)."""
+    """Return the holders of memory by name: the side itself, or its actors (`trainer[0]`)."""
     if isinstance(side, RemoteGroup):
-        return [(each.name, each) for each in side.each()]
+        return [(actor.name, actor) for actor in side.each()]
     return [(name, side)]

@@ -1,11 +1,11 @@
-"""Tasks: problems, their split, and how an answer is read and scored.
+"""Problems of tasks, their split, and the scores of answers.
 
-`task.name=package.module:function` names a task of one's own: `function(section)` gets the recipe's
-`TaskSection` and returns a `Task`; `split` deals its problems out.
+`task.name=package.module:function` names a custom task: `function(section)` gets the recipe's
+`TaskSection` and returns a `Task`; `split` divides its problems.
 
-A problem is held out when a hash of what it asks says so: of its question's text, or of what a task
-names as the same question (a sum in any order of its terms). The split depends on nothing else, so
-that no seed, step or resume can bring a held-out question into training.
+A hash of the question decides whether a problem is held out: a hash of its text, or of a text that
+equivalent questions share (a sum in any order of its terms). The split depends on nothing else, so
+no seed, step or resume can bring a held-out question into training.
 """
 
 import contextlib
@@ -27,64 +27,79 @@ TOY_LETTERS = "abcdefgh"
 TOY_WORDS = ["first", "of", *TOY_LETTERS]
 TERM = re.compile(r"([-+]?) ?(\d+)")
 NUMBER = re.compile(r"(?<![\d.])[-+]?\d[\d,]*(?:\.\d+)?")
-LARGEST_REWARD = 3e38  # the trainer takes advantages in fp32
+LARGEST_REWARD = 3e38  # The trainer takes advantages in fp32.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
+    """A question and its answer, as texts."""
+
     question: str
     answer: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """`reward` is what training sees; `exact` alone is reported as exact match.
+    """Score of one answer.
 
-    Both may be numbers of Python or numpy, bools, or tensors of one element.
+    A scorer may use Python or numpy numbers, bools, or tensors of one element for both fields.
+
+    Attributes:
+        reward: The reward that training uses.
+        exact: Whether the answer counts as an exact match in the figures.
     """
 
     reward: float
     exact: bool
 
 
-# (problem, completion text, did it end by itself); a bare number is a reward
+# Takes the problem, the answer's text, and whether the answer ended by the end token. A number
+# instead of a Score is a reward.
 Scorer = Callable[[Problem, str, bool], Score | float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`words`: all that questions and answers are made of, for a random model's tokenizer; none:
-    real models only.
+    """Problems to train and to evaluate on, and their scorer.
 
-    Evaluations take the first so many of what is held out, so its order should mean nothing
-    (`split` sees to it).
+    An evaluation takes the first `eval.problems` of the held-out problems, so their order should be
+    arbitrary, as `split` makes it.
+
+    Attributes:
+        name: Value of `task.name`.
+        train: Problems to train on.
+        held_out: Problems to evaluate on.
+        score: Scorer of an answer.
+        also_train: Problems of further kinds to train on, by kind; a step takes equally many of
+            each kind.
+        beside: Held-out problems of further kinds, by kind, such as "2_digits".
+        words: All words of questions and answers, for the tokenizer of a random model; empty: the
+            task needs a real model.
     """
 
     name: str
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
     score: Scorer
-    # Other kinds; as many of each a step.
     also_train: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
-    # Held out, too, of other kinds: "2_digits".
     beside: dict[str, tuple[Problem, ...]] = field(default_factory=dict)
     words: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> tuple[tuple[Problem, ...], ...]:
-        """Return what is trained on, the task's own kind first."""
+        """Return the training problems of each kind, the task's own kind first."""
         return (self.train, *self.also_train.values())
 
     @property
     def sides(self) -> tuple[tuple[Problem, ...], ...]:
-        """Return what is trained on, and what is held out, each of every kind."""
+        """Return the training problems of each kind, then the held-out problems of each kind."""
         return (*self.kinds, self.held_out, *self.beside.values())
 
     def problems(self) -> Iterator[Problem]:
         return itertools.chain(*self.sides)
 
     def only(self, questions: Container[str]) -> "Task":
-        """Return the task without the problems whose question is not among these."""
+        """Return the task with only the problems whose question is in `questions`."""
 
         def kept(problems: Iterable[Problem]) -> tuple[Problem, ...]:
             return tuple(problem for problem in problems if problem.question in questions)
@@ -100,10 +115,14 @@ class Task:
 
 
 def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
-    """also_digits: of the numbers in problems evaluated beside the task's own, chain_sum only.
+    """Build the task of a recipe.
 
-    Raises RecipeError when there is nothing to train or to evaluate on, or `section.name` leads to
-    no task.
+    Args:
+        section: The recipe's task section.
+        also_digits: Further numbers of digits to evaluate (chain_sum only).
+
+    Raises:
+        RecipeError: There is no such task, or no problem to train or to evaluate on.
     """
     task = _own_task(section) if ":" in section.name else _packaged_task(section, also_digits)
     key = "task.held_out_fraction"
@@ -112,32 +131,38 @@ def make_task(section: TaskSection, also_digits: Sequence[int] = ()) -> Task:
 
 
 def check_sides(task: Task, setting: str, remedy: str) -> None:
-    """Raise RecipeError of the setting where it leaves nothing to train or to evaluate on."""
+    """Raise a RecipeError about a setting if it leaves a side of the task without problems."""
     if not all(task.sides):
         empty = "evaluation" if all(task.kinds) else "training"
         raise RecipeError(f"{setting}: leaves no problem for {empty}; {remedy}")
 
 
 def score_answer(task: Task, problem: Problem, text: str, ended: bool) -> Score:
-    """Return what the task's scorer says of an answer, as a float and a bool.
+    """Score an answer and convert the result to a float and a bool.
 
-    A bare number is the reward, and an exact match where it is at least 1.
+    If the scorer returns a number, it is the reward, and a reward of at least 1 is an exact match.
+
+    Args:
+        task: The task.
+        problem: The problem.
+        text: Text of the answer without its end token.
+        ended: Whether the answer ended by its end token.
 
     Raises:
-        ScorerError: The scorer raised, or its reward or `exact` is none.
+        ScorerError: The scorer raised or returned no valid score.
     """
     try:
-        found = task.score(problem, text, ended)
+        score = task.score(problem, text, ended)
     except (Exception, SystemExit) as error:
         raised = f"raised {type(error).__name__}: {shown(one_line(error), 200)}"
         where = _place_of(error, task.score)
         raise _scorer_error(task, problem, text, f"{raised} ({where})", "correct it") from error
     try:
-        reward = as_reward(getattr(found, "reward", found))
-        return Score(reward=reward, exact=_as_bool(getattr(found, "exact", reward >= 1)))
+        reward = as_reward(getattr(score, "reward", score))
+        return Score(reward=reward, exact=_as_bool(getattr(score, "exact", reward >= 1)))
     except ValueError as error:
         remedy = "return a Score(reward=NUMBER, exact=BOOL), or a number"
-        raise _scorer_error(task, problem, text, f"gave {error}", remedy) from None
+        raise _scorer_error(task, problem, text, f"returned {error}", remedy) from None
 
 
 def _scorer_error(task: Task, problem: Problem, text: str, why: str, remedy: str) -> ScorerError:
@@ -149,7 +174,7 @@ def as_reward(value: Any) -> float:
     """Return a reward as a float.
 
     Raises:
-        ValueError: It is no number, or not a finite one of fp32's range.
+        ValueError: The value is no number, or not finite in fp32.
     """
     value = _scalar(value)
     if not isinstance(value, int | float):
@@ -168,13 +193,13 @@ def _as_bool(value: Any) -> bool:
 
 def _scalar(value: Any) -> Any:
     """Return the only element of a tensor or a numpy array; anything else unchanged."""
-    with contextlib.suppress(ValueError, RuntimeError, TypeError):  # of several elements
+    with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element
         return value.item() if hasattr(value, "item") else value
     return value
 
 
 def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return file:line of the function where it raised, or of its head if it was not entered."""
+    """Return file:line at which the function raised, or of its definition if it never ran."""
     if frames := traceback.extract_tb(error.__traceback__)[1:2]:
         return f"{frames[0].filename}:{frames[0].lineno}"
     code = getattr(function, "__code__", None)
@@ -188,17 +213,19 @@ class Sides(TypedDict):
 
 
 def split(problems: Sequence[Problem], fraction: float, same: Callable[[str], str] = str) -> Sides:
-    """Return `train` and `held_out`: about `fraction` of all problems are held out, whatever
-    their order.
+    """Divide problems into `train` and `held_out` by a hash of their questions.
 
-    same: a text that questions have in common which must not be parted: who has learnt one can
-    answer the other.
+    Args:
+        problems: All problems of a kind; their order does not matter.
+        fraction: Approximate share to hold out.
+        same: Maps a question to a text that equivalent questions share. They land on the same side,
+            because a model that has learned one can answer the other.
     """
     sides: dict[bool, list[Problem]] = {False: [], True: []}
     for problem in problems:
         sides[is_held_out(same(problem.question), fraction)].append(problem)
-    in_no_order = sorted(sides[True], key=lambda problem: hash_text(problem.question))
-    return {"train": tuple(sides[False]), "held_out": tuple(in_no_order)}
+    shuffled = sorted(sides[True], key=lambda problem: hash_text(problem.question))
+    return {"train": tuple(sides[False]), "held_out": tuple(shuffled)}
 
 
 def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
@@ -207,7 +234,7 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
         problems, score = _toy(section)
         return Task(name="toy", **split(problems, fraction), score=score, words=tuple(TOY_WORDS))
     problems, score = _chain_sum(section, section.num_digits)
-    others = {
+    further = {
         digits: split(_chain_sum(section, digits)[0], fraction, signed_terms)
         for digits in {*section.also_train_digits, *also_digits}
     }
@@ -215,25 +242,25 @@ def _packaged_task(section: TaskSection, also_digits: Sequence[int]) -> Task:
         name=section.name,
         **split(problems, fraction, signed_terms),
         also_train={
-            f"{digits}_digits": others[digits]["train"] for digits in section.also_train_digits
+            f"{digits}_digits": further[digits]["train"] for digits in section.also_train_digits
         },
-        beside={f"{digits}_digits": others[digits]["held_out"] for digits in also_digits},
+        beside={f"{digits}_digits": further[digits]["held_out"] for digits in also_digits},
         score=score,
     )
 
 
 def _own_task(section: TaskSection) -> Task:
-    """Return the task that `module:function` makes; the working directory is searched, too."""
+    """Return the task of `module:function`, also from a module in the working directory."""
     module_name, _, name = section.name.partition(":")
     key = f"task.name={section.name}"
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
     try:
         function = getattr(importlib.import_module(module_name), name, None)
     except (Exception, SystemExit) as error:
         rule = f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}"
         raise RecipeError(
-            f"{key}: {rule}; run from the folder it lies in, or set PYTHONPATH"
+            f"{key}: {rule}; run in the folder of the module, or set PYTHONPATH"
         ) from error
     if not callable(function):
         rule = f"{module_name} has no function {name}; define it, or correct the name"
@@ -249,28 +276,27 @@ def _own_task(section: TaskSection) -> Task:
 
 
 def is_held_out(question: str, fraction: float) -> bool:
-    """Return True for about `fraction` of all texts, by the first 64 bits of SHA-256."""
+    """Return whether the first 64 bits of a text's SHA-256 fall into the lowest `fraction`."""
     return hash_text(question) < fraction * 2**64
 
 
 def signed_terms(question: str) -> str:
-    """Return the terms of a sum, sorted, with signs: what a sum has in common with those of
-    another order.
+    """Return the signed terms of a sum in sorted order, which sums in any order share.
 
     >>> signed_terms("What is 4 + 3 - 12 ="), signed_terms("What is 3 - 12 + 4 =")
     ('+3 +4 -12', '+3 +4 -12')
     """
-    found = TERM.findall(question)
-    return " ".join(sorted((sign or "+") + number for sign, number in found))
+    terms = TERM.findall(question)
+    return " ".join(sorted((sign or "+") + number for sign, number in terms))
 
 
 def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
-    """Return problems and scorer: `first of b e` is answered `b`, for every pair of letters."""
+    """Return problems and scorer: the answer to `first of b e` is `b`, for each pair of letters."""
     letters = itertools.product(TOY_LETTERS, repeat=2)
     problems = [Problem(question=f"first of {a} {b}", answer=a) for a, b in letters]
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: the answer, alone, and the end. A near miss: the answer, then something else."""
+        """Score 1 for the answer alone, and partial credit if it is only the first word."""
         words = text.split()
         exact = ended and words == [problem.answer]
         near = words[:1] == [problem.answer]
@@ -280,7 +306,7 @@ def _toy(section: TaskSection) -> tuple[list[Problem], Scorer]:
 
 
 def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer]:
-    """Return the distinct problems among `size` draws of reasoning-gym, and its own scorer."""
+    """Return the distinct problems among 6,000 draws of reasoning-gym, and their scorer."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -288,12 +314,12 @@ def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer
         raise RecipeError(f"task.name=chain_sum: {rule}") from None
     terms = section.num_terms
     limits = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits}
-    size = 6000  # two terms of one digit: 200 distinct problems, all of them among so many draws
+    size = 6000  # Contains all 200 distinct problems of two terms of one digit.
     dataset: Any = reasoning_gym.create_dataset("chain_sum", seed=0, size=size, **limits)
     answers = {entry["question"]: entry["answer"] for entry in dataset}
 
     def score(problem: Problem, text: str, ended: bool) -> Score:
-        """Exact: it ended by itself and reasoning-gym scores the last number 1.0; else 0."""
+        """Score 1 if the answer ended and reasoning-gym accepts its last number, else 0."""
         graded = dataset.score_answer(extract_number(text), {"answer": problem.answer})
         exact = ended and graded == 1.0
         return Score(reward=float(exact), exact=exact)
@@ -305,16 +331,15 @@ def _chain_sum(section: TaskSection, digits: int) -> tuple[list[Problem], Scorer
 
 
 def extract_number(text: str) -> str | None:
-    """Return the last number of a text, with its sign; a minus between two is an operator, not a
-    sign.
+    """Return the last number of a text with its sign; a minus between two numbers is no sign.
 
     >>> extract_number("5 - 9 = -4."), extract_number("9-4"), extract_number("none")
     ('-4', '4', None)
     """
     plain = text.replace("\u2212", "-")
-    found = list(NUMBER.finditer(plain))
-    if not found:
+    matches = list(NUMBER.finditer(plain))
+    if not matches:
         return None
-    number = found[-1].group().rstrip(",")
-    before = plain[: found[-1].start()].rstrip()
+    number = matches[-1].group().rstrip(",")
+    before = plain[: matches[-1].start()].rstrip()
     return number.lstrip("+-") if before[-1:].isdigit() else number.lstrip("+")

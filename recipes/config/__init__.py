@@ -1,1 +1,1 @@
-"""Recipes as data: what they may say (`models`), how a file becomes one (`load`)."""
+"""Recipes as data: their sections (`models`), the whole (`recipe`), and loading (`load`)."""

@@ -1,6 +1,4 @@
-"""Load recipes: a YAML file and `key=value` overrides become a checked `Recipe`, or lines that say
-what to change.
-"""
+"""Load recipes: a YAML file and `key=value` overrides become a checked `Recipe`."""
 
 import dataclasses
 import difflib
@@ -20,23 +18,26 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply `key=value` overrides, in their order.
+    """Read a recipe and apply `key=value` overrides in order.
 
     Args:
         path: A YAML file, with or without its ending, or the name of a packaged recipe.
-        overrides: What to set, as `steps=3`; values are YAML.
+        overrides: Settings such as `steps=3`, whose values are YAML.
+
+    Returns:
+        The checked recipe.
 
     Raises:
-        RecipeError: A line for every fault: file or command line, key, value, rule, remedy.
+        RecipeError: The message has a line for each fault: place, key and value, rule, remedy.
     """
     file = find_recipe(path)
     values = _values(file, overrides)
     typed = [override.partition("=")[0] for override in overrides]
 
     def placed(key: str, fault: str) -> str:
-        """Put in front of a fault where the value of its key was written."""
-        here = any(_within(key, other) or _within(other, key) for other in typed)
-        return f"{'command line' if here else file.name}: {fault}"
+        """Add the place where the value of a key was written to its fault."""
+        on_line = any(_within(key, name) or _within(name, key) for name in typed)
+        return f"{'command line' if on_line else file.name}: {fault}"
 
     try:
         recipe = TypeAdapter(Recipe).validate_python(values)
@@ -49,7 +50,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """Return the YAML file meant by `path`: itself, with `.yaml` added, or a packaged recipe's."""
+    """Return the YAML file that `path` names, with or without `.yaml`, or a packaged recipe."""
     given = Path(path)
     yaml = given.name + ".yaml"
     for candidate in (given, given.parent / yaml, PACKAGE / given.name, PACKAGE / yaml):
@@ -57,30 +58,32 @@ def find_recipe(path: str | Path) -> Path:
             return candidate
     close = difflib.get_close_matches(given.name.removesuffix(".yaml"), packaged_recipes(), n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    raise RecipeError(f"recipe={path}: no such file; {hint}memsaver recipes lists the packaged")
+    raise RecipeError(
+        f"recipe={path}: no such file or packaged recipe; {hint}`memsaver recipes` lists them"
+    )
 
 
 def packaged_recipes() -> list[str]:
-    """Return the names that `load` takes without a file."""
+    """Return the names of the packaged recipes."""
     return sorted(file.stem for file in PACKAGE.glob("*.yaml"))
 
 
 def first_sentence(packaged: str) -> str:
-    """Return what the comment on top of a packaged recipe says first."""
+    """Return the first sentence of the comment at the top of a packaged recipe."""
     lines = (PACKAGE / f"{packaged}.yaml").read_text().splitlines()
-    told = takewhile(lambda line: re.match(r"# \S", line), lines)
-    return " ".join(line[2:] for line in told).partition(". ")[0].rstrip(".")
+    comment = takewhile(lambda line: re.match(r"# \S", line), lines)
+    return " ".join(line[2:] for line in comment).partition(". ")[0].rstrip(".")
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """Return the recipe as resolved, in YAML; `load` of such a file gives an equal recipe."""
+    """Return the resolved recipe as YAML, which `load` reads back as an equal recipe."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(recipe))))
 
 
 def _literal(value: Any) -> Any:
-    """Escape `${` in texts, which are no references to other keys."""
+    """Encode `${` in texts, so that loading them back finds no references to other keys."""
     if isinstance(value, dict):
         return {key: _literal(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -89,7 +92,7 @@ def _literal(value: Any) -> Any:
 
 
 def _values(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of a file and of what is set over them, references resolved."""
+    """Return the values of a file with the overrides applied and references resolved."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -117,18 +120,18 @@ def _values(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def explain(error: ValidationError, values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the key and a line of every fault that pydantic found in the values of a recipe."""
-    found: dict[str, list[ErrorDetails]] = {}
+    by_key: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, Contradiction):
             return cause.faults
         inside = 2 if is_section(str(details["loc"][0])) else 1
-        found.setdefault(".".join(map(str, details["loc"][:inside])), []).append(details)
-    return [(key, _line(key, faults, values)) for key, faults in found.items()]
+        by_key.setdefault(".".join(map(str, details["loc"][:inside])), []).append(details)
+    return [(key, _line(key, faults, values)) for key, faults in by_key.items()]
 
 
 def _line(key: str, faults: list[ErrorDetails], values: dict[str, Any]) -> str:
-    """Describe what pydantic says of one key: of a choice between types, one fault a type."""
+    """Return one line about the faults of a key; a choice of types has a fault for each type."""
     if key not in FIELDS:
         return f"{shown(key)}: unknown key; {_suggest(key)}"
     if faults[0]["type"] == "missing":
@@ -136,16 +139,16 @@ def _line(key: str, faults: list[ErrorDetails], values: dict[str, Any]) -> str:
     value: Any = values
     for part in key.split("."):
         value = value[part]
-    said = [fault["msg"].partition(" should ")[2] or fault["msg"] for fault in faults]
-    rule = re.sub(r" or an instance of \w+", "", " or ".join(dict.fromkeys(said)))
-    about = FIELDS[key].description
-    reason = f" ({about.rstrip('.')})" if about else ""
+    rules = [fault["msg"].partition(" should ")[2] or fault["msg"] for fault in faults]
+    rule = re.sub(r" or an instance of \w+", "", " or ".join(dict.fromkeys(rules)))
+    description = FIELDS[key].description
+    reason = f" ({description.rstrip('.')})" if description else ""
     return f"{key}={shown(value)}: must {rule}{reason}; {remedy_of(key)}"
 
 
 def _suggest(key: str) -> str:
     section, _, name = key.rpartition(".")
-    known = {other.rpartition(".")[2]: other for other in keys_of(section)}
+    known = {full_key.rpartition(".")[2]: full_key for full_key in keys_of(section)}
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"did you mean {known[close[0]]}?"
@@ -157,7 +160,7 @@ def _within(key: str, section: str) -> bool:
 
 
 def _without_effect(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each override without effect; removing a value, by null, needs none."""
+    """Yield a line for each override without effect, except for those that set null."""
     for override in overrides:
         key, _, value = override.partition("=")
         for idle, why in _idle_keys(recipe).items():
@@ -167,13 +170,14 @@ def _without_effect(recipe: Recipe, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _idle_keys(recipe: Recipe) -> dict[str, str]:
-    """Return the keys and sections that a recipe has, but does not look at, and the reason.
+    """Return the keys and sections that this recipe ignores, each with the reason.
 
-    In a file they do no harm: one recipe serves with and without PPO, adapters or a checkpoint.
+    Only overrides of them are refused. In a file they may stand, so that one file serves with and
+    without PPO, adapters or a checkpoint.
     """
-    other = "ppo" if recipe.algorithm == "grpo" else "grpo"
-    idle = {other: f"algorithm={recipe.algorithm}"}
-    # With one update a step, ratios are 1 and values are the old ones.
+    unused = "ppo" if recipe.algorithm == "grpo" else "grpo"
+    idle = {unused: f"algorithm={recipe.algorithm}"}
+    # With one update a step, ratios are 1 and values have not moved, so clipping does nothing.
     if recipe.algorithm == "grpo":
         once = "algorithm=grpo, which makes one update a step"
         idle |= {"grpo.clip_low": once, "grpo.clip_high": once}

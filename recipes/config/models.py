@@ -1,7 +1,7 @@
 """The sections of a recipe, each a pydantic dataclass.
 
-A range or a choice is the type of its key. What the docstring of a section says about a key is the
-key's description, which errors, `memsaver keys` and the JSON schema show.
+The type of a key holds its range or its choices. The docstring of a section describes its keys;
+errors, `memsaver keys` and the JSON schema show these descriptions.
 """
 
 import inspect
@@ -18,7 +18,7 @@ CONFIG = ConfigDict(
     extra="forbid",
     allow_inf_nan=False,
     coerce_numbers_to_str=True,
-    defer_build=True,  # until a recipe is made: `memsaver --help` makes none
+    defer_build=True,  # build validators with the first recipe; `memsaver --help` needs none
 )
 
 Count = Annotated[int, Field(ge=1)]
@@ -33,7 +33,7 @@ Wish = Literal["auto", "always", "never"]
 Gpu = Literal["h100-80gb", "h200-141gb", "a100-80gb", "b200-192gb"]
 GPUS = get_args(Gpu)
 
-# Tags of the trainer, whose content is kept on the host; then those of the rollout.
+# Tags of the trainer, whose content the host keeps while they are paused; then the rollout's tags.
 Trained = Literal["params", "optim", "critic", "critic_optim"]
 Tag = Literal[Trained, "reference", "weights", "kv_cache", "cuda_graph"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
@@ -47,7 +47,7 @@ LORA_MODULES: tuple[LoraModule, ...] = get_args(LoraModule)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def section(cls: type[Class]) -> type[Class]:
-    """Make a frozen pydantic dataclass, whose docstring describes its keys as attributes."""
+    """Turn a class into a frozen pydantic dataclass; its docstring describes the keys."""
     cls.__doc__, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("\n\nAttributes:\n")
     for key, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.M):
         described = Field(description=" ".join(text.split()))
@@ -58,7 +58,7 @@ def section(cls: type[Class]) -> type[Class]:
 
 @cache
 def shapes() -> dict[str, dict[str, Any]]:
-    """Return the fields of a transformers config, with its model_type, by name of the shape."""
+    """Return the fields of a transformers config (with its model_type) for each shape by name."""
     import yaml
 
     text = (Path(__file__).parent / "shapes.yaml").read_text()
@@ -67,17 +67,18 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 @section
 class ModelSection:
-    """The model: of `path`, or with random weights of `shape` or of `config`, one of the two.
+    """The model: a checkpoint at `path`, or random weights of the shape of `shape` or `config`.
 
     Attributes:
-        path: A directory, ORG/NAME of the Hub, or a name that `memsaver fetch` knows; null: random
-            weights, made on the device.
-        shape: Shape of a published model, as qwen2.5-0.5b (a name in shapes.yaml). Unused with a
+        path: Directory, ORG/NAME on the Hub, or a name that `memsaver fetch` knows; null: random
+            weights, drawn on the device.
+        shape: Name of a published model's shape, such as qwen2.5-0.5b (shapes.yaml). Unused with a
             path.
-        config: Fields of a transformers config with its model_type; vocab_size is the tokenizer's
-            unless given. Unused with a path.
+        config: Fields of a transformers config, with its model_type. vocab_size defaults to the
+            tokenizer's. Unused with a path.
         dtype: Precision of the rollout and of the trainer's forward and backward passes.
-        fp32_router: Whether the routers of a mixture of experts compute in float32, on both sides.
+        fp32_router: Whether the routers of a mixture of experts compute in float32, in rollout and
+            trainer.
     """
 
     path: Annotated[str, Field(min_length=1)] | None = None
@@ -88,11 +89,11 @@ class ModelSection:
 
     @property
     def random_init(self) -> bool:
-        """True where the weights are random instead of a checkpoint's."""
+        """Return whether the weights are random instead of a checkpoint's."""
         return self.path is None
 
     def random_fields(self) -> dict[str, Any]:
-        """Return the config of the random model: its shape's fields, or those of the recipe."""
+        """Return the config fields of the random model, from `shape` or from `config`."""
         return dict(self.config or {}) if self.shape is None else dict(shapes()[self.shape])
 
 
@@ -100,27 +101,28 @@ class ModelSection:
 class EngineSection:
     """The rollout engine and its KV pool.
 
-    The pool's size follows from `kv_tokens` or `mem_fraction_static`. With neither, the pool holds
-    the requests that run together, within 0.9 of a GPU.
+    `kv_tokens` or `mem_fraction_static` sets the pool's size. With neither, the pool holds the
+    requests that run together, as far as weights and pool fit 0.9 of a GPU.
 
     Attributes:
-        kind: Which engine generates: memsaver's own, or the package of that name.
+        kind: Engine that generates: memsaver's own (native), or the package vllm or sglang.
         kv_tokens: Tokens of the KV pool on each device, a multiple of page_size.
-        mem_fraction_static: Share of a GPU's bytes for weights and KV pool, on each device.
-        page_size: Tokens of a page of the KV pool.
-        max_running: Requests that run together.
-        max_prefill_tokens: Prompt tokens of one step.
+        mem_fraction_static: Share of a GPU's memory for weights and KV pool, on each device.
+        page_size: Tokens in a page of the KV pool.
+        max_running: Largest number of requests that run together.
+        max_prefill_tokens: Largest number of prompt tokens in one step.
         sleep_level: 1 keeps the weights on the host; 2 discards them, and every wake-up syncs them.
-        cuda_graphs: Whether a GPU decodes by CUDA graphs.
-        kv_cache_dtype: What the pool stores; auto is model.dtype.
-        host_to_device_ratio: Host memory below the pool, in sizes of the pool; 0: none.
-        preemption: What happens, with host memory below the pool, to a sample that has to make
-            room.
+        cuda_graphs: Whether decoding on a GPU runs as CUDA graphs.
+        kv_cache_dtype: Precision of the KV pool; auto: model.dtype.
+        host_to_device_ratio: Size of the host tier below the KV pool, in multiples of the pool; 0:
+            no host tier.
+        preemption: With a host tier, how a sample makes room for others: its KV is swapped to the
+            host, or recomputed later.
         tensor_parallel_size: Devices that share one engine.
-        expert_parallel: Groups of each layer's experts, a divisor of tensor_parallel_size; 1: every
-            device has a part of every expert.
-        prefix_states: Prompts whose states are kept, of a model with linear layers; 0: none.
-        options: Further arguments of vLLM's or SGLang's engine, as attention_backend: triton.
+        expert_parallel: Groups into which each layer's experts are divided, a divisor of
+            tensor_parallel_size; 1: every device has a part of every expert.
+        prefix_states: Number of prompts whose states a model with linear layers keeps; 0: none.
+        options: Further arguments of vLLM's or SGLang's engine, such as attention_backend: triton.
     """
 
     kind: Literal["native", "vllm", "sglang"] = "native"
@@ -141,29 +143,30 @@ class EngineSection:
 
     @property
     def hosted(self) -> bool:
-        """True where another project's engine generates."""
+        """Return whether another project's engine generates."""
         return self.kind != "native"
 
 
 @section
 class TrainerSection:
-    """AdamW over all parameters.
+    """The trainer: AdamW over all parameters, or over the adapters of `lora`.
 
     Attributes:
         dtype: Precision of masters, gradients and moments; bfloat16 rounds small updates away.
-        learning_rate: Learning rate of AdamW; where it decays, of the first update.
-        lr_decay: Whether the rate falls linearly to 0 after the last of `steps`. Resumed with other
-            steps, it falls to 0 there, from the rate of the last update.
+        learning_rate: Learning rate of AdamW; with lr_decay, the rate of the first update.
+        lr_decay: Whether the rate falls linearly and reaches 0 after the last of `steps`. In a run
+            resumed with another `steps`, it falls to 0 there, from its last value.
         weight_decay: Decoupled weight decay.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         max_grad_norm: Norm to which larger gradients are scaled down.
         router_aux_loss_coef: Weight of the load-balance loss of a mixture of experts, over all
-            tokens of a micro batch; 0: none.
-        micro_batch_size: Sequences of a forward and backward pass, of the longest; of shorter ones
-            as many more as take no more tokens.
-        activation_checkpointing: What the backward pass computes again instead of keeping it.
-        threads: Threads of torch on the CPU; null: torch's own choice.
+            tokens of a micro batch; 0: no such loss.
+        micro_batch_size: Number of longest sequences in a forward and backward pass. A pass takes
+            more shorter sequences, up to the same number of tokens.
+        activation_checkpointing: What the backward pass recomputes: whole layers, their MLPs, or
+            nothing.
+        threads: CPU threads of torch; null: torch's own choice.
         optimizer_offload: Whether masters and moments lie in host memory and pass through the
             device in an update.
     """
@@ -184,12 +187,13 @@ class TrainerSection:
 
 @section
 class LoraSection:
-    """Adapters on a frozen base: base + alpha / rank * B A, merged while the weights are synced.
+    """Adapters on a frozen base: base + alpha / rank * B A, merged in the weight sync.
 
     Attributes:
-        rank: Rank of the adapters, a multiple of 8 for experts; 0: all parameters are trained.
-        alpha: Scale of the adapters: B A is added times alpha / rank.
-        target_modules: Layers with adapters; experts are those of a mixture, each its own.
+        rank: Rank of the adapters, a multiple of 8 for experts; 0: no adapters, all parameters are
+            trained.
+        alpha: Scale of the adapters: B A is multiplied by alpha / rank.
+        target_modules: Layers with adapters; experts: every expert of a mixture has its own.
     """
 
     rank: CountOrZero = 0
@@ -201,14 +205,14 @@ class LoraSection:
 
 @section
 class SamplingSection:
-    """Training samples; evaluation is greedy with the same max_tokens.
+    """Sampling of training answers; evaluation is greedy with the same max_tokens.
 
     Attributes:
         max_tokens: Tokens of the longest answer.
-        temperature: Sampling temperature. The engine computes none colder; greedy samples of one
-            prompt are alike and teach nothing.
-        top_k: Off: an update takes log-probabilities over the whole vocabulary.
-        top_p: Off: an update takes log-probabilities over the whole vocabulary.
+        temperature: Sampling temperature. Greedy samples (0) of one prompt would be alike and teach
+            nothing.
+        top_k: Always off: an update needs log-probabilities over the whole vocabulary.
+        top_p: Always off: an update needs log-probabilities over the whole vocabulary.
     """
 
     max_tokens: Count = 512
@@ -223,13 +227,13 @@ class GrpoSection:
 
     Attributes:
         prompts_per_step: Prompts of one step.
-        samples_per_prompt: Answers to each prompt; an advantage compares them.
+        samples_per_prompt: Answers to each prompt, whose rewards the advantages compare.
         normalize_std: Whether a group's centered rewards are divided by their standard deviation.
         clip_low: How far the ratio may fall below 1.
         clip_high: How far the ratio may rise above 1.
-        kl_coef: Weight of the KL divergence from the first weights, in the loss; 0: no reference
+        kl_coef: Weight of the KL divergence from the initial weights in the loss; 0: no reference
             model.
-        router_replay: Whether the trainer's tokens go to the experts that the engine chose.
+        router_replay: Whether the trainer routes tokens to the experts that the engine chose.
     """
 
     prompts_per_step: Count = 8
@@ -243,24 +247,24 @@ class GrpoSection:
 
 @section
 class PpoSection:
-    """One step of PPO: answers to some prompts, advantages by a critic (GAE), updates.
+    """One step of PPO: answers to some prompts, advantages from a critic (GAE), updates.
 
     Attributes:
         prompts_per_step: Prompts of one step.
         samples_per_prompt: Answers to each prompt.
-        epochs: Passes over the step's answers.
-        mini_batches: Updates of one pass.
+        epochs: Passes over the answers of a step.
+        mini_batches: Updates in one pass.
         gamma: Discount of later rewards.
         gae_lambda: Decay of generalized advantage estimation.
         normalize_advantages: Whether advantages are normalized over all tokens of the step.
         clip_low: How far the ratio may fall below 1.
         clip_high: How far the ratio may rise above 1.
-        kl_coef: Weight of the KL divergence from the first weights, in each token's reward; 0: no
+        kl_coef: Weight of the KL divergence from the initial weights in each token's reward; 0: no
             reference model.
         critic_learning_rate: Learning rate of the critic.
         value_clip: How far a value may move from the old one before its loss is clipped.
-        critic_warmup_steps: First steps, which train the critic only.
-        router_replay: Whether the policy's tokens go to the experts that the engine chose.
+        critic_warmup_steps: Number of first steps that train only the critic.
+        router_replay: Whether the policy routes tokens to the experts that the engine chose.
     """
 
     prompts_per_step: Count = 32
@@ -283,18 +287,19 @@ class PpoSection:
 class TaskSection:
     """Problems and their rewards. `toy` needs no download; `chain_sum` comes from reasoning-gym.
 
-    A task of one's own (`package.module:function`, see `recipes.tasks`) may read the other keys.
+    A custom task (`package.module:function`, see `recipes.tasks`) may read the other keys.
 
     Attributes:
-        name: Either toy, chain_sum, or package.module:function for a task of one's own.
+        name: Either toy, chain_sum, or package.module:function for a custom task.
         num_terms: Terms of a chain_sum.
         num_digits: Digits of each term of a chain_sum.
-        also_train_digits: Other numbers of digits of chain_sum; a step takes as many prompts of
-            each.
-        held_out_fraction: Share of the problems that are never trained on.
+        also_train_digits: Further numbers of digits of chain_sum to train on; a step has equally
+            many prompts of each.
+        held_out_fraction: Share of the problems that training never sees.
         partial_credit: Reward of a near miss, which never counts as an exact match.
-        system_prompt: Text before every question.
-        max_prompt_tokens: Problems with a longer prompt are left out, and counted; null: none is.
+        system_prompt: System turn before every question.
+        max_prompt_tokens: Longest prompt. Problems with longer prompts are left out and counted;
+            null: no limit.
     """
 
     name: Annotated[str, Field(pattern=r"^(toy|chain_sum|\w+(\.\w+)*:\w+)$", examples=["toy"])]
@@ -309,12 +314,12 @@ class TaskSection:
 
 @section
 class EvalSection:
-    """Greedy answers to held-out problems: at first, every `every` steps, and after the last.
+    """Greedy answers to held-out problems: at the start, every `every` steps and after the last.
 
     Attributes:
-        every: Steps between evaluations; 0: none.
-        problems: The most problems of one evaluation.
-        also_digits: Other numbers of digits of chain_sum, each evaluated the same way.
+        every: Steps between evaluations; 0: no evaluation.
+        problems: Largest number of problems in one evaluation.
+        also_digits: Further numbers of digits of chain_sum to evaluate, each on its own.
     """
 
     every: CountOrZero = 10
@@ -327,9 +332,9 @@ class CheckpointSection:
     """Checkpoints: every `every` steps, after the last step, and after an interrupted one.
 
     Attributes:
-        every: Steps between checkpoints; 0: none.
-        keep: Newest checkpoints that stay.
-        max_restarts: How often a run that lost an actor continues from its last checkpoint.
+        every: Steps between checkpoints; 0: no checkpoints.
+        keep: Number of newest checkpoints to keep.
+        max_restarts: How often a run that lost an actor restarts from its last checkpoint.
     """
 
     every: CountOrZero = 10
@@ -343,11 +348,11 @@ class CycleSection:
 
     Attributes:
         resident: Tags that stay on the device; auto: as many as the plan has room for.
-        overlap: Tags of the trainer that leave while the rollout generates and come back while the
-            policy scores; auto: where the plan has room.
-        alias: Whether the rollout serves the trainer's own pages; auto: where it can.
-        hand_over: Whether what leaves goes to the other side in place of the driver; auto: where
-            nothing leaves during work, and the plan says that it gains.
+        overlap: Tags of the trainer that leave during generation and come back while the policy
+            scores; auto: those for which the plan has room.
+        alias: Whether the rollout serves the trainer's own pages; auto: if it can.
+        hand_over: Whether memory that leaves goes to the other side instead of the driver; auto: if
+            no move is overlapped and the plan shows a gain.
     """
 
     resident: Literal["auto"] | list[Tag] = "auto"
@@ -357,22 +362,23 @@ class CycleSection:
 
     @property
     def named(self) -> list[Tag]:
-        """Tags that `resident` names; none of auto."""
+        """Return the tags that `resident` names; none for auto."""
         return [] if self.resident == "auto" else self.resident
 
 
 @section
 class ClusterSection:
-    """The devices: one trainer rank each, and engines of `engine.tensor_parallel_size` devices.
+    """The devices: each has a trainer rank; `engine.tensor_parallel_size` of them share an engine.
 
-    On the CPU a device is a pair of processes.
+    On a CPU, a device is a pair of processes.
 
     Attributes:
         nnodes: Machines.
         n_gpus_per_node: Devices of each machine.
-        gpu: Which GPU a plan is for where `memsaver plan` names none.
-        host_gib: Memory of a machine, for the plan; null: the plan does not look at it.
-        call_timeout: Seconds for one call of all actors; a stage of a large model may take longer.
+        gpu: GPU of the plan, unless `memsaver plan --gpu` names another.
+        host_gib: Memory of a machine in GiB, for the plan; null: the plan does not check it.
+        call_timeout: Timeout of one call of all actors, in seconds; raise it if a stage of a large
+            model takes longer.
     """
 
     nnodes: Count = 1
@@ -383,5 +389,5 @@ class ClusterSection:
 
     @property
     def size(self) -> int:
-        """Devices of all machines."""
+        """Return the number of devices of all machines."""
         return self.nnodes * self.n_gpus_per_node

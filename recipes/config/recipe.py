@@ -1,6 +1,6 @@
 """The whole recipe: its sections, its top-level keys, and the rules between keys.
 
-`recipes.setup.preparation` checks what takes the disk or the machine.
+Checks that need the disk or the machine are in `recipes.setup.preparation`.
 """
 
 import difflib
@@ -24,11 +24,15 @@ VLLM_COLDEST = 0.01
 
 
 Faults = Iterator[tuple[str, str] | tuple[str, str, str]]
-"""Key, broken rule and, unless the key's default helps, the remedy."""
+"""Key, broken rule and, unless the key's default is the remedy, the remedy."""
 
 
 class Contradiction(ValueError):
-    """Keys that do not go together. faults: the key and a line of each."""
+    """Rules between keys that a recipe breaks.
+
+    Attributes:
+        faults: A key and a line for each broken rule.
+    """
 
     def __init__(self, faults: list[tuple[str, str]]) -> None:
         self.faults = faults
@@ -37,14 +41,25 @@ class Contradiction(ValueError):
 
 @section
 class Recipe:
-    """One run of GRPO or PPO in which trainers and engines share their devices' memory.
+    """A run of GRPO or PPO in which trainers and engines share their devices' memory.
 
     Attributes:
+        model: The model of trainer and rollout.
+        task: Problems and rewards.
         steps: Steps of the run.
-        algorithm: Training algorithm, whose section of the recipe counts.
-        status: Whether the recipe has been run, or its memory was only planned.
-        driver: Either inprocess, for one device in the process of the command, or ray.
-        device: One of auto (cuda:0 where there is a GPU, else cpu), cpu, cuda and cuda:N.
+        algorithm: Training algorithm; the section of its name applies.
+        engine: The rollout engine and its KV pool.
+        trainer: The optimizer and the training step.
+        lora: Adapters.
+        sampling: Sampling of training answers.
+        grpo: A step of GRPO.
+        ppo: A step of PPO.
+        eval: Evaluations.
+        checkpoint: Checkpoints and restarts.
+        cycle: The hand-over between trainer and rollout.
+        cluster: The devices.
+        driver: Either inprocess (one device, in the process of the command) or ray (actors).
+        device: One of auto (cuda:0 if there is a GPU, else cpu), cpu, cuda and cuda:N.
         seed: Seed of prompts, samples and random weights.
     """
 
@@ -52,7 +67,6 @@ class Recipe:
     task: models.TaskSection
     steps: Annotated[int, Field(ge=1, examples=[3])]
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    status: Literal["run", "planned"] = "run"
     engine: models.EngineSection = Field(default_factory=models.EngineSection)
     trainer: models.TrainerSection = Field(default_factory=models.TrainerSection)
     lora: models.LoraSection = Field(default_factory=models.LoraSection)
@@ -69,44 +83,66 @@ class Recipe:
 
     @property
     def loop(self) -> models.GrpoSection | models.PpoSection:
-        """The section of the algorithm."""
+        """Return the section of the algorithm."""
         return self.grpo if self.algorithm == "grpo" else self.ppo
 
     def value(self, key: str) -> Any:
-        """Return the value of a full key, as `engine.kind`."""
+        """Return the value of a full key.
+
+        Args:
+            key: A key such as `engine.kind`.
+
+        Returns:
+            The value.
+        """
         return attrgetter(key)(self)
 
     def absent_tags(self) -> dict[Tag, str]:
-        """Return the tags that this recipe does not have, and the setting that each needs."""
+        """Return the tags that this recipe does not have.
+
+        Returns:
+            The setting that each tag needs, by tag.
+        """
         absent: dict[Tag, str] = {}
         if self.algorithm != "ppo":
             absent |= {"critic": "algorithm=ppo", "critic_optim": "algorithm=ppo"}
         if not self.loop.kl_coef:
             absent["reference"] = f"{self.algorithm}.kl_coef above 0"
-        elif self.lora.rank:  # the base of adapters is there already
+        elif self.lora.rank:  # The frozen base of the adapters is the reference.
             absent["reference"] = "lora.rank=0"
         if self.trainer.optimizer_offload:
             absent["optim"] = "trainer.optimizer_offload=false"
         return absent
 
     def resident_tags(self) -> list[Tag]:
-        """Return the tags that `cycle.resident` may name; aliased weights have no own pages."""
+        """Return the tags that `cycle.resident` may name; aliased weights have no pages to keep.
+
+        Returns:
+            The tags, the trainer's first.
+        """
         absent = {*self.absent_tags(), *(["weights"] if self.cycle.alias == "always" else [])}
         return [tag for tag in TAGS if tag not in absent]
 
     @model_validator(mode="after")
     def check_rules(self) -> Self:
-        """Raise a Contradiction that lists every rule between keys that this recipe breaks."""
+        """Check all rules between keys.
+
+        Returns:
+            The recipe itself, as pydantic requires.
+
+        Raises:
+            Contradiction: The recipe breaks a rule; every broken rule is listed.
+        """
         if faults := [self._line(*fault) for fault in self._faults()]:
             raise Contradiction(faults)
         return self
 
     def _line(self, key: str, rule: str, remedy: str = "") -> tuple[str, str]:
-        """Return a key and a line about it; the remedy is the default unless given."""
+        """Return a key and the line about it; the remedy defaults to the key's default value."""
         return key, f"{key}={shown(self.value(key))}: {rule}; {remedy or remedy_of(key)}"
 
     def _faults(self) -> Faults:
-        """Yield what each rule between keys has against this recipe."""
+        """Yield the rules between keys that this recipe breaks."""
         if self.model.random_init:
             yield from self._faults_of_random_model()
         yield from self._faults_of_engine()
@@ -121,7 +157,7 @@ class Recipe:
         shape, config = self.model.shape, self.model.config
         if self.task.name == "chain_sum":
             remedy = "set task.name=toy, or model.path=DIRECTORY"
-            yield "task.name", "a random model has no tokenizer for it", remedy
+            yield "task.name", "a random model has no tokenizer for this task", remedy
         if shape is None and config is None:
             remedy = "set model.path=DIRECTORY, or model.shape=qwen2.5-0.5b for random weights"
             yield "model.path", "no model is named", remedy
@@ -141,7 +177,7 @@ class Recipe:
         engine, tokens, page = self.engine, self.engine.kv_tokens, self.engine.page_size
         size = engine.tensor_parallel_size
         if engine.options is not None and not engine.hosted:
-            yield "engine.options", "are of engine.kind=vllm and sglang"
+            yield "engine.options", "need engine.kind=vllm or sglang"
         if tokens is not None and engine.mem_fraction_static is not None:
             remedy = "set engine.kv_tokens=null, or engine.mem_fraction_static=null"
             yield "engine.mem_fraction_static", f"excludes engine.kv_tokens={tokens}", remedy
@@ -160,7 +196,7 @@ class Recipe:
         if offload and self.trainer.dtype != "float32":
             yield "trainer.dtype", "trainer.optimizer_offload=true keeps float32 masters"
         if offload and rank:
-            rule = f"adapters are small, and lora.rank={rank}"
+            rule = f"is not needed for adapters, which are small (lora.rank={rank})"
             yield "trainer.optimizer_offload", rule
         if rank % 8 and "experts" in layers:
             rule = "must be a multiple of 8 for adapters of experts"
@@ -189,7 +225,7 @@ class Recipe:
             if also and task.name != "chain_sum":
                 yield key, f"is not defined for task.name={task.name}"
             elif len({digits, *also}) <= len(also):
-                yield key, f"must be different numbers, other than task.num_digits={digits}"
+                yield key, f"must be distinct numbers, without task.num_digits={digits}"
         if task.partial_credit and task.name == "chain_sum":
             yield "task.partial_credit", "is not defined for task.name=chain_sum"
 
@@ -204,36 +240,36 @@ class Recipe:
             yield "engine.tensor_parallel_size", rule
 
     def _faults_of_cycle(self) -> Faults:
-        """Refuse tags that are not there; which KV cache grows is asked when the model is there."""
+        """Refuse absent tags. Whether the KV cache can grow is checked once the model is known."""
         cycle, absent = self.cycle, self.absent_tags()
         overlap = [] if cycle.overlap == "auto" else cycle.overlap
         for key, named in (("cycle.resident", cycle.named), ("cycle.overlap", overlap)):
-            there = shown([tag for tag in named if tag not in absent])
+            present = shown([tag for tag in named if tag not in absent])
             for tag in (tag for tag in absent if tag in named):
-                yield key, f"{tag} is there with {absent[tag]} only", f"set {key}={there}"
+                yield key, f"{tag} exists only with {absent[tag]}", f"set {key}={present}"
         if overlap and cycle.hand_over == "always":
-            rule = f"is not for what leaves during work, cycle.overlap={shown(overlap)}"
+            rule = f"excludes cycle.overlap={shown(overlap)}"
             yield "cycle.hand_over", rule
 
     def _faults_of_hosted(self, name: str) -> Faults:
-        """Refuse what an engine as it comes cannot do, or would do to log-probabilities."""
-        native, kind = "is the native engine's", self.engine.kind
+        """Refuse settings that a hosted engine cannot follow, or that change log-probabilities."""
+        native, kind = "needs the native engine", self.engine.kind
         usual = {
-            "engine.mem_fraction_static": f"is not known beside {name}'s workspaces and graphs",
-            "engine.kv_cache_dtype": "was not tried",
+            "engine.mem_fraction_static": f"does not account for {name}'s workspaces and graphs",
+            "engine.kv_cache_dtype": "is untested",
             "engine.host_to_device_ratio": native,
             "model.fp32_router": native,
             f"{self.algorithm}.router_replay": native,
-            "cluster.nnodes": "takes several machines, and one was tried",
+            "cluster.nnodes": "is untested above one machine",
         }
         if kind == "sglang":
-            usual["engine.tensor_parallel_size"] = "puts SGLang's workers into their own processes"
-            usual["cluster.n_gpus_per_node"] = "takes several engines, and one was tried"
+            usual["engine.tensor_parallel_size"] = "puts SGLang's workers into separate processes"
+            usual["cluster.n_gpus_per_node"] = "is untested above one engine"
         faults = {key: rule for key, rule in usual.items() if self.value(key) != default_of(key)}
         if self.device == "cpu":
-            faults["device"] = f"is not for {name}'s kernels"
+            faults["device"] = f"cannot run {name}'s kernels"
         if self.cycle.alias == "always":
-            faults["cycle.alias"] = f"is not for weights that {name}'s buffers lie among"
+            faults["cycle.alias"] = f"excludes {name}, whose buffers lie among its weights"
         if self.cycle.overlap not in ("auto", []):
             faults["cycle.overlap"] = f"needs a KV cache that grows, and {name}'s does not"
         if kind == "vllm" and self.sampling.temperature < VLLM_COLDEST:
@@ -251,16 +287,16 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 FIELDS = dict(_fields())
-"""Declarations, by section (`engine`) and by full key (`engine.kind`)."""
+"""Fields of the dataclasses by section (`engine`) and by full key (`engine.kind`)."""
 
 
 def keys_of(section: str) -> list[str]:
-    """Return the full keys of a section, in order; of the top level for an empty name."""
+    """Return the full keys of a section in order; an empty name means the top level."""
     return [key for key in FIELDS if key.rpartition(".")[0] == section]
 
 
 def is_section(key: str) -> bool:
-    """Return whether a key, known or not, is that of a section."""
+    """Return whether a key, which may be unknown, names a section."""
     return key in FIELDS and is_dataclass(FIELDS[key].annotation)
 
 
@@ -270,7 +306,7 @@ def default_of(key: str) -> Any:
 
 
 def remedy_of(key: str) -> str:
-    """Return the words that set a key to a value that it takes: an example, or its default."""
+    """Return the setting of a key to a valid value: an example, or the default."""
     if is_section(key):
         return f"set {key}.KEY=VALUE"
     value = (FIELDS[key].examples or [default_of(key)])[0]
@@ -280,7 +316,7 @@ def remedy_of(key: str) -> str:
 def switching(
     recipe: Recipe, resident: Collection[str], overlap: Collection[str] = (), hand_over: bool = True
 ) -> Recipe:
-    """Return the recipe with its switch decided; what leaves during work is not handed over."""
+    """Return the recipe with its switch decided; overlapped moves exclude the hand-over."""
     decided: dict[str, Any] = {"resident": list(resident), "overlap": list(overlap)}
     decided["hand_over"] = "always" if hand_over and not overlap else "never"
     return replace(recipe, cycle=replace(recipe.cycle, **decided))

@@ -1,4 +1,4 @@
-"""The reference of all keys: Markdown for the docs, a JSON schema for editors."""
+"""Reference of all recipe keys: Markdown for the docs, a JSON schema for editors."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from recipes.errors import shown
 HEAD = """\
 # Recipe keys
 
-Printed by `memsaver keys`; `memsaver keys --schema` prints a JSON schema, by which editors complete
-and check YAML. How a recipe is run: [recipes and the command line](../recipes.md).
+`memsaver keys` prints this page. `memsaver keys --schema` prints a JSON schema, with which editors
+complete and check YAML. How to run a recipe: [recipes and the command line](../recipes.md).
 """
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -22,7 +22,7 @@ def schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """Return the page of all keys, a table for each section."""
+    """Return the page of all keys, with a table for each section."""
     recipe = schema()
     lines = [HEAD, *_table("", recipe)]
     for section in filter(is_section, FIELDS):

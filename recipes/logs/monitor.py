@@ -1,8 +1,9 @@
-"""Monitor of a run: seconds and memory of every stage, shown and written down as they come.
+"""Monitor of a run: times and memory of every stage, recorded and shown as it runs.
 
-In a stage each side's tags only come or only go. So a process's peak is what its tags held before
-or after, plus torch's own peak; the rest of the device's memory (contexts, libraries) stays as it
-is. Where one side's tags come while the other's go, they come into the pages that were freed.
+Within a stage, the tags of a side either only come or only go. So the peak of a process is the
+larger of its tags' bytes before and after the stage, plus torch's own peak. The rest of the
+device's memory (contexts, libraries) does not change. If the tags of one side come while those of
+the other go, they take the pages that become free.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from trainer_bridge.sync import SyncReceipt
 
 TakeUsage = Callable[[], Usage | None]
 MOVING = ("pause", "resume", "save", "prefetch")  # operations of a saver that move memory
-NOTABLE = 1e-3  # seconds of moves beside work that are worth a word
+NOTABLE = 1e-3  # seconds of overlapped moves that are shown
 OF_MODELS = {"kl_to_reference": "kl", "value_explained_variance": "critic explains"}
 
 
 class Peaks:
-    """Peak bytes by stage: of each process, of torch in it, of each tag, of the fullest device.
+    """Peak bytes of each stage: by process, by torch in it, by tag, and of the fullest device.
 
-    Processes are counted without contexts and libraries; "device_bytes" is None on the CPU.
+    Processes are counted without contexts and libraries. On a CPU, "device_bytes" is None.
     """
 
     def __init__(self) -> None:
@@ -44,37 +45,42 @@ class Peaks:
         self._before: dict[str, dict[str, int]] = {}
 
     def watch(self, owner: str, take_usage: TakeUsage) -> None:
-        """Read a process as `owner`: "trainer" or "rollout", with "[rank]" if there are several."""
+        """Register a process.
+
+        Args:
+            owner: Either "trainer" or "rollout", followed by "[rank]" if there are several.
+            take_usage: Returns the usage of the process.
+        """
         self._sources[owner] = take_usage
 
     def passed(self, stage: str) -> None:
-        """Read all processes at a stage's end; a stage that ran before keeps the larger figures."""
-        usages = {owner: take() for owner, take in self._sources.items()}
-        found = {owner: usage for owner, usage in usages.items() if usage is not None}
+        """Read all processes at the end of a stage; repeated stages keep the larger figures."""
+        readings = {owner: take() for owner, take in self._sources.items()}
+        usages = {owner: usage for owner, usage in readings.items() if usage is not None}
         tags: dict[str, int] = {}
         processes, torch = {}, {}
-        gone, waits = Counter[str](), Counter[str]()
-        for owner, usage in found.items():
+        freed, torch_extra = Counter[str](), Counter[str]()
+        for owner, usage in usages.items():
             before, place = self._before.get(owner, usage.tags), _place(owner)
             self._before[owner] = usage.tags
-            gone[place] += sum(before.values()) - sum(usage.tags.values())
-            waits[place] += usage.torch_peak_bytes - usage.torch_bytes
-            most = _larger(before, usage.tags)
-            tags |= {f"{tag}{place}": nbytes for tag, nbytes in most.items()}
+            freed[place] += sum(before.values()) - sum(usage.tags.values())
+            torch_extra[place] += usage.torch_peak_bytes - usage.torch_bytes
+            larger = _larger(before, usage.tags)
+            tags |= {f"{tag}{place}": nbytes for tag, nbytes in larger.items()}
             torch[owner] = usage.torch_peak_bytes
-            # Pages that leave the page pool for a tag count once.
+            # A page that moves from the page pool to a tag counts once.
             held = max(sum(before.values()), sum(usage.tags.values()))
             processes[owner] = held + usage.torch_peak_bytes
         entry = {
             "processes": processes,
             "torch": torch,
-            "device_bytes": _device(found, +gone + waits),
+            "device_bytes": _device(usages, +freed + torch_extra),
             "tags": tags,
         }
         self.stages[stage] = _merged(self.stages[stage], entry) if stage in self.stages else entry
 
     def take(self) -> dict[str, dict[str, Any]]:
-        """Return the stages since the last call."""
+        """Return and forget the stages since the last call."""
         stages, self.stages = self.stages, {}
         return stages
 
@@ -83,45 +89,56 @@ def _place(owner: str) -> str:
     return owner[owner.index("[") :] if "[" in owner else ""
 
 
-def _device(found: Mapping[str, Usage], more: Mapping[str, int]) -> int | None:
-    """Return the fullest device's bytes: used now, and what the stage held beyond that."""
+def _device(usages: Mapping[str, Usage], more: Mapping[str, int]) -> int | None:
+    """Return the fullest device's bytes: those used now plus those held earlier in the stage."""
     places: dict[str, int] = {}
-    for owner, usage in found.items():
+    for owner, usage in usages.items():
         if usage.device_used_bytes is not None:
             places[_place(owner)] = max(places.get(_place(owner), 0), usage.device_used_bytes)
     return max((used + more.get(place, 0) for place, used in places.items()), default=None)
 
 
-def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}}
+def _larger(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {key: max(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    devices = [entry["device_bytes"] for entry in (one, other) if entry["device_bytes"] is not None]
-    larger = {name: _larger(one[name], other[name]) for name in ("processes", "torch", "tags")}
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = [entry["device_bytes"] for entry in (first, second)]
+    devices = [nbytes for nbytes in sizes if nbytes is not None]
+    larger = {name: _larger(first[name], second[name]) for name in ("processes", "torch", "tags")}
     return {**larger, "device_bytes": max(devices, default=None)}
 
 
 class Monitor:
-    """Times the stages of a loop, collects memory, and passes both to the run's folder and view."""
+    """Recorder of a loop's stages and memory, which feeds the run's folder and its view.
+
+    Attributes:
+        folder: Folder of the run.
+        view: Display of the run.
+        seconds: Seconds of this step by stage.
+        memory: Committed bytes of this step by phase and tag.
+        peaks: Peak bytes by stage.
+        sync: Bytes and seconds of the newest weight sync.
+    """
 
     def __init__(self, folder: RunFolder, view: View) -> None:
         self.folder = folder
         self.view = view
-        self.seconds: dict[str, float] = {}  # of this step, by stage
-        self.memory: dict[str, dict[str, int]] = {}  # committed bytes by phase and tag
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, dict[str, int]] = {}
         self.peaks = Peaks()
-        self.sync: dict[str, float] = {}  # of the newest weight sync
+        self.sync: dict[str, float] = {}
         self._told_of_loss = False
         self._moves: list[tuple[float, float]] = []  # of this step
         self._switches: list[tuple[float, float]] = []
         self._sources: dict[str, Any] = {}
 
     def watch(self, owner: str, side: Any) -> None:
-        """Read memory and peaks of a trainer or engine as `owner`; see `Peaks.watch`.
+        """Register a trainer or an engine, whose memory and peaks are recorded.
 
         Args:
-            side: Has `report`, `drain_events` and `take_usage`.
+            owner: Its name, as in `Peaks.watch`.
+            side: An object with `report`, `drain_events` and `take_usage`.
         """
         self._sources[owner] = side
         self.peaks.watch(owner, side.take_usage)
@@ -139,7 +156,7 @@ class Monitor:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time one stage; raise its failure as a RunError that names it."""
+        """Time one stage and turn its failure into a RunError that names it."""
         with self.phase(name):
             start = time.time()
             try:
@@ -151,25 +168,25 @@ class Monitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Do the same for work that reports its own stages to `passed`."""
+        """Guard work that reports its own stages to `passed`, as `stage` does."""
         self.view.stage(name)
         try:
             yield
         except (RunError, RecipeError):
             raise
         except ScorerError as error:
-            raise RunError(name, str(error), self.folder.how_to_go_on()) from error
+            raise RunError(name, str(error), self.folder.how_to_continue()) from error
         except Exception as error:
             stage, cause = str(getattr(error, "stage", name)), getattr(error, "cause", None)
             if not isinstance(cause, BaseException):
                 cause = error
             kind = LostWorker if _lost_actor(cause) else RunError
             late = isinstance(cause, ActorTimeout)
-            hint = " (if it was at work: raise cluster.call_timeout)" if late else ""
+            hint = " (if it was still working: raise cluster.call_timeout)" if late else ""
             raise kind(stage, f"{type(cause).__name__}: {one_line(cause)}{hint}") from error
 
     def passed(self, name: str, start: float, end: float, *details: Any) -> None:
-        """Record a stage that succeeded; also the `on_stage` of `Cycle`."""
+        """Record a stage that succeeded; `Cycle` calls this as its `on_stage`."""
         self._timed(name, start, end)
         self.peaks.passed(name)
 
@@ -181,22 +198,24 @@ class Monitor:
         self.view.stage(name)
 
     def synced(self, receipt: SyncReceipt) -> None:
-        """Record bytes and seconds of this step's weight sync; warn once if rounding lost much."""
+        """Record this step's weight sync; warn once if rounding lost much of the adapters."""
         names = ["nbytes", "link_bytes", "seconds", "copy_seconds", "verify_seconds"]
         names += ["merge_error"] if receipt.merge_error is not None else []
         self.sync = {name: getattr(receipt, name) for name in names}
         if receipt.lossy and not self._told_of_loss:
             self._told_of_loss = True
             self.view.note(
-                f"version {receipt.version}: rounding took {receipt.merge_error:.0%} of what the "
-                "adapters add (sync.merge_error in metrics.jsonl), so the rollout lags behind the "
-                "policy; where that stays, raise trainer.learning_rate or set model.dtype=float32"
+                f"version {receipt.version}: rounding lost {receipt.merge_error:.0%} of the "
+                "adapters' contribution (sync.merge_error in metrics.jsonl), so the rollout lags "
+                "behind the policy; if that persists, raise trainer.learning_rate or set "
+                "model.dtype=float32"
             )
 
     def outside(self) -> int:
-        """Return the bytes used of the fullest device, by anyone, that lie on no planned tag.
+        """Return the bytes of the fullest device that lie outside of the planned tags.
 
-        Planned are the trainer's tags, and the engine's weights and KV cache.
+        Planned tags are the trainer's, and the engine's weights and KV cache. Bytes of other
+        processes count, too.
         """
         used, on_tags = Counter[str](), Counter[str]()
         for owner, side in self._sources.items():
@@ -210,7 +229,7 @@ class Monitor:
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds of this step in which memory moved outside of the switch's stages."""
+        """Return the seconds of this step in which memory moved outside of the switch's stages."""
         return _covered([*self._moves, *self._switches]) - _covered(self._switches)
 
     def row(self, row: dict[str, Any]) -> None:
@@ -218,9 +237,9 @@ class Monitor:
         self.view.row(row)
 
     def read_memory(self, phase: str) -> None:
-        """Take every owner's events, and its tags' bytes for the step's row, under `phase`.
+        """Collect the events of all owners and record the bytes of their tags under `phase`.
 
-        Of a tag on several devices, the fullest device's bytes count.
+        For a tag on several devices, the bytes of the fullest device count.
         """
         tags: dict[str, int] = {}
         for owner, side in self._sources.items():
@@ -234,19 +253,19 @@ class Monitor:
         self.memory[phase] = tags
 
     def close(self) -> None:
-        """Write trace and pictures and end the view; say what cannot be written, and why."""
-        self.view.stage("writing trace and pictures")
-        for what, write in (("trace", self.folder.write_trace), ("pictures", self.write_pictures)):
+        """Write trace and pictures and end the view; note in it what cannot be written."""
+        self.view.stage("writing files")
+        for name, write in (("trace", self.folder.write_trace), ("pictures", self.write_pictures)):
             try:
                 write()
             except ImportError as error:
-                self.view.note(f"no {what}: {error}; run: pip install 'memsaver[plots]'")
-            except OSError as error:  # The run has perhaps failed of the same cause.
-                self.view.note(f"no {what}: {one_line(error)}")
+                self.view.note(f"no {name}: {error}; run: pip install 'memsaver[plots]'")
+            except OSError as error:  # The run may have failed for the same reason.
+                self.view.note(f"no {name}: {one_line(error)}")
         self.view.close()
 
     def write_pictures(self) -> None:
-        """Draw the run's pictures into its folder."""
+        """Write the run's pictures into its folder."""
         from recipes.logs.pictures import write_pictures
 
         write_pictures(self.folder.run, self.folder.path)
@@ -262,18 +281,18 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _lost_actor(cause: BaseException) -> bool:
-    """Return whether an actor died after it had started, directly or behind a rank's error."""
+    """Return whether an actor died after its start, also if a rank's error wraps the cause."""
     if isinstance(cause, RankFailed):
         cause = cause.error
     return isinstance(cause, ActorError) and cause.method != "__init__"
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Return one line about a row of metrics.jsonl."""
+    """Return one line about a row of metrics.jsonl, with figures separated by bars."""
     if row["kind"] == "eval":
-        first, *others = match_names([row]).items()
+        first, *further = match_names([row]).items()
         result = f"{row['exact_match']:.3f} of {row['problems']}"
-        result += "".join(f", {name} {row[key]:.3f}" for key, name in others)
+        result += "".join(f", {name} {row[key]:.3f}" for key, name in further)
         return f"{first[1]} exact match {result} after {row['step']} updates"
     spread, dead = row.get("reward_std"), row.get("groups_without_signal")
     parts = [
@@ -288,12 +307,12 @@ def describe(row: Mapping[str, Any]) -> str:
         f"switch {switch_seconds(row):.3f} s",
     ]
     if (hidden := row.get("hidden_seconds", 0.0)) >= NOTABLE:
-        parts[-1] += f" and {hidden:.3f} s beside work"
+        parts[-1] += f" and {hidden:.3f} s overlapped"
     return " | ".join(parts)
 
 
 class View:
-    """Show nothing: the view of a dry run, and the base of the others."""
+    """Display of a run that shows nothing; base class of the other displays."""
 
     def note(self, text: str) -> None:
         """Show a line."""
@@ -305,11 +324,11 @@ class View:
         """Show a row of metrics.jsonl."""
 
     def close(self) -> None:
-        """End the view; only lines can follow."""
+        """End the live display; `note` still works."""
 
 
 class ProgressView(View):
-    """One line per row, and below them, in a terminal, a bar with the stage that runs."""
+    """Display with a line for each row and, in a terminal, a bar with the current stage."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         console = console or Console()
@@ -319,11 +338,11 @@ class ProgressView(View):
             progress.BarColumn(bar_width=10),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(),
-            # The last column wraps where a terminal is narrow, and all others stay whole.
+            # In a narrow terminal, only this last column wraps.
             progress.TextColumn("{task.fields[newest]}", markup=False, table_column=Column()),
             console=console,
             disable=not console.is_interactive,
-            speed_estimate_period=3600.0,  # A step may take many minutes.
+            speed_estimate_period=3600.0,  # seconds; a step may take many minutes
         )
         self._task = self._progress.add_task("starting", total=steps, newest="")
         self._progress.start()
@@ -343,7 +362,19 @@ class ProgressView(View):
         self._progress.update(self._task, completed=row["step"], newest=newest)
         left = self._progress.tasks[0].time_remaining
         eta = "" if left is None else f" | ETA {datetime.timedelta(seconds=round(left))}"
-        self.note(f"step {row['step']}/{self._steps}: {describe(row)}{eta}")
+        self._figures(f"step {row['step']}/{self._steps}: {describe(row)}{eta}")
+
+    def _figures(self, text: str) -> None:
+        """Print figures separated by bars; in a terminal, break the line between figures only."""
+        console = self._progress.console
+        first, *figures = text.split(" | ")
+        lines = [first]
+        for figure in figures:
+            if console.is_terminal and len(f"{lines[-1]} | {figure}") > console.width:
+                lines.append(f"  {figure}")
+            else:
+                lines[-1] += f" | {figure}"
+        self.note("\n".join(lines))
 
     def close(self) -> None:
         self._progress.stop()

@@ -1,7 +1,7 @@
-"""The pictures of a run, drawn by matplotlib: as PNG in its folder, as SVG in its report.
+"""Pictures of a run, drawn by matplotlib: as PNG in its folder, as SVG in its report.
 
-Areas differ by hatch and curves by line style as well as by color, for prints in grey and for
-readers who do not tell the colors apart. A function returns None if the run has nothing to draw.
+Areas differ by color and hatch, curves by color and line style, so they can be told apart in gray
+prints and without color vision. A function returns None if the run has nothing to draw.
 """
 
 import base64
@@ -27,7 +27,7 @@ from trainer_bridge.tags import TRAINER_TAGS
 MIB, GIB = 2**20, 2**30
 WIDTH = 7.4  # inches
 LANE = 0.2  # inches
-# The palette of Okabe and Ito, "Color Universal Design" (2008).
+# Palette of Okabe and Ito, "Color Universal Design" (2008).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#999999")
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
 DASHES = ("-", "--", "-.", ":") * 2
@@ -47,7 +47,7 @@ STYLE: Any = {
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the color and hatch of each name's area: a tag's own, or the next after all tags'."""
+    """Return color and hatch of each name's area; names of tags always look the same."""
     names = set(names)
     ordered = [*TAGS, *sorted(names - set(TAGS))]
     return {
@@ -62,20 +62,20 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def write_pictures(run: Run, folder: Path) -> None:
-    """Write reward.png and memory.png, as far as there is something to draw."""
+    """Write reward.png and memory.png if the run has data for them."""
     for name, draw in (("reward", draw_reward), ("memory", draw_memory)):
         if (figure := draw(run)) is not None:
             save_picture(figure, folder / f"{name}.png")
 
 
 def save_picture(figure: Figure, file: Path, **style: Any) -> None:
-    """Write a picture, as a whole, in the format of the file's ending or PNG."""
+    """Write a picture atomically, in the format of the file's suffix or as PNG."""
     with replaced(file) as partial, matplotlib.rc_context(STYLE):
         figure.savefig(partial, dpi=130, format=file.suffix[1:] or "png", **style)
 
 
 def data_uri(picture: Figure | bytes | None) -> str:
-    """Return a figure as SVG, or a PNG, for an HTML page that needs no other file."""
+    """Return a figure (as SVG) or a PNG as a data URI for an HTML page."""
     if isinstance(picture, Figure):
         buffer = io.BytesIO()
         with matplotlib.rc_context(STYLE):
@@ -86,7 +86,7 @@ def data_uri(picture: Figure | bytes | None) -> str:
 
 @matplotlib.rc_context(STYLE)
 def draw_reward(run: Run) -> Figure | None:
-    """Draw reward and exact match, and below them the log-probability mismatch, over steps."""
+    """Draw reward and exact match over steps, and the log-prob mismatch below them."""
     if not run.rows:
         return None
     figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
@@ -106,7 +106,7 @@ def draw_reward(run: Run) -> Figure | None:
 
 @matplotlib.rc_context(STYLE)
 def draw_memory(run: Run) -> Figure | None:
-    """Draw the stages of one step, and below them each tag's bytes, of the first device."""
+    """Draw the stages of one step, and the bytes of each tag on the first device below them."""
     step = run.one_step()
     if step is None:
         return None
@@ -117,10 +117,10 @@ def draw_memory(run: Run) -> Figure | None:
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=heights)
     for kind, look in looks(KINDS).items():
-        mine = [span for span in spans if kind_of(span.name) == kind]
-        rows = [lanes.index(span.name) for span in mine]
-        lengths = [span.end - span.begin for span in mine]
-        starts = [span.begin - step.begin for span in mine]
+        own_spans = [span for span in spans if kind_of(span.name) == kind]
+        rows = [lanes.index(span.name) for span in own_spans]
+        lengths = [span.end - span.begin for span in own_spans]
+        starts = [span.begin - step.begin for span in own_spans]
         above.barh(rows, lengths, left=starts, label=kind, linewidth=0.5, **look)
     above.set_yticks(range(len(lanes)), lanes)
     above.invert_yaxis()
@@ -134,15 +134,15 @@ def draw_memory(run: Run) -> Figure | None:
 
 
 def _draw_tags(axes: Axes, events: Sequence[Event], begin: float, end: float) -> None:
-    """Stack the committed bytes of each tag between two times; dashed, the host's backups."""
+    """Draw the committed bytes of each tag as a stack, and backups on the host as a dashed line."""
     times = [begin, *(event.time for event in events if begin < event.time < end), end]
     committed, backup = {}, np.zeros(len(times))
     tags = looks(event.tag for event in events)
     for tag in tags:
-        mine = [event for event in events if event.tag == tag]
-        newest = np.searchsorted([event.time for event in mine], times, side="right")
-        committed[tag] = np.array([0, *(event.committed_bytes for event in mine)])[newest]
-        backup += np.array([0, *(event.backup_bytes for event in mine)])[newest]
+        own_events = [event for event in events if event.tag == tag]
+        newest = np.searchsorted([event.time for event in own_events], times, side="right")
+        committed[tag] = np.array([0, *(event.committed_bytes for event in own_events)])[newest]
+        backup += np.array([0, *(event.backup_bytes for event in own_events)])[newest]
     largest = max([*sum(committed.values(), np.zeros(len(times))), *backup])
     unit, name = (GIB, "GiB") if largest >= 4 * GIB else (MIB, "MiB")
     seconds = [time - begin for time in times]
@@ -160,7 +160,7 @@ def _draw_tags(axes: Axes, events: Sequence[Event], begin: float, end: float) ->
 def _curve(
     axes: Axes, rows: Sequence[Row], key: str, label: str, above: float = -math.inf, **style: Any
 ) -> None:
-    """Draw a line over steps, through the rows that have the key and a value `above` this one."""
+    """Draw a line over steps through the rows whose value of the key exceeds `above`."""
     points = [(row["step"], row[key]) for row in rows if row.get(key, above) > above]
     if points:
         style = {"marker": "o" if len(points) == 1 else None, **style}

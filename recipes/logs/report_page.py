@@ -1,4 +1,4 @@
-"""`memsaver report RUN [--out FILE.html]`: one HTML page about a run, from its folder alone."""
+"""The command `memsaver report`: one HTML page about a run, from its folder alone."""
 
 import json
 import statistics
@@ -16,19 +16,26 @@ from recipes.errors import RecipeError, one_line, writable
 from recipes.logs.run_folder import Row, Run, match_names, switch_seconds, whole_rows
 
 TEMPLATE = Path(__file__).with_name("page.html")
-DEVICE = "device"  # among the measured: everything on it, whoever holds it
-WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be off the measured peak, and may be under it
+DEVICE = "device"  # name of the whole device among measured processes
+WITHIN, UNDER = 3.0, 1.0  # percent that a plan may be above and below the measured peak
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write one HTML page about the run in `run_dir` and return its path (report.html there).
+    """Write one HTML page about a run.
 
-    The page needs no other file and no network. For a run that was killed it shows what there is
-    and says what is missing.
+    The page needs no other file and no network. For an unfinished run it shows the available data
+    and names what is missing.
+
+    Args:
+        run_dir: Folder of the run.
+        out: File to write; None: report.html in the folder.
+
+    Returns:
+        The file.
 
     Raises:
-        RecipeError: There is no run, the page cannot be written, or matplotlib or jinja2 is
-            missing.
+        RecipeError: The folder holds no run, the file cannot be written, or matplotlib or jinja2
+            is missing.
     """
     if not (run_dir / "recipe.yaml").is_file():
         rule = "holds no run (no recipe.yaml); give the folder that memsaver run printed"
@@ -73,12 +80,12 @@ def render_page(path: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a file of a run; empty if the run did not write it."""
+    """Return the content of a JSON file, or an empty mapping if it does not exist."""
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def key_figures(run: Run) -> dict[str, str]:
-    """Return a run's most important figures by name, as far as they are known."""
+    """Return the available key figures of a run by name."""
     figures = {}
     if rewards := [row["reward"] for row in run.train("reward")]:
         figures["reward, first and last step"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
@@ -95,7 +102,7 @@ def key_figures(run: Run) -> dict[str, str]:
         figures |= {
             "step, median": f"{median('step_seconds'):.2f} s",
             "switch, median": f"{statistics.median(switches):.3f} s, {share:.1%} of the step",
-            "moved beside work, median": f"{median('hidden_seconds'):.3f} s",
+            "overlapped moves, median": f"{median('hidden_seconds'):.3f} s",
             "tokens per second, median": f"{median('tokens_per_second'):,.0f}",
             "log-probability mismatch, median": f"{median('mismatch_mean'):.1e}",
         }
@@ -103,7 +110,7 @@ def key_figures(run: Run) -> dict[str, str]:
 
 
 def longest_stages(run: Run, count: int = 16) -> list[tuple[str, str, str]]:
-    """Return the stages that take longest: name, median seconds, and share of all steps."""
+    """Return the longest stages: name, median seconds, and share of all steps."""
     rows = run.train("stages", "step_seconds")
     spent: dict[str, list[float]] = {}
     for stage, seconds in chain.from_iterable(row["stages"].items() for row in rows):
@@ -117,20 +124,21 @@ def longest_stages(run: Run, count: int = 16) -> list[tuple[str, str, str]]:
 
 
 def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return a row for each stage's fullest device and each process; none without plan or peaks.
+    """Compare the plan with measured peaks, for each stage's fullest device and its processes.
 
     Returns:
-        Stage or process, planned bytes, measured bytes, difference, and ✓ or ✗.
+        Rows of stage or process, planned bytes, measured bytes, difference, and ✓ or ✗. The list
+        is empty without a plan or without peaks.
     """
     peaks = measured_peaks(rows)
     cells: list[tuple[str, ...]] = []
     for entry in [entry for entry in plan.get("stages", ()) if entry["stage"] in peaks]:
         sides, measured = entry["device_bytes"], peaks[entry["stage"]]
-        device = entry.get("used_bytes") or sum(sides.values())  # used: with contexts
-        of = measured.get(DEVICE)
-        cells.append((entry["stage"], *_compared(device, of)))
+        device = entry.get("used_bytes") or sum(sides.values())  # used_bytes include contexts
+        whole = measured.get(DEVICE)
+        cells.append((entry["stage"], *_compared(device, whole)))
         for side, nbytes in sides.items():
-            cells.append((f"– {side}", *_compared(nbytes, measured.get(side), of)))
+            cells.append((f"– {side}", *_compared(nbytes, measured.get(side), whole)))
     if cells and (outside := plan.get("outside")):
         sizes = outside["assumed"], outside["measured"], plan.get("gpu_bytes")
         cells.append(("outside of tags, at the start", *_compared(*sizes)))
@@ -138,34 +146,38 @@ def planned_and_measured(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[t
 
 
 def measured_peaks(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """Return, by stage, the most bytes of all rows: of a device (DEVICE) and each side's process.
+    """Return the largest bytes of all rows by stage, for the device (DEVICE) and each process.
 
-    A stage that only the first of several steps had, before there was an update, is left out.
+    A stage that only the first of several steps has is left out, because the first step runs before
+    any update.
     """
-    found: dict[str, dict[str, int]] = {}
+    peaks: dict[str, dict[str, int]] = {}
     steps = [row["peaks"] for row in rows if "peaks" in row]
     for stage in set().union(*(steps[1:] or steps)):
-        largest = found.setdefault(stage, {})
+        largest = peaks.setdefault(stage, {})
         for peak in [step[stage] for step in steps if stage in step]:
             for owner, nbytes in {DEVICE: peak["device_bytes"], **peak["processes"]}.items():
                 side = owner.partition("[")[0]
-                if nbytes is not None:  # The CPU has no figure of the whole device.
+                if nbytes is not None:  # A CPU has no figure for the whole device.
                     largest[side] = max(largest.get(side, 0), nbytes)
-    return found
+    return peaks
 
 
 def _compared(
-    planned: int, measured: int | None, of: int | None = None
+    planned: int, measured: int | None, whole: int | None = None
 ) -> tuple[str, str, str, str]:
-    """Compare two sizes.
+    """Format two sizes, their difference and a judgment.
 
     Args:
-        of: What the difference is judged by; an idle process holds next to nothing.
+        planned: Planned bytes.
+        measured: Measured bytes.
+        whole: Bytes that the judgment relates the difference to, because an idle process holds
+            next to nothing; None: the measured bytes.
     """
     if not measured:
         unknown = "not measured" if measured is None else format_bytes(0)
         return format_bytes(planned), unknown, "–", "" if measured is None or not planned else "✗"
     off = 100 * (planned - measured) / measured
-    judged = 100 * (planned - measured) / (of or measured)
+    judged = 100 * (planned - measured) / (whole or measured)
     sign = "✓" if -UNDER <= judged <= WITHIN else "✗"
     return format_bytes(planned), format_bytes(measured), f"{off:+.1f} %", sign

@@ -1,17 +1,18 @@
-"""The folder of one run, and the record in it: what was asked, what came out, where to continue.
+"""Folder of a run, and the record of the run in it.
 
-recipe.yaml     the recipe as resolved, readable by `load`
-metrics.jsonl   one line per step (kind "train") and per evaluation (kind "eval"), flushed at once
-trace.json      stages and memory as a Chrome trace (ui.perfetto.dev)
-environment.json  date, host, GPUs and versions
-outside.json    bytes outside of all tags at the start, with another project's engine
-reward.png, memory.png
-restarts.jsonl  one line per restart after the loss of a worker
-checkpoints/step_N/ and checkpoints/latest, a file that holds the name of the newest complete one
-model/          config and tokenizer of a random model, where the recipe makes one
-.lock           locked while a run is at work in the folder
+    recipe.yaml         the resolved recipe, which `load` reads
+    metrics.jsonl       a line for each step (kind "train") and evaluation (kind "eval")
+    trace.json          stages and memory as a Chrome trace (ui.perfetto.dev)
+    environment.json    date, host, GPUs and versions
+    outside.json        with a hosted engine, bytes outside of all tags at the start
+    reward.png, memory.png
+    restarts.jsonl      a line for each restart after the loss of a worker
+    checkpoints/step_N/
+    checkpoints/latest  name of the newest complete checkpoint
+    model/              config and tokenizer of a random model
+    .lock               locked while a run uses the folder
 
-A file that is replaced is replaced as a whole, and is on the disk then.
+Rows are flushed immediately. Other files are replaced atomically and synced to disk.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from trainer_bridge.training import read_values
 
 LOCK = ".lock"
 OUTSIDE = "outside.json"
-STAGES = "stages"  # the process of a trace that holds stages and steps
+STAGES = "stages"  # process of a trace for stages and steps
 PACKAGES = ("memsaver", "torch", "triton", "ray", "transformers")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of a file system without locks
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from a file system without locks
 _OTHER_MATCHES = "exact_match_"  # prefix of an evaluation's further exact matches
 
 Row = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """A stage or a whole step ("step N"), in seconds of `time.time()`."""
+    """A stage or a whole step ("step N"), with its times in seconds of `time.time()`."""
 
     name: str
     begin: float
@@ -67,7 +68,13 @@ class Span(NamedTuple):
 
 @dataclass(kw_only=True)
 class Run:
-    """The record of one run: rows of metrics.jsonl, spans, and memory events by owner."""
+    """Record of a run.
+
+    Attributes:
+        rows: Rows of metrics.jsonl.
+        spans: Stages and steps.
+        events: Memory events by owner.
+    """
 
     rows: list[Row] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -78,12 +85,12 @@ class Run:
         return [row for row in self.rows if row["kind"] == "eval"]
 
     def train(self, *keys: str) -> list[Row]:
-        """Return the rows of training steps that have all of these keys."""
+        """Return the rows of training steps that have a value for every given key."""
         rows = [row for row in self.rows if row["kind"] == "train"]
         return [row for row in rows if None not in map(row.get, keys)]
 
     def one_step(self) -> Span | None:
-        """Return the last step, if possible one without evaluation and checkpoint."""
+        """Return the last step without evaluation and checkpoint, or else the last step."""
         steps = [span for span in self.spans if span.is_step]
         extra = [span for span in self.spans if span.name in ("evaluate", "save_checkpoint")]
         for step in reversed(steps):
@@ -93,22 +100,22 @@ class Run:
 
 
 def kind_of(stage: str) -> str:
-    """Return who works in a stage: "rollout", "train", or "switch" while memory changes hands."""
+    """Return the side that works in a stage ("rollout", "train"), or "switch" for moves."""
     if stage in ("generate_sequences", "evaluate"):
         return "rollout"
     return "train" if stage.startswith(("compute_", "update_", "save_")) else "switch"
 
 
 def switch_seconds(row: Mapping[str, Any]) -> float:
-    """Return the seconds of a step in which memory changed hands, the weight sync included."""
+    """Return the seconds of a step in stages that switch sides, including the weight sync."""
     stages = row.get("stages", {}).items()
     return sum(seconds for stage, seconds in stages if kind_of(stage) == "switch")
 
 
 def match_names(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the keys of the evaluations' exact matches and their names ("2 digits").
+    """Return the names ("2 digits") of the evaluations' exact matches by key.
 
-    A kind of problem that no training prompt had is "untrained"; rows of older runs do not say.
+    A kind of problem that is not trained on is named "untrained". Rows of older runs lack this.
     """
     names = {"exact_match": "held-out"}
     for row in rows:
@@ -120,7 +127,7 @@ def match_names(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def whole_rows(file: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl; a killed run may leave half a line, which is skipped."""
+    """Return the rows of a metrics.jsonl; skip the half line that a killed run may leave."""
     rows = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError):
@@ -130,15 +137,18 @@ def whole_rows(file: Path) -> list[Row]:
 
 @contextlib.contextmanager
 def new_folder(path: Path | None, recipe: str) -> Iterator[Path]:
-    """Make and lock the folder of a new run; remove it if the run fails before its first files.
+    """Create and lock the folder of a new run; remove it if the run fails before its first files.
 
     Args:
-        path: The folder. None makes one below runs/, named after the recipe and the time, and
-            numbered if that name is taken.
-        recipe: The recipe's name.
+        path: The folder. None: a new one under runs/, named after the recipe and the time, with a
+            number if that name is taken.
+        recipe: Name of the recipe.
+
+    Yields:
+        The folder.
 
     Raises:
-        RecipeError: The folder is there and not empty, or cannot be made.
+        RecipeError: The folder is not empty, cannot be created, or is in a Ray job's working_dir.
     """
     if path is not None and any(part.startswith("_ray_pkg_") for part in path.absolute().parts):
         rule = "is in a job's working_dir, which Ray deletes"
@@ -159,12 +169,12 @@ def _make_numbered(recipe: str) -> Path:
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-    raise AssertionError("numbers do not end")
+    raise AssertionError("itertools.count ended")
 
 
 def _make(path: Path) -> Path:
     with contextlib.suppress(OSError):
-        path.rmdir()  # An empty folder is replaced by one that is certainly ours.
+        path.rmdir()  # Replace an empty folder, so that its owner is this user.
     try:
         path.mkdir(parents=True)
     except OSError as error:
@@ -177,23 +187,23 @@ def _make(path: Path) -> Path:
 
 @contextlib.contextmanager
 def at_work(path: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, so that no other process runs in it.
+    """Lock a run's folder inside the block.
 
     Raises:
-        RecipeError: A run is at work in the folder, it cannot be written, or it belongs to another
-            user, who could have prepared it to redirect writes.
+        RecipeError: Another run uses the folder, it cannot be written, or it belongs to another
+            user, who could redirect writes by links.
     """
     with contextlib.ExitStack() as stack:
         try:
             if (owner := path.stat().st_uid) != os.geteuid():
-                whose = f"belongs to user {owner}, not to {os.geteuid()}"
-                raise RecipeError(f"{path}: {whose}; give another folder; nothing was written")
+                rule = f"belongs to user {owner}, not to {os.geteuid()}"
+                raise RecipeError(f"{path}: {rule}; give another folder; nothing was written")
             lock = stack.enter_context(open(path / LOCK, "a", opener=_open_itself))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), (path / LOCK).stat()):
-                raise BlockingIOError  # another run has removed the folder, and a third one made it
+                raise BlockingIOError  # The folder was removed and created again meanwhile.
         except BlockingIOError:
-            rule = "a run is at work in it; wait, or give another folder"
+            rule = "another run uses it; wait, or give another folder"
             raise RecipeError(f"{path}: {rule}") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -202,17 +212,23 @@ def at_work(path: Path) -> Iterator[None]:
 
 
 def _open_itself(file: str | Path, flags: int) -> int:
-    """Open a file, as an opener of `open`, but follow no link that somebody has put there."""
+    """Open a file without following a symbolic link; for `open(opener=...)`."""
     return os.open(file, flags | os.O_NOFOLLOW, 0o644)
 
 
 class RunFolder:
-    """Owner of the files above. The run is kept in memory too, for the trace and the pictures."""
+    """Owner of the files of a run, with the run's record in memory for trace and pictures.
+
+    Attributes:
+        path: The folder.
+        run: The record of this session and of the rows before it.
+        place: Progress of the run in words, such as "in step 3".
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run = Run()
-        self.place = "while it was set up"  # how far the run is, for `standing`
+        self.place = "during setup"
         self._latest = path / "checkpoints" / "latest"
 
     @classmethod
@@ -227,9 +243,9 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """Cut an earlier run back to its last checkpoint, or to its start if there is none yet.
+        """Cut an earlier run back to its last checkpoint, or to its start if it has none.
 
-        Later rows are dropped; the trace of the session that ended is kept under another name.
+        Later rows are dropped. The trace of the previous session is kept under another name.
         """
         folder = cls(path)
         with folder.writing("the run's folder"):
@@ -247,9 +263,9 @@ class RunFolder:
         for name in ("trace.json", "memory.png", "environment.json"):
             file = self.path / name
             if file.exists():
-                names = (f"{file.stem}-until-step-{step}-{n}" for n in itertools.count(1))
-                files = (file.with_stem(stem) for stem in names)
-                file.rename(next(free for free in files if not free.exists()))
+                stems = (f"{file.stem}-until-step-{step}-{n}" for n in itertools.count(1))
+                targets = (file.with_stem(stem) for stem in stems)
+                file.rename(next(target for target in targets if not target.exists()))
 
     def evaluated(self, step: int) -> bool:
         """Return whether metrics.jsonl has an evaluation after `step` updates."""
@@ -266,17 +282,17 @@ class RunFolder:
         self._append("metrics.jsonl", row)
 
     def add_restart(self, number: int, cause: str) -> None:
-        """Record that the run restarts for the `number`-th time, from its last checkpoint."""
+        """Record a restart from the last checkpoint, with its number and its cause."""
         restart = {"time": time.time(), "restart": number, "after_step": self.done, "cause": cause}
         self._append("restarts.jsonl", restart)
 
     def write_outside(self, nbytes: int) -> None:
-        """Record what `Monitor.outside` measured when this session began."""
+        """Record the bytes outside of tags (`Monitor.outside`) at the start of this session."""
         with self.writing(OUTSIDE):
             replace_text(self.path / OUTSIDE, json.dumps({"bytes": nbytes}) + "\n")
 
     def outside(self) -> int | None:
-        """Return what the newest session measured; None without one."""
+        """Return the bytes outside of tags that the newest session measured, if any."""
         file = self.path / OUTSIDE
         return json.loads(file.read_text())["bytes"] if file.is_file() else None
 
@@ -286,35 +302,35 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Raise a `RunError` if the disk takes no more inside, or a file cannot be read."""
+        """Turn an OSError inside the block, also of a rank, into a `RunError` with a remedy."""
         try:
             yield
         except (OSError, RankFailed) as failed:
             error = failed.error if isinstance(failed, RankFailed) else failed
             if not isinstance(error, OSError):
                 raise
-            mend = "make room there" if error.errno in FULL else "mend that"
-            remedy = f"{mend}, then {self.how_to_go_on()}"
+            repair = "free disk space" if error.errno in FULL else "correct that"
+            remedy = f"{repair}, then {self.how_to_continue()}"
             raise RunError(f"writing {what}", one_line(failed), remedy) from failed
 
     @property
     def done(self) -> int:
-        """Updates in the newest complete checkpoint; 0 if there is none yet."""
+        """Return the number of updates in the newest complete checkpoint; 0 without one."""
         if not self.has_checkpoint():
             return 0
         return int(self.last_checkpoint().name.removeprefix("step_"))
 
     def standing(self) -> str:
-        """Return how far the run came, what is saved of it, and how to go on, for a message."""
+        """Return the run's progress, its last checkpoint and how to continue, for a message."""
         saved = f"; checkpoint of step {self.done} saved" if self.has_checkpoint() else ""
-        return f"{self.place}{saved}; {self.how_to_go_on()}"
+        return f"{self.place}{saved}; {self.how_to_continue()}"
 
     def has_checkpoint(self) -> bool:
         return self._latest.is_file()
 
-    def how_to_go_on(self) -> str:
+    def how_to_continue(self) -> str:
         if self.has_checkpoint():
-            return f"go on with: memsaver run --resume {shlex.quote(str(self.path.absolute()))}"
+            return f"continue with: memsaver run --resume {shlex.quote(str(self.path.absolute()))}"
         return "start again: there is no checkpoint yet"
 
     def last_checkpoint(self) -> Path:
@@ -324,10 +340,10 @@ class RunFolder:
         return self._latest.parent / self._latest.read_text().strip()
 
     def checkpoint_values(self) -> dict[str, Any]:
-        """Return what the last checkpoint holds besides the trainer's own values."""
+        """Return the values that the run added to its last checkpoint."""
         values: dict[str, Any] = {}
         checkpoint = str(self.last_checkpoint())
-        with contextlib.suppress(ValueError):  # Loading the checkpoint reports what is wrong.
+        with contextlib.suppress(ValueError):  # Loading the checkpoint reports the fault.
             values = read_values(checkpoint)["extra"]
         return values
 
@@ -335,12 +351,14 @@ class RunFolder:
         """Save a checkpoint and delete all but the `keep` newest.
 
         Args:
-            write: Makes the folder that it is given, as a whole or not at all.
+            step: Number of updates done.
+            keep: Number of newest checkpoints to keep.
+            write: Creates the folder that it is given, complete or not at all.
         """
         folder = self.path.resolve() / "checkpoints"
         with self.writing(f"the checkpoint of step {step}"):
             folder.mkdir(exist_ok=True)
-            for partial in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+            for partial in folder.glob("step_*.partial"):  # left by a run killed while saving
                 shutil.rmtree(partial)
             write(folder / f"step_{step}")
             replace_text(folder / "latest", f"step_{step}\n")
@@ -363,7 +381,7 @@ class RunFolder:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return date, host, GPUs and package versions of this process, without a CUDA context."""
+    """Return date, host, GPUs and package versions without creating a CUDA context."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -379,7 +397,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Return name, memory and driver of each GPU; nothing if no driver answers."""
+    """Return name, memory and driver of each GPU; an empty list if no driver answers."""
     query = "--query-gpu=name,memory.total,driver_version"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:

@@ -1,1 +1,1 @@
-"""Reckons what a recipe takes, in bytes, by stage, process, GPU and host, before it is run."""
+"""Plan the bytes that a recipe takes, by stage, process, GPU and host, before it runs."""

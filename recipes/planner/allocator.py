@@ -1,10 +1,9 @@
-"""A model of torch's caching allocator: how much it takes of the driver for a sequence of
-allocations.
+"""Model of torch's caching allocator: the memory it takes from the driver for given allocations.
 
-`CachingAllocator` serves a request from the smallest cached block that holds it, splits off what is
-left, joins free neighbours, and takes a new segment where no block is large enough; streams share
-nothing.
-Source: c10/cuda/CUDACachingAllocator.
+`CachingAllocator` serves a request from the smallest cached block that is large enough and splits
+off the rest. It joins adjacent free blocks, and takes a new segment if no block is large enough.
+Streams share no blocks.
+The rules are those of c10/cuda/CUDACachingAllocator.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from memsaver.ops.layout import round_up
 
 MIB = 1 << 20
 _BLOCK = 512
-_SMALL = 1 * MIB  # requests up to it share segments of 2 MiB
+_SMALL = 1 * MIB  # Requests of up to this size share segments of 2 MiB.
 _SMALL_SEGMENT = 2 * MIB
-_MIDDLE = 10 * MIB  # requests below it share segments of 20 MiB
+_MIDDLE = 10 * MIB  # Requests below this size share segments of 20 MiB.
 _MIDDLE_SEGMENT = 20 * MIB
-_ROUND = 2 * MIB  # of a larger request's own segment
+_ROUND = 2 * MIB  # Segments of larger requests are multiples of this size.
 
 
 @dataclass(eq=False, slots=True)
@@ -37,18 +36,23 @@ class _CachedBlock:
 
 @dataclass
 class CachingAllocator:
-    """`reserved`: bytes held of the driver. `peak`: the most of them since `reset_peak`."""
+    """An allocator without memory, which only counts.
+
+    Attributes:
+        reserved: Bytes taken from the driver.
+        peak: The largest `reserved` since `reset_peak`.
+    """
 
     reserved: int = 0
     peak: int = 0
-    # (size, segment, start), sorted.
+    # Sorted (size, segment, start) of free blocks, by pool.
     _cached: dict[Hashable, list[tuple[int, int, int]]] = field(default_factory=dict)
     _at: dict[tuple[int, int], _CachedBlock] = field(default_factory=dict)
     _live: dict[Hashable, _CachedBlock] = field(default_factory=dict)
     _segments: int = 0
 
     def allocate(self, key: Hashable, nbytes: int, stream: Hashable = 0) -> None:
-        """key: to name the allocation by in `free`. stream: of the work that asks for it."""
+        """Allocate a block on a stream; `key` names it for `free`."""
         size = max(_BLOCK, round_up(nbytes, _BLOCK))
         pool = (stream, size <= _SMALL)
         block = self._best(pool, size) or self._new_segment(pool, size)
@@ -71,7 +75,7 @@ class CachingAllocator:
         return key in self._live
 
     def empty_cache(self) -> None:
-        """Segments without a living block go back to the driver."""
+        """Return the segments without a live block to the driver."""
         for pool, cached in self._cached.items():
             resident = []
             for entry in cached:

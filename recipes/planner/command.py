@@ -1,4 +1,4 @@
-"""`memsaver plan`: prints a plan as a table, draws it, and writes it where it is wanted."""
+"""The command `memsaver plan`: plan a recipe, print the plan, draw it and write it to a run."""
 
 import contextlib
 import json
@@ -34,16 +34,17 @@ from recipes.setup.preparation import (
     with_alias_decided,
 )
 from recipes.tasks import make_task
+from rollout.tag_names import TAGS as ENGINE_TAGS
 
 
 def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) -> int:
-    """Exit status: 0, or 3 where it does not fit.
+    """Plan a recipe, print the plan, and return the exit status: 0 if it fits, else 3.
 
-    options: `memsaver plan`'s. picture: a PNG to draw. into: a run folder that gets plan.json.
+    The option `picture` names a PNG to draw, and `into` the folder of a run that gets plan.json.
     """
     picture, into, prompt = options.picture, options.into, options.prompt_tokens
     if prompt is not None and prompt < 1:
-        raise RecipeError(f"--prompt-tokens {prompt}: must be at least 1; leave it away")
+        raise RecipeError(f"--prompt-tokens {prompt}: must be at least 1; leave it out")
     if into is not None and not (into / "recipe.yaml").is_file():
         raise RecipeError(f"--into {into}: holds no run (no recipe.yaml); give the folder of a run")
     recipe, name = load(recipe_path, overrides), find_recipe(recipe_path).stem
@@ -58,7 +59,7 @@ def plan_recipe(recipe_path: str, overrides: Sequence[str], options: Namespace) 
     if into is not None:
         with writable(f"--into {into}"):
             replace_text(into / "plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
-        hint = f"look at it beside what was measured: memsaver report {into}"
+        hint = f"compare it with the measurements: memsaver report {into}"
         print(f"written: {into / 'plan.json'}; {hint}")
     return 0 if plan.fits else DOES_NOT_FIT
 
@@ -74,8 +75,18 @@ def plan_of(
 ) -> MemoryPlan:
     """Plan a recipe with its own model and longest prompt, and try the remedies.
 
-    A model that is not on this machine yet has the shape that the recipe names beside it, and
-    prompts are guessed. outside: as of `planning`.
+    If the model is not on this machine, the plan takes `model.shape` and guesses the prompt length.
+
+    Args:
+        recipe: The recipe.
+        name: Title of the plan.
+        gpu: GPU to plan for, as `placed` takes it; None: that of the recipe's cluster.
+        staged: Whether only the weights wake before the sync, and the rest of the engine after it.
+        prompt: Tokens of the longest prompt, in place of the task's.
+        outside: Bytes outside of tags, as in `planning`.
+
+    Raises:
+        RecipeError: The recipe cannot be planned.
     """
     recipe, card = placed(recipe, gpu)
     with contextlib.ExitStack() as stack:
@@ -100,31 +111,31 @@ def plan_of(
 
 
 def unplanned(cycle: CycleSection, *lines: str) -> Switch:
-    """Returns what the keys say by themselves: nothing stays or is handed over by auto."""
+    """Return the switch that the keys of `cycle` name; auto keeps and hands over nothing."""
     overlap = [] if cycle.overlap == "auto" else cycle.overlap
     return Switch(cycle.named, overlap, cycle.hand_over == "always", 0.0, lines)
 
 
-PATIENCE = 300.0  # seconds that a run waits for its plan: some ten times what the largest take
+PATIENCE = 300.0  # seconds that a run waits for its plan; the largest plans take about 30
 
 
 def plan_apart(
     run_dir: Path, total: int, cycle: CycleSection, patience: float = PATIENCE
 ) -> Switch:
-    """Plan the run in `run_dir` in a process of its own, and return its switch, whose lines say
-    what does not fit.
+    """Plan a run in a separate process and return its switch.
 
-    plan.json stays in the folder. Without a plan nothing is decided by auto, and the line says why.
+    The process writes plan.json into the run's folder. The lines of the switch name every shortage.
+    If no plan can be made, auto decides nothing, and a line gives the reason.
 
     Args:
-        run_dir: Holds the recipe.
+        run_dir: Folder with the run's recipe.yaml.
         total: Bytes of its GPU.
-        cycle: Of the recipe, with alias decided.
+        cycle: The recipe's cycle section, with alias decided.
         patience: Seconds to wait for the plan.
     """
     words = [str(run_dir / "recipe.yaml"), f"cycle.alias={cycle.alias}", "--gpu", str(total)]
     try:
-        # -P: a folder `recipes` where the run was started is not ours
+        # -P: do not import a package `recipes` from the working directory.
         done = subprocess.run(
             [sys.executable, "-P", "-m", "recipes.cli", "plan", *words, "--into", str(run_dir)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
@@ -136,8 +147,8 @@ def plan_apart(
     except subprocess.TimeoutExpired:
         return _without_plan(cycle, f"it took more than {patience:g} s")
     if done.returncode not in (0, DOES_NOT_FIT):
-        said = done.stderr.strip().splitlines()
-        return _without_plan(cycle, said[-1] if said else f"exit status {done.returncode}")
+        lines = done.stderr.strip().splitlines()
+        return _without_plan(cycle, lines[-1] if lines else f"exit status {done.returncode}")
     plan = json.loads((run_dir / "plan.json").read_text())
     switch = Switch(**plan["switch"])
     return switch._replace(lines=[*switch.lines, *map(unfit, plan["needs"])])
@@ -149,21 +160,27 @@ def _without_plan(cycle: CycleSection, why: str) -> Switch:
 
 
 def unfit(need: str) -> str:
-    """Return the line that says so."""
+    """Return the line that reports a shortage."""
     return f"does not fit: {need}"
 
 
-_WIDTH = 132  # of a table that goes to no terminal
+_WIDTH = 132  # columns of output that goes to no terminal
 
 
 def print_plan(plan: MemoryPlan, console: Console | None = None) -> None:
-    """One row a stage, then what holds of the whole."""
+    """Print a table with a row for each stage, then the lines that hold for the whole step."""
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
-    table = _table(plan)
-    if _width_of(table) > console.width:
-        table = _table(plan, narrow=True)
-    table.width = _width_of(table)  # a terminal that is too narrow wraps it, and no number is cut
+    tables = (
+        _table(plan, _parts(plan), bars=True),
+        _table(plan, _parts(plan)),
+        _table(plan, _sums(plan)),
+    )
+    table = next((table for table in tables if _width_of(table) <= console.width), tables[-1])
+    table.width = _width_of(table)  # A narrower terminal wraps the table; no number is cut.
     console.print(table, crop=False)
+    if table is tables[-1]:
+        tags = f"; {_width_of(tables[1])} columns show every tag"
+        console.print(f"trainer, engine: sums over their tags{tags}", style="dim", highlight=False)
     many = "" if plan.devices == 1 else f", each of {plan.devices} alike"
     console.print(f"GPU: {plan.gpu.name}, {format_bytes(plan.gpu.total)}{many}", highlight=False)
     room = "" if plan.host_room is None else f", of {format_bytes(int(plan.host_room))} it may be"
@@ -188,19 +205,19 @@ def _width_of(table: Table) -> int:
     return Console(width=1000).measure(table).maximum
 
 
-def _table(plan: MemoryPlan, narrow: bool = False) -> Table:
-    """A column a tag; torch's own of all processes together. narrow: headings in several lines, and
-    no bars.
+def _table(plan: MemoryPlan, parts: dict[str, list[float]], bars: bool = False) -> Table:
+    """Build a table with a row for each stage and a column for each part (GiB by stage).
+
+    With bars, headings stay on one line.
     """
     table = Table(
         title=f"{plan.name}: GiB of the fullest GPU", title_justify="left", box=None, pad_edge=False
     )
-    parts = _parts(plan)
     table.add_column("stage", no_wrap=True)
-    if not narrow:
+    if bars:
         table.add_column("", no_wrap=True)
     for name in ("GPU", *parts, "host"):
-        heading = name.replace("_", "\n") if narrow else name
+        heading = name if bars else name.replace("_", "\n")
         table.add_column(heading, justify="right", no_wrap=True)
     for place, stage in enumerate(plan.stages):
         over = stage.device_bytes > plan.room
@@ -208,7 +225,7 @@ def _table(plan: MemoryPlan, narrow: bool = False) -> Table:
         bar = Bar(plan.gpu.total, 0, stage.device_bytes, width=12, color=colour)
         table.add_row(
             stage.stage,
-            *([] if narrow else [bar]),
+            *([bar] if bars else []),
             Text(f"{stage.device_bytes / GIB:.2f}", style="bold red" if over else "bold"),
             *(f"{values[place]:.2f}" if values[place] else "-" for values in parts.values()),
             f"{stage.host / GIB:.2f}" if stage.host else "-",
@@ -217,7 +234,7 @@ def _table(plan: MemoryPlan, narrow: bool = False) -> Table:
 
 
 def draw_plan(plan: MemoryPlan, file: Path) -> None:
-    """One bar a stage: tags, torch's own and contexts stacked; the line is the GPU's end."""
+    """Draw a stacked bar for each stage (tags, torch, contexts) and a line at the GPU's size."""
     from matplotlib.figure import Figure
 
     from recipes.logs.pictures import looks, save_picture
@@ -239,7 +256,7 @@ def draw_plan(plan: MemoryPlan, file: Path) -> None:
 
 
 def _parts(plan: MemoryPlan) -> dict[str, list[float]]:
-    """GiB of each stage: every tag, what torch holds besides, and contexts."""
+    """Return GiB of each stage: of every tag, of torch in all processes, and of contexts."""
     parts: dict[str, list[float]] = {}
     tags = chain.from_iterable(stage.tags.items() for stage in plan.stages)
     for tag in dict.fromkeys(tag for tag, nbytes in tags if nbytes):
@@ -247,3 +264,13 @@ def _parts(plan: MemoryPlan) -> dict[str, list[float]]:
     parts["torch"] = [sum(stage.torch.values()) / GIB for stage in plan.stages]
     parts["contexts"] = [stage.contexts / GIB for stage in plan.stages]
     return parts
+
+
+def _sums(plan: MemoryPlan) -> dict[str, list[float]]:
+    """Return `_parts` with one sum for the trainer's tags and one for the engine's."""
+    parts = _parts(plan)
+    sums = {"trainer": [0.0] * len(plan.stages), "engine": [0.0] * len(plan.stages)}
+    for name in [*parts][:-2]:
+        side = "engine" if name in ENGINE_TAGS else "trainer"
+        sums[side] = [sum(pair) for pair in zip(sums[side], parts[name], strict=True)]
+    return {**sums, "torch": parts["torch"], "contexts": parts["contexts"]}

@@ -1,9 +1,8 @@
-"""A step of a recipe's own loop, trainer and cycle on tensors that take no memory.
+"""Dry run: a step of the recipe's own loop, trainer and cycle on tensors without memory.
 
-So the stages are the cycle's, the order is the loop's, and what the trainer keeps is what its model
-keeps; only the rollout is arithmetic (`recipes.planner.tracing`). One rank of the real number, its
-collectives moving nothing; two micro batches of the largest sequences, since more of them do not
-take more memory.
+Stages, order and the trainer's memory are those of the real code; only the rollout is computed
+(`recipes.planner.tracing`). The run is one rank of the real number, and its collectives move
+nothing. It has two micro batches of the longest sequences, because more take no more memory.
 """
 
 import contextlib
@@ -53,14 +52,20 @@ from trainer_bridge.trainer import Trainer
 from trainer_bridge.training import Runtime
 
 Stages = dict[str, dict[str, Any]]
-"""As `Peaks` has them."""
+"""Peaks by stage, as in `recipes.logs.monitor.Peaks`."""
 _Result = TypeVar("_Result")
-_BUILD = "build"  # of the trainer
-_SPARE = 1 << 30  # bytes that what comes back beside the answers leaves free (`Offloader`)
+_BUILD = "build"  # key of the trainer's construction
+_SPARE = 1 << 30  # bytes that an overlapped reload leaves free (`Offloader`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedSetup(Setup):
+    """A setup whose prompts have a length and no content.
+
+    Attributes:
+        prompt_tokens: Tokens of every prompt.
+    """
+
     prompt_tokens: int
 
     def prompt_ids(self, problem: Problem) -> list[int]:
@@ -69,9 +74,12 @@ class PlannedSetup(Setup):
 
 @dataclasses.dataclass(kw_only=True)
 class PlannedRuntime(Runtime):
-    """One rank of `mesh`, with tensors that have a size and no content.
+    """Runtime of one rank, whose tensors have a size and no content.
 
-    It shares its batch with nobody: the planned batch is this rank's share already.
+    Its world has one rank, because the planned batch is already the share of one rank.
+
+    Attributes:
+        planned: The device on which it allocates.
     """
 
     planned: PlannedDevice
@@ -82,7 +90,7 @@ class PlannedRuntime(Runtime):
     packed_attention: str | None = PACKED_ATTENTION
 
     def make_buffers(self, model: nn.Module) -> None:
-        """Makes buffers of any content."""
+        """Create the model's buffers with arbitrary content."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_meta:
@@ -90,15 +98,15 @@ class PlannedRuntime(Runtime):
                     setattr(module, name, empty)
 
     def digest(self, model: nn.Module) -> str:
-        """Return nothing: the weights have no content."""
+        """Return an empty digest, because the weights have no content."""
         return ""
 
     def draw_weights(self, model: nn.Module, *how: Any) -> None:
-        """Drawing takes long, and the weights have no content."""
+        """Skip drawing, because the weights have no content."""
 
     def host_memory(self, nbytes: int) -> Tensor:
         self.planned.host_bytes += nbytes
-        with self.planned.placing(CachingAllocator()):  # none of the device's
+        with self.planned.placing(CachingAllocator()):  # not on the device
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def empty_cache(self) -> None:
@@ -109,12 +117,16 @@ class PlannedRuntime(Runtime):
 
 
 class PlannedTrainer(Trainer):
-    """A trainer whose offloads and reloads take no time. A sync reads shards and writes elsewhere,
-    so it takes nothing of the device.
+    """A trainer whose offloads and reloads take no time and whose sync takes no memory.
 
-    What leaves beside the answers has left when they are there. What comes back beside the answers
-    is then there, too, if the device has room for it; what comes back beside scores is there at
-    once.
+    Tags that leave during generation have left when it ends. Tags that come back during generation
+    are back when it ends, if the device has room for them. Tags that come back during scoring are
+    back immediately.
+
+    Attributes:
+        saver: The planned saver.
+        room: Bytes of the device for both sides.
+        handed_over: Tags that went to the other side.
     """
 
     saver: PlannedSaver  # type: ignore[assignment]
@@ -124,10 +136,10 @@ class PlannedTrainer(Trainer):
     _returning: tuple[str, ...] = ()
 
     def begin(self, handed_over: set[HandedOver]) -> None:
-        """Hold what a new trainer holds.
+        """Return to the state of a new trainer.
 
         Args:
-            handed_over: Gets what goes to the other side.
+            handed_over: Set to which tags that go to the other side are added.
         """
         self.handed_over = handed_over
         self._offloader.reload()
@@ -172,12 +184,12 @@ class PlannedTrainer(Trainer):
             super().reload(*tags)
 
     def end_overlap(self) -> None:
-        """Complete what was begun beside the answers."""
+        """Complete the moves that began during generation."""
         if self._leaving:
             super().offload(*self._leaving)
-        coming = sum(map(self.saver.sizes().__getitem__, self._returning))
+        needed = sum(map(self.saver.sizes().__getitem__, self._returning))
         used = self.saver.usage().device_used_bytes or 0
-        if self._returning and used + coming + _SPARE <= self.room:
+        if self._returning and used + needed + _SPARE <= self.room:
             super().reload(*self._returning)
         self._leaving = self._returning = ()
 
@@ -189,13 +201,13 @@ class PlannedTrainer(Trainer):
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """Bytes of a step after the first.
+    """Bytes of a step that is not the first.
 
     Attributes:
-        stages: Peaks by stage, as `Peaks` has them.
+        stages: Peaks by stage.
         tags: Bytes of the trainer's tags while they have memory.
-        host: Bytes that the trainer holds on the host all the time.
-        handed_over: Bytes of a step that go to the other side.
+        host: Bytes that the trainer always holds on the host.
+        handed_over: Bytes that go to the other side in a step.
     """
 
     stages: Stages
@@ -213,15 +225,15 @@ def dry_run(
     room: int,
     staged: bool = True,
 ) -> DryRun:
-    """Run a step of the recipe, and return what a later one takes.
+    """Run a step of the recipe and return the memory of a later step.
 
     Args:
-        recipe: Its switch is decided; all else is as when the trainer was made.
-        engine: Bytes of the other side.
-        setup: As `planned_trainer` has it.
-        trainer: As `planned_trainer` has it, perhaps after another run.
-        room: Bytes of a device for both sides.
-        staged: See `PlannedRollout`.
+        recipe: A recipe with a decided switch; its other keys are those of the trainer.
+        engine: Sizes of the engine.
+        setup: Setup from `planned_trainer`.
+        trainer: Trainer from `planned_trainer`, also after other runs.
+        room: Bytes of the device for both sides.
+        staged: Whether only the weights wake before the sync, as in `PlannedRollout`.
     """
     rollout, saver = PlannedRollout(engine, staged), trainer.saver
     saver.used_by_peer = lambda: used_bytes(rollout.usage())
@@ -230,20 +242,22 @@ def dry_run(
     monitor = Monitor(RunFolder(setup.model_dir), View())
     monitor.peaks.watch("trainer", saver.take_usage)
     monitor.peaks.watch("rollout", rollout.take_usage)
-    served = cast(Rollout, rollout)  # but for the methods of a sync
+    served = cast(Rollout, rollout)  # It lacks the methods of a sync, which are never called.
     cycle = Cycle(trainer, served, on_stage=monitor.passed, **cycle_arguments(recipe))
     make_loop = LOOPS[recipe.algorithm]
     loop = make_loop(setup=setup, trainer=trainer, rollout=served, cycle=cycle, monitor=monitor)
     stages = _of_a_later_step(loop, saver.planned)
     sizes = saver.sizes()
-    both = Counter(sizes | engine.tags)  # of an optimizer on the host the tag is empty
-    pairs = [(map(both.__getitem__, tags), both[into]) for tags, into in rollout.handed_over]
+    all_sizes = Counter(sizes | engine.tags)  # 0 for the tag of an optimizer on the host
+    pairs = [
+        (map(all_sizes.__getitem__, tags), all_sizes[into]) for tags, into in rollout.handed_over
+    ]
     handed_over = sum(min(sum(given), taken) for given, taken in pairs)
     return DryRun(stages, sizes, saver.planned.host_bytes, handed_over)
 
 
 def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
-    """Return the peaks of a step that finds in torch's cache what the step before left there."""
+    """Return the peaks of a step that begins with the previous step's blocks in torch's cache."""
     peaks, begun = loop.monitor.peaks, device.emptied
     peaks.passed("build")
     peaks.take()
@@ -251,9 +265,11 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
     stages, emptied, left = peaks.take(), device.emptied, device.allocator.reserved
     loop.to_rollout(2)
     stages |= peaks.take()
-    if device.emptied > emptied:  # both steps began without a cache
+    if (
+        device.emptied > emptied
+    ):  # The cache was emptied before the second step, as before the first.
         return stages
-    if emptied == begun:  # the cache only grows
+    if emptied == begun:  # The cache was never emptied, so it only grows.
         return {name: _with_cache(peak, left) for name, peak in stages.items()}
     loop.to_train()
     loop.train_step(2)
@@ -261,7 +277,7 @@ def _of_a_later_step(loop: Loop, device: PlannedDevice) -> Stages:
 
 
 def _with_cache(peak: dict[str, Any], cached: int) -> dict[str, Any]:
-    """Return a stage's peak in a trainer whose torch holds at least `cached` bytes."""
+    """Return a stage's peak if torch holds at least `cached` bytes in the trainer."""
     more = max(0, cached - peak["torch"]["trainer"])
     grown = {
         name: peak[name] | {"trainer": peak[name]["trainer"] + more}
@@ -272,7 +288,7 @@ def _with_cache(peak: dict[str, Any], cached: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep garbage collection from what is already there: it would take a third of the time."""
+    """Exclude existing objects from garbage collection, which would take a third of the time."""
     gc.collect()
     gc.freeze()
     try:
@@ -285,13 +301,16 @@ def _frozen() -> Iterator[None]:
 def planned_trainer(
     recipe: Recipe, fields: dict[str, Any], *, prompt_tokens: int, workspace_bytes: int
 ) -> Iterator[tuple[PlannedSetup, PlannedTrainer]]:
-    """Make the recipe's trainer, alive inside the block, for runs with any switch.
+    """Build the recipe's trainer on a planned device, for dry runs with any switch.
 
     Args:
-        recipe: What is asked for.
-        fields: The model's config.
-        prompt_tokens: Of every prompt.
-        workspace_bytes: See `PlannedDevice`.
+        recipe: The recipe.
+        fields: Fields of the model's config.
+        prompt_tokens: Tokens of every prompt.
+        workspace_bytes: Workspace of cuBLAS, as in `PlannedDevice`.
+
+    Yields:
+        A setup and the trainer, which live inside the block.
     """
     device = PlannedDevice(workspace_bytes)
     with (
@@ -306,19 +325,19 @@ def planned_trainer(
         config = trainer_config(setup)
         config = dataclasses.replace(config, threads=None, random_init=True, leaving=())
         runtime = PlannedRuntime(mesh=mesh, planned=device)
-        # as far as a trainer without a layout needs one
+        # It has the methods that a trainer without a layout needs.
         saver = cast(MemorySaver, PlannedSaver(device))
         yield setup, device.once(_BUILD, lambda: PlannedTrainer(config, saver, runtime=runtime))
 
 
 @contextlib.contextmanager
 def _alone_among(world: int) -> Iterator[DeviceMesh]:
-    """Make a mesh of `world` ranks in which nobody else is."""
+    """Build a mesh of `world` ranks of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         rule = "a plan needs a process without a torch.distributed process group"
-        raise ValueError(f"{rule}; end it, or plan elsewhere")
+        raise ValueError(f"{rule}; destroy the group, or plan in another process")
     register_attention()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
@@ -328,11 +347,11 @@ def _alone_among(world: int) -> Iterator[DeviceMesh]:
 
 
 def _setup(recipe: Recipe, tokenizer: Any, folder: Path, prompt_tokens: int) -> PlannedSetup:
-    of_a_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
-    answers = min(2 * recipe.trainer.micro_batch_size, math.ceil(of_a_step / recipe.cluster.size))
+    per_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
+    answers = min(2 * recipe.trainer.micro_batch_size, math.ceil(per_step / recipe.cluster.size))
     group = 2 if recipe.algorithm == "grpo" else 1
     loop, prompts = recipe.loop, max(1, math.ceil(answers / group))
-    if isinstance(loop, PpoSection):  # first, for fewer answers may not do for its mini batches
+    if isinstance(loop, PpoSection):  # First, because fewer answers may not fill its mini batches.
         loop = dataclasses.replace(loop, epochs=1, mini_batches=1, critic_warmup_steps=0)
     loop = dataclasses.replace(loop, prompts_per_step=prompts, samples_per_prompt=group)
     fields: dict[str, Any] = {recipe.algorithm: loop}

@@ -1,5 +1,7 @@
-"""`planning`: what a recipe takes at every stage, whether that fits, and what to change if not;
-`plan_switch` decides what stays on the device over the switch: the cheapest choice that fits.
+"""Memory plans: the bytes of every stage, whether they fit, and what to change if not.
+
+`planning` plans a recipe whose switch is decided. `plan_switch` decides which tags stay on the
+device over the switch: it takes the cheapest choice that fits.
 """
 
 import contextlib
@@ -28,20 +30,27 @@ from recipes.setup.preparation import check_context, pool_fault, request_tokens
 from rollout.tag_names import KV_CACHE, WEIGHTS
 from trainer_bridge.tags import ADAPTERS, CRITIC_OPTIM, MODELS, OPTIM, PARAMS, TRAINED
 
-GUESSED_PROMPT = 64  # tokens, where the tokenizer is not at hand
-PROCESS_HOST = 2 * GIB  # of a process's own: interpreter, libraries, CUDA
-# Of a GPU: what the driver has not cleared yet, and what torch cannot use of a segment.
+GUESSED_PROMPT = 64  # tokens of a prompt without a tokenizer at hand
+PROCESS_HOST = 2 * GIB  # host memory of a process itself: interpreter, libraries, CUDA
+# Bytes of a GPU left free for memory that the driver has not cleared and torch cannot use.
 _SPARE = 256 * MIB
-_WORTH = 0.01  # of a shortage: what is less is no remedy
-_SAID = 3  # ways out of a shortage, at most
+_WORTH = 0.01  # share of a shortage that a change must be able to free
+_MOST_WAYS = 3  # largest number of remedies that are tried out and named
 _LARGER = "take more or larger GPUs (--gpu)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The most in one stage, in bytes. used: of the device, without contexts. processes: tags and
-    torch's own, by owner, each at its most; tags, torch: the parts of it. contexts: of both
-    processes. host: saved content on one machine.
+    """Peak bytes of one stage.
+
+    Attributes:
+        stage: Name of the stage.
+        used: Bytes of the device without contexts.
+        processes: Bytes of tags and torch by process, each at its peak.
+        torch: The part of torch in `processes`.
+        tags: Bytes by tag.
+        contexts: Bytes of the contexts of both processes.
+        host: Bytes of saved content on one machine.
     """
 
     stage: str
@@ -62,9 +71,14 @@ class StagePlan:
 
 
 class Switch(NamedTuple):
-    """resident: tags that stay on the device. overlap: those that leave and come back beside work.
-    hand_over: whether what leaves goes to the other side. seconds: of a step in which nothing else
-    runs because of the switch. lines: the same for a reader, with reasons.
+    """A decided switch.
+
+    Attributes:
+        resident: Tags that stay on the device.
+        overlap: Tags whose moves are overlapped with work.
+        hand_over: Whether memory that leaves goes to the other side.
+        seconds: Exposed seconds of a step, in which only the switch runs.
+        lines: The decision and its reasons for a reader.
     """
 
     resident: Sequence[str]
@@ -79,8 +93,13 @@ Change = tuple[str, Any]
 
 
 class Shortage(NamedTuple):
-    """Bytes, or a request's tokens, that are missing. text: where, and how many. remedy: what to
-    change; ways: what else may help (`remedied`).
+    """Memory that is missing.
+
+    Attributes:
+        missing: Missing bytes, or tokens of a request.
+        text: Place and amount, for a message.
+        remedy: What to change, for a message.
+        ways: Changes that may help, which `remedied` tries.
     """
 
     missing: int
@@ -91,13 +110,25 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Holds what a recipe takes of one GPU, the fullest. host_bytes: of one machine, all its
-    processes; host_room: the most that they may take there, None: not known. kv_tokens: of one
-    engine rank's pool, of token_bytes each; most_kv_tokens: so many would still fit at every stage.
-    grows: whether the pool may begin small. shortages: by kind (`remedied`). notes: what was
-    assumed. handed_over: bytes of a step that go to the other side, where the recipe wants that.
-    outside: bytes of a hosted engine and of contexts that are on no tag, as "assumed" and
-    as "measured"; None: native.
+    """The memory that a recipe takes of its fullest GPU and of a host.
+
+    Attributes:
+        name: Name of the recipe.
+        gpu: The GPU.
+        devices: Number of GPUs, all alike.
+        stages: Peak bytes of every stage.
+        host_bytes: Bytes of one machine, in all its processes.
+        host_room: Bytes that they may take there; None: unknown.
+        kv_tokens: Tokens of one engine rank's KV pool.
+        most_kv_tokens: Largest pool, in tokens, that fits in every stage.
+        notes: Assumptions of the plan.
+        shortages: Shortages by kind: engine, trainer, host, request.
+        token_bytes: Bytes of a token in the pool.
+        grows: Whether the pool can begin small.
+        handed_over: Bytes of a step that go to the other side, if the recipe allows it.
+        switch: The decided switch; None while it is being decided.
+        outside: Bytes of a hosted engine and of contexts outside of tags, as "assumed" and as
+            "measured"; None: the native engine.
     """
 
     name: str
@@ -126,16 +157,16 @@ class MemoryPlan:
 
     @property
     def needs(self) -> list[str]:
-        """Say what does not fit, and what to change: a line each."""
-        return [f"{each.text}; {each.remedy}" for each in self.shortages.values()]
+        """Return a line with amount and remedy for each shortage."""
+        return [f"{shortage.text}; {shortage.remedy}" for shortage in self.shortages.values()]
 
     @property
     def room(self) -> int:
-        """Bytes of the GPU that a stage may take."""
+        """Return the bytes of the GPU that a stage may take."""
         return self.gpu.total - _SPARE
 
     def as_json(self) -> dict[str, Any]:
-        """For plan.json. device_bytes are without contexts, used_bytes with them."""
+        """Return the content of plan.json; only used_bytes include contexts."""
         names = ("devices", "fits", "needs", "kv_tokens", "most_kv_tokens", "outside")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"gpu": self.gpu.name, "gpu_bytes": self.gpu.total}
@@ -155,31 +186,36 @@ def planning(
     fields: Mapping[str, Any] | None = None,
     outside: int | None = None,
 ) -> Iterator[Callable[[Recipe], MemoryPlan]]:
-    """Give what plans the recipe with a switch that is decided (`switching`), in any number.
+    """Yield a function that plans the recipe with a decided switch (`switching`), repeatedly.
 
     Args:
-        recipe: Its `cycle.alias` is decided.
-        name: Of the recipe.
-        card: What each process of it is on.
-        staged: False wakes all of the engine before the sync, as others do.
-        prompt_tokens: Of the longest prompt, in place of a guess.
-        fields: Of the model's config, in place of the recipe's own.
-        outside: What a run measured (`outside_of`).
+        recipe: A recipe whose `cycle.alias` is decided.
+        name: Name of the recipe.
+        card: The GPU.
+        staged: Whether only the weights wake before the sync, and the rest of the engine after it.
+        prompt_tokens: Tokens of the longest prompt; None: a guess.
+        fields: Fields of the model's config; None: those of the recipe's random model.
+        outside: Bytes outside of tags that a run measured (`outside_of`).
+
+    Yields:
+        A function from a recipe with a decided switch to its plan.
 
     Raises:
-        RecipeError: No plan can be made of the recipe.
+        RecipeError: The recipe cannot be planned.
         ValueError: This process is part of a torch.distributed group.
     """
     model = dict(fields or recipe.model.random_fields())
-    notes = [] if card.measured else [f"contexts on {card.name} are taken to be those of the H100"]
-    found = None
+    notes = (
+        [] if card.measured else [f"contexts on {card.name} are assumed to be those of the H100"]
+    )
+    outside_sizes = None
     if recipe.engine.hosted:
-        found = {"assumed": outside_of(card, None), "measured": outside}
+        outside_sizes = {"assumed": outside_of(card, None), "measured": outside}
         card, note = _with_outside(card, recipe.engine.kind, outside)
         notes = [note]
     if prompt_tokens is None:
         prompt_tokens = GUESSED_PROMPT
-        notes.append(f"prompts are taken to have {prompt_tokens} tokens")
+        notes.append(f"prompts are assumed to have {prompt_tokens} tokens")
     context = getattr(meta_model(model).config, "max_position_embeddings", None)
     check_context(recipe, prompt_tokens, context)
     sizes, kv_tokens, per_token = engine_sizes(recipe, model, card, prompt_tokens)
@@ -205,7 +241,7 @@ def planning(
                 notes=tuple(notes),
                 handed_over=run.handed_over,
                 host_room=_host_room(recipe, per_machine),
-                outside=found,
+                outside=outside_sizes,
             )
             return dataclasses.replace(plan, shortages=_shortages(plan, decided, prompt_tokens))
 
@@ -215,15 +251,15 @@ def planning(
 def _of_device_and_host(
     run: DryRun, recipe: Recipe, card: Gpu, engine: EngineSizes
 ) -> tuple[tuple[StagePlan, ...], int]:
-    """Return the stages, and the bytes of a machine's host memory."""
+    """Return the stages and the bytes of host memory on one machine."""
     per_machine = min(recipe.cluster.n_gpus_per_node, recipe.cluster.size)
     stay = {*recipe.cycle.resident, *([PARAMS] if recipe.cycle.alias == "always" else [])}
     saved = {tag: nbytes for tag, nbytes in run.tags.items() if tag not in stay}
     stages = []
     for stage, entry in run.stages.items():
         held = {name: dict(entry[name]) for name in ("processes", "torch", "tags")}
-        away = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
-        host = per_machine * (away + run.host)
+        absent = sum(nbytes for tag, nbytes in saved.items() if not held["tags"].get(tag))
+        host = per_machine * (absent + run.host)
         used, contexts = entry["device_bytes"], card.contexts
         stages.append(StagePlan(stage=stage, used=used, contexts=contexts, host=host, **held))
     tier = int(recipe.engine.host_to_device_ratio * engine.kv_cache)
@@ -233,14 +269,14 @@ def _of_device_and_host(
 
 
 def _with_outside(card: Gpu, kind: str, measured: int | None) -> tuple[Gpu, str]:
-    """Returns the card, whose contexts are all that lies outside of tags, and the plan's note."""
+    """Return the GPU with all bytes outside of tags as its contexts, and a note for the plan."""
     card = card._replace(contexts=outside_of(card, measured))
-    how = "assumed: a run measures it" if measured is None else "as the run measured it"
+    how = "assumed until a run measures it" if measured is None else "as the run measured it"
     return card, f"{kind} and contexts hold {card.contexts / GIB:.2f} GiB outside of tags, {how}"
 
 
 def _host_room(recipe: Recipe, per_machine: int) -> float | None:
-    """Bytes that processes may take of a machine: their own, and the share that may be pinned."""
+    """Return the bytes that processes may take of a machine: their own and the pinnable share."""
     if recipe.cluster.host_gib is None:
         return None
     own, usable = 2 * PROCESS_HOST * per_machine, (1 - RAY_KEEPS) * recipe.cluster.host_gib * GIB
@@ -248,8 +284,9 @@ def _host_room(recipe: Recipe, per_machine: int) -> float | None:
 
 
 def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
-    """Returns the recipe on these GPUs, and one of them: a known card, or as h100-80gb or
-    h100-80gb:8, in place of what the recipe's `cluster` says.
+    """Return the recipe placed on the given GPUs (h100-80gb, h100-80gb:8), and one of the GPUs.
+
+    Without `gpu`, the GPUs are those of the recipe's cluster.
     """
     if isinstance(gpu, Gpu):
         return recipe, gpu
@@ -258,7 +295,7 @@ def placed(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
 
 
 def _on(recipe: Recipe, devices: int) -> Recipe:
-    """The recipe on so many devices, in machines of at most eight."""
+    """Return the recipe on this number of devices, in machines of up to eight."""
     per_node = min(devices, 8)
     if devices % per_node:
         raise RecipeError(
@@ -278,47 +315,52 @@ def _on(recipe: Recipe, devices: int) -> Recipe:
 def _most_tokens(
     stages: Sequence[StagePlan], gpu: Gpu, tokens: int, per_token: int, page: int
 ) -> int:
-    """Tokens of the pool if it took all that is left in every stage where it is there."""
-    there = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
-    left = (gpu.total - _SPARE - max(there, default=0)) // PAGE * PAGE  # the pool takes whole pages
+    """Return the tokens of a pool that takes all memory left in the stages that have a pool."""
+    used = [stage.device_bytes for stage in stages if stage.tags.get("kv_cache")]
+    left = (gpu.total - _SPARE - max(used, default=0)) // PAGE * PAGE  # The pool takes whole pages.
     return max(0, tokens + math.floor(left / per_token / page) * page)
 
 
 def _shortages(plan: MemoryPlan, recipe: Recipe, prompt_tokens: int) -> dict[str, Shortage]:
-    """Return what does not fit, by kind: the stages with a KV pool, the others, the host, and the
-    longest request.
+    """Return the shortages by kind.
+
+    "engine" is about stages with a KV pool, "trainer" about all other stages, "host" about the
+    host's memory, and "request" about the longest request.
     """
-    found = {}
+    shortages = {}
     short = [stage for stage in plan.stages if stage.device_bytes > plan.room]
     for kind, with_kv in (("engine", True), ("trainer", False)):
         if stages := [stage for stage in short if bool(stage.tags.get(KV_CACHE)) == with_kv]:
-            # the engine is fullest when it answers, the trainer when it learns
+            # Among equally full stages, name the first with a KV pool, else the last: training.
             worst = _fullest(stages[::-1] if with_kv else stages)
             missing = worst.device_bytes - plan.room
             text = f"{worst.stage} is short of {missing / GIB:.1f} GiB on each {plan.gpu.name}"
-            found[kind] = Shortage(missing, text, _LARGER, _ways(plan, recipe, worst, missing))
+            ways = _ways(plan, recipe, worst, missing)
+            shortages[kind] = Shortage(missing, text, _LARGER, ways)
     if plan.host_room is not None and plan.host_bytes > plan.host_room:
         missing = plan.host_bytes - math.floor(plan.host_room)
         machine = f"a machine of {recipe.cluster.host_gib:g} GiB"
         text = f"the host is short of {missing / GIB:.1f} GiB on {machine}"
         machines = "take machines with more memory (cluster.host_gib)"
-        found["host"] = Shortage(missing, text, machines, _ways_of_host(recipe))
+        shortages["host"] = Shortage(missing, text, machines, _ways_of_host(recipe))
     if fault := pool_fault(recipe, prompt_tokens, plan.kv_tokens):
         need, (text, remedy) = request_tokens(recipe, prompt_tokens), fault
         remedy = remedy if need <= plan.most_kv_tokens else _LARGER
-        found["request"] = Shortage(need - plan.kv_tokens, text, remedy)
-    return found
+        shortages["request"] = Shortage(need - plan.kv_tokens, text, remedy)
+    return shortages
 
 
 def _ways(plan: MemoryPlan, recipe: Recipe, stage: StagePlan, missing: int) -> list[Change]:
-    """Return changes of what the stage holds; of what is next to nothing there none. Last are those
-    that change what is learned.
+    """Return changes that reduce the memory of a stage.
+
+    Changes of parts that are too small to help are left out. Changes that affect learning come
+    last.
     """
     cycle, trainer, answer = recipe.cycle, recipe.trainer, recipe.sampling.max_tokens
-    held = Counter({**stage.tags, "torch": stage.torch.get("trainer", 0)})  # 0 of other tags
-    of_a_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
-    batch = min(trainer.micro_batch_size, math.ceil(of_a_step / recipe.cluster.size))
-    # of which so many would fit if they were all that torch holds
+    held = Counter({**stage.tags, "torch": stage.torch.get("trainer", 0)})  # 0 for absent tags
+    per_step = recipe.loop.prompts_per_step * recipe.loop.samples_per_prompt
+    batch = min(trainer.micro_batch_size, math.ceil(per_step / recipe.cluster.size))
+    # The batch that would fit if torch held nothing else.
     fitting = max(1, int(batch * (1 - missing / max(held["torch"], missing))))
     ranks = recipe.engine.tensor_parallel_size
     moments = (OPTIM, CRITIC_OPTIM)
@@ -354,13 +396,10 @@ def _less_kv(plan: MemoryPlan, recipe: Recipe) -> Change:
 def remedied(
     plan: MemoryPlan, recipe: Recipe, replan: Callable[[Recipe], MemoryPlan]
 ) -> MemoryPlan:
-    """Return the plan with the first ways that help in the remedies of its shortages.
+    """Return the plan with remedies that were tried out.
 
-    Each way is planned, which takes seconds: it leaves less missing there, and nowhere more.
-
-    Args:
-        recipe: As asked for, its switch perhaps undecided.
-        replan: Plans a changed recipe; a ValueError refuses it.
+    Every way out of a shortage is planned, which takes seconds. A way is named if it reduces the
+    shortage and increases no other. `replan` raises ValueError for an impossible recipe.
     """
     tried: dict[str, Mapping[str, Shortage]] = {}
 
@@ -371,7 +410,7 @@ def remedied(
         text = _set(change)
         if text not in tried:
             tried[text] = plan.shortages
-            with contextlib.suppress(ValueError):  # of a recipe that cannot be
+            with contextlib.suppress(ValueError):  # The changed recipe is impossible.
                 changed = _changed(recipe, *change)
                 if changed != recipe:
                     tried[text] = replan(_with_switch(changed, plan.switch)).shortages
@@ -379,11 +418,12 @@ def remedied(
         worse = any(missing(left, name) > missing(plan.shortages, name) for name in left)
         return not worse and missing(left, kind) < missing(plan.shortages, kind)
 
-    found = {}
+    shortages = {}
     for kind, shortage in plan.shortages.items():
-        ways = islice((_set(change) for change in shortage.ways if helps(kind, change)), _SAID)
-        found[kind] = shortage._replace(remedy=", or ".join([*ways, shortage.remedy]))
-    return dataclasses.replace(plan, shortages=found)
+        ways = (_set(change) for change in shortage.ways if helps(kind, change))
+        remedies = [*islice(ways, _MOST_WAYS), shortage.remedy]
+        shortages[kind] = shortage._replace(remedy=", or ".join(remedies))
+    return dataclasses.replace(plan, shortages=shortages)
 
 
 def _set(change: Change) -> str:
@@ -398,28 +438,28 @@ def _changed(recipe: Recipe, key: str, value: Any) -> Recipe:
 
 
 def _with_switch(recipe: Recipe, switch: Switch | None) -> Recipe:
-    """Return the recipe with what auto decided before it was changed."""
+    """Return the recipe with auto replaced by the decisions of a switch."""
     assert switch is not None
     decided = {"resident": switch.resident, "overlap": switch.overlap}
     absent = recipe.absent_tags()
     for name, tags in decided.items():
         if getattr(recipe.cycle, name) == "auto":
-            there = [tag for tag in tags if tag not in absent]
-            recipe = _changed(recipe, f"cycle.{name}", there)
+            present = [tag for tag in tags if tag not in absent]
+            recipe = _changed(recipe, f"cycle.{name}", present)
     return recipe
 
 
 def _fullest(stages: Sequence[StagePlan]) -> StagePlan:
-    """Return the fullest stage, of several the last."""
+    """Return the fullest stage; among equal stages, the last."""
     return max(reversed(stages), key=lambda stage: stage.device_bytes)
 
 
-_ERROR = 0.03  # of the GPU: how far a plan may be off
-# Seconds, as measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again, and to
-# cast, copy and compare a GiB of weights; and what every sync takes in messages.
+_ERROR = 0.03  # share of the GPU by which a plan may be off
+# Seconds, measured on H100 (docs/benchmarks.md): to unmap, clear and map a GiB again; to cast, copy
+# and compare a GiB of weights; and for the messages of a sync.
 _REMAPPED, _SYNCED, _MESSAGES = 1.6e-3 / GIB, 1.7e-3 / GIB, 8e-3
-# Bytes handed over and the seconds that they gained in place of the driver, measured at two shapes
-# (docs/benchmarks.md); of other bytes what lies on the line through both.
+# Bytes handed over and the seconds gained over the driver, measured at two shapes
+# (docs/benchmarks.md). The gain of other sizes lies on the line through both.
 _SMALL, _LARGE = (3.42 * GIB, -0.019), (42.56 * GIB, 0.167)
 _GAINED = (_LARGE[1] - _SMALL[1]) / (_LARGE[0] - _SMALL[0])  # 4.75 ms a GiB
 _BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
@@ -428,14 +468,13 @@ _BREAK_EVEN = _SMALL[0] - _SMALL[1] / _GAINED  # 7.4 GiB
 def plan_switch(
     recipe: Recipe, name: str = "recipe", *, gpu: str | Gpu | None = None, **how: Any
 ) -> MemoryPlan:
-    """Return the plan of a recipe, its switch decided where `cycle.resident`, `cycle.overlap` and
-    `cycle.hand_over` are auto.
+    """Plan a recipe and decide `cycle.resident`, `cycle.overlap` and `cycle.hand_over` if auto.
 
     Args:
-        recipe: As of `planning`.
-        name: As of `planning`.
-        gpu: As of `placed`.
-        how: As of `planning`.
+        recipe: A recipe whose `cycle.alias` is decided.
+        name: Name of the recipe.
+        gpu: The GPU, as in `placed`.
+        **how: Options of `planning`.
     """
     recipe, card = placed(recipe, gpu)
     with planning(recipe, name, card, **how) as plan:
@@ -447,20 +486,21 @@ def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> Memor
     may = hand_over != "never"
     offloaded = make_plan(switching(recipe, (), hand_over=may))
     resident = decide(offloaded, recipe) if wish.resident == "auto" else wish.resident
-    beside: Sequence[str] = [] if hand_over == "always" else wish.overlap
-    if beside == "auto":
+    overlap: Sequence[str] = [] if hand_over == "always" else wish.overlap
+    if overlap == "auto":
         leaving = _leaving(offloaded, resident) if offloaded.grows else []
-        beside = [tag for tag in leaving if tag in TRAINED]
-    if beside and (offloaded.fits or wish.overlap == beside):
-        at_once = make_plan(switching(recipe, resident, beside))
-        if wish.overlap == beside or at_once.peak.device_bytes <= _most(at_once):
-            # an engine makes its pool whole, whatever it grows to later
-            whole = {kind: each for kind, each in offloaded.shortages.items() if kind == "engine"}
+        overlap = [tag for tag in leaving if tag in TRAINED]
+    if overlap and (offloaded.fits or wish.overlap == overlap):
+        overlapped = make_plan(switching(recipe, resident, overlap))
+        if wish.overlap == overlap or overlapped.peak.device_bytes <= _most(overlapped):
+            # The engine allocates its whole pool at the start, so the whole pool must fit.
+            kinds = offloaded.shortages.items()
+            whole = {kind: shortage for kind, shortage in kinds if kind == "engine"}
             return dataclasses.replace(
-                at_once,
-                switch=describe(offloaded, recipe, resident, beside),
+                overlapped,
+                switch=describe(offloaded, recipe, resident, overlap),
                 most_kv_tokens=offloaded.most_kv_tokens,
-                shortages=whole | dict(at_once.shortages),
+                shortages=whole | dict(overlapped.shortages),
             )
     plan = make_plan(switching(recipe, resident, hand_over=may)) if resident else offloaded
     switch = describe(offloaded, recipe, resident, handed_over=plan.handed_over)
@@ -468,14 +508,15 @@ def _decided(recipe: Recipe, make_plan: Callable[[Recipe], MemoryPlan]) -> Memor
 
 
 def decide(plan: MemoryPlan, recipe: Recipe) -> tuple[str, ...]:
-    """Returns the tags to resident for the cheapest switch that fits, where all goes through the
-    driver. plan: of the recipe with `cycle.resident` empty.
+    """Return the resident tags of the cheapest switch that fits, without hand-over and overlap.
+
+    The plan is that of the recipe with `cycle.resident` empty.
     """
     tags = list(_sizes(plan))
     most = _most(plan)
     choices = chain.from_iterable(combinations(tags, count) for count in range(len(tags) + 1))
     fitting = [resident for resident in choices if _peak(plan, resident)[1] <= most]
-    # the larger of two that cost the same: fewer calls
+    # Among choices of the same cost, more resident tags mean fewer calls.
     return min(
         fitting, key=lambda resident: (_seconds(plan, recipe, resident), -len(resident)), default=()
     )
@@ -488,8 +529,14 @@ def describe(
     overlap: Collection[str] = (),
     handed_over: int = 0,
 ) -> Switch:
-    """Returns what a switch with these tags resident, and these beside work, costs. plan: as of
-    `decide`. handed_over: bytes that can go to the other side in place of the driver.
+    """Return a switch with its cost and its lines for a reader.
+
+    Args:
+        plan: Plan of the recipe with `cycle.resident` empty.
+        recipe: The recipe.
+        resident: Tags that stay.
+        overlap: Tags whose moves are overlapped.
+        handed_over: Bytes that can go to the other side instead of the driver.
     """
     sizes = _sizes(plan)
     leaves = _leaving(plan, resident)
@@ -502,15 +549,14 @@ def describe(
     lines.append(f"leaves: {_listed(leaves, sizes)}")
     if leaves:
         stage, peak = _peak(plan, tuple(sizes))
-        all_of_it = f"kept whole, {stage} would take {peak / GIB:.1f} GiB"
-        lines[-1] += f"; {all_of_it} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
+        whole = f"if all tags stayed, {stage} would take {peak / GIB:.1f} GiB"
+        lines[-1] += f"; {whole} of {plan.gpu.name}'s {plan.gpu.total / GIB:.1f}"
     if overlap:
         back = ", ".join(_ahead(recipe, overlap)) or "nothing"
         lines.append(
-            f"beside work: {', '.join(overlap)} while answers are made, back while they are "
-            f"scored: {back}"
+            f"overlapped: {', '.join(overlap)} leave during generation; back during scoring: {back}"
         )
-    # no more than the driver takes
+    # A hand-over cannot gain more than the driver takes.
     gain = min(_GAINED * (handed_over - _BREAK_EVEN), _remapping(plan, leaves))
     hand_over = handed_over > 0 and (gain > 0 or recipe.cycle.hand_over == "always")
     if handed_over:
@@ -525,8 +571,8 @@ def _handing(nbytes: int, gain: float, hand_over: bool) -> str:
     size, change = format_bytes(nbytes), f"{1000 * abs(gain):.0f} ms"
     if hand_over:
         less = f"{change} {'less' if gain > 0 else 'more'}"
-        return f"handed over: {size} of one side to the other, not through the driver: {less}"
-    least = f"it gains from {_BREAK_EVEN / GIB:.1f} GiB on"
+        return f"handed over: {size} to the other side, {less} than through the driver"
+    least = f"a hand-over gains above {_BREAK_EVEN / GIB:.1f} GiB"
     return f"through the driver: handing {size} over would take {change} more; {least}"
 
 
@@ -539,7 +585,7 @@ def _leaving(plan: MemoryPlan, resident: Collection[str]) -> list[str]:
 
 
 def _ahead(recipe: Recipe, overlap: Collection[str]) -> list[str]:
-    """Returns what comes back before it is needed (`Cycle`)."""
+    """Return the overlapped tags that `Cycle` also brings back early."""
     return [tag for tag in overlap if tag not in MODELS and recipe.algorithm != "ppo"]
 
 
@@ -549,7 +595,7 @@ def _listed(tags: Iterable[str], sizes: dict[str, int]) -> str:
 
 
 def _sizes(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes of every tag while it has memory."""
+    """Return the bytes of every tag while it has memory."""
     sizes: dict[str, int] = {}
     for tag, nbytes in chain.from_iterable(_tags(stage).items() for stage in plan.stages):
         sizes[tag] = max(nbytes, sizes.get(tag, 0))
@@ -557,7 +603,7 @@ def _sizes(plan: MemoryPlan) -> dict[str, int]:
 
 
 def _tags(stage: StagePlan) -> dict[str, int]:
-    """Bytes by tag; adapters go where the parameters go."""
+    """Return the bytes by tag, with adapters counted as parameters, because they move together."""
     tags = dict(stage.tags)
     tags[PARAMS] = tags.get(PARAMS, 0) + tags.pop(ADAPTERS, 0)
     return tags
@@ -568,23 +614,26 @@ def _always(plan: MemoryPlan, tag: str) -> bool:
 
 
 def _peak(plan: MemoryPlan, resident: Collection[str]) -> tuple[str, int]:
-    """The fullest stage, and its bytes if these tags stayed; torch's cache goes with a tag only."""
+    """Return the fullest stage and its bytes if the given tags stayed.
+
+    torch's cache is emptied only if some tag leaves.
+    """
     sizes, cache = _sizes(plan), _torch(plan)
     whole = not sizes.keys() - set(resident)
-    found = []
+    peaks = []
     for stage in plan.stages:
         tags = _tags(stage)
         more = sum(sizes[tag] - tags.get(tag, 0) for tag in resident)
         more += cache - sum(stage.torch.values()) if whole else 0
-        found.append((stage.stage, stage.device_bytes + more))
-    return max(reversed(found), key=lambda each: each[1])  # the last: training's own stage
+        peaks.append((stage.stage, stage.device_bytes + more))
+    return max(reversed(peaks), key=lambda peak: peak[1])  # Among equals the last: training.
 
 
 def _torch(plan: MemoryPlan) -> int:
-    """The most that torch holds in every process."""
+    """Return the sum of torch's peaks in all processes."""
     most: Counter[str] = Counter()
     for stage in plan.stages:
-        most |= Counter(stage.torch)  # the larger of each
+        most |= Counter(stage.torch)  # keeps the larger value of each process
     return most.total()
 
 
@@ -600,6 +649,6 @@ def _seconds(
 
 
 def _remapping(plan: MemoryPlan, leaves: Collection[str]) -> float:
-    """Seconds in the driver if all that leaves goes through it, torch's cache with it."""
+    """Return the seconds in the driver if all leaving tags and torch's cache go through it."""
     sizes = _sizes(plan)
     return _REMAPPED * (sum(sizes[tag] for tag in leaves) + (_torch(plan) if leaves else 0))

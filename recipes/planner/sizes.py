@@ -1,4 +1,4 @@
-"""The planner's figures: of GPUs, and of the engine's side, from the model's config."""
+"""Sizes of GPUs, as measured, and of the engine, computed from the model's config."""
 
 import math
 import re
@@ -32,10 +32,17 @@ GIB = 1 << 30
 
 
 class Gpu(NamedTuple):
-    """total: what the driver offers. contexts: of a trainer and an engine that share it, with
-    libraries, kernels and captured graphs. workspace: cuBLAS's, for each thread. link: bytes a
-    second between it and pinned host memory. measured: whether these were, or were taken over from
-    a like GPU (total, link: from its data sheet).
+    """A GPU, in bytes.
+
+    Attributes:
+        name: Name in a recipe.
+        total: Memory that the driver offers.
+        contexts: Contexts of a trainer and an engine that share the GPU, with libraries, kernels
+            and captured graphs.
+        workspace: Workspace of cuBLAS for each thread.
+        link: Bytes per second between the GPU and pinned host memory.
+        measured: Whether the sizes were measured; if not, they are those of a similar GPU, and
+            total and link come from the data sheet.
     """
 
     name: str
@@ -56,37 +63,43 @@ assert tuple(gpu.name for gpu in _KNOWN) == GPUS
 
 
 def find_gpu(text: str) -> tuple[Gpu, int | None]:
-    """`h100-80gb` or `h100-80gb:8`, or a GPU's bytes: the GPU, and how many if that is said."""
+    """Return the GPU that a text names, and the number of GPUs if the text has one.
+
+    The text is a name such as `h100-80gb` or `h100-80gb:8`, or the bytes of a GPU.
+    """
     if text.isdecimal() and int(text) >= GIB:
         return of_device(int(text)), None
-    found = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", text)
-    name, count = (found.group(1), found.group(2)) if found else (text, None)
+    match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?", text)
+    name, count = (match.group(1), match.group(2)) if match else (text, None)
     if name not in GPUS or count == "0":
-        rule = f"must be one of {', '.join(GPUS)}, with a number of them as h100-80gb:8"
+        rule = f"must be one of {', '.join(GPUS)}, or with their number, h100-80gb:8"
         raise RecipeError(f"--gpu {text}: {rule}")
     return _KNOWN[GPUS.index(name)], None if count is None else int(count)
 
 
 def of_device(total: int) -> Gpu:
-    """Returns the figures of the known GPU that is nearest in size, with this one's bytes."""
+    """Return the known GPU that is nearest in size, with its total set to `total` bytes."""
     nearest = min(_KNOWN, key=lambda gpu: abs(gpu.total - total))
     alike = abs(nearest.total - total) < 0.02 * total
     name = nearest.name if alike else f"gpu-{total // GIB}gb"
     return nearest._replace(name=name, total=total)
 
 
-IDLE = 4 * MIB  # tables and counters of an engine that does nothing, as measured
+IDLE = 4 * MIB  # tables and counters of an idle engine, as measured
 
 
 def engine_sizes(
     recipe: Recipe, fields: dict[str, Any], gpu: Gpu, prompt_tokens: int
 ) -> tuple[EngineSizes, int, int]:
-    """One rank's bytes; the tokens that its KV pool holds; and the bytes of one token in it."""
+    """Return the bytes of one engine rank, the tokens of its KV pool, and the bytes of a token.
+
+    `fields` are those of the model's config, `prompt_tokens` is the length of the longest prompt.
+    """
     model = meta_model(fields)
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     size, hosted = recipe.engine.tensor_parallel_size, recipe.engine.hosted
     known = _known(model)
-    if known is None:  # an even share
+    if known is None:  # Assume an even share of the parameters.
         parameters = sum(param.numel() for param in model.parameters())
         weights = parameters * dtype.itemsize // size
         inner = fields["intermediate_size"] // size
@@ -115,7 +128,7 @@ def engine_sizes(
     prefill = min(recipe.engine.max_prefill_tokens, recipe.loop.prompts_per_step * prompt_tokens)
     logits = running * vocabulary * (LOGITS if hosted else 4)
     step = max(logits + 2 * MIB, prefill * inner * dtype.itemsize)
-    # what a hosted engine holds outside of its tags is among the plan's contexts
+    # The plan counts memory that a hosted engine holds outside of its tags as contexts.
     idle, graphs = (0, False) if hosted else (IDLE, recipe.engine.cuda_graphs)
     sizes = EngineSizes(
         weights=round_up(weights, PAGE),
@@ -132,8 +145,9 @@ def engine_sizes(
 def _growing(
     recipe: Recipe, kv_layout: KVLayout, tokens: int, prompt_tokens: int
 ) -> dict[str, int]:
-    """Return what a pool that grows begins with and grows to: as the engine does (`first_tokens`,
-    and padding), and a page more for each request; in whole pieces.
+    """Return the bytes that a growing pool begins with and grows to, in whole pieces.
+
+    It begins as in the engine (`first_tokens`, and padding). Each request takes a page more.
     """
     page, running = recipe.engine.page_size, recipe.engine.max_running
     first = first_tokens(prompt_tokens + recipe.sampling.max_tokens, tokens, page) + page
@@ -143,7 +157,7 @@ def _growing(
 
 
 def _known(model: Any) -> ModelConfig | None:
-    """Returns the model as the engine knows it; None: it cannot compute it."""
+    """Return the engine's config of the model; None if the engine does not support it."""
     model.config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
@@ -156,7 +170,7 @@ def _known(model: Any) -> ModelConfig | None:
 def _graphs(
     recipe: Recipe, fields: dict[str, Any], gpu: Gpu, dtype: torch.dtype, widths: list[int]
 ) -> int:
-    """Logits, cuBLAS's workspace, and what the largest batch computes in, all layers in turn."""
+    """Return the bytes of CUDA graphs: logits, cuBLAS's workspace and one layer's activations."""
     running = recipe.engine.max_running
     pool = CachingAllocator()
     pool.allocate("workspace", gpu.workspace)
@@ -168,24 +182,28 @@ def _graphs(
     )
 
 
-# Of vLLM 0.24 asleep at the Qwen2.5-7B shape, context and graphs of 51 sizes included: an H100 had
-# 15.93 GiB in use, 14.2 of them others' (docs/planner.md). SGLang's was not measured.
+# Measured with vLLM 0.24 asleep at the Qwen2.5-7B shape, with context and graphs of 51 sizes: 15.93
+# GiB of an H100 were in use, 14.2 of them by others (docs/planner.md). SGLang is not measured.
 OUTSIDE = 1772 * MIB
-LOGITS = 18  # bytes a logit: bf16, and in fp32 itself, log-probabilities, probabilities and noise
-_PADDED = 64  # rows of the vocabulary
+# Bytes for each logit: bf16, and in fp32 the logit, log-probability, probability and noise.
+LOGITS = 18
+_PADDED = 64  # Hosted engines pad the vocabulary to a multiple of 64 rows.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 def outside_of(gpu: Gpu, measured: int | None) -> int:
-    """Bytes on none of the tags that a plan knows, contexts included: as a run measured them at its
-    start, or the trainer's half of the contexts and OUTSIDE.
+    """Return the bytes outside of the tags of a plan with a hosted engine, contexts included.
+
+    Without a measurement of a run, they are assumed to be half of the contexts, and OUTSIDE.
     """
     return gpu.contexts // 2 + OUTSIDE if measured is None else measured
 
 
 def hosted_weights(model: ModelConfig, dtype: torch.dtype, ranks: int) -> int:
-    """Bytes that the tag of the weights has on each of the ranks of an engine: fused as in the
-    native one, the vocabulary padded, and the table of rotations, made in fp32.
+    """Return the bytes of a hosted engine's weights tag on each rank.
+
+    The weights are fused as in the native engine, the vocabulary is padded, and the table of
+    rotations is in fp32.
     """
     groups = rank_groups(model, 0, ranks)
     sizes = [_elements(group, ranks) * dtype.itemsize for group in groups]
@@ -201,12 +219,16 @@ def _elements(group: Any, ranks: int) -> int:
 
 
 def hosted_pool(recipe: Recipe, kv_layout: KVLayout, nbytes: int, layers: int) -> int:
-    """Bytes that the tag of the KV cache has: a tensor for each layer, with SGLang for its keys and
-    its values. RecipeError for a model that keeps more than pages of all layers alike.
+    """Return the bytes of a hosted engine's KV cache tag.
+
+    vLLM has a tensor for each layer, SGLang one for the keys and one for the values of each layer.
+
+    Raises:
+        RecipeError: The model has sliding windows or linear layers.
     """
     kind = recipe.engine.kind
     if not kv_layout.pages_tell_all:
-        rule = "how it keeps windows or states of linear layers is not planned"
+        rule = "plans do not cover its sliding windows or states of linear layers"
         raise RecipeError(f"engine.kind={kind}: {rule}; set engine.kind=native")
     tensors = layers * (2 if kind == "sglang" else 1)
     return _region([nbytes // tensors] * tensors)

@@ -1,21 +1,20 @@
-"""A device without memory: tensors that have a shape and no content, and what they would ask of
-torch's allocator.
+"""Device without memory: tensors have shapes and no content, and allocations are only counted.
 
-`PlannedDevice` follows a process's storages, `PlannedSaver` stands in for its `MemorySaver`,
-`PlannedRollout`, of which there are only sizes, for the engine; attention is computed as on a GPU,
-since what it saves for the backward pass counts.
+`PlannedDevice` tracks the storages of a process, `PlannedSaver` replaces its `MemorySaver`, and
+`PlannedRollout` replaces the engine by its sizes. Attention runs the operations of a GPU, because
+the tensors that it saves for the backward pass count.
 
-Private names of torch, which are the same from 2.11 to 2.15:
+Private names of torch, the same from 2.11 to 2.15:
 
-* `torch.utils._python_dispatch.TorchDispatchMode`: sees every operation; documented, with this name
-  alone. `_should_skip_dynamo` saves time.
-* `Tensor._make_subclass`: gives a tensor the storage of another and another device to report;
-  `_make_wrapper_subclass` has none that FSDP could resize.
-* `torch._C._disabled_torch_function_impl`: the documented way of a subclass without
+* `torch.utils._python_dispatch.TorchDispatchMode` sees every operation; it is documented under this
+  name only. `_should_skip_dynamo` saves time.
+* `Tensor._make_subclass` builds a tensor that shares a storage and reports another device;
+  a tensor of `_make_wrapper_subclass` has no storage that FSDP could resize.
+* `torch._C._disabled_torch_function_impl` is the documented way to a subclass without
   `__torch_function__`.
-* `torch._C._get_dispatch_mode`, `_TorchDispatchModeKey`: whether DTensor computes a shape.
-* `torch._C._current_graph_task_id`: whether an operation is one of a backward pass.
-* `OpOverload._schema`: what an operation takes and returns.
+* `torch._C._get_dispatch_mode` and `_TorchDispatchModeKey` tell whether DTensor computes a shape.
+* `torch._C._current_graph_task_id` tells whether an operation belongs to a backward pass.
+* `OpOverload._schema` describes the arguments and results of an operation.
 """
 
 from __future__ import annotations
@@ -50,16 +49,19 @@ _MULTIPLIES = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 class PlannedTensor(Tensor):
-    """A tensor of the planned device, which to all others is the CPU.
+    """A tensor of the planned device, which reports the CPU as its device.
 
-    Operations on it compute shapes alone, those of its meta tensor `bare`, whose storage it shares.
+    Operations on it compute shapes only.
+
+    Attributes:
+        bare: Meta tensor with the same shape, which shares the storage.
     """
 
     bare: Tensor
 
     @staticmethod
     def __new__(cls, bare: Tensor) -> Self:
-        """Return the tensor of the planned device with the shape and the storage of `bare`."""
+        """Build a planned tensor with the shape and the storage of `bare`."""
         tensor = torch.Tensor._make_subclass(
             cls, bare, False, dispatch_device=True, device_for_backend_keys=_CPU
         )
@@ -67,7 +69,7 @@ class PlannedTensor(Tensor):
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    device = _CPU  # which is asked for too often to dispatch it
+    device = _CPU  # Read too often to dispatch each access.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -82,13 +84,13 @@ _PLAIN = {PlannedTensor, Tensor, nn.Parameter, nn.Buffer}
 
 _Result = TypeVar("_Result")
 _Request = tuple[Hashable, int, int]
-"""A name, the bytes that it holds from here on, and the stream that asked for them."""
+"""A name, the bytes that it holds from now on, and the stream that requests them."""
 _EMPTY: _Request = ("torch's cache is emptied", 0, 0)
-_THREADS = ("forward", "backward")  # that multiply
+_THREADS = ("forward", "backward")  # Threads that multiply matrices.
 
 
 class _PlannedStorage(torch.UntypedStorage):
-    """The storage of planned tensors. FSDP resizes storages, which no dispatch mode sees."""
+    """Storage of planned tensors, which reports resizes: FSDP resizes without an operation."""
 
     planned: PlannedDevice
     key: int | None
@@ -100,30 +102,36 @@ class _PlannedStorage(torch.UntypedStorage):
 
 
 class PlannedDevice(TorchDispatchMode):
-    """Asks a `CachingAllocator` for what the operations inside its block would ask of torch's."""
+    """Dispatch mode that sends the allocations of operations to a `CachingAllocator`.
+
+    Attributes:
+        allocator: Model of torch's allocator.
+        emptied: How often torch's cache was emptied.
+        host_bytes: Bytes allocated on the host until the process ends.
+    """
 
     def __init__(self, workspace_bytes: int) -> None:
-        """Make a device on which nothing is allocated.
+        """Create an empty device.
 
         Args:
-            workspace_bytes: Of cuBLAS, for each thread that multiplies.
+            workspace_bytes: Workspace of cuBLAS for each thread that multiplies matrices.
         """
         super().__init__()
         self.allocator = CachingAllocator()
-        self.emptied = 0  # how often torch's cache was
-        self.host_bytes = 0  # allocated on the host until the process ends
-        self._tag: CachingAllocator | None = None  # which new storages belong to; None: torch's own
+        self.emptied = 0
+        self.host_bytes = 0
+        self._tag: CachingAllocator | None = None  # Tag of new storages; None: torch's own memory.
         self._workspace = workspace_bytes
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._keys = 0
         self._streams: dict[int, int] = {}
-        self._held: dict[Hashable, int] = {}  # bytes
-        self._requests: list[_Request] = []  # all that there were
+        self._held: dict[Hashable, int] = {}  # bytes by name
+        self._requests: list[_Request] = []  # all requests, in order
         self._computed: dict[Hashable, tuple[Any, list[_Request]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and not to look for it saves a tenth of the time."""
+        """Return False: nothing is compiled here, and the check would take a tenth of the time."""
         return False
 
     def empty_cache(self) -> None:
@@ -135,9 +143,9 @@ class PlannedDevice(TorchDispatchMode):
         self.emptied += 1
 
     def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
-        """Compute what has this key, or, where it was computed before, ask for the same memory.
+        """Run a computation once; later calls with its key repeat its memory requests only.
 
-        A computation finds the same shapes each time, and drops what it made.
+        A computation must allocate the same sizes each time and keep no tensors.
         """
         if key not in self._computed:
             begin = len(self._requests)
@@ -153,13 +161,13 @@ class PlannedDevice(TorchDispatchMode):
         return cast(_Result, result)
 
     def clear(self) -> None:
-        """Hold nothing, as a new device."""
+        """Release everything, as on a new device."""
         self.allocator = CachingAllocator()
         self._held.clear()
 
     @contextlib.contextmanager
     def placing(self, tag: CachingAllocator) -> Iterator[None]:
-        """Place what is allocated inside the block on a tag."""
+        """Place allocations inside the block on a tag."""
         before, self._tag = self._tag, tag
         try:
             yield
@@ -169,13 +177,13 @@ class PlannedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
             return _CPU
-        if _dispatch_mode(_FAKE) is not None:  # DTensor computes a shape
+        if _dispatch_mode(_FAKE) is not None:  # DTensor computes a shape.
             return func(*args, **(kwargs or {}))
-        if not _PLAIN.issuperset(types):  # a DTensor: its shards come here next
+        if not _PLAIN.issuperset(types):  # A DTensor: its shards are dispatched next.
             many = _takes_lists(func) and len(args[0]) > 1
             return self._one_by_one(func, args, kwargs or {}) if many else NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 0  # a number that steers nothing here
+            return 0  # No control flow depends on the number.
         if _multiplies(func):
             self._take_workspace()
         out = self._compute(func, args, kwargs or {})
@@ -184,27 +192,27 @@ class PlannedDevice(TorchDispatchMode):
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute the shapes of an operation's results, and follow their storages."""
-        if func is torch.ops.aten.lift_fresh.default:  # of the numbers in torch.tensor(numbers)
+        """Compute the shapes of an operation's results and track their storages."""
+        if func is torch.ops.aten.lift_fresh.default:  # from torch.tensor(numbers)
             return self._planned(_shape_of(args[0]), {})
-        found = _Arguments()
-        args = found.bare(args)
-        kwargs = {name: found.bare(value) for name, value in kwargs.items()}
+        inputs = _Arguments()
+        args = inputs.bare(args)
+        kwargs = {name: inputs.bare(value) for name, value in kwargs.items()}
         device = kwargs.get("device")
-        if device is not None or (not found.any and _takes_device(func)):
+        if device is not None or (not inputs.any and _takes_device(func)):
             kwargs["device"] = _META
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # Meta tensors have the shapes of bf16 alone.
+            # On meta tensors, this operation supports bf16 only.
             out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:]).to(args[0].dtype)
         else:
             out = _result_of(func, args, kwargs)
-        on_meta = found.meta and not found.planned if device is None else device.type == "meta"
-        return out if on_meta else self._planned(out, found.planned)
+        on_meta = inputs.meta and not inputs.planned if device is None else device.type == "meta"
+        return out if on_meta else self._planned(out, inputs.planned)
 
     def _planned(self, out: Any, planned: dict[int, PlannedTensor]) -> Any:
-        """Replace the meta tensors of a result by planned tensors: arguments by themselves."""
+        """Replace the meta tensors of a result by planned tensors, and arguments by themselves."""
         if isinstance(out, Tensor):
             if (tensor := planned.get(id(out))) is not None:
                 return tensor
@@ -234,12 +242,12 @@ class PlannedDevice(TorchDispatchMode):
         self.resized(storage)
 
     def resized(self, storage: Any) -> None:
-        """Allocate what a storage holds now, in place of what it held."""
+        """Replace the allocation of a storage by one of its present size."""
         if storage.key is not None:
             self._hold(storage.key, storage.nbytes(), self._stream())
 
     def _hold(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
-        """Hold so many bytes by this name, in place of those before."""
+        """Replace the bytes that a name holds; 0 releases them."""
         before = self._held.get(key, 0)
         if nbytes == before:
             return
@@ -255,7 +263,7 @@ class PlannedDevice(TorchDispatchMode):
     def _one_by_one(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operation over lists of DTensors tensor by tensor.
 
-        For all of them together, DTensor's rules take a time that is quadratic in their number.
+        For whole lists, DTensor's rules take quadratic time in the number of tensors.
         """
 
         with self:
@@ -263,7 +271,7 @@ class PlannedDevice(TorchDispatchMode):
         return None if parts[0] is None else list(chain.from_iterable(parts))
 
     def _take_workspace(self) -> None:
-        if self._workspace:  # autograd has a thread of its own
+        if self._workspace:  # The backward pass has its own thread, so its own workspace.
             self._hold(_THREADS[_in_backward()], self._workspace, self._stream())
 
     def _pass_by(self, sizes: list[int]) -> None:
@@ -277,11 +285,17 @@ class PlannedDevice(TorchDispatchMode):
 
 
 class _Arguments:
-    """The tensors among an operation's arguments."""
+    """The tensors among an operation's arguments.
+
+    Attributes:
+        any: Whether there is a tensor.
+        meta: Whether there is a meta tensor that is not a planned tensor's.
+        planned: Planned tensors by the id of their meta tensors.
+    """
 
     def __init__(self) -> None:
         self.any = self.meta = False
-        self.planned: dict[int, PlannedTensor] = {}  # by the id of its meta tensor
+        self.planned: dict[int, PlannedTensor] = {}
 
     def bare(self, value: Any) -> Any:
         """Replace tensors by meta tensors of the same shape."""
@@ -295,7 +309,7 @@ class _Arguments:
             self.any = True
             if value.is_meta:
                 self.meta = True
-            elif value.dim():  # a number is no obstacle
+            elif value.dim():  # Operations accept a CPU scalar beside meta tensors.
                 return _shape_of(value)
         return value
 
@@ -311,7 +325,7 @@ _WITH_SCRATCH = {
 
 
 def _scratch(func: Any, args: Any) -> list[int]:
-    """Return bytes that FlashAttention's backward takes while it runs."""
+    """Return the bytes of temporary buffers of FlashAttention's backward pass."""
     if func is torch.ops.aten._flash_attention_backward.default:
         sequences = len(args[6]) - 1
         total, heads, _ = args[1].shape
@@ -320,7 +334,7 @@ def _scratch(func: Any, args: Any) -> list[int]:
         batch, heads, length, _ = args[1].shape
         rows = batch * round_up(length, 128)
     query, key = args[1], args[2]
-    # dQ in fp32, row sums, and dK and dV of every query head
+    # dQ in fp32, row sums, and dK and dV for every query head.
     sizes = [4 * rows * heads * round_up(query.shape[-1], 32), 4 * heads * rows]
     if key.numel() != query.numel():
         sizes += 2 * [query.numel() * query.element_size()]
@@ -331,16 +345,16 @@ _SHAPES: dict[Any, Any] = {}
 
 
 def _result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute an operation on meta tensors; what makes new ones from the same shapes only once.
+    """Compute an operation on meta tensors, with a cache for operations that build a tensor.
 
-    Layers and micro batches are alike, and most shapes are computed in Python.
+    Layers and micro batches repeat the same shapes, most of which torch computes in Python.
     """
     if not _makes_tensor(func):
         return func(*args, **kwargs)
     key = func, _shapes(args), _shapes(kwargs.values()), *kwargs
     if (shape := _SHAPES.get(key)) is None:
         out = func(*args, **kwargs)
-        if type(out.untyped_storage()) is not _PlannedStorage:  # a view that does not say so
+        if type(out.untyped_storage()) is not _PlannedStorage:  # else an undeclared view
             _SHAPES[key] = out.shape, out.stride(), out.dtype
         return out
     size, stride, dtype = shape
@@ -361,11 +375,11 @@ def _shape(value: Any) -> Hashable:
 
 @functools.cache
 def _makes_tensor(func: Any) -> bool:
-    """Return whether an operation makes one tensor, and changes none."""
+    """Return whether an operation builds one new tensor and changes no argument."""
     schema = func._schema
     returns = schema.returns
-    one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-    return one and not schema.is_mutable and returns[0].alias_info is None
+    single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return single and not schema.is_mutable and returns[0].alias_info is None
 
 
 @functools.cache
@@ -379,7 +393,7 @@ def _takes_lists(func: Any) -> bool:
 
 
 def _of_one(args: Any, place: int) -> list[Any]:
-    """Return the arguments with one element of each list."""
+    """Return the arguments with every list cut to the element at `place`."""
     return [value[place : place + 1] if isinstance(value, list) else value for value in args]
 
 
@@ -393,7 +407,13 @@ def _in_backward() -> bool:
 
 
 class PlannedSaver:
-    """Offers what a trainer asks of a `MemorySaver`. Tags have sizes and states, and no memory."""
+    """Saver whose tags have sizes and states and no memory, with the methods a trainer needs.
+
+    Attributes:
+        planned: The device of the trainer.
+        paused: Names of the paused tags.
+        used_by_peer: Returns the bytes that the other side uses of the same device.
+    """
 
     device = torch.device("cpu")
 
@@ -402,7 +422,7 @@ class PlannedSaver:
         self._direct = Counter[str]()
         self._regions = defaultdict[str, CachingAllocator](CachingAllocator)
         self.paused: set[str] = set()
-        self.used_by_peer: Callable[[], int] = lambda: 0  # bytes of the same device
+        self.used_by_peer: Callable[[], int] = lambda: 0
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, tag: str, content: str = "discard"
@@ -428,7 +448,7 @@ class PlannedSaver:
         return self
 
     def bind_thread(self) -> None:
-        """Do nothing: no thread works on this device."""
+        """Do nothing, because no thread works on this device."""
 
     def is_paused(self, tag: str) -> bool:
         return tag in self.paused
@@ -440,7 +460,7 @@ class PlannedSaver:
         return 0
 
     def mark_clean(self, tag: str, version: object) -> None:
-        """Content is nothing here."""
+        """Do nothing, because there is no content."""
 
     def leases(self, tag: str) -> int:
         return 0
@@ -452,13 +472,13 @@ class PlannedSaver:
         return {tag: round_up(nbytes, PAGE) for tag, nbytes in held.items()}
 
     def usage(self) -> Usage:
-        """Return what the trainer holds, and in `device_used_bytes` what both sides hold."""
+        """Return the trainer's usage; `device_used_bytes` counts both sides."""
         torch_use = self.planned.allocator
         usage = _usage(self.sizes(), self.paused, torch_use.reserved, torch_use.peak)
         return dataclasses.replace(usage, device_used_bytes=used_bytes(usage) + self.used_by_peer())
 
     def take_usage(self) -> Usage:
-        """Return `usage`, and count torch's peak anew; see `MemorySaver.take_usage`."""
+        """Return `usage` and reset torch's peak, as `MemorySaver.take_usage` does."""
         usage = self.usage()
         self.planned.allocator.reset_peak()
         return usage
@@ -477,11 +497,21 @@ def attention(
     scaling: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query: [B, H, L, D]; returns [B, L, H, D]. FlashAttention where torch has it, the plain
-    formula elsewhere.
+    """Compute causal attention with the operations that torch would run on a GPU.
 
-    For heads whose values are narrower than their keys (latent attention), what flash keeps of them
-    padded.
+    This is FlashAttention where torch supports it, else the plain formula. FlashAttention pads
+    values that are narrower than their keys (latent attention).
+
+    Args:
+        module: The calling layer.
+        query: [B, H, L, D].
+        key: [B, H of keys, L, D].
+        value: [B, H of keys, L, D of values].
+        attention_mask: Unused.
+        scaling: Factor of the scores.
+
+    Returns:
+        The output, [B, L, H, D of values], and no weights.
     """
     if query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
         width = value.shape[-1]
@@ -505,14 +535,15 @@ def attention(
 
 
 def planned_packed_attention(*args: Any, **how: Any) -> tuple[Tensor, None]:
-    """Does what the trainer's `packed_attention` does on a GPU."""
+    """Run the trainer's `packed_attention` with the operations of a GPU."""
     with sdpa_kernel(SDPBackend.MATH):
         return packed_attention(*args, flash=True, **how)
 
 
 def register_attention() -> None:
-    """Make `attention` known to transformers as `ATTENTION`, `planned_packed_attention` as
-    `PACKED_ATTENTION`. Models that ask for one make no masks.
+    """Register `attention` and `planned_packed_attention` with transformers.
+
+    Their names are `ATTENTION` and `PACKED_ATTENTION`. Models that use them build no masks.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -524,14 +555,22 @@ def register_attention() -> None:
 
 HandedOver = tuple[tuple[str, ...], str]
 """Tags of one side that leave, and the tag of the other that takes their memory."""
-PIECE = 1 << 30  # bytes that an elastic tag takes and gives at a time
+PIECE = 1 << 30  # bytes by which an elastic tag grows and shrinks
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSizes:
-    """One rank's. grows: whether the pool may begin small; least, wanted: what it wakes with then,
-    and what requests use at once. idle: what torch holds while nothing is computed; generating: the
-    most of it in a step.
+    """Bytes of one rank of an engine.
+
+    Attributes:
+        weights: Bytes of the weights.
+        kv_cache: Bytes of the whole KV pool.
+        least: Bytes with which a growing pool wakes.
+        wanted: Bytes that running requests use of a growing pool.
+        grows: Whether the pool can begin small.
+        cuda_graph: Bytes of CUDA graphs.
+        idle: Bytes of torch in an idle engine.
+        generating: Peak bytes of torch in a step.
     """
 
     weights: int
@@ -549,29 +588,39 @@ class EngineSizes:
 
 
 class PlannedRollout:
-    """Sleeps, wakes up, and answers with as many tokens as it may (`Rollout`)."""
+    """Engine of known sizes whose answers all have the longest length (`Rollout`).
+
+    Attributes:
+        answered: Called when generation ends.
+        handed_over: Tags that either side handed over.
+    """
 
     weights_version = 0
 
     def __init__(self, sizes: EngineSizes, staged: bool = True) -> None:
-        """staged: False wakes all tags up with the first."""
+        """Create an engine that is asleep.
+
+        Args:
+            sizes: Its sizes.
+            staged: Whether each tag wakes on its own; False: all tags wake with the first.
+        """
         self._sizes, self._staged = sizes, staged
         self._asleep = set(sizes.tags)
-        self._pool = self._grown = sizes.kv_cache  # bytes while it is awake, and with answers
+        self._pool = self._grown = sizes.kv_cache  # bytes after waking, and during generation
         self._resident = 0
-        self.answered: Callable[[], None] = lambda: None  # what is over then
-        self.handed_over: set[HandedOver] = set()  # by both sides
+        self.answered: Callable[[], None] = lambda: None
+        self.handed_over: set[HandedOver] = set()
         self._torch = self._peak = sizes.idle
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, on_progress: Any = None
     ) -> list[list[Completion]]:
         self._pool = self._grown
-        # Which torch keeps, until the KV cache sleeps.
+        # torch keeps this cached until the KV cache sleeps.
         self._torch = self._peak = self._sizes.generating
         self.answered()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        return [[_longest(param.max_tokens)] * param.n for param in each]
+        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        return [[_longest(param.max_tokens)] * param.n for param in per_prompt]
 
     def sleep(
         self,
@@ -595,10 +644,10 @@ class PlannedRollout:
         self._grown = min(whole, self._sizes.wanted) if partly else whole
 
     def prepare_sleep(self) -> None:
-        """Host memory of the sleeps themselves."""
+        """Do nothing: the plan counts host memory elsewhere."""
 
     def shrink(self) -> None:
-        """Only ever makes room earlier."""
+        """Do nothing: the plan counts the pool at its largest."""
 
     def usage(self) -> Usage:
         tags = self._sizes.tags | {KV_CACHE: self._pool}
@@ -613,14 +662,14 @@ class PlannedRollout:
 
 
 def used_bytes(usage: Usage) -> int:
-    """Return the bytes that a process holds now."""
+    """Return the bytes that a process holds at present."""
     return sum(usage.tags.values()) + usage.torch_bytes
 
 
 def _usage(
     sizes: Mapping[str, int], away: Set[str], torch_bytes: int, torch_peak: int, host: int = 0
 ) -> Usage:
-    """Return the usage of a process with all tags but those that are away, and torch's own."""
+    """Build the usage of a process whose tags are present except for those in `away`."""
     return Usage(
         tags={tag: 0 if tag in away else nbytes for tag, nbytes in sizes.items()},
         torch_bytes=torch_bytes,

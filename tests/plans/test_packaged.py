@@ -1,5 +1,6 @@
-"""Every packaged recipe on the GPUs that it is for (`make plans`: minutes, so not among the tests
-of `make test`).
+"""Plans of every recipe, packaged or under examples/plans, on its own GPUs.
+
+They take minutes, so `make plans` runs them and `make test` does not.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import pytest
 import recipes
 from recipes.planner.command import plan_of
 from recipes.planner.sizes import GIB
+from tests.helpers.docs.pages import ROOT
 
-PACKAGE = Path(recipes.__file__).parent
-PACKAGED = sorted(PACKAGE.glob("*.yaml"))
-PLANS = sorted((PACKAGE.parent / "examples" / "plans").glob("*.yaml"))  # too large to be tried
-# The shape and the way of another recipe, on more or larger GPUs; or measured in
-# tests/recipes/planner. (make test-all)
+PLANS = ROOT / "examples" / "plans"
+FILES = sorted((ROOT / "recipes").glob("*.yaml")) + sorted(PLANS.glob("*.yaml"))
+# Planned by `make test-all` only: shape and options are those of another recipe, on more or larger
+# GPUs, or tests/recipes/planner compares the plan with measurements.
 LIKE_ANOTHER = {"tiny", "smollm2-135m-2digits", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-7b-h200"}
 LIKE_ANOTHER |= {"qwen2.5-32b-8xh200", "llama-3.1-70b-24xh100"}
 LIKE_ANOTHER |= {"qwen3-30b-a3b-8xh200", "qwen3-30b-a3b-cut"}
@@ -26,11 +27,11 @@ LIKE_ANOTHER |= {"qwen3-30b-a3b-8xh200", "qwen3-30b-a3b-cut"}
     "file",
     [
         pytest.param(file, marks=[pytest.mark.extended] * (file.stem in LIKE_ANOTHER), id=file.stem)
-        for file in PACKAGED + PLANS
+        for file in FILES
     ],
 )
-def test_every_recipe_and_plan_is_planned_and_fits_its_gpus(file: Path) -> None:
-    # if it fits handed over, what is decided fits (test_switch.py)
+def test_recipe_fits_its_gpus(file: Path) -> None:
+    # A recipe that fits with every tag offloaded fits with its decided switch (test_switch.py).
     plan = plan_of(recipes.load(file, ["cycle.resident=[]"]), file.stem, gpu=None)
     assert plan.fits, plan.needs
     assert plan.host_bytes / GIB < 2048 and plan.kv_tokens > 0
@@ -39,12 +40,12 @@ def test_every_recipe_and_plan_is_planned_and_fits_its_gpus(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fraction", "staged", "fit"), [(0.6, False, True), (0.8, False, False), (0.9, True, True)]
 )
-def test_a_staged_wake_up_of_32b_leaves_more_to_the_pool(
+def test_staged_wake_up_of_32b_leaves_room_for_a_larger_pool(
     fraction: float, staged: bool, fit: bool
 ) -> None:
-    """At 0.8 an unstaged one is short at the sync."""
+    """Compare wake-ups: at 0.8 of the device, an unstaged one runs out of memory in the sync."""
     recipe = recipes.load(
-        "qwen2.5-32b-8xh100",
+        PLANS / "qwen2.5-32b-8xh100.yaml",
         ["cycle.resident=[]", f"engine.mem_fraction_static={fraction}"],
     )
     plan = plan_of(recipe, "32b", gpu="h100-80gb:8", staged=staged)

@@ -1,4 +1,4 @@
-"""Plans: the figures measured on GPUs, what fits and what does not."""
+"""Plans against measurements on GPUs, remedies, output, and wrong commands."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from recipes.planner.command import plan_of, print_plan
 from recipes.planner.memory_plan import MemoryPlan, Shortage, remedied
 from recipes.planner.sizes import GIB, MIB, find_gpu
 from recipes.setup.preparation import prepare
+from tests.helpers.docs.pages import ROOT
 from tests.helpers.recipes.tiny_runs import SMALL
 
+PLANS = ROOT / "examples" / "plans"
 Capture = pytest.CaptureFixture[str]
 
 ONE_KEY_HEAD = {
@@ -37,9 +39,9 @@ ONE_KEY_HEAD = {
     "linear_num_key_heads": 1,
 }
 TP = "engine.tensor_parallel_size"
+EIGHT = ["qwen2.5-7b", "cluster.n_gpus_per_node=8"]
 PAIR = ["tiny", "driver=ray", "cluster.n_gpus_per_node=2", f"{TP}=2"]
-# Most MiB of the device, by stage, in each of these on lent machines (2026-11-22;
-# docs/benchmarks.md).
+# Peak MiB of the device by stage, measured for these commands (docs/benchmarks.md).
 MEASURED = [
     "qwen2.5-0.5b cycle.resident=[] cycle.overlap=[] --gpu h100-80gb",
     "qwen2.5-0.5b model.shape=smollm2-135m cycle.resident=[] cycle.overlap=[] --gpu h100-80gb",
@@ -54,7 +56,7 @@ MEASURED_MIB = {
     "sleep": (3970.4, 3890.4, 18680.4),
     "reload_params": (3992.4, 2612.4, 16742.4),
 }
-# To be measured anew: since then the trainer makes no logits of the whole vocabulary.
+# Not measured since the trainer stopped building logits of the whole vocabulary.
 UNMEASURED = {
     "offload_optim",
     "compute_log_prob",
@@ -69,7 +71,7 @@ UNMEASURED = {
     "case",
     [pytest.param(case, marks=[pytest.mark.extended] * ("h200" not in case)) for case in MEASURED],
 )
-def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_by_more_than_one(
+def test_plan_is_at_most_3_percent_above_and_1_percent_below_measurements(
     case: str,
 ) -> None:
     words, _, gpu = case.partition(" --gpu ")
@@ -82,17 +84,17 @@ def test_every_stage_is_within_three_percent_of_what_was_measured_and_not_under_
         assert 0.99 * measured <= planned[stage] <= 1.03 * measured, stage
 
 
-def test_a_forced_switch_beside_work_is_planned_as_it_was_measured() -> None:
-    """31.9 GiB, on two H200 (docs/benchmarks.md)."""
+def test_plan_of_forced_overlap_equals_measurement() -> None:
+    """Compare with 31.9 GiB on two H200 (docs/benchmarks.md)."""
     words = ["cluster.n_gpus_per_node=2", "engine.mem_fraction_static=0.92", "driver=ray"]
-    plan = plan_of(recipes.load("qwen2.5-7b-h200", words), "forced", gpu=None)
+    plan = plan_of(recipes.load(PLANS / "qwen2.5-7b-h200.yaml", words), "forced", gpu=None)
     assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
     sleep = next(stage for stage in plan.stages if stage.stage == "sleep")
     assert sleep.device_bytes / GIB == pytest.approx(31.9, rel=0.03)
 
 
-def test_what_nobody_empties_stays_in_torchs_cache_at_every_stage() -> None:
-    """52.71 GiB at each of them on one H100, two Ray actors (docs/benchmarks.md)."""
+def test_plan_without_emptied_cache_equals_measurement_at_every_stage() -> None:
+    """Compare with 52.71 GiB at each stage on one H100 with two Ray actors."""
     recipe = recipes.load("qwen3-30b-a3b-cut", ["driver=ray"])
     plan = plan_of(recipe, "qwen3-30b-a3b-cut", gpu="h100-80gb")
     assert plan.switch is not None and not plan.switch.overlap
@@ -101,22 +103,22 @@ def test_what_nobody_empties_stays_in_torchs_cache_at_every_stage() -> None:
         assert 0.99 * 52.71 <= stage.device_bytes / GIB <= 1.03 * 52.71, stage.stage
 
 
-def test_what_does_not_fit_exits_3_and_what_is_advised_makes_it_fit(capsys: Capture) -> None:
+def test_plan_that_does_not_fit_exits_3_and_its_remedy_fits(capsys: Capture) -> None:
     assert main(["plan", "tiny", *SMALL, "engine.kv_tokens=176000000"]) == 3
     printed = capsys.readouterr().out
     assert "does not fit" in printed
-    advised = re.search(r"set engine\.kv_tokens=(\d+)", printed)
-    assert advised is not None, printed
-    words = [*SMALL, f"engine.kv_tokens={advised[1]}"]
+    remedy = re.search(r"set engine\.kv_tokens=(\d+)", printed)
+    assert remedy is not None, printed
+    words = [*SMALL, f"engine.kv_tokens={remedy[1]}"]
     plan = plan_of(recipes.load("tiny", words), "tiny", gpu=None)
-    assert plan.fits and plan.kv_tokens == int(advised[1])
+    assert plan.fits and plan.kv_tokens == int(remedy[1])
     assert 0 <= plan.most_kv_tokens - plan.kv_tokens < 1e-3 * plan.kv_tokens, (
-        "far from all that would fit"
+        "the remedy is far below the largest pool that fits"
     )
 
 
-def test_a_plan_needs_what_a_run_is_refused_for(tmp_path: Path) -> None:
-    """A pool for the prompt with the answer, and a model that takes as many tokens."""
+def test_plan_reports_the_faults_that_a_run_is_refused_for(tmp_path: Path) -> None:
+    """Plan and prepare with a pool, and with a context, that are too small for a request."""
     words = ["cycle.overlap=[]", "engine.kv_tokens=16", "sampling.max_tokens=20"]
     with pytest.raises(recipes.RecipeError) as refused:
         prepare(recipes.load("tiny", words), tmp_path)
@@ -128,8 +130,8 @@ def test_a_plan_needs_what_a_run_is_refused_for(tmp_path: Path) -> None:
             make(recipes.load("tiny", ["sampling.max_tokens=60"]))
 
 
-def test_a_remedy_is_one_that_helps_when_it_is_planned() -> None:
-    """Of what leaves as much missing, makes more missing elsewhere, or cannot be, none is said."""
+def test_remedies_are_changes_whose_plans_have_less_missing() -> None:
+    """Leave out changes that free nothing, are impossible, or cause another shortage."""
     recipe = recipes.load("tiny", ["cycle.resident=[]"])
     ways = [("trainer.micro_batch_size", 1), ("lora.rank", 8), ("sampling.max_tokens", 1)]
     ways += [("trainer.optimizer_offload", True), ("trainer.threads", 0)]
@@ -147,7 +149,7 @@ def test_a_remedy_is_one_that_helps_when_it_is_planned() -> None:
     assert plan.needs == [f"{short.text}; set sampling.max_tokens=1, or take a larger GPU"]
 
 
-def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) -> None:
+def test_command_prints_draws_and_writes_a_plan(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "recipe.yaml").touch()
     assert main(["plan", "tiny", "--picture", str(tmp_path / "no" / "where.png")]) == 2
     message = "where.png: cannot be written: No such file or directory; name a place"
@@ -165,17 +167,22 @@ def test_the_command_prints_draws_and_writes(tmp_path: Path, capsys: Capture) ->
     )
 
 
-def test_no_number_of_a_table_is_cut_in_a_narrow_terminal() -> None:
-    plan = plan_of(recipes.load("tiny", ["cycle.overlap=[]"]), "tiny", gpu=None)
-    for width in (60, 80, 200):
+def test_table_of_a_narrow_terminal_cuts_no_number_and_no_heading() -> None:
+    """Print a plan with all eight tags; up to 80 columns show sums."""
+    plan = plan_of(recipes.load("tiny-ppo", ["ppo.kl_coef=0.1"]), "tiny-ppo", gpu=None)
+    for width in (60, 80, 120, 200):
         console = Console(width=width, file=io.StringIO())
         print_plan(plan, console)
         lines = console.file.getvalue().splitlines()
-        row = next(line.split() for line in lines if line.startswith("generate_sequences"))
         assert "\u2026" not in "".join(lines)
-        stage = next(stage for stage in plan.stages if stage.stage == row[0])
-        assert f"{stage.device_bytes / GIB:.2f}" in row
-        assert row[-2] == f"{plan.gpu.contexts / GIB:.2f}"
+        assert width < 80 or max(map(len, lines)) <= width
+        head = next(number for number, line in enumerate(lines) if line.startswith("stage "))
+        assert ("trainer" in lines[head]) == (width <= 80) != ("reference" in lines[head])
+        for line, stage in zip(lines[head + 1 :], plan.stages, strict=False):
+            name, *values = line.split()
+            assert name == stage.stage and f"{stage.device_bytes / GIB:.2f}" in values
+            assert values[-2] == f"{plan.gpu.contexts / GIB:.2f}"
+            assert len(values) == len(lines[head].split()) - 1 + (width == 200)
 
 
 @pytest.mark.parametrize(
@@ -184,15 +191,15 @@ def test_no_number_of_a_table_is_cut_in_a_narrow_terminal() -> None:
         (["tiny", "--gpu", "h1000"], "--gpu h1000: must be one of h100-80gb"),
         (["tiny", "--gpu", "h100-80gb:0"], "--gpu h100-80gb:0"),
         (["tiny", "--gpu", "h100-80gb:12"], "give a multiple of 8"),
-        (["qwen2.5-32b-8xh100", "--gpu", "h100-80gb:1"], f"--gpu :1: {TP}=2: does not divide"),
-        (["qwen2.5-7b-8xh100", f"{TP}=8"], f"choose a size that divides 28; set {TP}=1"),
+        ([*EIGHT, f"{TP}=2", "--gpu", "h100-80gb:1"], f"--gpu :1: {TP}=2: does not divide"),
+        ([*EIGHT, f"{TP}=8"], f"choose a size that divides 28; set {TP}=1"),
         ([*PAIR, f"model.config={json.dumps(ONE_KEY_HEAD)}"], "in_proj_qkvz.weight: dimension 0"),
         (["tiny", "--into", "/nowhere"], "--into /nowhere: holds no run"),
         (["tiny", "--prompt-tokens", "0"], "--prompt-tokens 0: must be at least 1"),
         ([], "plan: names no recipe"),
     ],
 )
-def test_a_wrong_command_is_one_line(words: list[str], said: str, capsys: Capture) -> None:
+def test_wrong_command_is_refused_in_one_line(words: list[str], said: str, capsys: Capture) -> None:
     assert main(["plan", *words]) == 2
     message = capsys.readouterr().err
     assert said in message and message.count("\n") == 1

@@ -1,6 +1,4 @@
-"""What stays on the device: the cheapest that fits, said with its reason, and decided for a run in
-a process of its own.
-"""
+"""Decisions of the switch: the cheapest choice that fits, its reasons, and its plan for a run."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ SAVED, DROPPED = ("params", "optim"), ("weights", "kv_cache")
 ALONE = {"generate": DROPPED, "sync": ("params", "adapters", "weights")}
 ALONE["train"] = (*SAVED, "adapters")
 RECIPE = recipes.load("tiny", ["cycle.resident=auto"])
-# 1.2 GiB of parameters, 2.4 of moments, in two layers
+# 1.2 GiB of parameters and 2.4 GiB of moments in two layers.
 FEW = [
     "tiny",
     "device=auto",
@@ -44,15 +42,15 @@ FEW += ["model.config.hidden_size=2048", "model.config.vocab_size=150000", "engi
 
 
 def made_up(sizes: dict[str, int], cache: int, total: int) -> MemoryPlan:
-    """In GiB, everything handed over; torch's cache is training's."""
+    """Build a plan without resident tags from sizes in GiB; only training fills torch's cache."""
     stages = []
     for stage, tags in ALONE.items():
         held = {tag: sizes[tag] * GIB if tag in tags else 0 for tag in sizes}
         torch = {"trainer": cache * GIB if stage == "train" else 0}
-        both = {"trainer": sum(held.values()) + torch["trainer"]}
+        processes = {"trainer": sum(held.values()) + torch["trainer"]}
         rest: Any = {
-            "processes": both,
-            "used": both["trainer"],
+            "processes": processes,
+            "used": processes["trainer"],
             "torch": torch,
             "tags": held,
             "contexts": 0,
@@ -73,8 +71,10 @@ def decided(plan: MemoryPlan) -> Switch:
     st.integers(0, 8),
     st.integers(4, 60),
 )
-def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: int) -> None:
-    """A saved GiB costs two seconds on this link, all that is mapped anew less than one."""
+def test_decide_keeps_the_tags_of_the_cheapest_switch_that_fits(
+    sizes: dict[str, int], cache: int, total: int
+) -> None:
+    """Use a link on which a copied GiB costs two seconds and all mapping less than one."""
     chosen = decide(made_up(sizes, cache, total), RECIPE)
     room = total - 0.25 - 0.03 * total
 
@@ -96,11 +96,11 @@ def test_the_cheapest_that_fits_stays(sizes: dict[str, int], cache: int, total: 
     assert saved(chosen) == max(map(saved, fitting), default=0)
 
 
-def test_adapters_go_with_the_parameters() -> None:
+def test_adapters_move_with_the_parameters() -> None:
     sizes = {"params": 2, "adapters": 1, "optim": 1, "weights": 2, "kv_cache": 1}
     roomy = decided(made_up(sizes, cache=1, total=80))
     assert set(roomy.resident) == {*SAVED, *DROPPED} and roomy.lines[1] == "leaves: nothing"
-    # with torch's cache, which stays where nothing leaves, all of it would take 8 of 7.5
+    # torch's cache stays if nothing leaves; with it, all tags would take 8 of 7.5 GiB.
     tight = decided(made_up(sizes, cache=1, total=8))
     assert tight.lines[0].startswith("stays: params 3.0") and set(SAVED) <= {*tight.resident}
     assert "leaves: " in tight.lines[1] and "adapters" not in tight.lines[1]
@@ -108,8 +108,10 @@ def test_adapters_go_with_the_parameters() -> None:
 
 @pytest.mark.parametrize(("nbytes", "gain"), [(3.42, -0.019), (42.56, 0.167), (7.4, -1e-4)])
 @pytest.mark.parametrize("wish", ["auto", "always"])
-def test_what_is_handed_over_gains_what_was_measured(nbytes: float, gain: float, wish: str) -> None:
-    """At the sizes of both measurements, and just below where it begins to gain."""
+def test_hand_over_gains_the_measured_time_and_auto_uses_it_if_positive(
+    nbytes: float, gain: float, wish: str
+) -> None:
+    """Use both measured sizes, and one just below the size from which on it gains."""
     sizes = dict.fromkeys((*SAVED, *DROPPED), 50)
     plan, handed = made_up(sizes, cache=1, total=80), int(nbytes * GIB)
     recipe = replace(RECIPE, cycle=CycleSection(resident=[], hand_over=wish))
@@ -120,19 +122,22 @@ def test_what_is_handed_over_gains_what_was_measured(nbytes: float, gain: float,
     expected = gain if switch.hand_over else 0
     assert driver.seconds - switch.seconds == pytest.approx(expected, abs=1e-4)
     change = f"{1000 * abs(gain):.0f} ms {'less' if gain > 0 else 'more'}"
-    assert change in switch.lines[2] and ("from 7.4 GiB on" in switch.lines[2]) != switch.hand_over
+    assert (
+        change in switch.lines[2] and ("gains above 7.4 GiB" in switch.lines[2]) != switch.hand_over
+    )
 
 
-def test_no_more_is_gained_than_the_driver_takes() -> None:
+def test_hand_over_gains_at_most_the_time_of_the_driver() -> None:
     plan = made_up(dict.fromkeys((*SAVED, *DROPPED), 5), cache=0, total=80)
     recipe = replace(RECIPE, cycle=CycleSection(resident=[]))
     gained = [describe(plan, recipe, [], handed_over=n * GIB).seconds for n in (0, 15, 1000)]
     assert gained[0] - gained[1] == gained[0] - gained[2] == pytest.approx(20 * 1.6e-3)
 
 
-def test_a_run_hands_over_what_its_cycle_would_and_says_why() -> None:
-    """Moments go to the weights, parameters to the pool, all of the engine's to the parameters:
-    each no more than fits. The key overrides.
+def test_plan_hands_over_as_the_cycle_does_and_gives_its_reason() -> None:
+    """Hand moments to the weights, parameters to the pool, and the engine's memory to parameters.
+
+    Each hand-over is limited by the smaller side. The key `cycle.hand_over` overrides.
     """
     words = [*FEW[1:], "cycle.resident=[]", "cycle.overlap=[]", "cycle.alias=never"]
 
@@ -154,8 +159,8 @@ def test_a_run_hands_over_what_its_cycle_would_and_says_why() -> None:
     assert never.switch is not None and len(never.switch.lines) == 3
 
 
-def test_an_optimizer_on_the_host_is_planned_there() -> None:
-    """12 bytes a parameter for good, and 2 of the parameters while they are offloaded."""
+def test_optimizer_on_the_host_is_planned_in_host_memory() -> None:
+    """Expect 12 bytes per parameter at all times, and 2 more while parameters are offloaded."""
     words = ["cycle.resident=[]", "cycle.alias=never", "model.dtype=bfloat16", "cluster.host_gib=8"]
     recipe = recipes.load(FEW[0], [*FEW[1:], *words, "trainer.optimizer_offload=true"])
     plan = plan_of(recipe, "host", gpu="h100-80gb")
@@ -163,13 +168,13 @@ def test_an_optimizer_on_the_host_is_planned_there() -> None:
     assert all("optim" not in stage.tags for stage in plan.stages)
     for stage in plan.stages:
         away = 0 if stage.tags["params"] else params
-        assert stage.host == pytest.approx(6 * params + away, rel=0.01)  # whole pages, alignment
+        assert stage.host == pytest.approx(6 * params + away, rel=0.01)  # whole pages and alignment
     assert plan.host_bytes == pytest.approx(7 * params + 4 * GIB, rel=0.01)
     assert len(plan.needs) == 1 and "the host is short of" in plan.needs[0]
     assert "set cycle.resident=[params]" in plan.needs[0]
 
 
-def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
+def test_switch_lines_name_resident_and_leaving_tags_with_reasons() -> None:
     recipe = recipes.load(FEW[0], [*FEW[1:], "cycle.alias=never"])
     roomy = plan_of(recipe, "roomy", gpu="h100-80gb").switch
     tight = plan_of(recipe, "tight", gpu=str(13 * GIB))
@@ -177,7 +182,7 @@ def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
     assert set(roomy.resident) == {"params", "optim", "weights", "kv_cache", "cuda_graph"}
     assert roomy.lines[1] == "leaves: nothing" and "own pages" not in roomy.lines[0]
     assert not {"params", "optim"} <= {*tight.switch.resident}
-    assert "kept whole, update_actor would take" in tight.switch.lines[1]
+    assert "if all tags stayed, update_actor would take" in tight.switch.lines[1]
     assert tight.switch.seconds > 5 * roomy.seconds > 0
     assert tight.as_json()["switch"]["resident"] == tight.switch.resident
 
@@ -187,7 +192,7 @@ def test_a_plan_says_what_stays_what_leaves_and_why() -> None:
     [([], "always"), (["lora.rank=4"], "never"), (["trainer.dtype=bfloat16"], "never")],
     ids=["alike", "adapters", "another dtype"],
 )
-def test_on_one_device_the_engine_serves_pages_of_its_own_dtype(
+def test_alias_on_one_device_needs_pages_of_the_models_dtype(
     more: list[str], alias: str, tmp_path: Path
 ) -> None:
     assert prepare(recipes.load("tiny", ["cycle.alias=auto", *more]), tmp_path).recipe.cycle == (
@@ -200,10 +205,10 @@ def test_on_one_device_the_engine_serves_pages_of_its_own_dtype(
             prepare(recipes.load("tiny", ["cycle.alias=always", *more]), tmp_path)
 
 
-def test_a_run_has_its_switch_planned_beside_it_and_is_told_what_does_not_fit(
+def test_plan_apart_returns_switch_and_shortages_in_any_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a project that has a package `recipes` of its own."""
+    """Plan in a working directory with another package `recipes`."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -217,7 +222,7 @@ def test_a_run_has_its_switch_planned_beside_it_and_is_told_what_does_not_fit(
     assert decided.lines[-1] == f"does not fit: {written['needs'][0]}"
 
 
-def test_a_run_without_a_plan_says_why_and_does_what_its_keys_say(
+def test_run_without_a_plan_follows_its_keys_and_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = tmp_path / "python"
@@ -234,10 +239,10 @@ def test_a_run_without_a_plan_says_why_and_does_what_its_keys_say(
             assert decided.lines[0].endswith(f"there is no plan: {why}")
 
 
-def test_a_run_with_another_engine_is_planned_with_what_it_measured(
+def test_run_with_hosted_engine_is_planned_with_its_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is planned before the engine is there; then so many bytes more leave no room."""
+    """Plan with two measurements, of which the larger leaves no room for the moments."""
     recipe = recipes.load(FEW[0], [*FEW[1:], "engine.kind=vllm"])
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
     gpu = SimpleNamespace(total_memory=20 * GIB)
@@ -273,26 +278,26 @@ def test_a_run_with_another_engine_is_planned_with_what_it_measured(
     ],
 )
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-def test_a_run_is_planned_where_a_key_is_left_to_auto(
+def test_run_is_planned_only_if_a_key_of_its_switch_is_auto(
     words: str, planned: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipes.load("tiny", ["device=auto", "cycle.resident=auto", *words.split()])
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    found = object()
-    monkeypatch.setattr("recipes.run.plan_apart", lambda *_: found)
+    switch = object()
+    monkeypatch.setattr("recipes.run.plan_apart", lambda *_: switch)
     setup: Any = SimpleNamespace(recipe=recipe, device=device)
     monitor: Any = None
     decided = decide_switch(setup, RunFolder(tmp_path), monitor)
     if device == "cuda:0" and planned:
-        assert decided is found
+        assert decided is switch
     else:
         assert decided.resident == (recipe.resident_tags() if not words else ["optim"])
         assert not decided.hand_over
 
 
-def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_weights() -> None:
-    """8 GiB of keys and values leave, and none of the moments needs to wait for the bus."""
+def test_leaving_tags_are_overlapped_if_they_fit_with_the_weights() -> None:
+    """Plan with 8 GiB of KV cache that leave; the copies of the moments are hidden completely."""
     words = [*FEW[1:], "cycle.alias=never", "engine.kv_tokens=16000000", "cycle.resident=[params]"]
     words += ["cycle.overlap=auto"]
 
@@ -301,19 +306,19 @@ def test_what_must_leave_leaves_beside_work_where_there_is_room_for_it_and_the_w
         assert plan.switch is not None
         return plan, plan.switch
 
-    (plan, beside), (_, serial) = planned(), planned("cycle.overlap=[]")
-    assert beside.resident == serial.resident and (beside.overlap, serial.overlap) == (
+    (plan, overlapped), (_, serial) = planned(), planned("cycle.overlap=[]")
+    assert overlapped.resident == serial.resident and (overlapped.overlap, serial.overlap) == (
         ("optim",),
         (),
     )
-    assert beside.lines[2] == (
-        "beside work: optim while answers are made, back while they are scored: optim"
+    assert overlapped.lines[2] == (
+        "overlapped: optim leave during generation; back during scoring: optim"
     )
     moments = max(stage.tags["optim"] for stage in plan.stages)
-    assert serial.seconds - beside.seconds == pytest.approx(2 * moments / plan.gpu.link)
+    assert serial.seconds - overlapped.seconds == pytest.approx(2 * moments / plan.gpu.link)
 
 
-def test_an_overlap_that_is_named_is_planned_also_where_it_does_not_fit() -> None:
+def test_named_overlap_is_planned_even_if_it_does_not_fit() -> None:
     words = ["cycle.overlap=[params,optim]", "cycle.resident=[]", "cycle.alias=never"]
     plan = plan_of(recipes.load("tiny", words), "short", gpu=str(2 * GIB))
     assert plan.switch is not None and plan.switch.overlap == ("params", "optim")
@@ -329,7 +334,7 @@ def test_an_overlap_that_is_named_is_planned_also_where_it_does_not_fit() -> Non
         ("driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2", False),
     ],
 )
-def test_a_pool_of_one_size_gets_its_memory_before_it_wakes(more: str, grows: bool) -> None:
+def test_pool_grows_only_without_tiers_and_tensor_parallelism(more: str, grows: bool) -> None:
     recipe = recipes.load("tiny", more.split())
     config = meta_model(recipe.model.random_fields()).config
     assert pool_grows(recipe, rank_kv_layout(recipe, config, torch.float32)) == grows

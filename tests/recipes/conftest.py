@@ -1,4 +1,4 @@
-"""Runs that several tests look at."""
+"""Fixtures of runs that several tests share."""
 
 from __future__ import annotations
 

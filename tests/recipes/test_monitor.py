@@ -1,7 +1,4 @@
-"""The monitor of a run: peaks per stage from what the sides report (before, after, torch, what
-else is on the device), failures that name their stage, and what is shown: one line per row, and in
-a terminal a progress bar.
-"""
+"""Monitor of a run: peaks of stages, failures that name their stage, and the live display."""
 
 from __future__ import annotations
 
@@ -45,53 +42,54 @@ def collect(stages: list[str], **sides: list[Usage]) -> dict[str, Any]:
     return peaks.take()
 
 
-def test_a_side_that_leaves_counts_with_what_it_held_before() -> None:
-    found = collect(
+def test_side_that_leaves_counts_with_its_bytes_before_the_stage() -> None:
+    stages = collect(
         ["train", "offload"],
         trainer=[usage({"params": 10}, 5, 7, 100), usage({"params": 0}, 0, 5, 85)],
     )
-    assert found["train"] == {
+    assert stages["train"] == {
         "processes": {"trainer": 17},
         "torch": {"trainer": 7},
-        "device_bytes": 102,  # 100 now, and torch held 2 more in between
+        "device_bytes": 102,  # 100 now, and 2 more of torch earlier
         "tags": {"params": 10},
     }
-    assert found["offload"]["processes"] == {"trainer": 15}
-    assert found["offload"]["device_bytes"] == 100  # 85 now; 10 of the tag and 5 of torch have gone
+    assert stages["offload"]["processes"] == {"trainer": 15}
+    # 85 now; 10 of the tag and 5 of torch were freed
+    assert stages["offload"]["device_bytes"] == 100
 
 
-def test_pages_that_leave_the_page_pool_for_a_tag_count_once() -> None:
-    found = collect(
+def test_pages_that_move_from_page_pool_to_tag_count_once() -> None:
+    peak = collect(
         ["offload", "wake"],
         rollout=[usage({"the page pool": 10}, used=50), usage({"weights": 12}, 1, 1, used=53)],
     )["wake"]
-    assert found["processes"] == {"rollout": 13} and found["device_bytes"] == 53
+    assert peak["processes"] == {"rollout": 13} and peak["device_bytes"] == 53
 
 
-def test_what_comes_while_another_goes_comes_into_its_place() -> None:
-    """Moments leave behind the answers, and a pool grows; 2 more in torch meanwhile."""
-    found = collect(
+def test_memory_that_comes_takes_the_place_of_memory_that_leaves() -> None:
+    """Pause moments during generation while the pool grows, with 2 more in torch."""
+    peak = collect(
         ["wake", "generate"],
         trainer=[usage({"optim": 30}, used=55), usage({"optim": 0}, used=50)],
         rollout=[usage({"kv_cache": 5}, used=55), usage({"kv_cache": 28}, 2, 4, used=50)],
     )["generate"]
-    assert found["processes"] == {"trainer": 30, "rollout": 32}
-    assert found["device_bytes"] == 50 + (35 - 28) + 2
+    assert peak["processes"] == {"trainer": 30, "rollout": 32}
+    assert peak["device_bytes"] == 50 + (35 - 28) + 2
 
 
-def test_the_fullest_of_several_devices_counts() -> None:
-    found = collect(
+def test_fullest_of_several_devices_counts() -> None:
+    peak = collect(
         ["sync"],
         trainer_0=[usage({"params": 10}, 0, 0, 50)],
         rollout_0=[usage({"weights": 4}, 1, 3, 51)],
         trainer_1=[usage({"params": 10}, 0, 0, 40)],
     )["sync"]
-    assert found["device_bytes"] == 53
-    assert found["tags"] == {"params[0]": 10, "weights[0]": 4, "params[1]": 10}
-    assert found["processes"] == {"trainer[0]": 10, "rollout[0]": 7, "trainer[1]": 10}
+    assert peak["device_bytes"] == 53
+    assert peak["tags"] == {"params[0]": 10, "weights[0]": 4, "params[1]": 10}
+    assert peak["processes"] == {"trainer[0]": 10, "rollout[0]": 7, "trainer[1]": 10}
 
 
-def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_gone() -> None:
+def test_repeated_stage_keeps_larger_figures_and_take_clears_them() -> None:
     peaks = Peaks()
     side = Side(
         usage({"kv_cache": 3}, 0, 9, 20), usage({"kv_cache": 8}, 0, 1, 30), usage({}, 0, 0, 5)
@@ -99,27 +97,25 @@ def test_a_stage_that_comes_twice_keeps_the_larger_figures_and_a_taken_step_is_g
     peaks.watch("rollout", side.take_usage)
     peaks.passed("generate")
     peaks.passed("generate")
-    found = peaks.take()["generate"]
-    assert (found["tags"], found["torch"]) == ({"kv_cache": 8}, {"rollout": 9})
-    assert found["device_bytes"] == 31
+    peak = peaks.take()["generate"]
+    assert (peak["tags"], peak["torch"]) == ({"kv_cache": 8}, {"rollout": 9})
+    assert peak["device_bytes"] == 31
     peaks.passed("sleep")
     assert set(peaks.take()) == {"sleep"}
 
 
-def test_a_saver_tells_its_tags_and_on_the_cpu_nothing_else() -> None:
+def test_cpu_saver_reports_its_tags_only() -> None:
     saver = MemorySaver(device="cpu")
     resident = saver.empty((1 << 16,), tag="kv_cache")
     assert saver.take_usage() == usage({"kv_cache": resident.nbytes})
     saver.pause("kv_cache", content="host")
-    found = saver.take_usage()
-    assert found.tags == {"kv_cache": 0} and found.host_bytes >= resident.nbytes
+    paused = saver.take_usage()
+    assert paused.tags == {"kv_cache": 0} and paused.host_bytes >= resident.nbytes
     saver.close()
 
 
-def test_what_is_on_no_tag_of_a_plan(tmp_path: Path) -> None:
-    """Graphs' tag, workspaces and contexts; the trainer's tags and both of the engine's are not.
-    Of several devices it is the most.
-    """
+def test_outside_counts_bytes_on_no_planned_tag(tmp_path: Path) -> None:
+    """Count graphs, workspaces and contexts of the fullest device."""
     monitor = Monitor(RunFolder(tmp_path), View())
     engine = {"weights:discard": 30, "kv_cache:discard": 20, "cuda_graph:host": 7, "workspace": 3}
     for owner, tags in {"trainer": {"params": 10, "optim": 20}, "rollout": engine}.items():
@@ -141,22 +137,22 @@ def test_what_is_on_no_tag_of_a_plan(tmp_path: Path) -> None:
         (ValueError("out of range"), RunError),
     ],
 )
-def test_a_rank_that_failed_is_lost_only_if_an_actor_was(
+def test_failed_rank_counts_as_lost_worker_only_if_its_actor_died(
     error: Exception, kind: type[Exception], tmp_path: Path
 ) -> None:
     monitor = Monitor(RunFolder(tmp_path), View())
-    with pytest.raises(RunError) as found, monitor.phase("to_rollout"):
+    with pytest.raises(RunError) as raised, monitor.phase("to_rollout"):
         raise RankFailed("trainer[1]", "sync_weights", error)
-    assert type(found.value) is kind
-    assert "the trainer[1] actor failed in sync_weights()" in str(found.value)
+    assert type(raised.value) is kind
+    assert "the trainer[1] actor failed in sync_weights()" in str(raised.value)
 
 
-def test_an_actor_that_was_slow_names_the_key_to_raise(tmp_path: Path) -> None:
+def test_actor_timeout_names_the_key_to_raise(tmp_path: Path) -> None:
     monitor = Monitor(RunFolder(tmp_path), View())
-    with pytest.raises(LostWorker) as found, monitor.phase("update_actor"):
+    with pytest.raises(LostWorker) as raised, monitor.phase("update_actor"):
         raise ActorTimeout("trainer", "update_actor", "gave no answer for 600 s")
-    assert str(found.value).endswith(
-        "in update_actor() (if it was at work: raise cluster.call_timeout)"
+    assert str(raised.value).endswith(
+        "in update_actor() (if it was still working: raise cluster.call_timeout)"
     )
 
 
@@ -164,14 +160,14 @@ def terminal() -> Any:
     return Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
 
 
-def test_a_step_and_an_evaluation_are_one_line_each() -> None:
+def test_step_and_evaluation_are_described_in_one_line_each() -> None:
     models = {"kl_to_reference": 0.0123, "value_explained_variance": 0.5}
     assert "| kl 0.012 | critic explains 0.5 | length" in describe({**ROW, **models})
     signal = {"reward_std": 0.25, "groups_without_signal": 7}
     assert "reward 0.300 ± 0.250 | 7 groups without signal | exact" in describe({**ROW, **signal})
     line = describe({**ROW, "hidden_seconds": 0.5})
     assert line.startswith("reward 0.300 | exact 0.150 | mismatch 1.0e-06 mean 1.0e-05 max |")
-    assert line.endswith("400 tok/s | 1.0 s | switch 0.140 s and 0.500 s beside work")
+    assert line.endswith("400 tok/s | 1.0 s | switch 0.140 s and 0.500 s overlapped")
     evaluated = eval_row(2, 0.5, exact_match_2_digits=0.125, exact_match_3_digits=0.0)
     expected = "held-out exact match 0.500 of 16, 2 digits 0.125, 3 digits 0.000 after 2 updates"
     assert describe(evaluated) == expected
@@ -179,7 +175,7 @@ def test_a_step_and_an_evaluation_are_one_line_each() -> None:
     assert "2 digits 0.125, 3 digits (untrained) 0.000" in told
 
 
-def test_without_a_terminal_each_row_is_a_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     view = ProgressView(steps=9)
     for step in (3, 4):
         view.stage("generate_sequences")
@@ -193,14 +189,17 @@ def test_without_a_terminal_each_row_is_a_plain_line(capsys: pytest.CaptureFixtu
     assert lines[2:] == [f"eval: {describe(eval_row(4, 0.5))}", "done"]
 
 
-def test_in_a_terminal_a_bar_shows_stage_steps_and_newest_figures() -> None:
+def test_terminal_shows_bar_and_breaks_lines_between_figures() -> None:
     console = terminal()
     view = ProgressView(9, console)
     view.row(ROW)
     view.stage("update_actor")
     view.close()
-    line, _, bar = console.file.getvalue().rpartition(describe(ROW))
-    assert line.endswith("step 3/9: ")
+    shown = console.file.getvalue().replace("\x1b[2K", "")
+    figures, last, bar = shown.rpartition("switch 0.140 s")
+    lines = [line for line in f"{figures}{last}".splitlines() if " | " in line]
+    assert len(lines) == 2 and all(len(line) <= 80 for line in lines)
+    assert " | ".join(line.strip() for line in lines) == f"step 3/9: {describe(ROW)}"
     for word in ("update_actor", "3/9", "-:--:--", "reward 0.300, 1.0 s, 400 tok/s"):
         assert word in bar
 

@@ -1,6 +1,4 @@
-"""The arithmetic of PPO against formulas written out, and that mini-batches depend on (seed, step)
-alone.
-"""
+"""Arithmetic of PPO against explicit formulas, and the order of its mini-batches."""
 
 from __future__ import annotations
 
@@ -29,17 +27,15 @@ from trainer_bridge import SequenceBatch
 
 EXACT = settings(max_examples=100)
 number = st.floats(-3, 3)
-# (reward, value) a token.
+# (reward, value) of every token.
 answers = st.lists(st.lists(st.tuples(number, number), max_size=6), min_size=1, max_size=5)
 
 
 def by_definition(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
-    """The weighted mean of all n-step advantages, each n written out; what is left over goes to the
-    longest.
-    """
-    found = []
+    """Return the weighted means of all n-step advantages; the last weight goes to the longest."""
+    advantages = []
     for t in range(len(rewards)):
         left = len(rewards) - t
         estimates = []
@@ -48,24 +44,25 @@ def by_definition(
             after = gamma**n * values[t + n] if n < left else 0.0
             estimates.append(earned + after - values[t])
         weights = [(1 - lam) * lam**k for k in range(left - 1)] + [lam ** (left - 1)]
-        found.append(
+        advantages.append(
             sum(weight * estimate for weight, estimate in zip(weights, estimates, strict=True))
         )
-    return found
+    return advantages
 
 
 @EXACT
 @given(answers, st.floats(0.1, 1), st.floats(0.1, 1))
-def test_advantages_are_the_weighted_n_step_ones(
+def test_advantages_are_weighted_means_of_n_step_advantages(
     tokens: list[list[tuple[float, float]]], gamma: float, lam: float
 ) -> None:
     rewards = [[reward for reward, _ in row] for row in tokens]
     values = [[value for _, value in row] for row in tokens]
     advantages, returns = compute_advantages(rewards, values, gamma, lam)
-    for row, (mine, wanted) in enumerate(zip(advantages, returns, strict=True)):
-        assert mine == pytest.approx(by_definition(rewards[row], values[row], gamma, lam), abs=1e-9)
-        assert wanted == pytest.approx(
-            [a + v for a, v in zip(mine, values[row], strict=True)], abs=1e-12
+    for row, (actual, targets) in enumerate(zip(advantages, returns, strict=True)):
+        expected = by_definition(rewards[row], values[row], gamma, lam)
+        assert actual == pytest.approx(expected, abs=1e-9)
+        assert targets == pytest.approx(
+            [a + v for a, v in zip(actual, values[row], strict=True)], abs=1e-12
         )
 
 
@@ -73,20 +70,20 @@ def test_advantages_are_the_weighted_n_step_ones(
 @given(
     st.lists(st.lists(number, max_size=5), min_size=1, max_size=5).filter(lambda rows: any(rows))
 )
-def test_whitened_over_all_tokens(rows: list[list[float]]) -> None:
-    flat = [each for row in rows for each in row]
-    white = [each for row in whiten(rows) for each in row]
+def test_whiten_normalizes_over_all_tokens(rows: list[list[float]]) -> None:
+    flat = [value for row in rows for value in row]
+    white = [value for row in whiten(rows) for value in row]
     assert list(map(len, whiten(rows))) == list(map(len, rows))
-    spread = math.sqrt(sum((each - sum(flat) / len(flat)) ** 2 for each in flat) / len(flat))
+    spread = math.sqrt(sum((value - sum(flat) / len(flat)) ** 2 for value in flat) / len(flat))
     if spread <= 1e-7 * min(1, max(map(abs, flat))):
         assert white == [0.0] * len(flat)
         return
     assert white == pytest.approx(
-        [(each - sum(flat) / len(flat)) / spread for each in flat], rel=1e-6, abs=1e-6
+        [(value - sum(flat) / len(flat)) / spread for value in flat], rel=1e-6, abs=1e-6
     )
 
 
-def test_a_token_pays_for_its_distance_and_the_last_one_gets_the_reward() -> None:
+def test_token_rewards_are_kl_penalties_and_the_last_token_gets_the_reward() -> None:
     logprobs, reference = [[-1.0, -2.0], [-3.0], []], [[-1.5, -1.0], [-3.0], []]
     assert token_rewards([1.0, 0.5, 9.0], logprobs, reference, 0.1) == [
         pytest.approx([-0.05, 1.1]),
@@ -96,9 +93,9 @@ def test_a_token_pays_for_its_distance_and_the_last_one_gets_the_reward() -> Non
     assert token_rewards([1.0, 0.5, 9.0], logprobs, None, 0.1) == [[0.0, 1.0], [0.5], []]
 
 
-def test_the_divergence_is_over_tokens_and_never_negative() -> None:
+def test_kl_to_reference_is_over_tokens_and_never_negative() -> None:
     assert kl_to_reference([[-1.0], [-1.0, -2.0]], [[-1.0], [-1.0, -2.0]]) == 0
-    apart = [[-1.0], [0.0, -3.0]]  # one token as likely, one e times more, one e times less
+    apart = [[-1.0], [0.0, -3.0]]  # one token is as likely, one e times more, one e times less
     assert kl_to_reference([[-1.0], [-1.0, -2.0]], apart) == pytest.approx(
         (math.e - 2 + 1 / math.e) / 3
     )
@@ -106,17 +103,19 @@ def test_the_divergence_is_over_tokens_and_never_negative() -> None:
 
 @EXACT
 @given(st.integers(1, 40), st.integers(1, 3), st.data())
-def test_every_pass_deals_every_answer_once(count: int, epochs: int, data: st.DataObject) -> None:
+def test_every_pass_has_each_answer_once_in_even_parts(
+    count: int, epochs: int, data: st.DataObject
+) -> None:
     parts_a_pass = data.draw(st.integers(1, count))
     parts = mini_batches(count, epochs, parts_a_pass, 0, 1)
     assert len(parts) == epochs * parts_a_pass
     for epoch in range(epochs):
-        mine = parts[epoch * parts_a_pass : (epoch + 1) * parts_a_pass]
-        assert sorted(row for part in mine for row in part) == list(range(count))
-        assert max(map(len, mine)) - min(map(len, mine)) <= 1
+        of_pass = parts[epoch * parts_a_pass : (epoch + 1) * parts_a_pass]
+        assert sorted(row for part in of_pass for row in part) == list(range(count))
+        assert max(map(len, of_pass)) - min(map(len, of_pass)) <= 1
 
 
-def test_the_order_is_a_function_of_seed_and_step() -> None:
+def test_order_of_mini_batches_is_a_function_of_seed_and_step() -> None:
     first = mini_batches(30, 2, 3, 0, 1)
     assert first == mini_batches(30, 2, 3, 0, 1)
     assert first[:3] != first[3:]
@@ -124,13 +123,13 @@ def test_the_order_is_a_function_of_seed_and_step() -> None:
     assert len({str(mini_batches(30, 1, 1, seed, step)) for seed, step in places}) == 9
 
 
-def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
-    seen: list[SequenceBatch] = []
+def test_update_returns_means_of_figures_and_passes_each_part_once() -> None:
+    batches: list[SequenceBatch] = []
 
     class Trainer:
         def update_critic(self, batch: SequenceBatch) -> dict[str, float]:
-            seen.append(batch)
-            return {"value_loss": float(len(seen))}
+            batches.append(batch)
+            return {"value_loss": float(len(batches))}
 
     fields: dict[str, Any] = {
         "values": [[1.0], [2.0, 3.0], [4.0]],
@@ -140,23 +139,23 @@ def test_figures_are_means_over_the_updates_and_each_sees_its_part() -> None:
         prompt_ids=[[1], [2], [3]], response_ids=[[4], [5, 6], [7]], temperature=0.7, **fields
     )
     assert update(Trainer().update_critic, batch, [[2, 0], [1]]) == {"value_loss": 1.5}
-    assert [each.prompt_ids for each in seen] == [[[3], [1]], [[2]]]
-    assert [each.values for each in seen] == [[[4.0], [1.0]], [[2.0, 3.0]]]
-    assert {each.temperature for each in seen} == {0.7}
-    assert seen[0].old_logprobs is None and seen[0].advantages is None
+    assert [part.prompt_ids for part in batches] == [[[3], [1]], [[2]]]
+    assert [part.values for part in batches] == [[[4.0], [1.0]], [[2.0, 3.0]]]
+    assert {part.temperature for part in batches} == {0.7}
+    assert batches[0].old_logprobs is None and batches[0].advantages is None
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_is_1_for_perfect_and_0_for_constant_critics() -> None:
     returns = [[1.0, 2.0], [3.0]]
     assert explained_variance(returns, returns) == 1
     assert explained_variance([[5.0, 5.0], [5.0]], returns) == 0
-    said = [[1.5, 2.0], [3.0]]
+    estimates = [[1.5, 2.0], [3.0]]
     expected = 1 - statistics.pvariance([-0.5, 0.0, 0.0]) / statistics.pvariance([1.0, 2.0, 3.0])
-    assert explained_variance(said, returns) == pytest.approx(expected)
+    assert explained_variance(estimates, returns) == pytest.approx(expected)
     assert explained_variance([[1.0], [2.0]], [[3.0], [3.0]]) == 0  # nothing to explain
 
 
-def test_what_the_algorithms_ask_of_the_trainer() -> None:
+def test_trainer_fields_follow_from_the_algorithms_section() -> None:
     words = ["steps=10", "ppo.epochs=2", "ppo.mini_batches=3"]
     words += ["ppo.critic_warmup_steps=4", "ppo.value_clip=0.5"]
     fields = PpoLoop.trainer_fields(recipes.load("tiny-ppo", [*words, "trainer.lr_decay=true"]))

@@ -1,6 +1,4 @@
-"""From recipe to setup: the packaged shapes, what a random model leaves on the disk, and how large
-the pool becomes.
-"""
+"""Preparation of runs, with files of a random model, arguments, pool sizes, and prompt limits."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
-    """A GPU of 80 GiB, as far as preparation looks."""
+    """Patch torch to report a GPU of 80 GiB."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     properties = types.SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
 
 
-def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
+def test_random_model_is_described_without_weights(tmp_path: Path) -> None:
     setup = prepare(recipes.load("tiny"), tmp_path / "run")
     assert setup.model_dir == tmp_path / "run" / "model"
     names = {file.name for file in setup.model_dir.iterdir()}
@@ -53,9 +51,7 @@ def test_a_random_model_is_described_without_weights(tmp_path: Path) -> None:
     assert load_model_config(wider.model_dir).vocab_size == 1000
 
 
-def test_the_recipe_reaches_trainer_and_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_reaches_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["trainer.dtype=bfloat16", "model.dtype=bfloat16"]
     words += ["engine.cuda_graphs=false", "device=cpu", "driver=ray"]
     words += ["engine.kv_cache_dtype=fp8_e5m2", "engine.host_to_device_ratio=1.5"]
@@ -106,49 +102,47 @@ TWO_RANKS = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
         ("qwen2.5-0.5b", "model.dtype=float32"),
     ],
 )
-def test_a_share_of_the_gpu_is_weights_and_pool(
+def test_memory_fraction_covers_weights_and_pool(
     name: str, words: str, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a random model too: nothing is read but its config. A rank keeps its part."""
+    """Compute from the config of a random model, for whole weights and for a rank's part."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.6"]
     check_share(prepare(recipes.load(name, [*share, *words.split()]), tmp_path))
 
 
-def test_ranks_that_share_a_vllm_divide_its_heads(
+def test_tensor_parallel_size_of_vllm_must_divide_its_heads(
     tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(STAND_IN)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
 
-    def made(devices: int, ranks: int) -> Setup:
+    def prepared(devices: int, ranks: int) -> Setup:
         size = f"cluster.n_gpus_per_node={devices} engine.tensor_parallel_size={ranks}"
         words = ["engine.kind=vllm", "driver=ray", "device=auto", *size.split()]
         return prepare(recipes.load("tiny", words), tmp_path)
 
-    assert engine_arguments(made(4, 2))["tensor_parallel_size"] == 2
-    assert made(4, 1).kv_tokens == made(4, 2).kv_tokens
+    assert engine_arguments(prepared(4, 2))["tensor_parallel_size"] == 2
+    assert prepared(4, 1).kv_tokens == prepared(4, 2).kv_tokens
     with pytest.raises(recipes.RecipeError, match="size=3: does not divide the model's 4 heads"):
-        made(3, 3)
+        prepared(3, 3)
 
 
 def check_share(setup: Setup) -> None:
-    """It holds the weights, the states and the pool, its padding page too, and one page more would
-    be too many.
-    """
+    """Check that weights, states, pool and padding fill the share up to less than a page."""
     recipe, model = setup.recipe, load_model_config(setup.model_dir)
     dtype, ranks = getattr(torch, recipe.model.dtype), recipe.engine.tensor_parallel_size
-    kept = layout(model.hf_config, dtype=dtype)
+    kv_layout = layout(model.hf_config, dtype=dtype)
     smaller = 1 if recipe.engine.kv_cache_dtype == "auto" else dtype.itemsize
-    token = kept.bytes_per_token // ranks // smaller
+    token = kv_layout.bytes_per_token // ranks // smaller
     used = arena_nbytes(rank_groups(model, 0, ranks), dtype)
-    used += (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kept.state_bytes
+    used += (recipe.engine.max_running + recipe.engine.prefix_states + 1) * kv_layout.state_bytes
     used += (setup.kv_tokens + 16) * token
     assert used <= recipe.engine.mem_fraction_static * 80 * GIB < used + 16 * token
     assert setup.device == "cuda:0" and setup.kv_tokens % 16 == 0
 
 
-def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None) -> None:
+def test_memory_fraction_covers_states_of_linear_layers(tmp_path: Path, gpu: None) -> None:
     share = ["device=cuda:0", "engine.kv_tokens=null", "engine.mem_fraction_static=0.9", LINEAR]
     setup = prepare(recipes.load("tiny", share), tmp_path)
     check_share(setup)
@@ -171,7 +165,7 @@ def test_states_of_linear_layers_are_part_of_the_share(tmp_path: Path, gpu: None
         ),
     ],
 )
-def test_devices_that_are_not_there_or_do_not_fit(
+def test_missing_devices_and_unsuitable_sizes_are_refused(
     words: list[str], expected: list[str], tmp_path: Path, gpu: None
 ) -> None:
     with pytest.raises(recipes.RecipeError) as caught:
@@ -181,7 +175,9 @@ def test_devices_that_are_not_there_or_do_not_fit(
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> None:
+def test_memory_fraction_below_the_weights_is_refused_with_the_least_value(
+    tmp_path: Path, gpu: None
+) -> None:
     share = ["engine.kv_tokens=null", "engine.mem_fraction_static=0.1"]
     remedy = r"set engine.mem_fraction_static=0.18$"  # 14.2 of 80 GiB, and two pages
     with pytest.raises(
@@ -194,7 +190,7 @@ def test_a_share_that_the_weights_alone_exceed(tmp_path: Path, gpu: None) -> Non
     assert prepare(recipes.load("qwen2.5-7b", share), tmp_path).kv_tokens >= 16
 
 
-def test_a_model_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_run_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").touch()
     with pytest.raises(
         recipes.RecipeError, match="--run-dir .*: cannot be written: File exists; name a place"
@@ -202,10 +198,10 @@ def test_a_model_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         prepare(recipes.load("tiny"), tmp_path)
 
 
-def test_prompts_beside_the_task_count_for_the_longest_request(
+def test_prompts_of_further_kinds_count_for_the_longest_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt takes as many tokens here as its problem has characters."""
+    """Use a fake encoding with one token for each character of the problem."""
     tokenizer = toy_tokenizer(["a"])
     describe_random_model(recipes.load("tiny").model.config, tokenizer, tmp_path / "model")
     save_file({}, tmp_path / "model" / "model.safetensors")
@@ -214,16 +210,16 @@ def test_prompts_beside_the_task_count_for_the_longest_request(
         lambda _, questions, __: [question.rpartition(": ")[2] for question in questions],
     )
     real = [f"model.path={tmp_path}/model", "task.name=chain_sum", "task.partial_credit=0"]
-    alone, beside = (
+    alone, further = (
         prepare(recipes.load("tiny", [*real, *words]), tmp_path / "run")
         for words in ([], ["eval.also_digits=[3]"])
     )
-    assert beside.max_request_tokens == alone.max_request_tokens + 4
+    assert further.max_request_tokens == alone.max_request_tokens + 4
     assert not (tmp_path / "run").exists()
 
 
 def with_template(template: str, folder: Path) -> list[str]:
-    """The overrides of a model whose chat template this is."""
+    """Write a model with this chat template and return the overrides that use it."""
     tokenizer = toy_tokenizer(TOY_WORDS)
     tokenizer.chat_template = template
     describe_random_model(recipes.load("tiny").model.config, tokenizer, folder)
@@ -238,12 +234,12 @@ ONLY_USER = "{{ messages[-1]['content'] }}"
     ("template", "words"),
     [
         (REFUSES + TOY_TEMPLATE, "prompt=of: the model's chat template refuses a system turn: no "),
-        (ONLY_USER, "task.system_prompt=of: the model's chat template leaves a system turn out"),
+        (ONLY_USER, "task.system_prompt=of: the model's chat template ignores a system turn"),
         ("{{ messages[0].none.none }}", "its chat template refuses the question 'first of"),
         ("{% if %}", "its chat template refuses the question 'first of"),
     ],
 )
-def test_a_chat_template_that_takes_no_prompt_is_one_line(
+def test_chat_template_that_refuses_a_prompt_fails_in_one_line(
     template: str, words: str, tmp_path: Path
 ) -> None:
     model = with_template(template, tmp_path / "model")
@@ -267,7 +263,7 @@ def long(section):
 @pytest.mark.parametrize(
     "words", [[], ["engine.kv_tokens=64", "model.config.max_position_embeddings=128"]]
 )
-def test_a_prompt_that_is_too_long_is_named_and_can_be_left_out(
+def test_too_long_prompt_is_named_and_can_be_left_out(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "long_task.py").write_text(LONG)

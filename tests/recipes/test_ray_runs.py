@@ -1,6 +1,4 @@
-"""Runs through Ray beside the same runs in this process: on two devices until a rank dies, and on
-one as a job.
-"""
+"""Runs through Ray against the same runs in this process: on two devices, and as a Ray job."""
 
 from __future__ import annotations
 
@@ -31,37 +29,36 @@ from tests.helpers.recipes.tiny_runs import (
 )
 from trainer_bridge import open_ray
 
-# A busy machine, and up to four processes that import torch.
+# Up to four processes import torch, perhaps on a busy machine.
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 TWO = ["tiny", *SMALL, "driver=ray", "cluster.n_gpus_per_node=2"]
 
 
 def owners(folder: Path) -> set[str]:
-    """Whose events the trace shows."""
+    """Return the owners of the events in a trace."""
     return {entry["args"]["name"] for entry in trace(folder) if entry["ph"] == "M"}
 
 
 def assert_same(row: Row, alone: Row) -> None:
-    """The same samples, hence the same rewards; what is computed of them as far as the order of
-    sums allows.
-    """
+    """Check that samples and rewards are equal, and other figures up to the order of sums."""
     if row["kind"] == "eval":
         assert row == alone
         return
     same = ("kind", "step", "reward", "exact_match", "response_length", "tokens", "ended")
     assert {key: row[key] for key in same} == {key: alone[key] for key in same}
-    # Means over some 80 tokens in fp32, of values up to 8: sums of up to 640 round by 6e-5 in the
-    # worst order, means by 1e-6; gradients of 1e4 summands by 1e-4 of their norm, which is about 1.
+    # Means over some 80 tokens in fp32 of values up to 8: in the worst order, sums of up to 640
+    # round by 6e-5 and means by 1e-6. Gradients of 1e4 summands round by 1e-4 of their norm of
+    # about 1.
     for key in ("loss", "grad_norm", "entropy", "approx_kl"):
         assert row[key] == pytest.approx(alone[key], abs=1e-4), key
     assert row["mismatch_max"] <= 5e-5  # see test_run
 
 
-# tests/trainer_bridge has two ranks, tensor parallelism and ranks that die, each by itself
+# tests/trainer_bridge covers two ranks, tensor parallelism and dying ranks one by one.
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [2, 1], ids=["tensor parallel", "replicas"])
-def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
+def test_run_on_two_devices_equals_one_device_until_a_rank_dies(
     size: int,
     ray_cluster: RayCluster,
     make_run: MakeRun,
@@ -69,7 +66,7 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the sync of the third step: one line that names rank and stage, and no actor is left."""
+    """Kill a rank in the third sync: one line names rank and stage, and no actor is left."""
     dying = dying_trainer(rank=1, first=3)
     monkeypatch.setattr(
         "recipes.arguments.open_ray", functools.partial(open_ray, trainer_actor=dying)
@@ -82,10 +79,10 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
     )
     ray_cluster.wait_free()
     alone = rows(make_run("tiny", *SMALL, "steps=5"))
-    found = rows(tmp_path)
-    kinds = [(row["kind"], row["step"]) for row in found]
+    shared = rows(tmp_path)
+    kinds = [(row["kind"], row["step"]) for row in shared]
     assert kinds == [("eval", 0), ("train", 1), ("train", 2)]
-    for row, single in zip(found, alone, strict=False):
+    for row, single in zip(shared, alone, strict=False):
         assert_same(row, single)
         if row["kind"] == "train":
             assert 0 < row["memory"]["train"]["params"] < 0.7 * single["memory"]["train"]["params"]
@@ -95,12 +92,12 @@ def test_two_devices_give_the_numbers_of_one_until_a_rank_dies(
 
 
 @pytest.mark.extended  # the restart itself: test_restarts.py
-def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it_is_stopped(
+def test_ray_job_restarts_after_losing_its_rollout_and_stops_cleanly(
     ray_cluster: RayCluster, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    """With the numbers of one process to which nothing happened; what was lost is written down.
-    Stopped, it leaves status 143, trace and pictures, and no actor. PPO asks for all that GRPO
-    does, and more.
+    """Expect the rows of an undisturbed run, and a clean end with status 143 when stopped.
+
+    PPO is used because its trainer does all that GRPO's does, and more.
     """
     folder = tmp_path / "run"
     overrides = [*SMALL_PPO, "driver=ray", "steps=100000"]
@@ -125,7 +122,8 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
     assert str(jobs.get_job_status(job)) == "STOPPED"
     line, status = log()[-2:]
     assert line.startswith("memsaver: interrupted in step ") and status == "exit status 143"
-    assert f"; checkpoint of step {rows(folder, 'train')[-1]['step']} saved; go on with: " in line
+    done = rows(folder, "train")[-1]["step"]
+    assert f"; checkpoint of step {done} saved; continue with: " in line
     wait_gone(pids)
 
     loss = "generate_sequences failed: ActorDied: the rollout actor died in generate()"
@@ -140,18 +138,18 @@ def test_a_job_that_loses_its_rollout_goes_on_by_itself_and_ends_cleanly_when_it
 
 
 def marked(mark: str) -> list[str]:
-    """Command lines of the processes that have this word in the environment they began with."""
-    found = []
+    """Return the command lines of processes with this word in their initial environment."""
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return found
+                commands.append((process / "cmdline").read_text().replace("\0", " "))
+    return commands
 
 
 @pytest.mark.extended
-def test_an_interrupt_while_the_cluster_starts_leaves_no_process(tmp_path: Path) -> None:
-    """Agents of Ray that read their parent's number too late would live on for ever."""
+def test_interrupt_during_cluster_start_leaves_no_process(tmp_path: Path) -> None:
+    """Interrupt while Ray's agents start; an agent that misses its parent's end never ends."""
     mark = f"MEMSAVER_TEST={tmp_path}"
     command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "driver=ray", "device=cpu"]
     command += ["--run-dir", str(tmp_path)]
@@ -161,12 +159,12 @@ def test_an_interrupt_while_the_cluster_starts_leaves_no_process(tmp_path: Path)
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        # It has just begun.
+        # The agent has just started.
         until(lambda: any("runtime_env/agent" in line for line in marked(mark)))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=100)
     finally:
         process.kill()
-    text = "interrupted while it was set up; start again: there is no checkpoint yet"
+    text = "interrupted during setup; start again: there is no checkpoint yet"
     assert (process.returncode, errors) == (130, f"memsaver: {text}\n")
     until(lambda: not marked(mark))

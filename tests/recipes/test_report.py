@@ -1,6 +1,4 @@
-"""The pictures of a run, and the page about it: one file that holds everything, also when the run's
-folder lacks some.
-"""
+"""Pictures of a run, and its report page, also for run folders with missing files."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ GPU = {"gpu_bytes": 80 * 2**30}
 
 
 class Page(HTMLParser):
-    """What a page holds: its tags with their attributes, its text, and rows of cells by heading."""
+    """Parsed page: tags with their attributes, text, and rows of table cells by heading."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -61,12 +59,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything that a page can show."""
+    """Build a run with everything that a page can show."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return make_run(folder, peaks=PEAKS, plan=PLAN, hidden_seconds=0.25)
 
 
-def test_page_shows_pictures_and_tables_and_needs_nothing_from_outside(
+def test_page_has_pictures_and_tables_and_no_external_links(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run)]) == 0
@@ -95,19 +93,19 @@ def test_page_shows_pictures_and_tables_and_needs_nothing_from_outside(
         assert words in page.text
 
 
-def test_key_figures_are_those_of_the_rows(run: Path) -> None:
+def test_key_figures_follow_from_the_rows(run: Path) -> None:
     record = Run(rows=whole_rows(run / "metrics.jsonl"))
     figures = key_figures(record)
     assert figures["reward, first and last step"] == "0.100 → 0.600"
     assert figures["held-out exact match"] == "12 % → 75 %"
     assert figures["switch, median"] == "0.140 s, 14.0% of the step"
-    assert figures["moved beside work, median"] == "0.250 s"
+    assert figures["overlapped moves, median"] == "0.250 s"
     assert figures["tokens per second, median"] == "400"
     assert figures["log-probability mismatch, median"] == "1.0e-06"
     assert key_figures(Run()) == {}
 
 
-def test_text_that_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped_on_the_page(tmp_path: Path) -> None:
     folder = tmp_path / "run <i>"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("steps: 1\ntask: {name: '<script>alert(1)</script>'}\n")
@@ -115,13 +113,13 @@ def test_text_that_a_run_writes_is_text_on_the_page(tmp_path: Path) -> None:
     assert "<script>alert" not in html and "&lt;script&gt;alert" in html and "run &lt;i&gt;" in html
 
 
-def test_page_of_a_killed_run_shows_what_there_is(tmp_path: Path) -> None:
+def test_page_of_a_killed_run_shows_the_available_data(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "killed", steps=3, done=2)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')
     (folder / "environment.json").unlink()
     page = Page(write_report(folder))
-    assert len(page.sources()) == 1 and "2 of 3" in page.text and "Nothing to show" in page.text
+    assert len(page.sources()) == 1 and "2 of 3" in page.text and "No data" in page.text
     assert len(page.rows["Every step"]) == 3 and "Where it ran" not in page.rows
     (folder / "metrics.jsonl").unlink()
     page = Page(write_report(folder))
@@ -133,7 +131,7 @@ def peaks(stage: str, device: int | None, **processes: int) -> Row:
     return {"kind": "train", "step": 1, "peaks": measured}
 
 
-def test_plan_is_compared_with_the_largest_peak_of_every_stage() -> None:
+def test_plan_is_compared_with_largest_peak_of_every_stage() -> None:
     stages = [
         {"stage": "update_actor", "device_bytes": {"trainer": 100 * MIB, "rollout": 2 * MIB}},
         {"stage": "sync_weights", "device_bytes": {"trainer": 98 * MIB}},
@@ -157,15 +155,15 @@ def test_plan_is_compared_with_the_largest_peak_of_every_stage() -> None:
         ("– trainer", "98.0 MiB", "100.0 MiB", "-2.0 %", "✗"),
     ]
     outside = {"assumed": 3 * 2**30, "measured": 2 * 2**30}
-    found = planned_and_measured(rows, {**plan, "outside": outside})
+    compared = planned_and_measured(rows, {**plan, "outside": outside})
     last = ("outside of tags, at the start", "3.00 GiB", "2.00 GiB", "+50.0 %", "✓")
-    assert found[-1] == last
+    assert compared[-1] == last
     alone = planned_and_measured([first], plan)
     assert alone[0] == ("before_an_update", "100.0 MiB", "60.0 MiB", "+66.7 %", "✗")
     assert planned_and_measured(rows, {}) == planned_and_measured([], plan) == []
 
 
-def test_a_folder_without_a_run_is_one_line_and_status_2(
+def test_report_of_a_folder_without_a_run_fails_in_one_line_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path)]) == 2
@@ -173,7 +171,7 @@ def test_a_folder_without_a_run_is_one_line_and_status_2(
     assert capsys.readouterr().err == f"memsaver: report {tmp_path}: {rule}\n"
 
 
-def test_report_fails_in_one_line_without_place_or_matplotlib(
+def test_report_fails_in_one_line_without_folder_or_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"steps": 1}))
@@ -229,7 +227,7 @@ def test_reward_picture_has_a_curve_for_each_evaluation_and_mismatch() -> None:
         assert len({line.get_linestyle() for line in axes.lines}) == len(axes.lines)
 
 
-def test_memory_picture_shows_the_first_device_from_what_it_held_before() -> None:
+def test_memory_picture_shows_first_device_with_bytes_held_before_the_step() -> None:
     figure = draw_memory(DRAWN)
     lanes, memory = figure.axes
     names = [label.get_text() for label in lanes.get_yticklabels()]
@@ -259,10 +257,10 @@ def test_areas_differ_by_hatch_as_well_as_by_color() -> None:
     assert len(both) == len(tags) and looks(["optim"]) == {"optim": looks(tags)["optim"]}
 
 
-def test_a_run_that_did_nothing_has_no_pictures_and_one_without_mismatch_has(
+def test_run_without_steps_has_no_pictures_and_run_with_zero_mismatch_has(
     tmp_path: Path,
 ) -> None:
-    """A mismatch of 0 has no place on a logarithmic axis."""
+    """Include a mismatch of 0, which a logarithmic axis cannot show."""
     write_pictures(Run(spans=[Span("build", 0.0, 1.0)]), tmp_path)
     assert list(tmp_path.iterdir()) == []
     spans = [Span("something_new", 0.5, 1.5), Span("step 1", 0.0, 2.0)]

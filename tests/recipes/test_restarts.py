@@ -1,6 +1,4 @@
-"""A run that loses an actor, in one process: how often it goes on by itself, and what it says at
-the end.
-"""
+"""Runs in one process that lose an actor: restarts, and the message of the last loss."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ LOSS = "update_actor failed: ActorDied: the trainer actor died in update_actor()
 
 
 def lose_trainer(monkeypatch: pytest.MonkeyPatch, *updates: int) -> None:
-    """Its actor seems to die in these calls of `update_actor`, counted from 1 over all attempts."""
+    """Simulate a death of the trainer's actor in these calls of `update_actor`, counted from 1."""
     update, calls = Trainer.update_actor, itertools.count(1)
 
     def lose(trainer: Trainer, batch: Any) -> Any:
@@ -33,15 +31,13 @@ def lose_trainer(monkeypatch: pytest.MonkeyPatch, *updates: int) -> None:
     monkeypatch.setattr(Trainer, "update_actor", lose)
 
 
-def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
+def test_run_restarts_after_lost_workers_up_to_the_limit(
     make_run: MakeRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From its start while there is no checkpoint, then from its checkpoint: rows of an undisturbed
-    run.
-    """
+    """Restart from the start, then from a checkpoint, with the rows of an undisturbed run."""
     straight = make_run("tiny", *SMALL, "steps=5")
     lose_trainer(monkeypatch, 2, 5)  # attempts: 1, lost; 1, 2, lost; 3, 4, 5
     words = [*SMALL, "steps=5", "checkpoint.every=2", "checkpoint.max_restarts=2"]
@@ -53,8 +49,8 @@ def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
     restarts = [
         json.loads(line) for line in (tmp_path / "run" / "restarts.jsonl").read_text().splitlines()
     ]
-    found = [(row["restart"], row["after_step"], row["cause"]) for row in restarts]
-    assert found == [(1, 0, LOSS), (2, 2, LOSS)]
+    recorded = [(row["restart"], row["after_step"], row["cause"]) for row in restarts]
+    assert recorded == [(1, 0, LOSS), (2, 2, LOSS)]
     traces = {"trace.json", "trace-until-step-0-1.json", "trace-until-step-2-1.json"}
     assert {path.name for path in (tmp_path / "run").glob("trace*.json")} == traces
 
@@ -63,10 +59,10 @@ def test_a_run_that_loses_workers_goes_on_as_often_as_it_may(
     ("lost_in", "remedy"),
     [
         (2, "start again: there is no checkpoint yet"),
-        (3, "go on with: memsaver run --resume {folder}"),
+        (3, "continue with: memsaver run --resume {folder}"),
     ],
 )
-def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(
+def test_lost_worker_is_reported_in_one_line_with_the_resume_command(
     lost_in: int,
     remedy: str,
     tmp_path: Path,
@@ -81,7 +77,7 @@ def test_the_loss_of_a_worker_is_one_line_that_says_how_to_go_on(
     assert not (folder / "restarts.jsonl").exists()
 
 
-def test_an_actor_that_cannot_be_made_is_not_tried_again(
+def test_actor_that_cannot_be_created_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(setup: object) -> None:

@@ -1,6 +1,4 @@
-"""Whole runs of the tiny recipe in one process: what they learn and leave behind, how they go on,
-how they fail.
-"""
+"""Whole runs of the tiny recipe in one process: learning, run folders, resumes and failures."""
 
 from __future__ import annotations
 
@@ -50,33 +48,33 @@ LEARNT = ["steps=25", "grpo.prompts_per_step=32", "grpo.samples_per_prompt=8"]
 EXPERTS = ["model.config.model_type=qwen3_moe", "model.config.num_experts=8"]
 EXPERTS += ["model.config.num_experts_per_tok=2", "model.config.moe_intermediate_size=32"]
 EXPERTS += ["model.config.norm_topk_prob=true", "trainer.router_aux_loss_coef=0.001"]
-# Log-probabilities of fp32 by two implementations. A logit of magnitude 8 has an ulp of 5e-7; a few
-# dozen roundings (two layers, norm, head, softmax) lead to this at the worst token, and their mean
-# stays near one ulp.
+# Two implementations compute log-probabilities in fp32. A logit of magnitude 8 has an ulp of 5e-7.
+# A few dozen roundings (two layers, norm, head, softmax) add up to this at the worst token, and
+# their mean stays near one ulp.
 MISMATCH_MAX, MISMATCH_MEAN = 5e-5, 1e-5
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packaged recipe with a third of its samples, which learns its task all the same."""
+    """Run the packaged recipe with a third of its samples, which still learns its task."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     start_run("tiny", LEARNT, folder)
     return folder
 
 
-def test_the_task_is_learnt_also_on_held_out_problems(tiny: Path) -> None:
+def test_run_learns_the_task_and_held_out_problems(tiny: Path) -> None:
     rewards = [row["reward"] for row in rows(tiny, "train")]
     assert len(rewards) == 25
     assert sum(rewards[:5]) / 5 < 0.2 and sum(rewards[-5:]) / 5 > 0.6
-    found = rows(tiny, "eval")
-    assert [row["step"] for row in found] == [0, 10, 20, 25]
-    assert found[0]["exact_match"] < 0.2 and found[-1]["exact_match"] > 0.5
+    evaluations = rows(tiny, "eval")
+    assert [row["step"] for row in evaluations] == [0, 10, 20, 25]
+    assert evaluations[0]["exact_match"] < 0.2 and evaluations[-1]["exact_match"] > 0.5
 
 
-def test_what_leaves_beside_work_and_a_pool_that_winds_down_change_no_token(
+def test_overlapped_moves_and_shrinking_pool_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One named key. Answers are long enough for the pool to look again."""
+    """Compare two runs whose answers are long enough for the pool to shrink."""
     words = [*SMALL, "steps=1", "eval.every=0", "sampling.max_tokens=30", "checkpoint.every=0"]
     resized, resize = list[tuple[int, int]](), TokenPool.resize
 
@@ -88,18 +86,16 @@ def test_what_leaves_beside_work_and_a_pool_that_winds_down_change_no_token(
     with without_pictures():
         start_run("tiny", words, tmp_path / "plain")
         assert not resized
-        start_run("tiny", [*words, "cycle.overlap=[params,optim]"], tmp_path / "beside")
-    one, other = (rows(tmp_path / name, "train") for name in ("plain", "beside"))
+        start_run("tiny", [*words, "cycle.overlap=[params,optim]"], tmp_path / "overlapped")
+    plain, overlapped = (rows(tmp_path / name, "train") for name in ("plain", "overlapped"))
     for key in ("tokens", "reward", "response_length", "ended"):
-        assert [row[key] for row in one] == [row[key] for row in other]
-    assert other[0]["hidden_seconds"] > 0
+        assert [row[key] for row in plain] == [row[key] for row in overlapped]
+    assert overlapped[0]["hidden_seconds"] > 0
     assert any(after < before for before, after in resized if after > 64)
 
 
-def test_the_engines_routing_is_replayed(tmp_path: Path) -> None:
-    """Of a model without near ties it is the trainer's own; the mismatch to that is reported,
-    too.
-    """
+def test_router_replay_reports_mismatch_with_and_without_replay(tmp_path: Path) -> None:
+    """Use a model without near ties, so that both sides route alike, with and without replay."""
     few = ["steps=3", "eval.every=2", "grpo.prompts_per_step=4", "grpo.samples_per_prompt=2"]
     start_run("tiny", [*few, *EXPERTS, REPLAY], tmp_path / "run")
     train = rows(tmp_path / "run", "train")
@@ -113,11 +109,11 @@ def test_rollout_and_trainer_agree_on_every_token(tiny: Path) -> None:
     train = rows(tiny, "train")
     tokens = sum(row["tokens"] for row in train)
     assert sum(row["mismatch_mean"] * row["tokens"] for row in train) / tokens <= MISMATCH_MEAN
-    # Zero would mean that one of them was not asked.
+    # Zero would mean that one side did not compute.
     assert 0 < max(row["mismatch_max"] for row in train) <= MISMATCH_MAX
 
 
-def test_every_step_has_its_stages_and_memory_changes_hands(tiny: Path) -> None:
+def test_every_step_has_its_stages_and_sides_take_turns(tiny: Path) -> None:
     for row in rows(tiny, "train"):
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert min(rollout["weights"], rollout["kv_cache"], train["params"], train["optim"]) > 0
@@ -130,11 +126,11 @@ def test_every_step_has_its_stages_and_memory_changes_hands(tiny: Path) -> None:
             0 < row["sync"]["copy_seconds"] < row["sync"]["seconds"] < row["stages"]["sync_weights"]
         )
     names = {event["name"] for event in trace(tiny)}
-    beside = {"evaluate", "save_checkpoint", "step 1", "pause params", "resume weights"}
-    assert {*STAGES, "weights", "kv_cache", "params", "optim"} | beside <= names
+    further = {"evaluate", "save_checkpoint", "step 1", "pause params", "resume weights"}
+    assert {*STAGES, "weights", "kv_cache", "params", "optim"} | further <= names
 
 
-def test_the_run_folder_is_complete(tiny: Path) -> None:
+def test_run_folder_is_complete(tiny: Path) -> None:
     assert load(tiny / "recipe.yaml") == load("tiny", LEARNT)
     assert has_pictures(tiny)
     assert (tiny / "checkpoints" / "latest").read_text().strip() == "step_25"
@@ -144,53 +140,50 @@ def test_the_run_folder_is_complete(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def straight(make_run: MakeRun) -> Path:
-    """Five steps in one go."""
+    """Run five steps without interruption."""
     return make_run("tiny", *SMALL, "steps=5")
 
 
-def test_kept_tags_stay_and_change_no_number(
+def test_resident_tags_stay_and_change_no_number(
     straight: Path, tmp_path: Path, no_pictures: None
 ) -> None:
-    """Also in a run that hands over, goes on with what leaves beside work, and then with all of
-    them kept, by itself, and the engine on the trainer's pages; that it evaluated where it stopped
-    leaves no trace.
+    """Switch the cycle at each resume: hand-over, overlapped moves, then all resident and aliased.
+
+    The evaluation at the end of a session is repeated by the next one and leaves no extra row.
     """
-    kept = tmp_path / "kept"
+    folder = tmp_path / "folder"
     words = ["cycle.resident=[optim,weights]", "cycle.hand_over=always"]
-    start_run("tiny", [*SMALL, "steps=2", *words], kept)
-    for row in rows(kept, "train"):
+    start_run("tiny", [*SMALL, "steps=2", *words], folder)
+    for row in rows(folder, "train"):
         rollout, train = row["memory"]["rollout"], row["memory"]["train"]
         assert rollout["optim"] == train["optim"] > 0 and rollout["weights"] == train["weights"] > 0
         assert rollout["params"] == train["kv_cache"] == 0
     words = ["cycle.resident=[]", "cycle.overlap=[params,optim]", "cycle.hand_over=auto"]
-    continue_run(kept, None, ["steps=3", *words])
-    row = rows(kept, "train")[-1]
-    beside = row["stages"]
+    continue_run(folder, None, ["steps=3", *words])
+    row = rows(folder, "train")[-1]
+    stages = row["stages"]
     assert 0 < row["hidden_seconds"] < row["step_seconds"]
-    assert "begin_offload" in beside and "prefetch" in beside and "reload_params" in beside
-    assert "offload_params" not in beside and "offload_optim" not in beside
+    assert "begin_offload" in stages and "prefetch" in stages and "reload_params" in stages
+    assert "offload_params" not in stages and "offload_optim" not in stages
     words = ["steps=5", "cycle.resident=auto", "cycle.alias=auto", "cycle.overlap=[]"]
-    continue_run(kept, None, words)
-    row = rows(kept, "train")[-1]
+    continue_run(folder, None, words)
+    row = rows(folder, "train")[-1]
     last = row["memory"]
     assert last["rollout"] == last["train"] and last["train"]["weights"] == 0
     assert row["sync"]["nbytes"] == 0 and "wake_weights" not in row["stages"]
     assert min(last["train"][tag] for tag in ("params", "optim", "kv_cache")) > 0
-    assert same_rows(kept, straight) and load(kept / "recipe.yaml") == load(
+    assert same_rows(folder, straight) and load(folder / "recipe.yaml") == load(
         "tiny", [*SMALL, *words]
     )
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(
+def test_failed_run_resumes_from_its_checkpoint_with_the_same_rows(
     straight: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What was done is on disk, the error is one line.
-
-    Rows after the checkpoint come anew, with the same numbers.
-    """
+    """Find finished steps on disk, one line of error, and the same rows after the resume."""
     folder, update = tmp_path / "run", Trainer.update_actor
 
     def fail_in_the_fourth(trainer: Trainer, batch: Any) -> Any:
@@ -212,13 +205,13 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     assert same_rows(folder, straight)
 
 
-def test_a_run_killed_in_its_last_evaluation_is_resumed_to_make_it(
+def test_run_killed_in_its_last_evaluation_resumes_with_it(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
 ) -> None:
     folder, calls = tmp_path / "run", itertools.count(1)
 
     def die_in_the_last(*sides: Any) -> dict[str, Any]:
-        """After 0, 2, 4 and 5 updates."""
+        # Evaluations follow 0, 2, 4 and 5 updates.
         if next(calls) == 4:
             raise KeyboardInterrupt
         return evaluate(*sides)
@@ -228,15 +221,15 @@ def test_a_run_killed_in_its_last_evaluation_is_resumed_to_make_it(
         with pytest.raises(KeyboardInterrupt) as ended:
             start_run("tiny", [*SMALL, "steps=5"], folder)
     (note,) = ended.value.__notes__
-    assert note.startswith("in the last evaluation; checkpoint of step 5 saved; go on with: ")
+    assert note.startswith("in the last evaluation; checkpoint of step 5 saved; continue with: ")
     continue_run(folder)
     assert same_rows(folder, straight)
 
 
-def test_a_resume_refuses_other_problems_and_other_first_weights(
+def test_resume_refuses_changed_problems_and_changed_initial_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model's folder and the task are as the recipe names them, and hold something else."""
+    """Replace the content of the task and of the model's folder under their old names."""
     model, folder = tmp_path / "model", tmp_path / "run"
     with without_pictures():
         start_run("tiny", [*SMALL, "steps=1", "eval.every=0"], tmp_path / "first")
@@ -256,13 +249,13 @@ def test_a_resume_refuses_other_problems_and_other_first_weights(
         assert f"model.path={model}: " in text and "began with other weights" in text
         model_of(tmp_path / "first", model, 0)
         assert main(again) == 0
-    assert "steps was 1: from the last update's the learning rate" in capsys.readouterr().out
+    assert "steps was 1: from its last value the learning rate" in capsys.readouterr().out
     rates = [row["learning_rate"] for row in rows(folder, "train")]
     assert rates[0] == rates[1] == load("tiny").trainer.learning_rate
 
 
 def model_of(run: Path, model: Path, seed: int) -> None:
-    """Saves random weights for the config and tokenizer that a run with a random model has."""
+    """Save random weights with the config and tokenizer of a run with a random model."""
     shutil.copytree(run / "model", model, dirs_exist_ok=True)
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(model)
@@ -287,7 +280,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         (["steps=3"], ["names no recipe", "memsaver run tiny"]),
     ],
 )
-def test_what_cannot_go_on_says_why_and_exits_2(
+def test_impossible_resume_is_refused_in_one_line_with_status_2(
     words: list[str], expected: list[str], make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     word = "checkpoint.every=0" if "holds no checkpoint" in expected else "seed=0"
@@ -306,7 +299,7 @@ def test_what_cannot_go_on_says_why_and_exits_2(
         ("rollout.Engine", "generate", "evaluate"),
     ],
 )
-def test_a_failure_names_its_stage_and_verbose_shows_the_traceback(
+def test_failure_names_its_stage_and_verbose_shows_the_traceback(
     owner: str,
     method: str,
     stage: str,
@@ -325,30 +318,31 @@ def test_a_failure_names_its_stage_and_verbose_shows_the_traceback(
     assert (tmp_path / "run" / "trace.json").exists()
 
 
-def test_a_scorer_that_fails_in_a_step_loses_nothing_before_it(
+def test_failing_scorer_ends_the_run_and_resume_continues_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     no_pictures: None,
 ) -> None:
-    """Of step 2: 16 answers are of the evaluation, 32 of a step. The text: test_tasks."""
+    """Fail in step 2, which follows 16 answers of the evaluation and 32 of step 1."""
     answers, folder = itertools.count(1), tmp_path / "run"
 
-    def judge(*asked: Any) -> Score:
+    def judge(*arguments: Any) -> Score:
         if next(answers) == 60:
             raise ScorerError("the scorer gave nothing")
-        return score_answer(*asked)
+        return score_answer(*arguments)
 
     monkeypatch.setattr("recipes.loop.score_answer", judge)
     words = [*SMALL, "steps=3", "checkpoint.every=1", "--run-dir", str(folder)]
     assert main(["run", "tiny", *words]) == 1
     line = capsys.readouterr().err
-    assert line.startswith("memsaver: compute_reward failed: the scorer gave nothing; go on with: ")
+    cause = "compute_reward failed: the scorer gave nothing"
+    assert line.startswith(f"memsaver: {cause}; continue with: ")
     assert line.count("\n") == 1 and line.endswith(f"memsaver run --resume {folder}\n")
     assert main(["run", "--resume", str(folder)]) == 0
-    found = rows(folder, "train")
-    assert [row["step"] for row in found] == [1, 2, 3]
-    assert all(row["groups_without_signal"] <= 8 and row["reward_std"] >= 0 for row in found)
+    train = rows(folder, "train")
+    assert [row["step"] for row in train] == [1, 2, 3]
+    assert all(row["groups_without_signal"] <= 8 and row["reward_std"] >= 0 for row in train)
 
 
 def ended_by(
@@ -358,7 +352,7 @@ def ended_by(
     words: Sequence[str] = (),
     seconds: float = 0.0,
 ) -> tuple[int, str]:
-    """Status and messages of a run that gets the signal so long after it is ready."""
+    """Return exit status and messages of a run signaled some seconds after it is ready."""
     words = ["run", "tiny", *SMALL, "steps=100000", *words, "--run-dir", str(folder)]
     command = [sys.executable, "-m", "recipes.cli", *words]
     process = subprocess.Popen(
@@ -374,10 +368,10 @@ def ended_by(
     return process.returncode, errors
 
 
-def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
-    """In a process of its own: exit status 128 + signal, no traceback, and what was done is on
-    disk, the step's checkpoint, too. The other signal, and a bad recipe: test_interrupts; of a Ray
-    job: test_ray_runs.
+def test_interrupt_ends_the_command_with_a_checkpoint_and_no_traceback(tmp_path: Path) -> None:
+    """Expect exit status 128 + signal, no traceback, and the step's checkpoint on disk.
+
+    test_interrupts covers the other signal and bad recipes, test_ray_runs covers Ray jobs.
     """
     folder = tmp_path / "run"
 
@@ -386,17 +380,14 @@ def test_an_interrupt_ends_the_command_cleanly(tmp_path: Path) -> None:
 
     ended = ended_by(signal.SIGINT, folder, stepped)
     done = rows(folder, "train")[-1]["step"]
-    text = f"memsaver: interrupted in step {done}; checkpoint of step {done} saved; go on with: "
+    text = f"memsaver: interrupted in step {done}; checkpoint of step {done} saved; continue with: "
     text += f"memsaver run --resume {folder}\n"
     assert ended == (128 + signal.SIGINT, text)
     assert done >= 2 and RunFolder(folder).done == done and trace(folder) and has_pictures(folder)
 
 
-def test_the_status_tells_of_an_interrupt_that_passed_through_an_exec(tmp_path: Path) -> None:
-    """dataclasses and others make functions so.
-
-    Python notes such an interrupt, and would end by SIGINT at last.
-    """
+def test_exit_status_reports_an_interrupt_inside_exec(tmp_path: Path) -> None:
+    """Interrupt an exec(), which dataclasses use; Python would then exit by SIGINT."""
     text = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); os.getpid()"
     (tmp_path / "mine.py").write_text(f"def make(section):\n    exec({text!r})\n")
     command = [sys.executable, "-m", "recipes.cli", "run", "tiny", "task.name=mine:make"]
@@ -409,9 +400,12 @@ def test_the_status_tells_of_an_interrupt_that_passed_through_an_exec(tmp_path: 
 @pytest.mark.soak
 @pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupt_at_any_moment_of_a_run(number: signal.Signals, tmp_path: Path) -> None:
-    """While it sets up, generates, switches, trains or saves: the signal's status, one line, and
-    pictures of what was done. The short form is one moment, early; a late one: the test above.
+def test_interrupt_at_any_moment_ends_the_run_in_one_line(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Expect the signal's status, one line and pictures, at random moments of a run.
+
+    The short form tries one early moment.
     """
     draw = random.Random(number)
     for attempt in range(rounds(1, 100)):

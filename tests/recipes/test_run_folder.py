@@ -1,4 +1,4 @@
-"""The run folder: one run at a time, what survives a kill, whole checkpoints, a trace."""
+"""Run folders: one run at a time, full disks, killed runs, complete checkpoints, traces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_new_folder_in_a_ray_working_dir_is_refused(tmp_path: Path) -> None:
     assert not inside.exists()
 
 
-def test_new_folder_is_removed_when_the_run_does_not_begin_and_stays_when_it_does(
+def test_new_folder_is_removed_unless_the_run_writes_its_first_files(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "runs" / "one"
@@ -53,7 +53,7 @@ def test_new_folder_is_removed_when_the_run_does_not_begin_and_stays_when_it_doe
         (path / "model").mkdir()
         raise KeyError
     assert not path.exists()
-    path.mkdir()  # An empty folder is as good as none.
+    path.mkdir()  # An empty folder is accepted.
     with pytest.raises(KeyError), new_folder(path, "tiny"):
         RunFolder.create(path, RECIPE)
         raise KeyError
@@ -61,7 +61,7 @@ def test_new_folder_is_removed_when_the_run_does_not_begin_and_stays_when_it_doe
     assert written == {".lock", "recipe.yaml", "environment.json", "metrics.jsonl"}
 
 
-def test_new_folder_is_refused_in_one_line_if_it_cannot_be_made(folder: RunFolder) -> None:
+def test_new_folder_is_refused_in_one_line_if_it_cannot_be_created(folder: RunFolder) -> None:
     file = folder.path / "metrics.jsonl"
     wrong = {
         folder.path: f"already holds a run; use --resume {folder.path}, or another folder",
@@ -75,9 +75,9 @@ def test_new_folder_is_refused_in_one_line_if_it_cannot_be_made(folder: RunFolde
             pass
 
 
-def test_one_run_at_a_time_is_at_work_in_a_folder(folder: RunFolder) -> None:
+def test_second_run_in_a_locked_folder_is_refused(folder: RunFolder) -> None:
     before = contents(folder.path)
-    rule = "a run is at work in it; wait, or give another folder"
+    rule = "another run uses it; wait, or give another folder"
     with at_work(folder.path):
         with pytest.raises(recipes.RecipeError, match=rule), at_work(folder.path):
             pass
@@ -88,7 +88,7 @@ def test_one_run_at_a_time_is_at_work_in_a_folder(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", [".lock", ".recipe.yaml.partial", "metrics.jsonl"])
-def test_nothing_is_written_through_a_link_in_the_folder(name: str, tmp_path: Path) -> None:
+def test_links_in_the_folder_are_not_followed(name: str, tmp_path: Path) -> None:
     path, mine = tmp_path / "run", tmp_path / "mine"
     path.mkdir()
     mine.write_text("a year's work")
@@ -99,9 +99,7 @@ def test_nothing_is_written_through_a_link_in_the_folder(name: str, tmp_path: Pa
     assert mine.read_text() == "a year's work"
 
 
-def test_a_folder_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     rule = r"belongs to user \d+, not to \d+; give another folder; nothing was written"
     with pytest.raises(recipes.RecipeError, match=rule), at_work(tmp_path):
@@ -109,7 +107,7 @@ def test_a_folder_of_another_user_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_new_folder_is_never_shared_when_runs_begin_and_fail_all_the_time(tmp_path: Path) -> None:
+def test_new_folder_is_never_shared_by_concurrent_failing_runs(tmp_path: Path) -> None:
     inside, most, begun = 0, 0, 0
 
     def work() -> None:
@@ -125,21 +123,21 @@ def test_new_folder_is_never_shared_when_runs_begin_and_fail_all_the_time(tmp_pa
     assert most == 1 and begun > 4
 
 
-def test_runs_that_begin_in_the_same_second_get_numbered_folders(
+def test_runs_starting_in_the_same_second_get_numbered_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
-    found = []
+    numbered = []
 
     def work() -> None:
         with new_folder(None, "tiny") as path:
             RunFolder.create(path, RECIPE)
-            found.append(path.name)
+            numbered.append(path.name)
 
     at_once(*[work] * 4)
     names = ["tiny-now", "tiny-now-2", "tiny-now-3", "tiny-now-4"]
-    assert sorted(found) == names == sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert sorted(numbered) == names == sorted(path.name for path in (tmp_path / "runs").iterdir())
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -152,7 +150,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file can grow beyond `room` bytes."""
+    """Limit the size of every file to `room` bytes inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
@@ -161,7 +159,7 @@ def full_disk(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_costs_one_error_and_nothing_later(folder: RunFolder) -> None:
+def test_full_disk_raises_one_error_and_damages_no_file(folder: RunFolder) -> None:
     rows = [train_row(step) for step in range(1, 40)]
     for row in rows:
         folder.add_row(row)
@@ -169,24 +167,24 @@ def test_a_full_disk_costs_one_error_and_nothing_later(folder: RunFolder) -> Non
     before = contents(folder.path)
     with full_disk(len(before["recipe.yaml"]) // 2):
         with pytest.raises(
-            recipes.RunError, match="the run's folder failed: .*too large; mend that, then go on"
+            recipes.RunError, match="folder failed: .*too large; correct that, then continue with"
         ):
             RunFolder.reopen(folder.path, RECIPE)
         with pytest.raises(
-            recipes.RunError, match="folder failed: .*too large; mend that, then start again"
+            recipes.RunError, match="folder failed: .*too large; correct that, then start again"
         ):
             RunFolder.create(folder.path.with_name("another"), RECIPE)
     assert contents(folder.path) == before and recipes.load(folder.path / "recipe.yaml") == RECIPE
     with full_disk(len(before["metrics.jsonl"]) + 10):
         with pytest.raises(
             recipes.RunError,
-            match="writing metrics.jsonl failed: .*too large; mend that, then go on with",
+            match="writing metrics.jsonl failed: .*too large; correct that, then continue with",
         ):
             folder.add_row(train_row(40))
     assert RunFolder.reopen(folder.path, RECIPE).run.rows == rows[:30]
 
 
-def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
+def test_failed_checkpoint_does_not_become_latest_and_newest_are_kept(
     folder: RunFolder,
 ) -> None:
     folder.save_checkpoint(2, 2, fill)
@@ -195,13 +193,15 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
         path.with_name(path.name + ".partial").mkdir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    failed = "checkpoint of step 4 failed: .*No space left.*; make room there, then go on with: mem"
+    failed = "checkpoint of step 4 failed: .*No space left.*; free disk space, then continue with"
     with pytest.raises(recipes.RunError, match=failed):
         folder.save_checkpoint(4, 2, fail)
     assert folder.last_checkpoint().name == "step_2"
     assert (folder.last_checkpoint() / "state").read_text() == "x"
-    folder.last_checkpoint().with_name("step_14").mkdir()  # killed before it was named
-    for step in (5, 10, 12):  # what a killed one left behind goes
+    folder.last_checkpoint().with_name(
+        "step_14"
+    ).mkdir()  # left by a run killed before writing `latest`
+    for step in (5, 10, 12):  # The partial checkpoint of the failure goes.
         folder.save_checkpoint(step, 2, fill)
     kept = folder.last_checkpoint().parent.glob("step_*")
     assert {path.name for path in kept} == {"step_10", "step_12", "step_14"}
@@ -211,7 +211,7 @@ def test_the_latest_checkpoint_is_one_that_was_written_and_the_newest_stay(
 @pytest.mark.parametrize(
     ("checkpoint", "kept"), [(2, 3), (0, 0)], ids=["from a checkpoint", "from the start"]
 )
-def test_reopening_drops_what_the_checkpoint_does_not_know(
+def test_reopen_drops_rows_after_the_checkpoint(
     checkpoint: int, kept: int, folder: RunFolder
 ) -> None:
     rows = [eval_row(0, 0.5), train_row(1), train_row(2), eval_row(2, 0.5), train_row(3)]
@@ -228,7 +228,7 @@ def test_reopening_drops_what_the_checkpoint_does_not_know(
     assert (folder.path / f"trace-until-step-{checkpoint}-1.json").read_text() == "old"
 
 
-def test_trace_of_a_run_that_did_little_has_its_stages_and_bytes(folder: RunFolder) -> None:
+def test_trace_of_a_short_run_has_its_stages_and_bytes(folder: RunFolder) -> None:
     folder.write_trace()
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"] == []
     folder.run.spans.append(Span("build", 1.0, 2.0))
@@ -242,7 +242,7 @@ def test_trace_of_a_run_that_did_little_has_its_stages_and_bytes(folder: RunFold
     assert [entry["args"] for entry in entries if entry["ph"] == "C"] == [{"committed": 2**19}]
 
 
-def test_pictures_that_cannot_be_drawn_are_a_line_and_the_trace_is_written(
+def test_missing_matplotlib_is_noted_and_the_trace_is_written(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "recipes.logs.pictures", None)
@@ -252,12 +252,12 @@ def test_pictures_that_cannot_be_drawn_are_a_line_and_the_trace_is_written(
     assert (folder.path / "trace.json").exists()
 
 
-def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
+def test_environment_is_recorded_and_kept_over_a_resume(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = json.loads((folder.path / "environment.json").read_text())
-    public = torch.__version__.partition("+")[0]  # a wheel may be named without what follows
-    assert found["cpus"] >= 1 and found["packages"]["torch"].partition("+")[0] == public
+    environment = json.loads((folder.path / "environment.json").read_text())
+    public = torch.__version__.partition("+")[0]  # A wheel may omit the local version.
+    assert environment["cpus"] >= 1 and environment["packages"]["torch"].partition("+")[0] == public
     listed = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.95.05"
     monkeypatch.setattr(
         run_folder.subprocess,
@@ -266,4 +266,4 @@ def test_where_a_session_ran_is_recorded_and_kept_over_a_resume(
     )
     RunFolder.reopen(folder.path, RECIPE)
     assert json.loads((folder.path / "environment.json").read_text())["gpus"] == [listed]
-    assert json.loads((folder.path / "environment-until-step-0-1.json").read_text()) == found
+    assert json.loads((folder.path / "environment-until-step-0-1.json").read_text()) == environment

@@ -1,6 +1,4 @@
-"""Whole runs with critic, reference or adapters: what they learn and report, whose memory is where,
-how they go on.
-"""
+"""Whole runs with critic, reference or adapters: learning, figures, memory and resumes."""
 
 from __future__ import annotations
 
@@ -23,15 +21,16 @@ TRAINED = ("params", "optim", "critic", "critic_optim")
 
 @pytest.fixture(scope="module")
 def tiny(make_run: MakeRun) -> Path:
-    """The packaged recipe with half of its prompts."""
+    """Run the packaged recipe with half of its prompts."""
     return make_run("tiny-ppo", "ppo.prompts_per_step=24")
 
 
-def test_the_reward_rises(tiny: Path) -> None:
-    """An untrained model has 0.03, and the mean of five steps, 960 samples of 0, 0.5 or 1, is
-    within 0.03 of that. How fast it learns is a matter of the path: seeds 0 to 4 end at 0.29 to
-    0.74, with 0 to 8 of 16 held-out problems right at once. So the bound lies between, and that
-    held-out problems are learnt is for GRPO to show (test_run).
+def test_ppo_raises_the_reward(tiny: Path) -> None:
+    """Compare the mean rewards of the first and the last five steps with a bound between them.
+
+    An untrained model has 0.03, and the mean of 960 samples is within 0.03 of that. Seeds 0 to 4
+    end at 0.29 to 0.74, with 0 to 8 of 16 held-out problems right. test_run checks held-out
+    problems, with GRPO.
     """
     rewards = [row["reward"] for row in rows(tiny, "train")]
     assert len(rewards) == 24
@@ -39,17 +38,17 @@ def test_the_reward_rises(tiny: Path) -> None:
     assert [row["step"] for row in rows(tiny, "eval")] == [0, 10, 20, 24]
 
 
-def test_the_critic_learns_and_the_policy_leaves_the_reference(tiny: Path) -> None:
+def test_critic_learns_and_policy_departs_from_reference(tiny: Path) -> None:
     train = rows(tiny, "train")
-    assert train[0]["kl_to_reference"] == 0, "it begins as the reference, bit for bit"
-    assert train[0]["value_explained_variance"] == 0, "a critic that says 0 explains nothing"
+    assert train[0]["kl_to_reference"] == 0, "the policy starts as the reference, bit for bit"
+    assert train[0]["value_explained_variance"] == 0, "a critic that estimates 0 explains nothing"
     assert min(row["kl_to_reference"] for row in train[1:]) > 0
     middle = [row["value_explained_variance"] for row in train[4:16]]
     assert sum(middle) / len(middle) > 0.2
     assert all(row["critic_grad_norm"] > 0 and row["value_loss"] > 0 for row in train)
 
 
-def test_every_stage_takes_place_in_turn_and_no_memory_is_held_beside(tiny: Path) -> None:
+def test_stages_follow_in_order_and_sides_hold_no_memory_of_each_other(tiny: Path) -> None:
     spans = sorted(
         (event for event in trace(tiny) if event["ph"] == "X"), key=lambda event: event["ts"]
     )
@@ -65,10 +64,10 @@ def test_every_stage_takes_place_in_turn_and_no_memory_is_held_beside(tiny: Path
         assert not any(train[tag] for tag in ("reference", "weights", "kv_cache"))
 
 
-def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(
+def test_resumed_ppo_run_equals_an_uninterrupted_one(
     make_run: MakeRun, tmp_path: Path, no_pictures: None
 ) -> None:
-    """Also with several passes and mini-batches, a step of the critic alone, other tags kept."""
+    """Use several passes and mini-batches, a critic warm-up, and other resident tags on resume."""
     words = [*SMALL_PPO, "ppo.epochs=2", "ppo.mini_batches=2", "ppo.critic_warmup_steps=1"]
     straight, halves = make_run("tiny-ppo", *words, "steps=3"), tmp_path / "halves"
     shutil.copytree(make_run("tiny-ppo", *words, "steps=2"), halves)
@@ -79,14 +78,16 @@ def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(
     assert second["kl_to_reference"] == 0 < third["kl_to_reference"]
 
 
-def test_grpo_with_a_reference_pays_for_the_distance(make_run: MakeRun) -> None:
+def test_grpo_with_reference_adds_the_kl_penalty_to_the_loss(make_run: MakeRun) -> None:
     held = rows(make_run("tiny", *SMALL, "steps=3", "grpo.kl_coef=0.5"), "train")
     free = rows(make_run("tiny", *SMALL, "steps=5"), "train")
-    # In the first step nothing is right, so that nothing is learnt from it.
+    # In the first step no answer is right, so nothing is learned from it.
     assert held[1]["loss"] == free[1]["loss"] and held[1]["kl_to_reference"] == 0
-    assert held[2]["reward"] == free[2]["reward"], "where it begins, the distance has no slope"
-    # Losses of size 0.1 to 1 in fp32, each a mean over some 100 tokens: a difference of 1e-3 and
-    # more to 1e-4 of itself is 1e-7, one ulp of the losses.
+    assert held[2]["reward"] == free[2]["reward"], (
+        "the divergence has no gradient at the initial weights"
+    )
+    # The losses are 0.1 to 1 in fp32, means over some 100 tokens, with an ulp of 1e-7. So their
+    # difference, 1e-3 and more, is exact to 1e-4 of itself.
     difference = held[2]["loss"] - free[2]["loss"]
     assert difference == pytest.approx(0.5 * held[2]["kl_to_reference"], rel=1e-3, abs=1e-6)
     assert held[2]["kl_to_reference"] > 1e-3
@@ -101,12 +102,13 @@ ADAPTERS += ["grpo.prompts_per_step=24", "steps=14"]
 ADAPTERS += ["eval.every=0", "checkpoint.every=0", "cycle.resident=[weights]"]
 
 
-def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(
+def test_adapters_raise_the_reward_and_move_with_the_parameters(
     make_run: MakeRun,
 ) -> None:
-    """The engine keeps its weights: later syncs write the adapted ones only. It serves the merged
-    ones: its log-probabilities are the trainer's, at fp32's distance. The base is the reference,
-    without a model of its own.
+    """Keep the engine's weights resident, so that later syncs write adapted layers only.
+
+    The engine serves merged weights: its log-probabilities equal the trainer's up to fp32 rounding.
+    The base is the reference, without a separate model.
     """
     adapted = rows(make_run("tiny", *ADAPTERS))
     for row in adapted:
@@ -119,8 +121,8 @@ def test_adapters_alone_raise_the_reward_and_change_hands_with_the_parameters(
     assert max(row["mismatch_max"] for row in adapted) <= 5e-5
     distances = [row["kl_to_reference"] for row in adapted]
     assert distances[0] == 0 < 0.01 < distances[-1]
-    # An untrained model gets half a reward for one word of 17: 0.03, and 384 samples' mean is
-    # within 0.01 of that. Seeds 0 to 3 end at 0.23 to 0.31. (The rate matters: at 2e-2 seed 0 ends
-    # there, too, but others at 0.05 to 0.11.)
+    # An untrained model gets half a reward for one word of 17, which is 0.03; the mean of 384
+    # samples is within 0.01 of that. Seeds 0 to 3 end at 0.23 to 0.31. At a learning rate of 2e-2,
+    # some seeds end at 0.05 to 0.11.
     rewards = [row["reward"] for row in adapted]
     assert len(rewards) == 14 and rewards[0] < 0.06 and sum(rewards[-4:]) / 4 > 0.15

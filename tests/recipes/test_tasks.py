@@ -1,4 +1,4 @@
-"""Tasks: the split, how an answer is read, what it is worth."""
+"""Split of problems, parsing of answers, and scores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def toy() -> Task:
 
 
 def terms_of(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers that are added and numbers that are taken away, sorted; read word by word."""
+    """Return the sorted added and the sorted subtracted numbers, parsed word by word."""
     words = problem.question.rpartition(": ")[2].removesuffix(" =").split()
     signs = ["+", *words[1::2]]
     parts = {
@@ -55,20 +55,20 @@ def terms_of(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.mark.parametrize(("terms", "digits"), [(2, 1), (2, 2), (3, 1)])
 def test_no_held_out_sum_is_trained_on_in_another_order(terms: int, digits: int) -> None:
-    """Who has learnt 4 + 3 knows 3 + 4. Kinds of other digits share no sum."""
+    """Check that 4 + 3 and 3 + 4 are on one side, and that kinds of other digits share no sum."""
     section = TaskSection(name="chain_sum", num_terms=terms, num_digits=digits)
     task = make_task(section)
     trained = {terms_of(problem) for problem in task.train}
     assert trained and not trained & {terms_of(problem) for problem in task.held_out}
     share = len(task.held_out) / len(list(task.problems()))
-    assert 0.15 < share < 0.25  # of 145 groups or more, the same everywhere
+    assert 0.15 < share < 0.25  # of at least 145 groups, equal on every machine
     beside = make_task(TaskSection(name="chain_sum", num_digits=3), also_digits=[digits]).beside[
         f"{digits}_digits"
     ]
     assert terms != 2 or set(beside) == set(task.held_out)
 
 
-def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(
+def test_one_digit_sums_are_complete_and_split_by_their_terms(
     chain_sum: Task,
 ) -> None:
     every = {
@@ -77,33 +77,31 @@ def test_all_one_digit_sums_are_there_once_split_by_their_terms_and_answered(
         for b in range(10)
         for sign in "+-"
     }
-    found: dict[str, int] = {}
+    answers: dict[str, int] = {}
     for problem in [*chain_sum.train, *chain_sum.held_out]:
         intro, _, sum_ = problem.question.rpartition(": ")
         assert intro == "State the final answer to the following arithmetic problem"
-        found[sum_.removesuffix(" =")] = int(problem.answer)
+        answers[sum_.removesuffix(" =")] = int(problem.answer)
         assert is_held_out(signed_terms(problem.question), 0.2) == (problem in chain_sum.held_out)
-    # No question twice.
-    assert found == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
+    # Equal lengths exclude duplicates.
+    assert answers == every and len(chain_sum.train) + len(chain_sum.held_out) == 200
     assert 30 <= len(chain_sum.held_out) <= 50
 
 
-def test_the_split_is_the_same_on_every_machine() -> None:
-    """Against the published digests of SHA-256: "" is e3b0c442..., "a" is ca978112..., "abc" is
-    ba7816bf...
-    """
+def test_split_is_the_same_on_every_machine() -> None:
+    """Compare with published SHA-256 digests of "", "a" and "abc"."""
     for text, head in (("", 0xE3B0C442), ("a", 0xCA978112), ("abc", 0xBA7816BF)):
         share = head / 2**32
         assert not is_held_out(text, share - 1e-9) and is_held_out(text, share + 1e-9)
 
 
-def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> None:
+def test_further_digits_are_separate_kinds_with_the_same_split(chain_sum: Task) -> None:
     task = make_task(TaskSection(name="chain_sum", also_train_digits=[2]), also_digits=[2, 3])
-    own, other = task.kinds
+    own, further = task.kinds
     assert (own, task.held_out) == (chain_sum.train, chain_sum.held_out)
-    assert len(other) > 3000 and list(task.beside) == ["2_digits", "3_digits"]
+    assert len(further) > 3000 and list(task.beside) == ["2_digits", "3_digits"]
     beside = [(n, task.beside[f"{n}_digits"], True) for n in (2, 3)]
-    for digits, problems, held_out in [(2, other, False), *beside]:
+    for digits, problems, held_out in [(2, further, False), *beside]:
         assert len(problems) > 800
         for problem in problems:
             assert {len(word) for word in problem.question.split() if word.isdigit()} == {digits}
@@ -111,8 +109,10 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
     for problem in task.beside["3_digits"]:
         assert task.score(problem, problem.answer, True).exact
     first_numbers = {problem.question.split()[-4] for problem in task.beside["2_digits"][:43]}
-    assert len(first_numbers) > 20, "the first that are held out begin alike: no fair sample"
-    assert {*task.problems()} == {*own, *other, *task.held_out}.union(*task.beside.values())
+    assert len(first_numbers) > 20, (
+        "the first held-out problems are alike, so they are no fair sample"
+    )
+    assert {*task.problems()} == {*own, *further, *task.held_out}.union(*task.beside.values())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_other_digits_are_kinds_of_their_own_and_stay_split(chain_sum: Task) -> 
         ("no idea", None),
     ],
 )
-def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
+def test_last_number_is_read_with_its_sign(text: str, number: int) -> None:
     assert extract_number(text) == number
 
 
@@ -141,18 +141,20 @@ def test_the_last_number_is_read_with_its_sign(text: str, number: int) -> None:
         ("-4", True, True),
         ("5 - 9 = -4", True, True),
         ("The answer is -4.", True, True),
-        ("The answer is -4.", False, False),  # cut off: what would have followed is unknown
+        ("The answer is -4.", False, False),  # cut off, so the rest is unknown
         ("4", True, False),
         ("-4 or 4", True, False),
         ("", True, False),
     ],
 )
-def test_chain_sum_scores(chain_sum: Task, text: str, ended: bool, exact: bool) -> None:
+def test_chain_sum_scores_the_last_number_of_ended_answers(
+    chain_sum: Task, text: str, ended: bool, exact: bool
+) -> None:
     score = chain_sum.score(Problem(question="5 - 9", answer="-4"), text, ended)
     assert (score.exact, score.reward) == (exact, float(exact))
 
 
-def test_toy_scores_keep_partial_credit_out_of_exact_match(toy: Task) -> None:
+def test_toy_partial_credit_is_no_exact_match(toy: Task) -> None:
     def scored(text: str, ended: bool = True) -> tuple[bool, float]:
         score = toy.score(Problem(question="first of b e", answer="b"), text, ended)
         return score.exact, score.reward
@@ -162,10 +164,8 @@ def test_toy_scores_keep_partial_credit_out_of_exact_match(toy: Task) -> None:
     assert scored("c b") == scored("") == (False, 0.0)
 
 
-def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> None:
-    """A random model's vocabulary has ids that are no word; left out, "b <id> end" would be the
-    right answer.
-    """
+def test_ids_beyond_the_tokenizer_read_as_unknown_and_score_nothing(toy: Task) -> None:
+    """Decode ids outside of the vocabulary; dropping them would make "b <id> end" right."""
     tokenizer = toy_tokenizer(TOY_WORDS)
     (b,) = tokenizer.convert_tokens_to_ids(["b"])
     random_ids = random.Random(0)
@@ -178,7 +178,7 @@ def test_words_beyond_the_tokenizer_are_read_and_score_nothing(toy: Task) -> Non
     assert toy.score(problem, texts[1], False).reward == 0
 
 
-def test_the_toy_prompt_goes_through_a_chat_template() -> None:
+def test_toy_prompt_follows_the_chat_template() -> None:
     tokenizer = toy_tokenizer(TOY_WORDS)
     ids = encode_prompt(tokenizer, "first of b e")
     words = ["<|im_start|>", "user", "first", "of", "b", "e", "<|im_end|>"]
@@ -216,9 +216,7 @@ def raising(section):
 
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`own_tasks`, a module in the working directory, which is not on the path of an installed
-    command.
-    """
+    """Write a module `own_tasks` to the working directory, which is not on sys.path."""
     (tmp_path / "own_tasks.py").write_text(OWN)
     (tmp_path / "own_syntax.py").write_text("def")
     monkeypatch.chdir(tmp_path)
@@ -227,7 +225,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("own_tasks", None)
 
 
-def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: None) -> None:
+def test_custom_task_is_imported_from_the_working_directory(own_module: None) -> None:
     task = make_task(TaskSection(name="own_tasks:echo", num_digits=2))
     assert task.name == "own_tasks:echo"
     assert (len(list(task.problems())), task.beside) == (40, {})
@@ -250,19 +248,21 @@ def test_a_task_of_ones_own_is_found_beside_the_working_directory(own_module: No
         ("own_syntax:echo", "cannot import own_syntax: SyntaxError"),
     ],
 )
-def test_what_leads_to_no_task_says_why(own_module: None, name: str, expected: list[str]) -> None:
+def test_impossible_custom_task_is_refused_with_its_reason(
+    own_module: None, name: str, expected: list[str]
+) -> None:
     with pytest.raises(RecipeError, match=f"^task.name={name}: ") as raised:
         make_task(TaskSection(name=name))
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_a_random_model_needs_the_words_of_the_task(
+def test_random_model_without_words_of_the_task_is_refused(
     own_module: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["task.name=own_tasks:echo", "grpo.prompts_per_step=2", "steps=1"]
     assert main(["run", "tiny", *words, "--run-dir", str(tmp_path / "run")]) == 2
-    rule = "task.name=own_tasks:echo: a random model has no tokenizer for it; give"
+    rule = "task.name=own_tasks:echo: a random model has no tokenizer for this task; set"
     assert rule in capsys.readouterr().err
 
 
@@ -277,8 +277,8 @@ ASKED = Problem(question="first of\na b", answer="a")
         *((number, (1.0, True)) for number in (1, True, np.bool_(True), torch.ones(1))),
     ],
 )
-def test_a_reward_is_a_number_of_any_kind(reward: Any, expected: tuple[float, bool]) -> None:
-    """A bare one counts as an exact match from 1 on."""
+def test_reward_may_be_a_number_of_any_kind(reward: Any, expected: tuple[float, bool]) -> None:
+    """Count a bare number as an exact match from 1 on."""
     bare, scored = replace(SCORED, score=lambda *_: reward), Score(reward=reward, exact=np.True_)
     score = score_answer(bare, ASKED, "a", True)
     assert (score.reward, score.exact) == expected
@@ -293,13 +293,13 @@ def test_a_reward_is_a_number_of_any_kind(reward: Any, expected: tuple[float, bo
         *(
             (lambda *_, value=value: value, words)
             for value, words in [
-                (math.nan, "gave a reward of nan, not finite"),
-                (10**400, "gave a reward of 1000"),
-                (None, "gave a reward of type NoneType"),
-                ("1.0", "gave a reward of type str"),
-                (torch.ones(2), "gave a reward of type Tensor"),
-                (Score(reward=math.inf, exact=False), "gave a reward of inf"),
-                (Score(reward=1.0, exact=None), "gave exact=None, neither true nor false"),
+                (math.nan, "returned a reward of nan, not finite"),
+                (10**400, "returned a reward of 1000"),
+                (None, "returned a reward of type NoneType"),
+                ("1.0", "returned a reward of type str"),
+                (torch.ones(2), "returned a reward of type Tensor"),
+                (Score(reward=math.inf, exact=False), "returned a reward of inf"),
+                (Score(reward=1.0, exact=None), "returned exact=None, neither true nor false"),
             ]
         ),
         (lambda *_: sys.exit("bye"), r"raised SystemExit: bye (.*test_tasks.py:\d+)"),
@@ -307,9 +307,7 @@ def test_a_reward_is_a_number_of_any_kind(reward: Any, expected: tuple[float, bo
         (lambda problem, text: 0, r"test_tasks.py:\d+, called with \(problem, text, ended\)\)"),
     ],
 )
-def test_a_scorer_that_gives_no_score_is_named_with_problem_and_answer(
-    score: Any, words: str
-) -> None:
+def test_invalid_score_is_reported_with_problem_and_answer(score: Any, words: str) -> None:
     with pytest.raises(ScorerError, match=words) as raised:
         score_answer(replace(SCORED, score=score), ASKED, "b\nc", True)
     line = str(raised.value)
@@ -317,7 +315,7 @@ def test_a_scorer_that_gives_no_score_is_named_with_problem_and_answer(
     assert r"for the answer 'b\nc' to 'first of\na b'; " in line
 
 
-def test_a_scorer_is_tried_before_anything_is_made(
+def test_scorer_is_tried_before_anything_is_written(
     own_module: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["task.name=own_tasks:raising", "grpo.prompts_per_step=1", "steps=1"]

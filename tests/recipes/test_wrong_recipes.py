@@ -1,4 +1,4 @@
-"""Every way to get a recipe wrong is a line that names key, value, rule and remedy."""
+"""Wrong recipes: every fault is a line that names key, value, rule and remedy."""
 
 from __future__ import annotations
 
@@ -18,63 +18,65 @@ from recipes.setup.models import describe_random_model, toy_tokenizer
 from recipes.tasks import TOY_WORDS
 from rollout.hosted import COLDEST as COLDEST_OF_VLLM
 from rollout.requests import COLDEST
+from tests.helpers.docs.pages import ROOT
 
+PPO = ROOT / "examples" / "plans" / "qwen2.5-1.5b-ppo.yaml"
 TWO = "driver=ray cluster.n_gpus_per_node=2 engine.tensor_parallel_size=2"
 FOUR = "driver=ray cluster.n_gpus_per_node=4 engine.tensor_parallel_size=4"
 VLLM, SGLANG = "device=auto engine.kind=vllm", "device=auto engine.kind=sglang"
 GROWS = "cycle.overlap=[params]: needs a KV cache that grows"
 UNDEFINED = "is not defined for task.name"
-# Of rules between keys: recipe, overrides, what the line says.
+# Rules between keys: recipe, overrides, a part of the message.
 RULES = [
     ("tiny", "model.config=null", "model.path=null: no model is named; set model.path=DIRECTORY"),
     ("tiny", "model.config.model_type=null", "has no model_type; set model.config.model_type="),
     ("tiny", "model.shape=qwen2.5-7b", "model.shape=qwen2.5-7b: excludes model.config; set model"),
     ("qwen2.5-7b", "model.shape=qwen2.5-7bb", "smollm2-135m; set model.shape=qwen2.5-7b"),
-    ("tiny", "task.name=chain_sum", "task.name=chain_sum: a random model has no tokenizer for it"),
-    ("tiny", "engine.options.x=1", "engine.options={'x': 1}: are of engine.kind=vllm and sglang"),
+    ("tiny", "task.name=chain_sum", "task.name=chain_sum: a random model has no tokenizer for"),
+    ("tiny", "engine.options.x=1", "engine.options={'x': 1}: need engine.kind=vllm or sglang"),
     ("tiny", "engine.mem_fraction_static=0.5", "static=0.5: excludes engine.kv_tokens=2048"),
     ("tiny", "engine.kv_tokens=100", "multiple of engine.page_size=16; set engine.kv_tokens=112"),
     ("tiny", f"{TWO} engine.kv_cache_dtype=fp4_e2m1", "excludes engine.tensor_parallel_size=2"),
     ("tiny", f"{FOUR} engine.expert_parallel=3", "must divide engine.tensor_parallel_size=4"),
     ("tiny", "engine.tensor_parallel_size=2", "does not divide cluster.n_gpus_per_node=1, the"),
     ("qwen2.5-7b", "trainer.optimizer_offload=true", "trainer.dtype=bfloat16: trainer.optimizer_"),
-    ("tiny", "trainer.optimizer_offload=true lora.rank=2", "adapters are small, and lora.rank=2"),
+    ("tiny", "trainer.optimizer_offload=true lora.rank=2", "which are small (lora.rank=2)"),
     ("tiny", "lora.rank=12 lora.target_modules=[experts]", "8 for adapters of experts; set lora."),
     ("tiny", "lora.rank=1 lora.target_modules=[q_proj,q_proj]", "names a layer twice"),
     ("tiny-ppo", "ppo.mini_batches=999", "ppo.mini_batches=999: exceeds the step's"),
     ("tiny-ppo", "steps=5 ppo.critic_warmup_steps=5", "leaves none of steps=5 to the policy"),
     ("tiny", "task.also_train_digits=[2]", f"task.also_train_digits=[2]: {UNDEFINED}=toy; set"),
-    ("smollm2-135m", "eval.also_digits=[2,1]", "other than task.num_digits=1"),
-    ("smollm2-135m", "task.also_train_digits=[2,2]", "must be different numbers, other than task"),
+    ("smollm2-135m", "eval.also_digits=[2,1]", "without task.num_digits=1"),
+    ("smollm2-135m", "task.also_train_digits=[2,2]", "must be distinct numbers, without task"),
     ("smollm2-135m", "task.partial_credit=0.5", f"credit=0.5: {UNDEFINED}=chain_sum"),
     ("tiny", "checkpoint.max_restarts=2 checkpoint.every=0", "needs checkpoints to continue from"),
     ("tiny", "cluster.n_gpus_per_node=2", "cannot drive 2 devices; set driver=ray"),
-    ("qwen2.5-7b-8xh100", "device=cuda:1", "device=cuda:1: names one of the 8 devices of cluster"),
-    ("tiny", "cycle.resident=[optim,critic]", "algorithm=ppo only; set cycle.resident=[optim]"),
-    ("tiny", "cycle.resident=[reference]", "reference is there with grpo.kl_coef above 0 only"),
-    ("tiny-ppo", "ppo.kl_coef=1 lora.rank=1 cycle.resident=[reference]", "with lora.rank=0 only"),
-    ("tiny", "cycle.overlap=[critic_optim]", "critic_optim is there with algorithm=ppo only"),
-    ("tiny", "trainer.optimizer_offload=true cycle.resident=[optim]", "offload=false only"),
-    ("tiny", "cycle.overlap=[optim] cycle.hand_over=always", "cycle.hand_over=always: is not for"),
-    ("tiny", "engine.kind=vllm", "device=cpu: is not for vLLM's kernels, with engine.kind=vllm"),
+    ("qwen2.5-7b", f"{TWO} device=cuda:1", "device=cuda:1: names one of the 2 devices of cluster"),
+    ("tiny", "cycle.resident=[optim,critic]", "with algorithm=ppo; set cycle.resident=[optim]"),
+    ("tiny", "cycle.resident=[reference]", "reference exists only with grpo.kl_coef above 0"),
+    ("tiny-ppo", "ppo.kl_coef=1 lora.rank=1 cycle.resident=[reference]", "only with lora.rank=0"),
+    ("tiny", "cycle.overlap=[critic_optim]", "critic_optim exists only with algorithm=ppo"),
+    ("tiny", "trainer.optimizer_offload=true cycle.resident=[optim]", "only with trainer.opt"),
+    ("tiny", "cycle.overlap=[optim] cycle.hand_over=always", "cycle.hand_over=always: excludes"),
+    ("tiny", "engine.kind=vllm", "device=cpu: cannot run vLLM's kernels, with engine.kind=vllm"),
     ("tiny", f"{VLLM} engine.kv_tokens=null engine.mem_fraction_static=0.5", "workspaces and grap"),
-    ("tiny", f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "was not tried, with engine.kind=vllm; set"),
-    ("tiny", f"{VLLM} engine.host_to_device_ratio=1", "ratio=1.0: is the native engine's, with"),
-    ("tiny", f"{VLLM} grpo.router_replay=true", "grpo.router_replay=true: is the native engine's"),
-    ("tiny", f"{VLLM} model.fp32_router=true", "model.fp32_router=true: is the native engine's"),
-    ("tiny", f"{VLLM} driver=ray cluster.nnodes=2", "takes several machines, and one was tried"),
-    ("tiny", f"{VLLM} cycle.alias=always", "is not for weights that vLLM's buffers lie among"),
+    ("tiny", f"{VLLM} engine.kv_cache_dtype=fp8_e4m3", "is untested, with engine.kind=vllm; set"),
+    ("tiny", f"{VLLM} engine.host_to_device_ratio=1", "ratio=1.0: needs the native engine, with"),
+    ("tiny", f"{VLLM} grpo.router_replay=true", "grpo.router_replay=true: needs the native engine"),
+    ("tiny", f"{VLLM} model.fp32_router=true", "model.fp32_router=true: needs the native engine"),
+    ("tiny", f"{VLLM} driver=ray cluster.nnodes=2", "nnodes=2: is untested above one machine"),
+    ("tiny", f"{VLLM} cycle.alias=always", "excludes vLLM, whose buffers lie among its weights"),
     ("tiny", f"{VLLM} cycle.overlap=[params]", f"{GROWS}, and vLLM's does not"),
     ("tiny", f"{VLLM} sampling.temperature=0.001", "temperature=0.001: is raised to 0.01 by vLLM"),
-    ("tiny", f"{SGLANG} {TWO}", "size=2: puts SGLang's workers into their own processes"),
-    ("tiny", f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "takes several engines, and one"),
+    ("tiny", f"{SGLANG} {TWO}", "size=2: puts SGLang's workers into separate processes"),
+    ("tiny", f"{SGLANG} driver=ray cluster.n_gpus_per_node=2", "is untested above one"),
 ]
 # Overrides without effect, and the reason.
 IDLE = [
     ("tiny", "ppo.gamma=0.9", "algorithm=grpo; change that, or drop ppo.gamma"),
     ("tiny-ppo", "grpo.kl_coef=0.5", "algorithm=ppo"),
     ("tiny", "grpo.clip_low=0.1", "algorithm=grpo, which makes one update a step"),
-    ("qwen2.5-1.5b-ppo", "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
+    (PPO, "ppo.value_clip=0.1", "one update a step (ppo.epochs="),
     ("tiny", "lora.alpha=8", "lora.rank=0"),
     ("smollm2-135m", "model.config.hidden_size=8", "model.path=smollm2-135m"),
     ("tiny", "task.num_terms=3", "task.name=toy"),
@@ -91,7 +93,7 @@ MIXTURE = " model.config.".join([
 WINDOWS = " model.config.".join([
     "algorithm=grpo", "use_sliding_window=true", "sliding_window=8", "max_window_layers=0"
 ])  # fmt: skip
-# What only a preparation sees: overrides of tiny, what the line says.
+# Faults that only a preparation finds: overrides of tiny, a part of the message.
 PREPARED = [
     (VLLM, "engine.kind=vllm: torch sees no GPU here"),
     ("device=cuda:99", "device=cuda:99: torch sees no GPU here; set device=auto"),
@@ -106,8 +108,8 @@ PREPARED = [
     ("engine.kv_tokens=null engine.mem_fraction_static=0.9", "static=0.9: is a share"),
     ("cycle.alias=always model.dtype=bfloat16", "cycle.alias=always: the trainer's pages are"),
     ("engine.kv_cache_dtype=fp4_e2m1 model.config.head_dim=8", "engine.kv_cache_dtype=fp4_e2m1: "),
-    ("engine.host_to_device_ratio=0.001", "2048 tokens times it hold no page"),
-    (f"{WINDOWS} engine.host_to_device_ratio=2", "engine.host_to_device_ratio=2.0: pages of this"),
+    ("engine.host_to_device_ratio=0.001", "of 2048 tokens is less than a page"),
+    (f"{WINDOWS} engine.host_to_device_ratio=2", "engine.host_to_device_ratio=2.0: its pages"),
     (f"{WINDOWS} cycle.overlap=[params]", "sliding windows"),
     (f"{TWO} cycle.overlap=[params]", GROWS),
     ("engine.host_to_device_ratio=1 cycle.overlap=[params]", GROWS),
@@ -126,7 +128,7 @@ PREPARED = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory, without a tensor in its file."""
+    """Write a model's directory whose file of weights has no tensor."""
     folder = tmp_path_factory.mktemp("model")
     describe_random_model(load("tiny").model.config, toy_tokenizer(TOY_WORDS), folder)
     save_file({}, folder / "model.safetensors")
@@ -135,30 +137,30 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run that must not begin, on a machine without a GPU."""
+    """Return the folder of a run that must not start, on a machine without a GPU."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     return tmp_path / "run"
 
 
 def faults(base: str | Path, *overrides: str) -> str:
-    """Return what is wrong with a recipe."""
+    """Return the message about a wrong recipe."""
     with pytest.raises(recipes.RecipeError) as caught:
         load(base, overrides)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("base", "overrides", "said"), RULES)
-def test_keys_that_contradict_each_other_are_refused(base: str, overrides: str, said: str) -> None:
+def test_contradicting_keys_are_refused(base: str, overrides: str, said: str) -> None:
     assert said in faults(base, *overrides.split())
 
 
 @pytest.mark.parametrize(("base", "override", "why"), IDLE)
-def test_an_override_without_effect_is_refused(base: str, override: str, why: str) -> None:
+def test_override_without_effect_is_refused(base: str, override: str, why: str) -> None:
     assert faults(base, override).startswith(f"command line: {override}: has no effect with {why}")
 
 
 @pytest.mark.parametrize(("overrides", "said"), PREPARED)
-def test_what_cannot_run_here_is_one_line_before_anything_starts(
+def test_recipe_that_cannot_run_here_is_refused_in_one_line(
     overrides: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.replace("\u00a0", " ") for word in overrides.split(" ")]
@@ -174,11 +176,11 @@ def test_what_cannot_run_here_is_one_line_before_anything_starts(
         ("task.name=a:b:c", "must match pattern "),
         ("cycle.alias=yes", "must be 'auto', 'always' or 'never' (Whether the rollout serves"),
         ("cycle.resident=[params,wieghts]", "must be 'auto' or be 'params', 'optim', 'critic', "),
-        ("sampling=3", "must be a dictionary; set sampling.KEY=VALUE"),
+        ("sampling=3", "must be a dictionary (Sampling of training answers); set sampling."),
         ("device=a\nb", "must match pattern '^(auto|cpu|cuda(:\\d+)?)$' (One of auto (cuda:0"),
     ],
 )
-def test_a_value_that_its_key_does_not_take_is_told_rule_description_and_remedy(
+def test_invalid_value_is_refused_with_rule_description_and_remedy(
     override: str, line: str
 ) -> None:
     key, _, value = override.partition("=")
@@ -199,18 +201,18 @@ def test_a_value_that_its_key_does_not_take_is_told_rule_description_and_remedy(
         ("qqq=1", "command line: qqq: unknown key; known here: model, task, steps, "),
     ],
 )
-def test_what_is_no_override_is_one_line(override: str, said: str) -> None:
+def test_malformed_override_is_refused_in_one_line(override: str, said: str) -> None:
     line = faults("tiny", override)
     assert line.startswith(said) and "\n" not in line
 
 
-def test_every_unknown_key_is_named_with_a_suggestion() -> None:
+def test_unknown_keys_are_named_with_suggestions() -> None:
     lines = faults("tiny", *(f"{key}x=1" for key in FIELDS)).splitlines()
     expected = {f"command line: {key}x: unknown key; did you mean {key}?" for key in FIELDS}
     assert set(lines) == expected
 
 
-def test_several_faults_are_all_listed_each_by_where_it_was_written(
+def test_all_faults_are_listed_with_their_places(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = recipe_text(load("tiny")).replace("seed: 0", "seed: -1").replace("device:", "devise:")
@@ -223,7 +225,7 @@ def test_several_faults_are_all_listed_each_by_where_it_was_written(
     assert faults("tiny", "engine.kv_tokens=5", "eval.also_digits=[1]").count("\n") == 1
 
 
-def test_every_default_is_a_value_that_its_key_takes() -> None:
+def test_every_default_is_valid() -> None:
     for key, field in FIELDS.items():
         if is_section(key):
             section = field.annotation
@@ -231,7 +233,7 @@ def test_every_default_is_a_value_that_its_key_takes() -> None:
             assert section(**vars(section(**given))) == section(**given)
 
 
-def test_the_least_temperatures_are_those_of_the_engines() -> None:
+def test_least_temperatures_equal_those_of_the_engines() -> None:
     assert (FIELDS["sampling.temperature"].metadata[0].ge, VLLM_COLDEST) == (
         COLDEST,
         COLDEST_OF_VLLM,
@@ -249,7 +251,7 @@ def test_the_least_temperatures_are_those_of_the_engines() -> None:
         ("model.safetensors", None, "lacks model.safetensors"),
     ],
 )
-def test_a_damaged_model_directory_is_one_line_that_names_the_file_before_anything_starts(
+def test_damaged_model_directory_is_refused_in_one_line_that_names_the_file(
     name: str,
     content: str | None,
     said: str,
@@ -269,14 +271,21 @@ def test_a_damaged_model_directory_is_one_line_that_names_the_file_before_anythi
     assert not folder.exists()
 
 
-def test_a_key_that_is_typed_as_an_option_is_told_how_to_be_set(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--steps 3 tiny", "--steps; set steps=3"),
+        ("tiny --sampling.max_tokens=5", "--sampling.max_tokens=5; set sampling.max_tokens=5"),
+        ("tiny --seed", "--seed; set seed=VALUE"),
+        ("tiny --quick", "--quick; a recipe's key has no dashes, for example steps=3"),
+    ],
+)
+def test_key_typed_as_an_option_is_answered_with_the_override(
+    words: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["run", "tiny", "--steps", "3"])
-    assert "unrecognized arguments: --steps; a recipe's key has no dashes, as steps=3" in (
-        capsys.readouterr().err
-    )
+        main(["run", *words.split()])
+    assert f"unrecognized arguments: {remedy}\n" in capsys.readouterr().err
 
 
 def test_every_packaged_recipe_is_listed_with_a_sentence(
@@ -298,7 +307,7 @@ JUNK = st.one_of(
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from([*FIELDS]), JUNK), min_size=1, max_size=3))
-def test_junk_is_lines_or_a_recipe(pairs: list[tuple[str, str]]) -> None:
+def test_random_overrides_give_a_recipe_or_error_lines(pairs: list[tuple[str, str]]) -> None:
     overrides = [f"{key}={value}" for key, value in pairs]
     try:
         recipe = load("tiny", overrides)

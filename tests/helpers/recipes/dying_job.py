@@ -1,4 +1,4 @@
-"""`memsaver`, but when step 3 begins to generate the rollout actor is killed, once."""
+"""The command `memsaver`, whose rollout actor is killed once, when step 3 starts to generate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.dying_actors import wait_gone
 
 
 class Killing:
-    """In the place of `Monitor.stage`."""
+    """Replacement of `Monitor.stage` that kills the rollout actor in step 3."""
 
     def __init__(self) -> None:
         self.stage, self.steps, self.done = Monitor.stage, 0, False
@@ -32,7 +32,7 @@ class Killing:
 
 
 def rollout_actors() -> list[int]:
-    """Of the cluster that this job runs in: below its raylet."""
+    """Return the pids of rollout actors below the raylet of this job."""
     raylet = next(parent for parent in psutil.Process().parents() if parent.name() == "raylet")
     below = raylet.children(recursive=True)
     return [

@@ -1,6 +1,4 @@
-"""Run folders as `memsaver run` writes them, without running anything: figures that a test can work
-out by head.
-"""
+"""Run folders as `memsaver run` writes them, with simple figures and without a run."""
 
 import json
 
@@ -10,14 +8,14 @@ from recipes.logs.pictures import write_pictures
 from recipes.logs.run_folder import RunFolder, Span
 
 MIB = 2**20
-SESSION = 1000.0  # time.time() at which the first step begins
+SESSION = 1000.0  # time.time() at the start of the session
 STAGES = {  # seconds of each stage of every step
     "offload_optim": 0.01, "wake_weights": 0.01, "sync_weights": 0.04, "offload_params": 0.02,
     "wake_kv_cache": 0.02, "generate_sequences": 0.5, "sleep": 0.01, "restore_params": 0.01,
     "compute_reward": 0.01, "compute_log_prob": 0.1, "restore_optim": 0.02,
     "compute_advantages": 0.01, "update_actor": 0.24,
 }  # fmt: skip
-HELD = {  # after a stage: owner, tag, MiB on the device, MiB kept on the host
+HELD = {  # after a stage: owner, tag, MiB on the device, MiB on the host
     "offload_optim": ("trainer", "optim", 0, 8),
     "wake_weights": ("rollout", "weights", 4, 0),
     "offload_params": ("trainer", "params", 0, 4),
@@ -52,7 +50,7 @@ def eval_row(step, exact_match, **more):
 
 
 def add_step(folder, step, **more):
-    """One step of exactly a second; its spans, events and row."""
+    """Add spans, events and row of a step that takes exactly a second."""
     start = time = SESSION + step
     for name, seconds in STAGES.items():
         folder.run.spans.append(Span(name, time, time + seconds))
@@ -73,8 +71,14 @@ def add_step(folder, step, **more):
 
 
 def make_run(path, steps=6, done=None, plan=None, **more):
-    """A run of `steps` steps of that recipe, evaluated before the first and after the last, and
-    killed after `done` steps if that is given.
+    """Build the folder of a run with an evaluation before the first and after the last step.
+
+    Args:
+        path: The folder.
+        steps: Steps of the recipe.
+        done: Steps after which the run was killed; None: it finished.
+        plan: Content of plan.json.
+        **more: Further figures of every step.
     """
     folder = RunFolder.create(path, recipes.load("tiny", [f"steps={steps}"]))
     folder.run.spans.append(Span("build", SESSION, SESSION + 1))

@@ -1,4 +1,4 @@
-"""Runs of the tiny recipes, small ones, and what stands in their folders."""
+"""Small runs of the tiny recipes, and readers of their folders."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OF_THE_CLOCK = (
 
 Row = dict[str, Any]
 MakeRun = Callable[..., Path]
-"""(recipe, *overrides) -> the folder of that run, made once; for looking at, not for changing."""
+"""(recipe, *overrides) -> the folder of that run, which runs once; tests must not change it."""
 
 
 def rows(folder: Path, kind: str | None = None, until: int | None = None) -> list[Row]:
-    """Of metrics.jsonl: of one kind, up to a step."""
+    """Return the rows of metrics.jsonl, perhaps of one kind and up to a step."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         row
@@ -41,13 +41,15 @@ def rows(folder: Path, kind: str | None = None, until: int | None = None) -> lis
     ]
 
 
-def without_clock(found: Iterable[Row]) -> list[Row]:
-    """What is the same in every run of a recipe."""
-    return [{key: value for key, value in row.items() if key not in OF_THE_CLOCK} for row in found]
+def without_clock(measured: Iterable[Row]) -> list[Row]:
+    """Return the rows with only the figures that every run of a recipe repeats."""
+    return [
+        {key: value for key, value in row.items() if key not in OF_THE_CLOCK} for row in measured
+    ]
 
 
-def same_rows(one: Path, other: Path, until: int | None = None) -> bool:
-    return without_clock(rows(one, until=until)) == without_clock(rows(other, until=until))
+def same_rows(first: Path, second: Path, until: int | None = None) -> bool:
+    return without_clock(rows(first, until=until)) == without_clock(rows(second, until=until))
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
@@ -61,20 +63,20 @@ def has_pictures(folder: Path) -> bool:
 
 @contextmanager
 def without_pictures() -> Iterator[None]:
-    """They take three times as long as a small run."""
+    """Skip pictures, which take three times as long as a small run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "write_pictures", lambda monitor: None)
         yield
 
 
 def run_maker(factory: pytest.TempPathFactory) -> MakeRun:
-    made: dict[tuple[str, ...], Path] = {}
+    folders: dict[tuple[str, ...], Path] = {}
 
     def make(*words: str) -> Path:
-        if words not in made:
-            made[words] = factory.mktemp("runs") / "run"
+        if words not in folders:
+            folders[words] = factory.mktemp("runs") / "run"
             with without_pictures():
-                start_run(words[0], words[1:], made[words])
-        return made[words]
+                start_run(words[0], words[1:], folders[words])
+        return folders[words]
 
     return make

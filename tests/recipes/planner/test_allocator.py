@@ -1,4 +1,4 @@
-"""The caching allocator: by hand where torch's rules are known, and what must always hold."""
+"""Model of the caching allocator: known sequences, invariants, and torch itself on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from recipes.planner.allocator import MIB, CachingAllocator
         (33 * MIB, 34),
     ],
 )
-def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int) -> None:
+def test_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int) -> None:
     allocator = CachingAllocator()
     allocator.allocate("a", nbytes)
     assert allocator.reserved == allocator.peak == taken * MIB
@@ -36,23 +36,23 @@ def test_a_first_request_takes_a_segment_of_torchs_size(nbytes: int, taken: int)
         # A freed block serves the next request, and the rest of it another.
         ("a=40 -a b=30 c=10", 40),
         ("a=40 -a b=30 c=10 d=10", 50),
-        # Less than a mebibyte is not split off a large block: lost to c.
+        # A rest of less than a mebibyte is not split off a large block, so c cannot use it.
         ("a=40 -a b=39 c=1.1", 60),
-        ("a=60 b=40 -a -b c=40 d=60", 100),  # the smallest block that suffices is taken
-        ("w=60 -w a=20 b=20 c=20 -a -c -b w=60", 60),  # free neighbours become one
+        ("a=60 b=40 -a -b c=40 d=60", 100),  # takes the smallest block that suffices
+        ("w=60 -w a=20 b=20 c=20 -a -c -b w=60", 60),  # joins free neighbors
         ("a=20 -a b=0.1", 22),  # small and large requests share no segment
         ("a=6 b=6 c=6", 20),
         ("a=6 b=6 c=6 d=6", 40),
         ("a=30@0 -a b=30@1 -b c=30@2 -c d=10 empty", 30),
-        ("a=40@0 -a b=40@1", 80),  # a stream is not served from another's cache
-        # One small block keeps a whole segment: why torch's cache is emptied together with cuBLAS's
+        ("a=40@0 -a b=40@1", 80),  # Streams do not share caches.
+        # One small block keeps a whole segment, so torch's cache is emptied together with cuBLAS's
         # workspaces.
         ("logits=2374 -logits workspace=32 empty", 2374),
         ("logits=2374 -logits workspace=32 empty -workspace empty", 0),
     ],
 )
-def test_what_is_reserved_after_requests(requests: str, reserved: int) -> None:
-    """name=MiB@stream, -name: freed."""
+def test_reserved_bytes_after_a_sequence_of_requests(requests: str, reserved: int) -> None:
+    """Run requests of the forms `name=MiB@stream`, `-name` (free) and `empty`."""
     allocator = CachingAllocator()
     for word in requests.split():
         name, _, size = word.partition("=")
@@ -76,7 +76,7 @@ steps = st.lists(
 
 @settings(max_examples=80)
 @given(steps, st.booleans())
-def test_what_is_held_covers_what_lives_and_all_of_it_comes_back(
+def test_reserved_bytes_cover_live_blocks_and_return_when_all_are_free(
     requests: list[tuple[int, int, int]], empty: bool
 ) -> None:
     allocator, most, before = CachingAllocator(), 0, 0
@@ -101,7 +101,7 @@ def test_what_is_held_covers_what_lives_and_all_of_it_comes_back(
     assert allocator.reserved == 0
 
 
-def test_small_requests_share_a_segment_of_two_mebibytes() -> None:
+def test_small_requests_share_segments_of_two_mebibytes() -> None:
     allocator = CachingAllocator()
     for number in range(4096):
         allocator.allocate(number, 512)
@@ -111,8 +111,8 @@ def test_small_requests_share_a_segment_of_two_mebibytes() -> None:
 
 
 @pytest.mark.gpu
-def test_the_allocator_takes_what_torchs_takes() -> None:
-    """Random sizes and lifetimes in a pool of their own, torch's own counter after each."""
+def test_model_reserves_the_bytes_that_torch_reserves() -> None:
+    """Compare with torch's counter after each request of random size, in a separate pool."""
     chosen, allocator = random.Random(0), CachingAllocator()
     torch.cuda.empty_cache()
     begin, live = torch.cuda.memory_reserved(), dict[int, torch.Tensor]()

@@ -1,4 +1,4 @@
-"""The dry run: bytes against closed formulas and a real run, and what must hold of two recipes."""
+"""Dry runs: bytes against formulas and a real run, and relations between two recipes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def planned(fields: dict[str, Any], *words: str) -> DryRun:
 def runs(
     *switched: Recipe, rooms: Sequence[int] = (GIB,), fields: dict[str, Any] = FIELDS
 ) -> list[DryRun]:
-    """Runs of one trainer, in each room with each of these switches."""
+    """Run one trainer in each room with each switch."""
     given = {"prompt_tokens": 9, "workspace_bytes": 8 * MIB}
     with planned_trainer(switched[0], fields, **given) as pair:
-        return [dry_run(each, SIZES, *pair, room=room) for room in rooms for each in switched]
+        return [dry_run(recipe, SIZES, *pair, room=room) for room in rooms for recipe in switched]
 
 
 @cache
@@ -71,8 +71,9 @@ def torch_of(stages: Stages, stage: str) -> int:
 
 
 def of_dense(fields: dict[str, Any], *, biases: bool) -> list[tuple[int, int]]:
-    """Rows, and the elements of each, of every parameter."""
-    width, inner, words = (fields[f"{of}_size"] for of in ("hidden", "intermediate", "vocab"))
+    """Return the rows, and the elements of a row, of every parameter."""
+    names = ("hidden", "intermediate", "vocab")
+    width, inner, words = (fields[f"{name}_size"] for name in names)
     narrow = width * fields["num_key_value_heads"] // fields["num_attention_heads"]
     outs = (width, narrow, narrow)
     layer = [(rows, width) for rows in outs] + [(rows, 1) for rows in outs] * biases
@@ -92,10 +93,10 @@ def of_dense(fields: dict[str, Any], *, biases: bool) -> list[tuple[int, int]]:
     ],
     ids=["biases", "tied"],
 )
-def test_parameters_and_moments_take_what_the_formula_says(
+def test_parameters_and_moments_take_the_bytes_of_the_formula(
     fields: dict[str, Any], shapes: list[tuple[int, int]], ranks: int, dtype: str
 ) -> None:
-    """Rows go to the ranks in equal parts, the last ones short; a moment is as wide as a master."""
+    """Divide rows evenly among ranks, the last ones short; moments are as wide as masters."""
     words = [f"cluster.n_gpus_per_node={ranks}", "driver=ray", f"trainer.dtype={dtype}"]
     tags = planned(fields, *words, "sampling.max_tokens=8").tags
     width = {"float32": 4, "bfloat16": 2}[dtype]
@@ -106,11 +107,11 @@ def test_parameters_and_moments_take_what_the_formula_says(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_held_until_the_step(model: str) -> None:
-    """All gradients are there before the optimizer's step; scores need none."""
+def test_gradients_are_held_until_the_optimizer_step(model: str) -> None:
+    """Compare an update, which holds all gradients, with a scoring pass, which holds none."""
     stages = step(model=model)
     params = stages["update_actor"]["tags"]["params"]
-    table = 4 * FIELDS["vocab_size"] * FIELDS["hidden_size"]  # scored with logits of it
+    table = 4 * FIELDS["vocab_size"] * FIELDS["hidden_size"]  # Scoring has logits of this size.
     assert torch_of(stages, "update_actor") - torch_of(stages, "compute_log_prob") > (
         params - 2 * table - PAGE
     )
@@ -130,24 +131,26 @@ def test_gradients_are_held_until_the_step(model: str) -> None:
         (["lora.rank=8"], [], "dense"),
     ],
 )
-def test_more_of_it_never_takes_less(less: list[str], more: list[str], model: str) -> None:
-    """At any stage; the trainer's tags alone may have a page more."""
+def test_larger_settings_never_take_less_memory(
+    less: list[str], more: list[str], model: str
+) -> None:
+    """Compare every stage, where the trainer's tags may differ by a page."""
     ray = ["driver=ray", "trainer.micro_batch_size=4"]
-    one, other = (step(*ray, *words, model=model) for words in (less, more))
-    assert one.keys() == other.keys()
-    for stage in one:
-        assert one[stage]["device_bytes"] <= other[stage]["device_bytes"] + PAGE, stage
+    smaller, larger = (step(*ray, *words, model=model) for words in (less, more))
+    assert smaller.keys() == larger.keys()
+    for stage in smaller:
+        assert smaller[stage]["device_bytes"] <= larger[stage]["device_bytes"] + PAGE, stage
 
 
-def test_more_steps_prompts_and_problems_change_nothing() -> None:
-    """Micro batches hold as many sequences, however many there are."""
+def test_more_steps_prompts_and_problems_take_no_more_memory() -> None:
+    """Keep the micro batch, whose size alone counts."""
     batch = "trainer.micro_batch_size=4"
     more = ["grpo.prompts_per_step=16", "steps=100", "eval.problems=16"]
     assert step(batch, *more) == step(batch)
 
 
-def test_each_layer_takes_the_same_in_addition() -> None:
-    """Torch's own to one segment, tags to the page: of what is checkpointed an input remains."""
+def test_memory_grows_linearly_with_layers() -> None:
+    """Compare depths: torch to a segment, tags to a page; a checkpointed layer keeps its input."""
     words = ["trainer.activation_checkpointing=layers", "trainer.micro_batch_size=4"]
     deep = [
         planned(FIELDS | {"num_hidden_layers": layers}, *words, "sampling.max_tokens=600")
@@ -160,7 +163,7 @@ def test_each_layer_takes_the_same_in_addition() -> None:
     assert held[2] - held[1] >= params[2] - params[1] - 20 * MIB  # its gradients
 
 
-def test_what_stays_has_its_bytes_at_every_stage() -> None:
+def test_resident_tags_have_their_bytes_at_every_stage() -> None:
     recipe = recipes.load("tiny", ["cycle.alias=never"])
     residents = [["optim", "weights"], [], ["params"]]
     for resident, run in zip(
@@ -174,19 +177,19 @@ def test_what_stays_has_its_bytes_at_every_stage() -> None:
         assert (generating["optim"] > 0) == ("optim" in resident)
 
 
-def test_what_nobody_empties_is_there_from_the_first_stage_on() -> None:
-    """A later step begins with the cache that the update left, unless something leaves."""
+def test_torch_cache_stays_from_first_stage_on_if_all_tags_stay() -> None:
+    """Compare with a tag that leaves, which empties the cache that an update fills."""
     recipe = recipes.load("tiny", ["cycle.alias=never"])
     every = ["params", "optim", "weights", "kv_cache", "cuda_graph"]
-    both = runs(switching(recipe, every), switching(recipe, every[1:]))
-    all_stays, leaves = (run.stages for run in both)
+    pair = runs(switching(recipe, every), switching(recipe, every[1:]))
+    all_stays, leaves = (run.stages for run in pair)
     assert len({torch_of(all_stays, stage) for stage in all_stays}) == 1
     assert torch_of(leaves, "wake_kv_cache") <= PAGE  # buffers
     assert torch_of(leaves, "update_actor") == torch_of(all_stays, "update_actor")
 
 
-def test_parameters_come_back_beside_the_answers_where_a_gib_besides_stays_free() -> None:
-    """Then the engine sleeps beside them; else it sleeps first."""
+def test_parameters_return_during_generation_if_a_gib_stays_free() -> None:
+    """Check whether parameters are back when the engine goes to sleep, by the room."""
     recipe = switching(recipes.load("tiny", ["cycle.alias=never"]), [], ["params", "optim"])
     roomy, tight = (run.stages for run in runs(recipe, rooms=(2 * GIB, GIB)))
     params = roomy["update_actor"]["tags"]["params"]
@@ -197,17 +200,17 @@ def test_parameters_come_back_beside_the_answers_where_a_gib_besides_stays_free(
     needed += sum(roomy["generate_sequences"]["torch"].values())
     least = [run.stages["sleep"]["tags"] for run in runs(recipe, rooms=(needed, needed - 1))]
     assert [tags["params"] for tags in least] == [params, 0]
-    others = roomy.keys() - {"sleep"}
-    assert {stage: roomy[stage]["device_bytes"] for stage in others} == {
-        stage: tight[stage]["device_bytes"] for stage in others
+    further = roomy.keys() - {"sleep"}
+    assert {stage: roomy[stage]["device_bytes"] for stage in further} == {
+        stage: tight[stage]["device_bytes"] for stage in further
     }
 
 
 @pytest.mark.parametrize(
     "words", ["tiny", "tiny-ppo trainer.micro_batch_size=1 ppo.mini_batches=4"]
 )
-def test_a_run_after_others_takes_what_it_takes_alone(words: str) -> None:
-    """What was computed before is not computed again, whatever empties the cache."""
+def test_later_dry_runs_of_a_trainer_equal_separate_ones(words: str) -> None:
+    """Reuse cached computations over switches that empty the cache at different places."""
     name, *more = words.split()
     recipe = recipes.load(name, ["cycle.alias=never", *more])
     switched = [
@@ -216,11 +219,11 @@ def test_a_run_after_others_takes_what_it_takes_alone(words: str) -> None:
         switching(recipe, []),
         switching(recipe, recipe.resident_tags()),
     ]
-    assert runs(*switched) == [run for each in switched for run in runs(each)]
+    assert runs(*switched) == [run for recipe in switched for run in runs(recipe)]
 
 
-def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone() -> None:
-    """What is saved for the backward pass is as much more as its elements are wider."""
+def test_mixture_in_fp32_is_planned_with_twice_the_bytes_of_bf16() -> None:
+    """Compare scoring in fp32 and bf16; torch's meta shapes of grouped products need bf16."""
     held = [
         torch_of(
             step(f"model.dtype={dtype}", "sampling.max_tokens=10", model="mixture"),
@@ -231,10 +234,10 @@ def test_a_mixture_in_fp32_is_planned_where_torch_knows_the_shapes_of_bf16_alone
     assert 1.5 < held[0] / held[1] < 2.5
 
 
-def test_a_process_with_a_group_is_refused_and_keeps_it() -> None:
+def test_process_with_a_group_is_refused_and_keeps_its_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="process group; end it, or plan elsewhere"):
+        with pytest.raises(ValueError, match="process group; destroy the group, or plan"):
             planned(FIELDS)
         assert dist.is_initialized()
     finally:
@@ -247,11 +250,12 @@ def test_a_process_with_a_group_is_refused_and_keeps_it() -> None:
     ("name", "overlap", "begin"),
     [("tiny", "[]", ""), ("tiny-ppo", "[params,optim]", "compute_ref_log_prob")],
 )
-def test_tags_of_every_stage_are_those_of_a_real_run(
+def test_tags_of_every_stage_equal_those_of_a_real_run(
     name: str, overlap: str, begin: str, tmp_path: Path
 ) -> None:
-    """On a CPU, where pages are smaller: to the planned page. Prefetched parameters have come when
-    the reference scores, and stay beside it and the critic.
+    """Compare with a CPU run, whose pages are smaller than the planned ones.
+
+    Prefetched parameters are back when the reference scores, and stay on the device with it.
     """
     words = ["steps=2", "eval.every=0", "cycle.alias=never", "cycle.resident=[]"]
     words += [f"cycle.overlap={overlap}", *["ppo.kl_coef=0.1"] * (name == "tiny-ppo")]

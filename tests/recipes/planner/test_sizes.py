@@ -1,4 +1,4 @@
-"""The engine's side of a plan, against tensor-parallel engines on the CPU."""
+"""Engine sizes of a plan, against tensor-parallel engines on the CPU and measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.helpers.ranks import results, start_ranks
 
 RANKS = 4
 GPU = find_gpu("h100-80gb")[0]
-# More ranks than KV heads, large ones: their copies are pages of 2 MiB. The vocabulary is padded.
+# More ranks than KV heads, which are so large that their copies take pages of 2 MiB. The vocabulary
+# is padded.
 FIELDS: dict[str, Any] = {"vocab_size": 3001, "hidden_size": 512, "intermediate_size": 704}
 FIELDS |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1}
 FIELDS |= {"head_dim": 256, "tie_word_embeddings": False}
@@ -49,8 +50,8 @@ PARTS = {"by expert": RANKS, "latent": 2}  # expert_parallel
 
 
 def taken(rank: int, folder: str) -> list[tuple[int, int]]:
-    """Bytes of this rank's weights, and of a token in its pool, for every model."""
-    found = []
+    """Return the bytes of this rank's weights and of a token in its pool, for every model."""
+    sizes = []
     for name in MODELS:
         engine = Engine.from_pretrained(
             f"{folder}/{name}",
@@ -61,8 +62,8 @@ def taken(rank: int, folder: str) -> list[tuple[int, int]]:
             group=dist.group.WORLD,
         )
         weights = engine.saver.report().tags["weights"].committed_bytes
-        found.append((weights, engine.cache.layout.bytes_per_token))
-    return found
+        sizes.append((weights, engine.cache.layout.bytes_per_token))
+    return sizes
 
 
 def planned(fields: dict[str, Any], size: int, experts: int = 1) -> tuple[int, int]:
@@ -73,26 +74,27 @@ def planned(fields: dict[str, Any], size: int, experts: int = 1) -> tuple[int, i
 
 
 @pytest.mark.extended
-def test_weights_and_a_token_are_planned_as_the_fullest_rank_has_them(tmp_path: Path) -> None:
+def test_weights_and_token_bytes_equal_those_of_the_fullest_rank(tmp_path: Path) -> None:
     for name, fields in MODELS.items():
         (tmp_path / name).mkdir()
         describe_random_model(fields, toy_tokenizer([]), tmp_path / name)
     ranks = results(start_ranks(taken, RANKS, tmp_path / "store", str(tmp_path)))
     for name, *of_ranks in zip(MODELS, *ranks, strict=True):
         weights, per_token = max(of_ranks)
-        found = planned(MODELS[name], RANKS, PARTS.get(name, 1))
-        assert found == (round_up(weights, PAGE), per_token), name
+        plan = planned(MODELS[name], RANKS, PARTS.get(name, 1))
+        assert plan == (round_up(weights, PAGE), per_token), name
 
 
-def test_a_rank_of_a_model_that_the_engine_does_not_compute_has_its_share() -> None:
+def test_rank_of_an_unsupported_model_has_an_even_share() -> None:
     fields = FIELDS | {"model_type": "granite"}
     whole, _ = planned(fields, 1)
     assert whole <= 4 * planned(fields, 4)[0] < whole + 4 * PAGE
 
 
-def test_a_rank_has_its_experts_and_what_all_of_them_hold() -> None:
-    """DeepSeek-V3 in fp32: of 256 experts 256 / 8 by expert as by inner channels, and all ranks
-    have the latents' products, the norms and the routers.
+def test_rank_has_its_experts_and_replicated_parts() -> None:
+    """Divide the 256 experts of DeepSeek-V3 in fp32 by expert and by inner channels.
+
+    All ranks have the products of the latents, the norms and the routers.
     """
     fields = shapes()["deepseek-v3"]
     (whole, _), (parts, _), (by_expert, _) = (
@@ -103,9 +105,10 @@ def test_a_rank_has_its_experts_and_what_all_of_them_hold() -> None:
     assert parts == by_expert and 0 <= 8 * parts - (whole + 7 * same) < 9 * PAGE
 
 
-def test_a_step_of_experts_holds_what_each_makes_of_a_token() -> None:
-    """Prefill of 2,048 tokens by 128 experts, of which 8 make 768 and then 2,048 elements of each;
-    8 hidden states beside.
+def test_step_of_experts_holds_outputs_of_chosen_experts() -> None:
+    """Plan a prefill of 2,048 tokens with 8 of 128 experts each.
+
+    An expert makes 768 and then 2,048 elements of a token, with 8 hidden states in addition.
     """
     words = ["model.dtype=bfloat16", "engine.max_prefill_tokens=2048", "engine.max_running=1"]
     recipe = recipes.load("tiny", [*words, "grpo.prompts_per_step=100"])
@@ -115,8 +118,8 @@ def test_a_step_of_experts_holds_what_each_makes_of_a_token() -> None:
 
 
 @pytest.mark.parametrize("answer", [300, 30_000])
-def test_a_pool_that_wakes_partly_begins_with_the_longest_request(answer: int) -> None:
-    """Prompt, answer and the page of padding, in whole pieces of the tag: 1 and 2 GiB."""
+def test_growing_pool_begins_with_the_longest_request(answer: int) -> None:
+    """Round prompt, answer and the page of padding up to whole pieces of the tag."""
     words = [f"sampling.max_tokens={answer}", "engine.kv_tokens=300000", "model.dtype=bfloat16"]
     recipe = recipes.load("tiny", words)
     sizes, _, per_token = engine_sizes(recipe, shapes()["qwen2.5-7b"], GPU, prompt_tokens=100)
@@ -124,17 +127,17 @@ def test_a_pool_that_wakes_partly_begins_with_the_longest_request(answer: int) -
     assert sizes.grows and sizes.least - GIB < taken <= sizes.least
 
 
-def test_a_hosted_engine_takes_what_was_measured() -> None:
-    """What vLLM freed at the 7B shape, to the tenth that was printed; the cache of 10.5 GiB is its
-    own figure. Padding of the vocabulary counts (65 rows more fit into its last page, 128 do not);
-    graphs and idle memory are among the contexts.
+def test_hosted_engine_takes_the_measured_memory() -> None:
+    """Compare with the GiB that vLLM freed at the 7B shape with a cache of 10.5 GiB.
+
+    Padding of the vocabulary counts. Graphs and idle memory are among the contexts.
     """
     fields = shapes()["qwen2.5-7b"]
     tokens = int(10.5 * GIB / 57344) // 16 * 16  # 2 x 28 layers x 4 heads x 128 elements of bf16
     words = ["model.dtype=bfloat16", f"engine.kv_tokens={tokens}", "device=auto"]
     recipe = recipes.load("tiny", [*words, "engine.kind=vllm"])
-    sizes, found, per_token = engine_sizes(recipe, fields, GPU, prompt_tokens=9)
-    assert (found, per_token, sizes.cuda_graph, sizes.idle) == (tokens, 57344, 0, 0)
+    sizes, planned_tokens, per_token = engine_sizes(recipe, fields, GPU, prompt_tokens=9)
+    assert (planned_tokens, per_token, sizes.cuda_graph, sizes.idle) == (tokens, 57344, 0, 0)
     assert abs((sizes.weights + sizes.kv_cache) / GIB - 24.9) < 0.15
     padded = engine_sizes(recipe, fields | {"vocab_size": 152192}, GPU, prompt_tokens=9)[0]
     more = engine_sizes(recipe, fields | {"vocab_size": 152129}, GPU, prompt_tokens=9)[0]
@@ -143,7 +146,7 @@ def test_a_hosted_engine_takes_what_was_measured() -> None:
     shared = recipes.load("tiny", [*words, *two, "engine.kind=vllm"])
     half, _, per_token = engine_sizes(shared, fields, GPU, prompt_tokens=9)
     assert per_token == 57344 // 2 and abs(half.kv_cache / sizes.kv_cache - 0.5) < 0.01
-    table = fields["max_position_embeddings"] * 128 * 4  # of rotations, whole on both
+    table = fields["max_position_embeddings"] * 128 * 4  # table of rotations, whole on both ranks
     assert abs((half.weights - table) / (sizes.weights - table) - 0.5) < 0.01
     with pytest.raises(recipes.RecipeError, match="windows or states .* engine.kind=native"):
         engine_sizes(recipe, MODELS["sliding"], GPU, prompt_tokens=9)

@@ -1,4 +1,4 @@
-"""The planned device: the storages of real tensors, and none of their content."""
+"""Planned device: tensors have the storages of real ones, and no content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes.planner.tracing import PlannedDevice, PlannedSaver, PlannedTensor
 
 
 class RealStorages(TorchDispatchMode):
-    """Counts the bytes of all live storages that operations make, and the most of them."""
+    """Dispatch mode that counts the bytes of live storages and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 def learn(checkpointed: bool) -> None:
-    """One step of a small model, whose large tensors have whole mebibytes."""
+    """Train a small model for one step; its large tensors have whole mebibytes."""
     model = nn.Sequential(nn.Embedding(2048, 512), *[Block(512) for _ in range(3)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
@@ -73,16 +73,16 @@ def learn(checkpointed: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_step_holds_what_the_same_step_holds_with_real_tensors(checkpointed: bool) -> None:
+def test_planned_step_holds_the_bytes_of_a_real_step(checkpointed: bool) -> None:
     with RealStorages() as real:
         learn(checkpointed)
     with PlannedDevice(workspace_bytes=0) as device:
         learn(checkpointed)
-    # what torch's allocator rounds, and cannot use of its segments
+    # torch's allocator rounds sizes up and cannot use all of its segments.
     assert real.most <= device.allocator.peak <= 1.15 * real.most
 
 
-def test_a_view_keeps_the_storage_of_its_base_and_takes_none() -> None:
+def test_view_keeps_storage_of_its_base_and_takes_no_memory() -> None:
     with PlannedDevice(workspace_bytes=0) as device:
         base = torch.empty(10 * MIB, dtype=torch.uint8)
         view = base[MIB:].view(torch.float32)
@@ -96,8 +96,8 @@ def test_a_view_keeps_the_storage_of_its_base_and_takes_none() -> None:
         assert device.allocator.reserved == 0
 
 
-def test_a_storage_that_is_resized_takes_what_it_has_then() -> None:
-    """As FSDP frees and takes unsharded parameters."""
+def test_resized_storage_takes_its_new_size() -> None:
+    """Resize as FSDP does with unsharded parameters."""
     with PlannedDevice(workspace_bytes=0) as device:
         tensor = torch.empty(16 * MIB, dtype=torch.uint8)
         tensor.untyped_storage().resize_(0)
@@ -107,7 +107,7 @@ def test_a_storage_that_is_resized_takes_what_it_has_then() -> None:
         assert device.allocator.reserved == 12 * MIB and tensor.untyped_storage().size() == 12 * MIB
 
 
-def test_what_is_made_on_a_tag_is_none_of_torchs_own() -> None:
+def test_memory_on_a_tag_is_not_counted_as_torchs() -> None:
     saver = PlannedSaver(PlannedDevice(workspace_bytes=0))
     with saver.planned:
         with saver.region("params"):
@@ -121,7 +121,7 @@ def test_what_is_made_on_a_tag_is_none_of_torchs_own() -> None:
         assert saver.take_usage().tags == {"optim": 0, "params": 20 * MIB}
 
 
-def test_each_thread_that_multiplies_has_a_workspace_until_the_cache_is_emptied() -> None:
+def test_forward_and_backward_threads_have_workspaces_until_empty_cache() -> None:
     with PlannedDevice(workspace_bytes=32 * MIB) as device:
         weight = torch.empty(8, 8, requires_grad=True)
         loss = (torch.empty(8, 8) @ weight).sum()
@@ -132,7 +132,7 @@ def test_each_thread_that_multiplies_has_a_workspace_until_the_cache_is_emptied(
         assert device.allocator.reserved == 2 * MIB
 
 
-def test_meta_tensors_and_numbers_of_the_host_are_used_and_take_nothing() -> None:
+def test_meta_tensors_and_host_numbers_take_no_memory() -> None:
     numbers = torch.arange(6.0).view(2, 3)
     with PlannedDevice(workspace_bytes=0) as device:
         meta = torch.empty(1 << 30, device="meta") * 2
@@ -144,7 +144,7 @@ def test_meta_tensors_and_numbers_of_the_host_are_used_and_take_nothing() -> Non
         assert device.allocator.reserved == 2 * MIB
 
 
-def test_a_tensor_is_of_no_use_after_its_device() -> None:
+def test_planned_tensor_fails_outside_of_its_device() -> None:
     with PlannedDevice(workspace_bytes=0):
         tensor = torch.empty(3)
     with pytest.raises(RuntimeError, match="outside of its PlannedDevice"):
