@@ -168,6 +168,12 @@ def cells(page: Path) -> list[tuple[int, str]]:
     return texts
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_table_cells_of_page_are_short(page: Path) -> None:
+    long = {number: len(cell) for number, cell in cells(page) if len(cell) > LONGEST_CELL}
+    assert not long, f"{name_of(page)}: characters of a cell by line"
+
+
 @pytest.mark.parametrize("page", MOST_LINES)
 def test_page_stays_within_its_lines(page: str) -> None:
     assert len((ROOT / page).read_text().splitlines()) <= MOST_LINES[page]
