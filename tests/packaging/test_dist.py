@@ -1,7 +1,6 @@
-"""The sdist and the wheel that is built from it, tried out in an environment that has nothing else
-of this project.
+"""The sdist and the wheel built from it, tried in an environment without the source tree.
 
-`make dist`, not part of `make test`. What they were built from is left in dist/.
+`make dist` runs these tests and leaves both files in dist/; `make test` does not run them.
 """
 
 from __future__ import annotations
@@ -102,9 +101,10 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel. Its dependencies are found in the project's own, by a
-    path file: .pth files of a folder that was added this way are not read, so the project itself,
-    installed there by one, is not found.
+    """Create a virtual environment with the wheel that finds its dependencies in the project's own.
+
+    A path file adds the project's site-packages. Python does not read the .pth files in a folder
+    added this way, so the environment does not see the project's editable install.
     """
     folder = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
@@ -116,7 +116,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources(tracked: list[str]) -> set[str]:
-    """What an installed memsaver is made of."""
+    """Return the files that an installed memsaver consists of."""
     kept = (".py", ".c", ".cpp", ".h", ".yaml", ".html", ".typed")
     return {
         name
